@@ -1,0 +1,71 @@
+"""The experts that every token was routed to, as the engine reported them.
+
+Rows follow positions: row t holds the experts that the forward pass of token t used. The newest token of a
+sequence has not been through the model yet, so a sequence of T tokens carries at most T - 1 rows. Whether a
+row may be replayed is kept in a mask, not in a sentinel id: with 256 experts every uint8 value is a real expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def narrowest_dtype(num_experts: int) -> np.dtype:
+    """The narrowest unsigned dtype that holds expert ids 0..num_experts-1 (uint8 up to 256 experts)."""
+    return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Routed experts of consecutive tokens.
+
+    Attributes:
+        experts: [rows, MoE layers, top-k], uint8 or uint16; ids are global over expert-parallel ranks.
+        mask: [rows] bool; False where the trainer must route by itself.
+        layer_ids: global (0-based, dense layers counted) id of each MoE layer on axis 1.
+    """
+
+    experts: NDArray[np.unsignedinteger]
+    mask: NDArray[np.bool_]
+    layer_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.experts.ndim == 3, f"routes must be [rows, layers, top-k], got {self.experts.shape}"
+        assert self.mask.shape == self.experts.shape[:1], (self.mask.shape, self.experts.shape)
+        assert len(self.layer_ids) == self.experts.shape[1], (self.layer_ids, self.experts.shape)
+
+    def __len__(self) -> int:
+        return self.experts.shape[0]
+
+    @classmethod
+    def empty(cls, layer_ids: Sequence[int], top_k: int, num_experts: int) -> Routes:
+        """No rows yet, for a model with these MoE layers."""
+        shape = (0, len(layer_ids), top_k)
+        return cls(np.empty(shape, narrowest_dtype(num_experts)), np.empty(0, np.bool_), tuple(layer_ids))
+
+    def append(self, experts: NDArray[np.integer], mask: NDArray[np.bool_] | None = None) -> Routes:
+        """These routes followed by `experts` [new rows, MoE layers, top-k]; rows may be replayed unless masked."""
+        assert experts.shape[1:] == self.experts.shape[1:], (experts.shape, self.experts.shape)
+        top = int(experts.max(initial=0))
+        assert 0 <= int(experts.min(initial=0)) and top <= np.iinfo(self.experts.dtype).max, f"expert id {top}"
+        keep = np.ones(len(experts), np.bool_) if mask is None else mask
+        return Routes(
+            np.concatenate([self.experts, experts.astype(self.experts.dtype)]),
+            np.concatenate([self.mask, keep]),
+            self.layer_ids,
+        )
+
+    def padded(self, rows: int) -> Routes:
+        """Exactly `rows` rows: missing ones are appended as not replayable, so that rows and tokens line up."""
+        assert rows >= len(self), (rows, len(self))
+        gap = rows - len(self)
+        return self.append(np.zeros((gap, *self.experts.shape[1:]), self.experts.dtype), np.zeros(gap, np.bool_))
+
+    def stage_slice(self, layer_ids: Sequence[int]) -> Routes:
+        """Only the given global layers, in the given order: what one pipeline stage needs."""
+        columns = [self.layer_ids.index(layer) for layer in layer_ids]
+        return Routes(np.ascontiguousarray(self.experts[:, columns]), self.mask, tuple(layer_ids))
