@@ -32,7 +32,9 @@ class ParallelLayout:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value < 1:
-                raise ConfigError(f"megatron.{name}", value, "parallel sizes are at least 1", "set it to 1 to turn it off")
+                raise ConfigError(
+                    f"megatron.{name}", value, "parallel sizes are at least 1", "set it to 1 to turn it off"
+                )
         per_stage = self.tp * self.cp * self.dp
         if per_stage % (self.ep * self.etp):
             raise ConfigError(
@@ -70,5 +72,13 @@ class ParallelLayout:
 
     def describe(self) -> str:
         """One line for people: `TP2 PP1 EP2 ...`, sizes of one left out."""
-        sizes = {"TP": self.tp, "PP": self.pp, "VPP": self.vpp, "CP": self.cp, "DP": self.dp, "EP": self.ep, "ETP": self.etp}
+        sizes = {
+            "TP": self.tp,
+            "PP": self.pp,
+            "VPP": self.vpp,
+            "CP": self.cp,
+            "DP": self.dp,
+            "EP": self.ep,
+            "ETP": self.etp,
+        }
         return " ".join(f"{k}{v}" for k, v in sizes.items() if v > 1) or "one rank"

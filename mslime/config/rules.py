@@ -1,13 +1,348 @@
-"""Rules that span sections of the run configuration. Each refuses one silent corruption or one senseless pair."""
+"""Rules that span sections of the run configuration. Each refuses one silent corruption or one senseless pair.
+
+megatron.training used to guard some of these before megatron-core started; megatron-core 0.16.1 alone does not, and
+trains on silently wrong gradients. The corruptions that mslime works around instead of refusing (experts marked
+`allreduce=False`, forced parameter sync before export, duplicated MLA down-projections) live in the trainer.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
+
+MEGATRON_RESERVED: dict[str, str] = {
+    "calculate_per_token_loss": "denominators are computed over the whole step before micro-batching; megatron-core 0.16.1 "
+    "also scales auxiliary losses by 1/TP with it",
+    "moe_enable_routing_replay": "it follows train.replay",
+    "variable_seq_lengths": "it follows train.packed",
+    "pipeline_dtype": "it follows megatron.params_dtype",
+    "bf16": "it follows megatron.params_dtype",
+    "fp16": "the trainer runs in bfloat16 or float32",
+    "lr": "use train.lr",
+    "min_lr": "use train.min_lr",
+    "weight_decay": "use train.weight_decay",
+    "adam_beta1": "use train.adam_beta1",
+    "adam_beta2": "use train.adam_beta2",
+    "adam_eps": "use train.adam_eps",
+    "clip_grad": "use train.clip_grad",
+    "transformer_impl": "it follows cluster.device: Transformer Engine on cuda, the local spec on cpu",
+}
+SGLANG_RESERVED: dict[str, str] = {
+    "model_path": "use model.path",
+    "tokenizer_path": "use model.tokenizer_path",
+    "host": "engines are launched and found by mslime",
+    "port": "engines are launched and found by mslime",
+    "device": "use cluster.device",
+    "enable_return_routed_experts": "it follows train.replay",
+    "skip_server_warmup": "the capability handshake is the warm-up",
+}
 
 
 def check_run(config: RunConfig) -> None:
     """Raise ConfigError for the first broken rule."""
     config.megatron.layout(config.cluster.trainer_ranks)
+    for rule in _RULES:
+        rule(config)
+
+
+def _pipeline_p2p(config: RunConfig) -> None:
+    """VPP with batched p2p gives wrong gradients (|d grad| 43 in facts); megatron.training guarded it."""
+    m = config.megatron
+    if (m.virtual_pipeline_model_parallel_size or 1) < 2:
+        return
+    for key, wanted in (("batch_p2p_comm", False), ("overlap_p2p_comm", True)):
+        if m.extra.get(key, wanted) is not wanted:
+            raise ConfigError(
+                f"megatron.{key}",
+                m.extra[key],
+                "virtual pipeline stages with batched p2p communication train on "
+                "wrong gradients in megatron-core 0.16.1",
+                f"remove it (mslime sets {str(wanted).lower()})",
+            )
+
+
+def _sequence_parallel(config: RunConfig) -> None:
+    m = config.megatron
+    if m.sequence_parallel is False and m.tensor_model_parallel_size > 1:
+        raise ConfigError(
+            "megatron.sequence_parallel",
+            False,
+            "MoE layers with tensor parallelism need sequence parallelism",
+            "remove it (it follows tensor_model_parallel_size)",
+        )
+    if m.sequence_parallel and m.tensor_model_parallel_size == 1:
+        raise ConfigError(
+            "megatron.sequence_parallel",
+            True,
+            "sequence parallelism splits over the tensor-parallel group, which has one rank",
+            "remove it, or raise tensor_model_parallel_size",
+        )
+
+
+def _dropout(config: RunConfig) -> None:
+    for key in ("hidden_dropout", "attention_dropout"):
+        if config.megatron.extra.get(key):
+            raise ConfigError(
+                f"megatron.{key}",
+                config.megatron.extra[key],
+                "dropout makes the trainer's policy differ from the one that sampled",
+                "remove it (mslime sets 0)",
+            )
+
+
+def _fused_cross_entropy(config: RunConfig) -> None:
+    if config.megatron.extra.get("cross_entropy_loss_fusion"):
+        raise ConfigError(
+            "megatron.cross_entropy_loss_fusion",
+            True,
+            "the fused kernel casts gradients to bfloat16 and bypasses mslime's log-probs",
+            "remove it",
+        )
+
+
+def _router_dispatch(config: RunConfig) -> None:
+    """Settings under which a token may reach other experts than the ones replayed, or none."""
+    extra, replay = config.megatron.extra, config.train.replay
+    if extra.get("moe_router_fusion") and replay != "off":
+        raise ConfigError(
+            "megatron.moe_router_fusion",
+            True,
+            f"the fused router kernel bypasses routing replay (train.replay = {replay})",
+            "remove it, or set train.replay: off",
+        )
+    if extra.get("moe_expert_capacity_factor") is not None:
+        raise ConfigError(
+            "megatron.moe_expert_capacity_factor",
+            extra["moe_expert_capacity_factor"],
+            "capacity drops tokens per "
+            "rank, so the loss depends on the layout and the engine's routes are not honoured",
+            "remove it",
+        )
+    if extra.get("moe_router_load_balancing_type") == "sinkhorn":
+        raise ConfigError(
+            "megatron.moe_router_load_balancing_type",
+            "sinkhorn",
+            "sinkhorn routing does not go through the top-k that replay forces",
+            "use none, aux_loss or seq_aux_loss",
+        )
+    if extra.get("moe_router_load_balancing_type") == "global_aux_loss" and config.layout.dp * config.layout.cp > 1:
+        raise ConfigError(
+            "megatron.moe_router_load_balancing_type",
+            "global_aux_loss",
+            "its running mean differs between data-parallel layouts by design",
+            "use aux_loss or seq_aux_loss",
+        )
+
+
+def _recompute(config: RunConfig) -> None:
+    m = config.megatron
+    if m.recompute_granularity is None and (m.recompute_method or m.recompute_num_layers or m.recompute_modules):
+        raise ConfigError(
+            "megatron.recompute_granularity",
+            None,
+            "recompute settings have no effect without it",
+            "set it to full or selective",
+        )
+    if m.recompute_granularity == "full" and m.recompute_modules:
+        raise ConfigError(
+            "megatron.recompute_modules",
+            m.recompute_modules,
+            "applies to selective recompute only",
+            "set recompute_granularity: selective, or remove the modules",
+        )
+    if "moe_act" in (m.recompute_modules or []) and not m.extra.get("moe_grouped_gemm"):
+        raise ConfigError(
+            "megatron.recompute_modules",
+            m.recompute_modules,
+            "moe_act needs grouped GEMM",
+            "use the module 'moe', or set megatron.moe_grouped_gemm: true on cuda",
+        )
+
+
+def _cpu_limits(config: RunConfig) -> None:
+    """What needs CUDA kernels is refused by name when the device is set to cpu."""
+    if config.cluster.device != "cpu":
+        return
+    m = config.megatron
+    needs_cuda = {
+        "moe_grouped_gemm": m.extra.get("moe_grouped_gemm"),
+        "moe_router_fusion": m.extra.get("moe_router_fusion"),
+        "apply_rope_fusion": m.extra.get("apply_rope_fusion"),
+        "fp8": m.extra.get("fp8"),
+    }
+    for key, value in needs_cuda.items():
+        if value:
+            raise ConfigError(f"megatron.{key}", value, "needs CUDA kernels, and cluster.device is cpu", "remove it")
+    if m.moe_token_dispatcher_type == "flex":
+        raise ConfigError(
+            "megatron.moe_token_dispatcher_type", "flex", "DeepEP needs CUDA, and cluster.device is cpu", "use alltoall"
+        )
+    if config.cluster.colocate:
+        raise ConfigError(
+            "cluster.colocate", True, "trainer and engine share GPUs, and cluster.device is cpu", "remove it"
+        )
+
+
+def _overlap(config: RunConfig) -> None:
+    m = config.megatron
+    if m.overlap_param_gather and not (m.use_distributed_optimizer and m.overlap_grad_reduce):
+        raise ConfigError(
+            "megatron.overlap_param_gather",
+            True,
+            "needs use_distributed_optimizer and overlap_grad_reduce",
+            "turn both on, or remove it",
+        )
+
+
+def _staleness(config: RunConfig) -> None:
+    r = config.rollout
+    if config.cluster.colocate and r.max_staleness:
+        raise ConfigError(
+            "rollout.max_staleness",
+            r.max_staleness,
+            "colocated engines sleep while the trainer works, so nothing can be generated ahead",
+            "set it to 0, or give the engines their own GPUs",
+        )
+
+
+def _group_size(config: RunConfig) -> None:
+    if config.train.task == "rl" and config.algorithm.advantage == "grpo" and config.rollout.group_size < 2:
+        raise ConfigError(
+            "rollout.group_size",
+            config.rollout.group_size,
+            "GRPO compares the responses of a group; a group of one has advantage 0 everywhere and teaches nothing",
+            "use at least 2 (8 is common)",
+        )
+
+
+def _sampling(config: RunConfig) -> None:
+    r = config.rollout
+    if r.top_p < 1 or r.top_k not in (-1, 0):
+        field, value = ("rollout.top_p", r.top_p) if r.top_p < 1 else ("rollout.top_k", r.top_k)
+        raise ConfigError(
+            field,
+            value,
+            "the trainer's log-probs are over the full vocabulary, so a truncated sampler would make "
+            "every importance ratio wrong",
+            "use top_p: 1.0 and top_k: -1, and shape sampling with temperature",
+        )
+
+
+def _filters(config: RunConfig) -> None:
+    named = {"rollout.dynamic_filter": config.rollout.dynamic_filter, "reward.function": config.reward.function}
+    for field, value in named.items():
+        if value and value not in ("none", "zero_variance") and value.count(":") != 1:
+            raise ConfigError(
+                field, value, "a function is named `module:function`", "write for example my_project.rewards:score"
+            )
+    if (config.reward.kind == "custom") != (config.reward.function is not None):
+        raise ConfigError(
+            "reward.function",
+            config.reward.function,
+            f"goes together with reward.kind: custom (kind is {config.reward.kind!r})",
+            "set both, or neither",
+        )
+
+
+def _steps(config: RunConfig) -> None:
+    t, r = config.train, config.rollout
+    if t.min_lr > t.lr:
+        raise ConfigError("train.min_lr", t.min_lr, f"must not exceed train.lr = {t.lr}", "lower it")
+    if t.task == "rl" and r.groups_per_step % t.optimizer_steps_per_rollout:
+        raise ConfigError(
+            "train.optimizer_steps_per_rollout",
+            t.optimizer_steps_per_rollout,
+            f"must divide rollout.groups_per_step = {r.groups_per_step}",
+            "choose a divisor",
+        )
+
+
+def _sets(config: RunConfig) -> None:
+    if not config.data.prompts:
+        raise ConfigError(
+            "data.prompts", [], "at least one file of prompts is needed", "name a .jsonl or .parquet file"
+        )
+    names = [s.name for s in config.data.eval_sets]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    if twice is not None:
+        raise ConfigError("data.eval_sets", twice, "names of evaluation sets must differ", "rename one of them")
+    for s in config.data.eval_sets:
+        if s.samples_per_prompt > 1 and s.temperature == 0:
+            raise ConfigError(
+                f"data.eval_sets.{s.name}.temperature",
+                0.0,
+                f"{s.samples_per_prompt} greedy responses would be equal, so pass@k means nothing",
+                "set a temperature, or samples_per_prompt: 1",
+            )
+
+
+_RULES: tuple[Callable[[RunConfig], None], ...] = (
+    _pipeline_p2p,
+    _sequence_parallel,
+    _dropout,
+    _fused_cross_entropy,
+    _router_dispatch,
+    _recompute,
+    _cpu_limits,
+    _overlap,
+    _staleness,
+    _group_size,
+    _sampling,
+    _filters,
+    _steps,
+    _sets,
+)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers of a checkpoint's architecture that a parallel layout must divide."""
+
+    num_layers: int
+    num_attention_heads: int
+    num_query_groups: int
+    num_experts: int
+    moe_ffn_hidden_size: int
+    ffn_hidden_size: int
+
+
+def check_model(config: RunConfig, shape: ModelShape, derived: Mapping[str, Any]) -> None:
+    """Raise ConfigError when the layout does not divide the model, or a flag contradicts the checkpoint.
+
+    Args:
+        shape: sizes of the model.
+        derived: every TransformerConfig field that mslime derives from the checkpoint's config.json.
+    """
+    layout, m = config.layout, "megatron."
+    divisible = [
+        (m + "tensor_model_parallel_size", layout.tp, "attention heads", shape.num_attention_heads),
+        (m + "expert_model_parallel_size", layout.ep, "experts", shape.num_experts),
+        (m + "expert_tensor_parallel_size", layout.etp, "expert hidden size", shape.moe_ffn_hidden_size),
+        (m + "tensor_model_parallel_size", layout.tp, "dense hidden size", shape.ffn_hidden_size),
+        (m + "pipeline_model_parallel_size", layout.pp * layout.vpp, "layers (over PP x VPP)", shape.num_layers),
+    ]
+    for field, size, what, total in divisible:
+        if size > 1 and (total == 0 or total % size):
+            raise ConfigError(field, size, f"must divide the model's {total} {what}", f"use a divisor of {total}")
+    groups = shape.num_query_groups
+    if groups % layout.tp and layout.tp % groups:
+        raise ConfigError(
+            m + "tensor_model_parallel_size",
+            layout.tp,
+            f"must divide, or be a multiple of, the model's {groups} key-value heads",
+            f"use a divisor of {groups}",
+        )
+    for key, value in config.megatron.extra.items():
+        if key in derived and derived[key] != value:
+            raise ConfigError(
+                m + key,
+                value,
+                f"contradicts the checkpoint's config.json, which says {derived[key]!r}",
+                "remove it; the architecture comes from the checkpoint",
+            )

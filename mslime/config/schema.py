@@ -14,7 +14,10 @@ from pydantic import Field, model_validator
 
 from mslime.config.base import Section
 from mslime.config.correction import CorrectionConfig
+from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
+from mslime.config.passthrough import collect_extra, megatron_fields, sglang_fields
+from mslime.config.rules import MEGATRON_RESERVED, SGLANG_RESERVED, check_run
 
 
 class ModelConfig(Section):
@@ -54,21 +57,43 @@ class MegatronConfig(Section):
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = Field(None, ge=1)
     recompute_modules: list[str] | None = None
-    params_dtype: Literal["float32", "bfloat16"] | None = Field(None, description="Default: bfloat16 on cuda, float32 on cpu.")
-    extra: dict[str, Any] = Field(default_factory=dict, description="Any other field of megatron-core's TransformerConfig, "
-                                  "OptimizerConfig or DistributedDataParallelConfig; may also be given beside these.")
+    params_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None, description="Default: bfloat16 on cuda, float32 on cpu."
+    )
+    extra: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Any other field of megatron-core's TransformerConfig, "
+        "OptimizerConfig or DistributedDataParallelConfig; may also be given beside these.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_extra(cls, values: dict[str, Any]) -> dict[str, Any]:
+        own = set(cls.model_fields)
+        if set(values) <= own and not values.get("extra"):
+            return values
+        return collect_extra("megatron", values, own, megatron_fields(), MEGATRON_RESERVED)
 
     def layout(self, trainer_ranks: int | None) -> ParallelLayout:
         """The parallel layout on `trainer_ranks` ranks (default: data parallel 1). Raises ConfigError when illegal."""
-        from mslime.config.errors import ConfigError
-
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
         world = trainer_ranks or tp * pp * cp
         if world % (tp * pp * cp):
-            raise ConfigError("cluster.trainer_ranks", world, f"must be a multiple of TP x PP x CP = {tp} x {pp} x {cp}",
-                              f"use {-(-world // (tp * pp * cp)) * tp * pp * cp}, or change a parallel size")
-        return ParallelLayout(tp, pp, self.virtual_pipeline_model_parallel_size or 1, cp, world // (tp * pp * cp),
-                              self.expert_model_parallel_size, self.expert_tensor_parallel_size)
+            raise ConfigError(
+                "cluster.trainer_ranks",
+                world,
+                f"must be a multiple of TP x PP x CP = {tp} x {pp} x {cp}",
+                f"use {-(-world // (tp * pp * cp)) * tp * pp * cp}, or change a parallel size",
+            )
+        return ParallelLayout(
+            tp,
+            pp,
+            self.virtual_pipeline_model_parallel_size or 1,
+            cp,
+            world // (tp * pp * cp),
+            self.expert_model_parallel_size,
+            self.expert_tensor_parallel_size,
+        )
 
 
 class SGLangConfig(Section):
@@ -82,8 +107,17 @@ class SGLangConfig(Section):
     mem_fraction_static: float | None = Field(None, gt=0, lt=1)
     max_total_tokens: int | None = Field(None, ge=1)
     max_running_requests: int | None = Field(None, ge=1)
-    extra: dict[str, Any] = Field(default_factory=dict, description="Any other SGLang ServerArgs field; may also be given "
-                                  "beside these.")
+    extra: dict[str, Any] = Field(
+        default_factory=dict, description="Any other SGLang ServerArgs field; may also be given beside these."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_extra(cls, values: dict[str, Any]) -> dict[str, Any]:
+        own = set(cls.model_fields)
+        if set(values) <= own and not values.get("extra"):
+            return values
+        return collect_extra("sglang", values, own, sglang_fields(), SGLANG_RESERVED)
 
 
 class EvalSetConfig(Section):
@@ -115,13 +149,18 @@ class RolloutConfig(Section):
 
     groups_per_step: int = Field(32, ge=1, description="Prompt groups of one training step.")
     group_size: int = Field(8, ge=1, description="Responses per prompt.")
-    max_staleness: int = Field(0, ge=0, description="0: on-policy and synchronous. 1: one step ahead. k: asynchronous, "
-                               "at most k versions old.")
+    max_staleness: int = Field(
+        0, ge=0, description="0: on-policy and synchronous. 1: one step ahead. k: asynchronous, at most k versions old."
+    )
     over_sampling: float = Field(1.0, ge=1, description="Groups in flight at most, as a multiple of groups_per_step.")
     partial: bool = Field(True, description="Keep the tokens of aborted responses and continue them later.")
-    on_stale: Literal["mask", "reroll", "drop"] = Field("mask", description="What happens to tokens older than max_staleness.")
+    on_stale: Literal["mask", "reroll", "drop"] = Field(
+        "mask", description="What happens to tokens older than max_staleness."
+    )
     dynamic_filter: Literal["none", "zero_variance"] | str = Field(
-        "none", description="zero_variance drops groups whose rewards are all equal; or `module:function`(Group) -> bool.")
+        "none",
+        description="zero_variance drops groups whose rewards are all equal; or `module:function`(Group) -> bool.",
+    )
     max_response_tokens: int = Field(1024, ge=1)
     max_total_tokens: int | None = Field(None, ge=1, description="Prompt + response limit; default: the model's.")
     temperature: float = Field(1.0, gt=0)
@@ -131,18 +170,22 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = Field(default_factory=list)
     concurrency: int = Field(256, ge=1, description="Requests in flight per engine.")
     pause_mode: Literal["abort", "retract", "in_place"] = Field(
-        "retract", description="What running requests do during a weight update when max_staleness > 0.")
+        "retract", description="What running requests do during a weight update when max_staleness > 0."
+    )
 
 
 class RewardConfig(Section):
     """How a response is scored."""
 
     kind: Literal["exact", "math", "custom"] = "exact"
-    function: str | None = Field(None, description="`module:function`(sample) -> float, sync or async; for kind custom.")
+    function: str | None = Field(
+        None, description="`module:function`(sample) -> float, sync or async; for kind custom."
+    )
     timeout_s: float = Field(30.0, gt=0)
     workers: int = Field(2, ge=1, description="Threads or processes for synchronous rewards.")
     on_error: Literal["fail", "zero", "drop"] = Field(
-        "fail", description="A reward that raises, hangs or is not finite: stop the run, count 0, or drop the sample.")
+        "fail", description="A reward that raises, hangs or is not finite: stop the run, count 0, or drop the sample."
+    )
 
 
 class AlgorithmConfig(Section):
@@ -157,11 +200,15 @@ class AlgorithmConfig(Section):
     kl_type: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
     loss_aggregation: Literal["token", "sequence", "group"] = Field(
-        "token", description="token: mean over all tokens of the step. sequence: mean of per-response means. group: mean of "
-        "per-group token means.")
+        "token",
+        description="token: mean over all tokens of the step. sequence: mean of per-response means. group: mean of "
+        "per-group token means.",
+    )
     old_log_probs: Literal["auto", "always"] = Field(
-        "auto", description="auto: a separate old-log-prob pass only when something needs it (several optimizer steps per "
-        "rollout, sequence-level corrections).")
+        "auto",
+        description="auto: a separate old-log-prob pass only when something needs it (several optimizer steps per "
+        "rollout, sequence-level corrections).",
+    )
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
 
 
@@ -171,7 +218,9 @@ class TrainConfig(Section):
     task: Literal["rl", "sft"] = Field("rl", description="sft: supervised warm start on `prompt`/`label` rows.")
     num_steps: int = Field(100, ge=1)
     optimizer_steps_per_rollout: int = Field(1, ge=1)
-    max_tokens_per_micro_batch: int = Field(4096, ge=1, description="Token budget of a packed micro-batch, per CP rank.")
+    max_tokens_per_micro_batch: int = Field(
+        4096, ge=1, description="Token budget of a packed micro-batch, per CP rank."
+    )
     packed: bool = Field(True, description="Pack sequences without padding (thd). False: one sequence a micro-batch.")
     lr: float = Field(1e-6, gt=0)
     min_lr: float = Field(0.0, ge=0)
@@ -182,8 +231,9 @@ class TrainConfig(Section):
     adam_beta2: float = Field(0.98, ge=0, lt=1)
     adam_eps: float = Field(1e-8, gt=0)
     clip_grad: float = Field(1.0, ge=0)
-    replay: Literal["r3", "r2", "off"] = Field("r3", description="Routing replay: r3 uses the rollout's routes, r2 the "
-                                               "trainer's own old-log-prob pass.")
+    replay: Literal["r3", "r2", "off"] = Field(
+        "r3", description="Routing replay: r3 uses the rollout's routes, r2 the trainer's own old-log-prob pass."
+    )
     log_prob_chunk_tokens: int = Field(1024, ge=1, description="Tokens whose logits are held in fp32 at once.")
     sft_batch_size: int = Field(64, ge=1)
 
@@ -192,7 +242,9 @@ class WeightsConfig(Section):
     """Trainer to engine."""
 
     bucket_mib: float = Field(512, gt=0)
-    verify: Literal["first", "always", "never"] = Field("first", description="Bit-exact comparison of engine and trainer.")
+    verify: Literal["first", "always", "never"] = Field(
+        "first", description="Bit-exact comparison of engine and trainer."
+    )
 
 
 class CheckpointConfig(Section):
@@ -208,7 +260,9 @@ class CheckpointConfig(Section):
 class ObserveConfig(Section):
     """What a person sees."""
 
-    progress: Literal["auto", "on", "off"] = Field("auto", description="auto: live bars on a terminal, plain lines elsewhere.")
+    progress: Literal["auto", "on", "off"] = Field(
+        "auto", description="auto: live bars on a terminal, plain lines elsewhere."
+    )
     tensorboard: bool = False
     wandb_project: str | None = None
     eval_every: int = Field(10, ge=0, description="Steps between evaluations; 0: never.")
@@ -261,7 +315,5 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section_rules(self) -> RunConfig:
-        from mslime.config.rules import check_run
-
         check_run(self)
         return self

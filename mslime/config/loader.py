@@ -1,0 +1,159 @@
+"""From YAML files and flags to a validated RunConfig, with errors a person can act on."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from mslime.config.errors import ConfigError, UserError, nearest
+from mslime.config.passthrough import megatron_fields, sglang_fields
+from mslime.config.schema import RunConfig
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads `1e-4` as a string; people mean a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value of a YAML text. Raises ConfigError naming `source` and the line."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        where = f"{source}:{error.problem_mark.line + 1}" if error.problem_mark else source
+        raise ConfigError(
+            where, error.problem, "is not valid YAML", "check indentation, colons and quotes there"
+        ) from None
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises ConfigError when it is missing, broken, or no mapping."""
+    if not path.is_file():
+        raise ConfigError("config file", str(path), "no such file", "check the path; examples/ holds complete ones")
+    values = parse_yaml(path.read_text(), str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(
+            str(path), type(values).__name__, "the file must hold a mapping of sections", "start with `model:`"
+        )
+    return typing.cast(dict[str, Any], values)
+
+
+def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
+    """`--rollout.max-staleness 1` (or `=1`) to {"rollout": {"max_staleness": 1}}.
+
+    Several values make a list; a flag without a value is true, `--no-...` is false for the last part of the name.
+    """
+    values: dict[str, Any] = {}
+    position = 0
+    while position < len(flags):
+        flag = flags[position]
+        if not flag.startswith("--"):
+            raise ConfigError("flags", flag, "expected a flag such as --rollout.group-size", "put -- before its name")
+        name, _, inline = flag[2:].partition("=")
+        position += 1
+        words = [inline] if "=" in flag else []
+        while "=" not in flag and position < len(flags) and not flags[position].startswith("--"):
+            words.append(flags[position])
+            position += 1
+        _assign(values, name, words)
+    return values
+
+
+def _assign(values: dict[str, Any], name: str, words: list[str]) -> None:
+    *sections, leaf = [part.replace("-", "_") for part in name.split(".")]
+    if not words and leaf.startswith("no_"):
+        leaf, parsed = leaf[3:], False
+    else:
+        items = [parse_yaml(w, f"--{name}") for w in words]
+        parsed = True if not items else items[0] if len(items) == 1 else items
+    target = values
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise ConfigError(
+                f"--{name}", words, f"{section} is given as a value and as a section", "use one of the two"
+            )
+    target[leaf] = parsed
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` wins, section by section; lists are replaced whole."""
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else value
+    return merged
+
+
+def load_config(path: Path | None, flags: Sequence[str] = ()) -> RunConfig:
+    """The run configuration of a YAML file and/or flags; flags win. Raises ConfigError."""
+    return build(merge(read_yaml(path) if path else {}, parse_flags(flags)))
+
+
+def build(values: dict[str, Any]) -> RunConfig:
+    """Validate plain values. Raises ConfigError for the first mistake, with the nearest known name for unknown keys."""
+    values = _wrap_lists(values)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise _first_error(error, values) from None
+
+
+def _wrap_lists(values: dict[str, Any]) -> dict[str, Any]:
+    """A flag with one value cannot know that it is a list: wrap strings given for list fields of `data` and `sglang`."""
+    for section, key in (
+        ("data", "prompts"),
+        ("sglang", "urls"),
+        ("rollout", "stop"),
+        ("rollout", "stop_token_ids"),
+        ("megatron", "recompute_modules"),
+    ):
+        found = values.get(section)
+        if isinstance(found, dict) and key in found and not isinstance(found[key], list | types.NoneType):
+            values = {**values, section: {**found, key: [found[key]]}}
+    return values
+
+
+def _first_error(error: ValidationError, values: dict[str, Any]) -> UserError:
+    # Unknown keys first: a misspelt key usually also makes a required one missing, and is the better clue.
+    first = min(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, UserError):
+        return cause
+    path = ".".join(str(p) for p in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = known_keys(first["loc"][:-1])
+        return ConfigError(
+            path,
+            first["input"],
+            "unknown key",
+            nearest(str(first["loc"][-1]), known) or f"known keys here: {', '.join(sorted(known))}",
+        )
+    if first["type"] == "missing":
+        return ConfigError(path, None, "is required", f"add it to the file, or give --{path.replace('_', '-')}")
+    return ConfigError(path, first["input"], first["msg"], "correct the value")
+
+
+def known_keys(location: Sequence[int | str]) -> set[str]:
+    """The keys that a section of the configuration takes, the engine's own included."""
+    model: type[BaseModel] = RunConfig
+    for part in location:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        model = next(
+            m for m in (annotation, *typing.get_args(annotation)) if isinstance(m, type) and issubclass(m, BaseModel)
+        )
+    engine = {("megatron",): megatron_fields, ("sglang",): sglang_fields}.get(tuple(str(p) for p in location))
+    return set(model.model_fields) | (set(engine()) if engine else set())

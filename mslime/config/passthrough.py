@@ -1,0 +1,195 @@
+"""Fields of the two engines' own configuration classes, read from the installed packages without importing them.
+
+megatron-core's dataclasses and SGLang's argument namespaces are parsed as source text, so that a misspelt or
+ill-typed pass-through key is refused in milliseconds, on a machine without torch, against the version that will run.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.metadata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mslime.config.errors import ConfigError, nearest
+
+MEGATRON_SOURCES: dict[str, tuple[str, ...]] = {
+    "megatron/core/model_parallel_config.py": ("ModelParallelConfig",),
+    "megatron/core/transformer/transformer_config.py": ("TransformerConfig", "MLATransformerConfig"),
+    "megatron/core/optimizer/optimizer_config.py": ("OptimizerConfig",),
+    "megatron/core/distributed/distributed_data_parallel_config.py": ("DistributedDataParallelConfig",),
+}
+SGLANG_FIELDS_DIRECTORY = "sglang/srt/arg_groups/fields"
+
+
+@dataclass(frozen=True)
+class EngineField:
+    """One field of an engine's configuration.
+
+    Attributes:
+        name: the engine's own spelling.
+        owner: class that declares it.
+        kinds: accepted Python types; empty when the annotation is too rich to check here.
+        choices: accepted values of a Literal; empty otherwise.
+        optional: None is accepted.
+    """
+
+    name: str
+    owner: str
+    kinds: tuple[type, ...]
+    choices: tuple[object, ...]
+    optional: bool
+
+    def accepts(self, value: object) -> bool:
+        """Whether `value` fits the annotation, as far as it can be told from the source."""
+        if value is None:
+            return self.optional or not (self.kinds or self.choices)
+        if self.choices and value in self.choices:
+            return True
+        if isinstance(value, bool):
+            return bool in self.kinds or not (self.kinds or self.choices)
+        if isinstance(value, int) and float in self.kinds:
+            return True
+        return isinstance(value, self.kinds) if self.kinds else not self.choices
+
+    def expected(self) -> str:
+        """The annotation in words."""
+        parts = [repr(c) for c in self.choices] + [k.__name__ for k in self.kinds] + ["null"] * self.optional
+        return " or ".join(parts) or "any value"
+
+
+_SIMPLE: dict[str, type] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "str": str,
+    "list": list,
+    "List": list,
+    "dict": dict,
+    "Dict": dict,
+    "tuple": list,
+    "Tuple": list,
+}
+
+
+def _read_annotation(node: ast.expr) -> tuple[set[type], set[object], bool, bool]:
+    """(types, literal values, None accepted, fully understood) of an annotation."""
+    match node:
+        case ast.Constant(value=None):
+            return set(), set(), True, True
+        case ast.Constant(value=str() as text):
+            return _read_annotation(ast.parse(text, mode="eval").body)
+        case ast.Name(id=name) if name in _SIMPLE:
+            return {_SIMPLE[name]}, set(), False, True
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _merge([left, right])
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
+            types, choices, _, known = _read_annotation(inner)
+            return types, choices, True, known
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=parts)):
+            return _merge(parts)
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
+            values = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+            return set(), {ast.literal_eval(v) for v in values}, False, True
+        case ast.Subscript(value=ast.Name(id="A" | "Annotated"), slice=ast.Tuple(elts=[inner, *_])):
+            return _read_annotation(inner)
+        case ast.Subscript(value=ast.Name(id=name)) if name in _SIMPLE:
+            return {_SIMPLE[name]}, set(), False, True
+        case _:
+            return set(), set(), False, False
+
+
+def _merge(parts: list[ast.expr]) -> tuple[set[type], set[object], bool, bool]:
+    read = [_read_annotation(p) for p in parts]
+    return (
+        set().union(*(r[0] for r in read)),
+        set().union(*(r[1] for r in read)),
+        any(r[2] for r in read),
+        all(r[3] for r in read),
+    )
+
+
+def _fields_of_class(node: ast.ClassDef) -> dict[str, EngineField]:
+    found: dict[str, EngineField] = {}
+    for item in node.body:
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_"):
+            types, choices, optional, known = _read_annotation(item.annotation)
+            if not known:
+                types, choices, optional = set(), set(), True
+            found[item.target.id] = EngineField(item.target.id, node.name, tuple(types), tuple(choices), optional)
+    return found
+
+
+def _distribution_path(distribution: str, relative: str, field: str) -> Path:
+    try:
+        located = importlib.metadata.distribution(distribution).locate_file(relative)
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            field,
+            relative,
+            f"{distribution} is not installed, so its fields cannot be checked",
+            "install mslime with scripts/install.sh, or remove the pass-through keys",
+        ) from None
+    return Path(str(located))
+
+
+@functools.cache
+def megatron_fields() -> dict[str, EngineField]:
+    """Every field of megatron-core's configuration dataclasses, by name."""
+    found: dict[str, EngineField] = {}
+    for relative, classes in MEGATRON_SOURCES.items():
+        tree = ast.parse(_distribution_path("megatron-core", relative, "megatron").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and node.name in classes:
+                found = {**_fields_of_class(node), **found}
+    return found
+
+
+@functools.cache
+def sglang_fields() -> dict[str, EngineField]:
+    """Every input field of SGLang's ServerArgs, by name."""
+    directory = _distribution_path("sglang", SGLANG_FIELDS_DIRECTORY, "sglang")
+    found: dict[str, EngineField] = {}
+    for path in sorted(directory.glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and "_NS_PATH" in ast.unparse(node):
+                found.update(_fields_of_class(node))
+    return found
+
+
+def collect_extra(
+    section: str, values: dict[str, Any], own: set[str], known: dict[str, EngineField], reserved: dict[str, str]
+) -> dict[str, Any]:
+    """Move the keys that belong to the engine into `extra`, checking names and values.
+
+    Args:
+        section: `megatron` or `sglang`, for messages.
+        values: what the user wrote in that section.
+        own: mslime's typed keys of the section.
+        known: the engine's fields.
+        reserved: engine fields that mslime sets itself, with the reason.
+
+    Raises:
+        ConfigError: unknown key, a value of the wrong type, or a reserved field.
+    """
+    kept = {k: v for k, v in values.items() if k in own}
+    extra = {**dict(values.get("extra") or {}), **{k: v for k, v in values.items() if k not in own}}
+    for key, value in extra.items():
+        path = f"{section}.{key}"
+        if key in reserved:
+            raise ConfigError(path, value, f"mslime sets this field itself: {reserved[key]}", "remove it")
+        if key not in known:
+            hint = nearest(key, {*known, *own} - {"extra"})
+            raise ConfigError(
+                path,
+                value,
+                f"the installed {section} engine has no such field",
+                hint or f"see `mslime check --fields {section}` for the {len(known)} known names",
+            )
+        if not known[key].accepts(value):
+            raise ConfigError(
+                path, value, f"{known[key].owner}.{key} takes {known[key].expected()}", "correct the value"
+            )
+    return {**kept, "extra": extra}
