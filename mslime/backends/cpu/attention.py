@@ -1,0 +1,204 @@
+"""Core attention for machines without Transformer Engine, plugged into megatron-core through the layer spec.
+
+Megatron-core's own non-TE attention refuses packed sequences (thd), context parallelism and multi-latent attention.
+This module does all three with torch's scaled-dot-product attention: one call per sequence (per half sequence under
+context parallelism), so that no mask over the whole packed batch is ever built. Causal attention without windows,
+biases or sinks only; anything else is an assertion. Import `megatron.core` only after `backends.cpu.megatron.install()`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, dropout: float = 0.0
+) -> torch.Tensor:
+    """Attention of the last `q` positions of a `k`-token prefix, each seeing itself and everything before it.
+
+    Args:
+        query: [q, b, heads, d].
+        key: [k, b, groups, d], k >= q, groups divides heads.
+        value: [k, b, groups, dv], dv <= d.
+        scale: factor on the scores; default 1/sqrt(d).
+        dropout: probability, applied to the attention weights.
+
+    Returns:
+        [q, b, heads, dv], in the dtype of `query`.
+    """
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    repeats = q.shape[1] // k.shape[1]
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    value_size = v.shape[-1]
+    # torch's CPU flash kernel wants equal head sizes (MLA's differ); zero columns change nothing.
+    v = F.pad(v, (0, q.shape[-1] - value_size))
+    mask = None
+    if q.shape[2] != k.shape[2]:
+        rows = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
+        mask = torch.arange(k.shape[2], device=q.device)[None] <= rows[:, None]
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=mask is None, scale=scale)
+    return out[..., :value_size].permute(2, 0, 1, 3)
+
+
+class CpuCoreAttention(MegatronModule):
+    """Causal core attention over bshd or thd inputs, with Transformer Engine's zigzag context-parallel layout.
+
+    Context parallelism cuts a sequence of n tokens into 2*CP chunks; rank r holds chunks r and 2*CP-1-r. Keys and
+    values are all-gathered (backward: reduce-scatter), each local chunk then attends to its own prefix.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        assert config.window_size is None, "sliding-window attention is not implemented on CPU"
+        assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type!r} is not implemented on CPU"
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.cp_group = groups.cp
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """Attend within each sequence.
+
+        Args:
+            query, key, value: [s, b, heads or groups, d], or [t, heads or groups, d] when packed (thd).
+            attention_mask, attention_bias: must be None; padding sits at the end, where causal attention ignores it.
+            packed_seq_params: padded cumulative lengths over all context-parallel ranks; None for bshd.
+
+        Returns:
+            [s, b, heads * dv], or [t, heads * dv] when packed.
+        """
+        assert attention_mask is None and attention_bias is None, "only the causal mask is implemented on CPU"
+        assert attn_mask_type in (None, AttnMaskType.causal, AttnMaskType.padding_causal), attn_mask_type
+        packed = packed_seq_params is not None
+        if packed:
+            query, key, value = (x.unsqueeze(1) for x in (query, key, value))
+        size = self.cp_group.size()
+        lengths = [query.shape[0] * size] if packed_seq_params is None else _padded_lengths(packed_seq_params)
+        if size > 1:
+            key = gather_from_sequence_parallel_region(key, group=self.cp_group)
+            value = gather_from_sequence_parallel_region(value, group=self.cp_group)
+        outputs = self._attend(query, key, value, lengths, size)
+        out = torch.cat(outputs).flatten(2)
+        return out.squeeze(1) if packed else out
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], size: int
+    ) -> list[torch.Tensor]:
+        """One output per local chunk, in local order; `key` and `value` hold all ranks' rows, rank by rank."""
+        dropout = self.dropout if self.training else 0.0
+        local = query.shape[0]
+        rank = self.cp_group.rank()
+        outputs, start = [], 0
+        for length in lengths:
+            stop = start + length // size
+            q = query[start:stop]
+            k, v = (_unzigzag(x, start, stop, local, size) for x in (key, value))
+            if size == 1:
+                outputs.append(causal_attention(q, k, v, self.softmax_scale, dropout))
+            else:
+                chunk = length // (2 * size)
+                for part, index in zip(q.split(chunk), (rank, 2 * size - 1 - rank), strict=True):
+                    prefix = (index + 1) * chunk
+                    outputs.append(causal_attention(part, k[:prefix], v[:prefix], self.softmax_scale, dropout))
+            start = stop
+        return outputs
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """No parameters."""
+        return {}
+
+
+def _padded_lengths(packed: PackedSeqParams) -> list[int]:
+    assert packed.qkv_format == "thd", packed.qkv_format
+    cumulative = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return cumulative.diff().tolist()
+
+
+def _unzigzag(x: torch.Tensor, start: int, stop: int, local: int, size: int) -> torch.Tensor:
+    """Rows [start, stop) of every rank's `local` rows in `x`, put back into sequence order."""
+    if size == 1:
+        return x[start:stop]
+    half = (stop - start) // 2
+    bases = [rank * local + start for rank in range(size)]
+    first = [x[base : base + half] for base in bases]
+    second = [x[base + half : base + 2 * half] for base in reversed(bases)]
+    return torch.cat(first + second)
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A linear layer that every tensor-parallel rank holds in full: multi-latent attention's down projections.
+
+    Stands in for Transformer Engine's linear with `parallel_mode="duplicated"`. With megatron-core's column-parallel
+    layer in this place the gradients are wrong under tensor parallelism: the positional key's part is not summed.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        bias: bool = False,
+        parallel_mode: str | None = None,
+        **_: object,
+    ) -> None:
+        super().__init__()
+        assert parallel_mode == "duplicated" and not bias, (parallel_mode, bias)
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight)
+        # Each rank sees its own part of the sequence; megatron-core sums marked gradients over the ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[..., input_size] -> [..., output_size], and no bias."""
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The weight, saved once as it is the same on every tensor-parallel rank."""
+        groups = metadata or {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=groups.get("tp_group"),
+            dp_cp_group=groups.get("dp_cp_group"),
+        )
