@@ -155,5 +155,5 @@ def known_keys(location: Sequence[int | str]) -> set[str]:
         model = next(
             m for m in (annotation, *typing.get_args(annotation)) if isinstance(m, type) and issubclass(m, BaseModel)
         )
-    engine = {("megatron",): megatron_fields, ("sglang",): sglang_fields}.get(tuple(str(p) for p in location))
+    engine = {"megatron": megatron_fields, "sglang": sglang_fields}.get(".".join(str(p) for p in location))
     return set(model.model_fields) | (set(engine()) if engine else set())

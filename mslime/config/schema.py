@@ -24,41 +24,45 @@ class ModelConfig(Section):
     """Which model is trained. Its architecture comes from the checkpoint's config.json, never from flags."""
 
     path: Path = Field(description="Hugging Face checkpoint directory (config.json, safetensors, tokenizer).")
-    tokenizer_path: Path | None = Field(None, description="Tokenizer directory; default: the checkpoint's own.")
-    reference_path: Path | None = Field(None, description="Reference policy for the KL term; default: `path`.")
+    tokenizer_path: Path | None = Field(default=None, description="Tokenizer directory; default: the checkpoint's own.")
+    reference_path: Path | None = Field(default=None, description="Reference policy for the KL term; default: `path`.")
 
 
 class ClusterConfig(Section):
     """Where the run lives."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when a GPU is visible, else cpu.")
-    trainer_ranks: int | None = Field(None, ge=1, description="Trainer processes; default TP x PP x CP.")
-    gpus_per_node: int = Field(8, ge=1, description="GPUs of one machine, for placement.")
-    colocate: bool = Field(False, description="Trainer and engines share GPUs (needs max_staleness 0).")
-    ray_address: str | None = Field(None, description="Existing Ray cluster; default: start a local one.")
-    trainer_threads: int = Field(1, ge=1, description="Intra-op CPU threads of a trainer rank.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda when a GPU is visible, else cpu."
+    )
+    trainer_ranks: int | None = Field(default=None, ge=1, description="Trainer processes; default TP x PP x CP.")
+    gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine, for placement.")
+    colocate: bool = Field(default=False, description="Trainer and engines share GPUs (needs max_staleness 0).")
+    ray_address: str | None = Field(default=None, description="Existing Ray cluster; default: start a local one.")
+    trainer_threads: int = Field(default=1, ge=1, description="Intra-op CPU threads of a trainer rank.")
 
 
 class MegatronConfig(Section):
     """The trainer's parallel layout and memory settings, under megatron-core's own names."""
 
-    tensor_model_parallel_size: int = Field(1, ge=1)
-    pipeline_model_parallel_size: int = Field(1, ge=1)
-    virtual_pipeline_model_parallel_size: int | None = Field(None, ge=1)
-    context_parallel_size: int = Field(1, ge=1)
-    expert_model_parallel_size: int = Field(1, ge=1)
-    expert_tensor_parallel_size: int = Field(1, ge=1)
-    sequence_parallel: bool | None = Field(None, description="Default: on exactly when TP > 1 (MoE requires it).")
-    use_distributed_optimizer: bool = Field(True, description="Shard optimizer state over data-parallel ranks.")
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
+    context_parallel_size: int = Field(default=1, ge=1)
+    expert_model_parallel_size: int = Field(default=1, ge=1)
+    expert_tensor_parallel_size: int = Field(default=1, ge=1)
+    sequence_parallel: bool | None = Field(
+        default=None, description="Default: on exactly when TP > 1 (MoE requires it)."
+    )
+    use_distributed_optimizer: bool = Field(default=True, description="Shard optimizer state over data-parallel ranks.")
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
-    recompute_num_layers: int | None = Field(None, ge=1)
+    recompute_num_layers: int | None = Field(default=None, ge=1)
     recompute_modules: list[str] | None = None
     params_dtype: Literal["float32", "bfloat16"] | None = Field(
-        None, description="Default: bfloat16 on cuda, float32 on cpu."
+        default=None, description="Default: bfloat16 on cuda, float32 on cpu."
     )
     extra: dict[str, Any] = Field(
         default_factory=dict,
@@ -99,14 +103,14 @@ class MegatronConfig(Section):
 class SGLangConfig(Section):
     """The generation engines, under SGLang's own names."""
 
-    num_engines: int = Field(1, ge=1, description="Servers to launch (ignored when `urls` is given).")
+    num_engines: int = Field(default=1, ge=1, description="Servers to launch (ignored when `urls` is given).")
     urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
-    tp_size: int = Field(1, ge=1, description="GPUs of one engine.")
-    ep_size: int = Field(1, ge=1)
+    tp_size: int = Field(default=1, ge=1, description="GPUs of one engine.")
+    ep_size: int = Field(default=1, ge=1)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    mem_fraction_static: float | None = Field(None, gt=0, lt=1)
-    max_total_tokens: int | None = Field(None, ge=1)
-    max_running_requests: int | None = Field(None, ge=1)
+    mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
+    max_total_tokens: int | None = Field(default=None, ge=1)
+    max_running_requests: int | None = Field(default=None, ge=1)
     extra: dict[str, Any] = Field(
         default_factory=dict, description="Any other SGLang ServerArgs field; may also be given beside these."
     )
@@ -125,52 +129,60 @@ class EvalSetConfig(Section):
 
     name: str
     path: str = Field(description="JSONL or parquet, optionally sliced: `file@[0:200]`.")
-    samples_per_prompt: int = Field(1, ge=1, description="n: responses per prompt; pass@k is reported for k <= n.")
-    temperature: float = Field(0.0, ge=0)
-    max_response_tokens: int | None = Field(None, ge=1, description="Default: rollout.max_response_tokens.")
+    samples_per_prompt: int = Field(
+        default=1, ge=1, description="n: responses per prompt; pass@k is reported for k <= n."
+    )
+    temperature: float = Field(default=0.0, ge=0)
+    max_response_tokens: int | None = Field(default=None, ge=1, description="Default: rollout.max_response_tokens.")
 
 
 class DataConfig(Section):
     """Prompts in, in which order, and how they become tokens."""
 
     prompts: list[str] = Field(description="JSONL or parquet files, each optionally sliced: `file@[a:b]`.")
-    prompt_key: str = Field("prompt", description="A string, or a list of chat messages.")
-    label_key: str | None = Field("label", description="Handed to the reward; null when there is none.")
+    prompt_key: str = Field(default="prompt", description="A string, or a list of chat messages.")
+    label_key: str | None = Field(default="label", description="Handed to the reward; null when there is none.")
     metadata_key: str | None = None
     apply_chat_template: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     shuffle: bool = True
-    max_prompt_tokens: int | None = Field(None, ge=1, description="Longer prompts are skipped, and counted.")
+    max_prompt_tokens: int | None = Field(default=None, ge=1, description="Longer prompts are skipped, and counted.")
     eval_sets: list[EvalSetConfig] = Field(default_factory=list)
 
 
 class RolloutConfig(Section):
     """Generation: how much, how far ahead, and what becomes of work in flight."""
 
-    groups_per_step: int = Field(32, ge=1, description="Prompt groups of one training step.")
-    group_size: int = Field(8, ge=1, description="Responses per prompt.")
+    groups_per_step: int = Field(default=32, ge=1, description="Prompt groups of one training step.")
+    group_size: int = Field(default=8, ge=1, description="Responses per prompt.")
     max_staleness: int = Field(
-        0, ge=0, description="0: on-policy and synchronous. 1: one step ahead. k: asynchronous, at most k versions old."
+        default=0,
+        ge=0,
+        description="0: on-policy and synchronous. 1: one step ahead. k: asynchronous, at most k versions old.",
     )
-    over_sampling: float = Field(1.0, ge=1, description="Groups in flight at most, as a multiple of groups_per_step.")
-    partial: bool = Field(True, description="Keep the tokens of aborted responses and continue them later.")
+    over_sampling: float = Field(
+        default=1.0, ge=1, description="Groups in flight at most, as a multiple of groups_per_step."
+    )
+    partial: bool = Field(default=True, description="Keep the tokens of aborted responses and continue them later.")
     on_stale: Literal["mask", "reroll", "drop"] = Field(
-        "mask", description="What happens to tokens older than max_staleness."
+        default="mask", description="What happens to tokens older than max_staleness."
     )
     dynamic_filter: Literal["none", "zero_variance"] | str = Field(
-        "none",
+        default="none",
         description="zero_variance drops groups whose rewards are all equal; or `module:function`(Group) -> bool.",
     )
-    max_response_tokens: int = Field(1024, ge=1)
-    max_total_tokens: int | None = Field(None, ge=1, description="Prompt + response limit; default: the model's.")
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(-1, description="-1: off.")
+    max_response_tokens: int = Field(default=1024, ge=1)
+    max_total_tokens: int | None = Field(
+        default=None, ge=1, description="Prompt + response limit; default: the model's."
+    )
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=-1, description="-1: off.")
     stop: list[str] = Field(default_factory=list)
     stop_token_ids: list[int] = Field(default_factory=list)
-    concurrency: int = Field(256, ge=1, description="Requests in flight per engine.")
+    concurrency: int = Field(default=256, ge=1, description="Requests in flight per engine.")
     pause_mode: Literal["abort", "retract", "in_place"] = Field(
-        "retract", description="What running requests do during a weight update when max_staleness > 0."
+        default="retract", description="What running requests do during a weight update when max_staleness > 0."
     )
 
 
@@ -179,12 +191,13 @@ class RewardConfig(Section):
 
     kind: Literal["exact", "math", "custom"] = "exact"
     function: str | None = Field(
-        None, description="`module:function`(sample) -> float, sync or async; for kind custom."
+        default=None, description="`module:function`(sample) -> float, sync or async; for kind custom."
     )
-    timeout_s: float = Field(30.0, gt=0)
-    workers: int = Field(2, ge=1, description="Threads or processes for synchronous rewards.")
+    timeout_s: float = Field(default=30.0, gt=0)
+    workers: int = Field(default=2, ge=1, description="Threads or processes for synchronous rewards.")
     on_error: Literal["fail", "zero", "drop"] = Field(
-        "fail", description="A reward that raises, hangs or is not finite: stop the run, count 0, or drop the sample."
+        default="fail",
+        description="A reward that raises, hangs or is not finite: stop the run, count 0, or drop the sample.",
     )
 
 
@@ -192,20 +205,20 @@ class AlgorithmConfig(Section):
     """Advantage, loss and off-policy correction."""
 
     advantage: Literal["grpo"] = "grpo"
-    normalise_std: bool = Field(True, description="Divide by the group's standard deviation (False: Dr. GRPO).")
-    clip_low: float = Field(0.2, ge=0)
-    clip_high: float = Field(0.28, ge=0, description="Clip-higher (DAPO, arXiv 2503.14476).")
-    clip_dual: float | None = Field(None, gt=1, description="Dual clip bound for negative advantages.")
-    kl_coef: float = Field(0.0, ge=0)
+    normalise_std: bool = Field(default=True, description="Divide by the group's standard deviation (False: Dr. GRPO).")
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.28, ge=0, description="Clip-higher (DAPO, arXiv 2503.14476).")
+    clip_dual: float | None = Field(default=None, gt=1, description="Dual clip bound for negative advantages.")
+    kl_coef: float = Field(default=0.0, ge=0)
     kl_type: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
     loss_aggregation: Literal["token", "sequence", "group"] = Field(
-        "token",
+        default="token",
         description="token: mean over all tokens of the step. sequence: mean of per-response means. group: mean of "
         "per-group token means.",
     )
     old_log_probs: Literal["auto", "always"] = Field(
-        "auto",
+        default="auto",
         description="auto: a separate old-log-prob pass only when something needs it (several optimizer steps per "
         "rollout, sequence-level corrections).",
     )
@@ -215,80 +228,85 @@ class AlgorithmConfig(Section):
 class TrainConfig(Section):
     """The optimizer's side of a step."""
 
-    task: Literal["rl", "sft"] = Field("rl", description="sft: supervised warm start on `prompt`/`label` rows.")
-    num_steps: int = Field(100, ge=1)
-    optimizer_steps_per_rollout: int = Field(1, ge=1)
+    task: Literal["rl", "sft"] = Field(default="rl", description="sft: supervised warm start on `prompt`/`label` rows.")
+    num_steps: int = Field(default=100, ge=1)
+    optimizer_steps_per_rollout: int = Field(default=1, ge=1)
     max_tokens_per_micro_batch: int = Field(
-        4096, ge=1, description="Token budget of a packed micro-batch, per CP rank."
+        default=4096, ge=1, description="Token budget of a packed micro-batch, per CP rank."
     )
-    packed: bool = Field(True, description="Pack sequences without padding (thd). False: one sequence a micro-batch.")
-    lr: float = Field(1e-6, gt=0)
-    min_lr: float = Field(0.0, ge=0)
-    lr_warmup_steps: int = Field(0, ge=0)
+    packed: bool = Field(
+        default=True, description="Pack sequences without padding (thd). False: one sequence a micro-batch."
+    )
+    lr: float = Field(default=1e-6, gt=0)
+    min_lr: float = Field(default=0.0, ge=0)
+    lr_warmup_steps: int = Field(default=0, ge=0)
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = Field(0.0, ge=0)
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.98, ge=0, lt=1)
-    adam_eps: float = Field(1e-8, gt=0)
-    clip_grad: float = Field(1.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
+    adam_eps: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, ge=0)
     replay: Literal["r3", "r2", "off"] = Field(
-        "r3", description="Routing replay: r3 uses the rollout's routes, r2 the trainer's own old-log-prob pass."
+        default="r3",
+        description="Routing replay: r3 uses the rollout's routes, r2 the trainer's own old-log-prob pass.",
     )
-    log_prob_chunk_tokens: int = Field(1024, ge=1, description="Tokens whose logits are held in fp32 at once.")
-    sft_batch_size: int = Field(64, ge=1)
+    log_prob_chunk_tokens: int = Field(default=1024, ge=1, description="Tokens whose logits are held in fp32 at once.")
+    sft_batch_size: int = Field(default=64, ge=1)
 
 
 class WeightsConfig(Section):
     """Trainer to engine."""
 
-    bucket_mib: float = Field(512, gt=0)
+    bucket_mib: float = Field(default=512, gt=0)
     verify: Literal["first", "always", "never"] = Field(
-        "first", description="Bit-exact comparison of engine and trainer."
+        default="first", description="Bit-exact comparison of engine and trainer."
     )
 
 
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    save_every: int = Field(0, ge=0, description="Steps between checkpoints; 0: only at the end.")
-    keep: int = Field(2, ge=1, description="Newest checkpoints kept.")
-    resume: Literal["auto", "never"] = Field("auto", description="auto: from the newest complete checkpoint, if any.")
-    load: Path | None = Field(None, description="Start from this mslime checkpoint directory.")
-    save_hf: bool = Field(True, description="Also export a Hugging Face checkpoint at the end.")
+    save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only at the end.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
+    resume: Literal["auto", "never"] = Field(
+        default="auto", description="auto: from the newest complete checkpoint, if any."
+    )
+    load: Path | None = Field(default=None, description="Start from this mslime checkpoint directory.")
+    save_hf: bool = Field(default=True, description="Also export a Hugging Face checkpoint at the end.")
 
 
 class ObserveConfig(Section):
     """What a person sees."""
 
     progress: Literal["auto", "on", "off"] = Field(
-        "auto", description="auto: live bars on a terminal, plain lines elsewhere."
+        default="auto", description="auto: live bars on a terminal, plain lines elsewhere."
     )
     tensorboard: bool = False
     wandb_project: str | None = None
-    eval_every: int = Field(10, ge=0, description="Steps between evaluations; 0: never.")
+    eval_every: int = Field(default=10, ge=0, description="Steps between evaluations; 0: never.")
     eval_at_start: bool = True
-    save_rollouts: bool = Field(False, description="Write every trained sample to rollouts/step_N.jsonl.")
+    save_rollouts: bool = Field(default=False, description="Write every trained sample to rollouts/step_N.jsonl.")
 
 
 class DeadlineConfig(Section):
     """Seconds after which a silent part of the run is declared dead. No wait in mslime is without one."""
 
-    engine_start_s: float = Field(600, gt=0)
-    engine_request_s: float = Field(3600, gt=0)
-    engine_control_s: float = Field(120, gt=0)
-    trainer_start_s: float = Field(1200, gt=0)
-    train_step_s: float = Field(3600, gt=0)
-    weight_sync_s: float = Field(600, gt=0)
-    rollout_step_s: float = Field(7200, gt=0)
-    checkpoint_s: float = Field(3600, gt=0)
+    engine_start_s: float = Field(default=600, gt=0)
+    engine_request_s: float = Field(default=3600, gt=0)
+    engine_control_s: float = Field(default=120, gt=0)
+    trainer_start_s: float = Field(default=1200, gt=0)
+    train_step_s: float = Field(default=3600, gt=0)
+    weight_sync_s: float = Field(default=600, gt=0)
+    rollout_step_s: float = Field(default=7200, gt=0)
+    checkpoint_s: float = Field(default=3600, gt=0)
 
 
 class RunConfig(Section):
     """Everything about one run."""
 
     name: str = "run"
-    output_dir: Path = Field(Path("outputs"), description="The run writes to output_dir/name and nowhere else.")
-    seed: int = Field(1234, ge=0)
+    output_dir: Path = Field(default=Path("outputs"), description="The run writes to output_dir/name and nowhere else.")
+    seed: int = Field(default=1234, ge=0)
     model: ModelConfig
     data: DataConfig
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
