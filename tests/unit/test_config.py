@@ -1,0 +1,243 @@
+"""The run configuration: what is accepted, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mslime.config import passthrough
+from mslime.config.errors import ConfigError
+from mslime.config.layout import ParallelLayout
+from mslime.config.loader import build, load_config, merge, parse_flags
+from mslime.config.rules import ModelShape, check_model
+from mslime.config.schema import RunConfig
+
+BASE = ["--model.path", "ckpt", "--data.prompts", "a.jsonl"]
+
+
+def load(*flags: str) -> RunConfig:
+    return load_config(None, [*BASE, *flags])
+
+
+def refused(*flags: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load(*flags)
+    assert caught.value.way_out
+    return caught.value
+
+
+def test_flags_win_over_the_file_and_lists_are_replaced_whole(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {path: m}\ndata: {prompts: [a, b]}\ntrain: {lr: 1e-4, num_steps: 7}\n")
+    config = load_config(file, ["--train.num-steps", "9", "--data.prompts", "c.jsonl"])
+    assert (config.train.lr, config.train.num_steps, config.data.prompts) == (1e-4, 9, ["c.jsonl"])
+
+
+def test_scientific_notation_without_a_dot_is_a_number() -> None:
+    assert load("--train.lr", "5e-5").train.lr == 5e-5
+
+
+def test_flags_parse_booleans_lists_and_equals_signs() -> None:
+    parsed = parse_flags(["--a.b-c=1", "--d.flag", "--d.no-other", "--e.list", "x", "2"])
+    assert parsed == {"a": {"b_c": 1}, "d": {"flag": True, "other": False}, "e": {"list": ["x", 2]}}
+
+
+def test_merge_keeps_what_the_other_does_not_name() -> None:
+    assert merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}}) == {"a": {"x": 1, "y": 3}}
+
+
+@pytest.mark.parametrize(
+    ("flag", "nearest"),
+    [
+        ("--rollout.max-stalenes", "max_staleness"),
+        ("--rolout.group-size", "rollout"),
+        ("--megatron.recompute-granularityy", "recompute_granularity"),
+        ("--sglang.chunked-prefil-size", "chunked_prefill_size"),
+        ("--algorithm.correction.hihg", "high"),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_nearest_name(flag: str, nearest: str) -> None:
+    assert f"did you mean {nearest!r}" in str(refused(flag, "1"))
+
+
+def test_engine_fields_pass_through_and_are_type_checked() -> None:
+    assert load("--megatron.moe-aux-loss-coeff", "0.1").megatron.extra == {"moe_aux_loss_coeff": 0.1}
+    assert load("--sglang.chunked-prefill-size", "256").sglang.extra == {"chunked_prefill_size": 256}
+    assert refused("--sglang.chunked-prefill-size", "abc").field == "sglang.chunked_prefill_size"
+
+
+def test_source_parsing_knows_exactly_the_fields_of_the_installed_megatron_core() -> None:
+    code = """
+import dataclasses, json
+from megatron.core.distributed import DistributedDataParallelConfig as D
+from megatron.core.optimizer import OptimizerConfig as O
+from megatron.core.transformer.transformer_config import MLATransformerConfig as M
+print(json.dumps(sorted({f.name for c in (D, O, M) for f in dataclasses.fields(c) if f.name[0] != "_"})))
+"""
+    # A process of its own: the tests of the CPU platform must be the first to import megatron.core in theirs.
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120, capture_output=True, text=True
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == sorted(passthrough.megatron_fields())
+
+
+def test_importing_the_configuration_needs_no_torch() -> None:
+    code = "import sys, mslime, mslime.config.loader; assert 'torch' not in sys.modules and 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_broken_yaml_names_the_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model:\n  path: [x\ntrain: 1\n")
+    with pytest.raises(ConfigError, match=r"run\.yaml:\d"):
+        load_config(file)
+
+
+def test_missing_required_settings_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        build({"data": {"prompts": ["a"]}, "model": {}})
+
+
+VPP = ["--megatron.pipeline-model-parallel-size", "2", "--megatron.virtual-pipeline-model-parallel-size", "2"]
+SILENT_CORRUPTIONS = {
+    "vpp with batched p2p": ([*VPP, "--megatron.batch-p2p-comm"], "megatron.batch_p2p_comm"),
+    "vpp without overlapped p2p": ([*VPP, "--megatron.no-overlap-p2p-comm"], "megatron.overlap_p2p_comm"),
+    "per-token loss scales aux losses by 1/TP": (
+        ["--megatron.calculate-per-token-loss"],
+        "megatron.calculate_per_token_loss",
+    ),
+    "fused cross entropy casts to bf16": (
+        ["--megatron.cross-entropy-loss-fusion"],
+        "megatron.cross_entropy_loss_fusion",
+    ),
+    "moe and tp without sp": (
+        ["--megatron.tensor-model-parallel-size", "2", "--megatron.no-sequence-parallel"],
+        "megatron.sequence_parallel",
+    ),
+    "fused router bypasses replay": (["--megatron.moe-router-fusion"], "megatron.moe_router_fusion"),
+    "capacity drops tokens per rank": (
+        ["--megatron.moe-expert-capacity-factor", "1.0"],
+        "megatron.moe_expert_capacity_factor",
+    ),
+    "sinkhorn bypasses replay": (
+        ["--megatron.moe-router-load-balancing-type", "sinkhorn"],
+        "megatron.moe_router_load_balancing_type",
+    ),
+    "global aux loss differs by dp": (
+        ["--cluster.trainer-ranks", "2", "--megatron.moe-router-load-balancing-type", "global_aux_loss"],
+        "megatron.moe_router_load_balancing_type",
+    ),
+    "dropout": (["--megatron.hidden-dropout", "0.1"], "megatron.hidden_dropout"),
+    "grouped gemm on cpu": (["--cluster.device", "cpu", "--megatron.moe-grouped-gemm"], "megatron.moe_grouped_gemm"),
+    "deepep on cpu": (
+        ["--cluster.device", "cpu", "--megatron.moe-token-dispatcher-type", "flex"],
+        "megatron.moe_token_dispatcher_type",
+    ),
+    "recompute moe_act without grouped gemm": (
+        ["--megatron.recompute-granularity", "selective", "--megatron.recompute-modules", "moe_act"],
+        "megatron.recompute_modules",
+    ),
+    "truncated sampling": (["--rollout.top-p", "0.9"], "rollout.top_p"),
+    "truncated sampling by rank": (["--rollout.top-k", "50"], "rollout.top_k"),
+    "engine without routes": (["--sglang.no-enable-return-routed-experts"], "sglang.enable_return_routed_experts"),
+    "param gather without its parts": (["--megatron.overlap-param-gather"], "megatron.overlap_param_gather"),
+}
+
+
+@pytest.mark.parametrize("name", SILENT_CORRUPTIONS)
+def test_silent_corruptions_are_refused(name: str) -> None:
+    flags, field = SILENT_CORRUPTIONS[name]
+    assert refused(*flags).field == field
+
+
+SENSELESS = {
+    "group of one": (["--rollout.group-size", "1"], "rollout.group_size"),
+    "colocate and async": (["--cluster.colocate", "--rollout.max-staleness", "1"], "rollout.max_staleness"),
+    "custom reward without function": (["--reward.kind", "custom"], "reward.function"),
+    "function for another kind": (["--reward.function", "m:f"], "reward.function"),
+    "function not named module:function": (["--reward.kind", "custom", "--reward.function", "m.f"], "reward.function"),
+    "filter not named module:function": (["--rollout.dynamic-filter", "x"], "rollout.dynamic_filter"),
+    "min lr above lr": (["--train.lr", "1e-5", "--train.min-lr", "1e-4"], "train.min_lr"),
+    "steps do not divide groups": (
+        ["--train.optimizer-steps-per-rollout", "3", "--rollout.groups-per-step", "8"],
+        "train.optimizer_steps_per_rollout",
+    ),
+    "recompute settings without granularity": (
+        ["--megatron.recompute-method", "uniform"],
+        "megatron.recompute_granularity",
+    ),
+    "ranks do not divide": (
+        ["--cluster.trainer-ranks", "3", "--megatron.tensor-model-parallel-size", "2"],
+        "cluster.trainer_ranks",
+    ),
+    "experts over too many ranks": (
+        ["--megatron.expert-model-parallel-size", "4"],
+        "megatron.expert_model_parallel_size",
+    ),
+    "vpp without pp": (
+        ["--megatron.virtual-pipeline-model-parallel-size", "2"],
+        "megatron.virtual_pipeline_model_parallel_size",
+    ),
+    "unknown correction": (["--algorithm.correction.preset", "tiss"], "algorithm.correction.preset"),
+    "no prompts": (["--data.prompts", "[]"], "data.prompts"),
+}
+
+
+@pytest.mark.parametrize("name", SENSELESS)
+def test_senseless_settings_are_refused(name: str) -> None:
+    flags, field = SENSELESS[name]
+    assert refused(*flags).field == field
+
+
+def test_evaluation_sets_need_distinct_names_and_a_temperature_for_pass_at_k() -> None:
+    def sets(*entries: dict[str, object]) -> dict[str, object]:
+        return {"model": {"path": "m"}, "data": {"prompts": ["a"], "eval_sets": list(entries)}}
+
+    with pytest.raises(ConfigError, match="differ"):
+        build(sets({"name": "a", "path": "x"}, {"name": "a", "path": "y"}))
+    with pytest.raises(ConfigError, match="pass@k"):
+        build(sets({"name": "a", "path": "x", "samples_per_prompt": 4}))
+
+
+SHAPE = ModelShape(
+    num_layers=4, num_attention_heads=8, num_query_groups=2, num_experts=16, moe_ffn_hidden_size=64, ffn_hidden_size=96
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"),
+    [
+        (["--megatron.tensor-model-parallel-size", "3"], "megatron.tensor_model_parallel_size"),
+        (
+            ["--cluster.trainer-ranks", "5", "--megatron.expert-model-parallel-size", "5"],
+            "megatron.expert_model_parallel_size",
+        ),
+        (["--megatron.pipeline-model-parallel-size", "3"], "megatron.pipeline_model_parallel_size"),
+        (["--megatron.hidden-size", "65"], "megatron.hidden_size"),
+    ],
+)
+def test_layouts_that_do_not_divide_the_model_and_contradicting_flags_are_refused(flags: list[str], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_model(load(*flags), SHAPE, {"hidden_size": 64})
+    assert caught.value.field == field
+
+
+def test_a_layout_that_divides_the_model_is_accepted() -> None:
+    flags = ["--megatron.tensor-model-parallel-size", "2", "--megatron.expert-model-parallel-size", "2", *VPP]
+    check_model(load(*flags), SHAPE, {"hidden_size": 64})
+
+
+def test_layout_ranks_follow_megatrons_default_order() -> None:
+    layout = ParallelLayout(tp=2, pp=2, cp=2, dp=2, ep=4)
+    assert layout.world_size == 16 and layout.edp == 2
+    assert [layout.dp_rank(r) for r in range(8)] == [0] * 4 + [1] * 4
+    assert [layout.pp_rank(r) for r in (0, 7, 8, 15)] == [0, 0, 1, 1]
+
+
+def test_a_run_configuration_survives_a_round_trip_through_yaml_values() -> None:
+    config = load("--megatron.moe-aux-loss-coeff", "0.1", "--algorithm.correction.preset", "mis")
+    assert build(config.as_dict()) == config
