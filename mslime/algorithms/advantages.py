@@ -32,8 +32,12 @@ def grpo_advantages(groups: Sequence[RewardGroup], normalise_std: bool, eps: flo
 
 def _one_group(rewards: NDArray[np.float64], normalise_std: bool, eps: float) -> NDArray[np.float32]:
     if rewards.size < 2:
-        raise UserError("rollout.group_size", int(rewards.size), "GRPO compares responses to one prompt: a group of one "
-                        "has zero advantage and teaches nothing", "set rollout.group_size to 2 or more (8 is usual)")
+        raise UserError(
+            "rollout.group_size",
+            int(rewards.size),
+            "GRPO compares responses to one prompt: a group of one has zero advantage and teaches nothing",
+            "set rollout.group_size to 2 or more (8 is usual)",
+        )
     assert np.isfinite(rewards).all(), "rewards must be finite before advantages are computed"
     centred = rewards - rewards.mean()
     scale = rewards.std(ddof=1) + eps if normalise_std else 1.0

@@ -159,7 +159,9 @@ def _rejected(log_rho: Tensor, rows: Rows, config: CorrectionConfig, reduce: Red
         outside = (hits > 0)[rows.sequence_index]
     if config.negative_advantage_only:
         signed = torch.where(rows.mask, rows.advantages, 0.0)
-        outside = outside & (group_sums(signed, rows.sequence_index, rows.num_sequences, reduce) < 0)[rows.sequence_index]
+        outside = (
+            outside & (group_sums(signed, rows.sequence_index, rows.num_sequences, reduce) < 0)[rows.sequence_index]
+        )
     return outside
 
 

@@ -66,8 +66,9 @@ class LossOutput:
     statistics: LossStatistics
 
 
-def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig, reduce: Reduce | None = None,
-                weight_scale: float = 1.0) -> LossOutput:
+def policy_loss(
+    inputs: PolicyLossInputs, config: AlgorithmConfig, reduce: Reduce | None = None, weight_scale: float = 1.0
+) -> LossOutput:
     """Clipped policy-gradient loss with off-policy correction, KL to a reference and entropy bonus.
 
         loss = sum of weights * (c * PPO(r, A) + kl_coef * KL(pi || pi_ref) - entropy_coef * H)
@@ -148,12 +149,22 @@ def _trainer_side(inputs: PolicyLossInputs, log_probs: Tensor) -> Tensor:
 
 def _rows(inputs: PolicyLossInputs, old: Tensor, behaviour: Tensor) -> Rows:
     current = torch.where(inputs.mask, inputs.log_probs, 0.0).detach()
-    return Rows(old, current, behaviour, inputs.advantages, inputs.mask, inputs.sequence_index, inputs.num_sequences,
-                inputs.segment_index, inputs.num_segments)
+    return Rows(
+        old,
+        current,
+        behaviour,
+        inputs.advantages,
+        inputs.mask,
+        inputs.sequence_index,
+        inputs.num_sequences,
+        inputs.segment_index,
+        inputs.num_segments,
+    )
 
 
-def _statistics(inputs: PolicyLossInputs, total: Tensor, terms: dict[str, Tensor],
-                correction: Correction) -> LossStatistics:
+def _statistics(
+    inputs: PolicyLossInputs, total: Tensor, terms: dict[str, Tensor], correction: Correction
+) -> LossStatistics:
     statistics = LossStatistics.zeros(inputs.log_probs.device)
     count = inputs.mask.sum()
     statistics.add("tokens", count)

@@ -13,9 +13,25 @@ import torch
 from torch import Tensor
 
 SUM_NAMES = (
-    "tokens", "total", "policy", "kl", "entropy", "clipped_ratio", "ppo_kl", "mismatch_tokens", "mismatch_k1",
-    "mismatch_k3", "weight", "weight_squared", "weight_clipped", "weight_masked", "correction_tokens", "nll",
-    "kl_tokens", "entropy_tokens", "policy_tokens",
+    "tokens",
+    "total",
+    "policy",
+    "kl",
+    "entropy",
+    "clipped_ratio",
+    "ppo_kl",
+    "mismatch_tokens",
+    "mismatch_k1",
+    "mismatch_k3",
+    "weight",
+    "weight_squared",
+    "weight_clipped",
+    "weight_masked",
+    "correction_tokens",
+    "nll",
+    "kl_tokens",
+    "entropy_tokens",
+    "policy_tokens",
 )
 MAX_NAMES = ("mismatch_abs",)
 
@@ -41,8 +57,10 @@ class LossStatistics:
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu") -> LossStatistics:
         """Statistics of no rows."""
-        return cls(torch.zeros(len(SUM_NAMES) + BINS, dtype=torch.float64, device=device),
-                   torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=device))
+        return cls(
+            torch.zeros(len(SUM_NAMES) + BINS, dtype=torch.float64, device=device),
+            torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=device),
+        )
 
     def merge(self, other: LossStatistics) -> LossStatistics:
         """Statistics of both sets of rows."""
@@ -59,7 +77,7 @@ class LossStatistics:
         self.maxima[MAX_NAMES.index("mismatch_abs")] = torch.maximum(self.maxima[0], abs_log_ratio.max().double())
         position = torch.log(abs_log_ratio.double() / FIRST_EDGE) / _LOG_STEP + 1
         index = position.floor().clamp(0, BINS - 1).long()
-        self.sums[len(SUM_NAMES):].index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
+        self.sums[len(SUM_NAMES) :].index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
 
 
 def finalise(statistics: LossStatistics) -> dict[str, float]:
@@ -87,9 +105,13 @@ def _mismatch(values: dict[str, float], statistics: LossStatistics) -> dict[str,
     if not count:
         return {}
     largest = statistics.maxima[MAX_NAMES.index("mismatch_abs")].item()
-    p99 = _quantile(statistics.sums[len(SUM_NAMES):].tolist(), 0.99, largest)
-    return {"mismatch/kl": values["mismatch_k3"] / count, "mismatch/kl_k1": values["mismatch_k1"] / count,
-            "mismatch/abs_max": largest, "mismatch/ratio_p99": math.exp(min(p99, LAST_EDGE))}
+    p99 = _quantile(statistics.sums[len(SUM_NAMES) :].tolist(), 0.99, largest)
+    return {
+        "mismatch/kl": values["mismatch_k3"] / count,
+        "mismatch/kl_k1": values["mismatch_k1"] / count,
+        "mismatch/abs_max": largest,
+        "mismatch/ratio_p99": math.exp(min(p99, LAST_EDGE)),
+    }
 
 
 def _correction(values: dict[str, float]) -> dict[str, float]:
@@ -97,10 +119,12 @@ def _correction(values: dict[str, float]) -> dict[str, float]:
     if not count:
         return {}
     squared = values["weight_squared"]
-    return {"correction/mean_weight": values["weight"] / count,
-            "correction/clipped_fraction": values["weight_clipped"] / count,
-            "correction/masked_fraction": values["weight_masked"] / count,
-            "correction/effective_share": values["weight"] ** 2 / (count * squared) if squared else 0.0}
+    return {
+        "correction/mean_weight": values["weight"] / count,
+        "correction/clipped_fraction": values["weight_clipped"] / count,
+        "correction/masked_fraction": values["weight_masked"] / count,
+        "correction/effective_share": values["weight"] ** 2 / (count * squared) if squared else 0.0,
+    }
 
 
 def mean_weight(statistics: LossStatistics) -> float:
