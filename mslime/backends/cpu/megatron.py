@@ -326,7 +326,7 @@ def _(overrides: _Overrides) -> None:
 
 @_patch("te_general_gemm", "0.16.1 bug: the router reads a name that is bound only when Transformer Engine imports")
 def _(overrides: _Overrides) -> None:
-    import megatron.core.transformer.moe.moe_utils as moe_utils
+    from megatron.core.transformer.moe import moe_utils
 
     moe_utils.te_general_gemm = None
 
@@ -335,7 +335,7 @@ def _(overrides: _Overrides) -> None:
     "splits_on_cpu", "all-to-all splits are turned into numpy only when they are CUDA tensors, and c10d refuses tensors"
 )
 def _(overrides: _Overrides) -> None:
-    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     def move(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
@@ -372,7 +372,7 @@ def _(overrides: _Overrides) -> None:
     "down projections as duplicated only when they are TELinear",
 )
 def _(overrides: _Overrides) -> None:
-    import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+    from megatron.core.transformer import multi_latent_attention
 
     from mslime.backends.cpu.attention import DuplicatedLinear
 

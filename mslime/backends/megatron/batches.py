@@ -1,0 +1,236 @@
+"""From a shard's columns to what one rank's model sees of one micro-batch.
+
+One object, `SequenceSlicer`, decides which token every local row is: padding, packing, the zigzag cut of context
+parallelism and the cut of sequence parallelism happen there and nowhere else, so tokens, routes and log-probs cannot
+disagree. Here columns about token t (labels, weights, advantages, log-probs) also move to the row that predicts it,
+the one of token t - 1. Padding sits at the end of sequences, where causal attention makes it invisible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mslime.data.shard import TrainShard
+
+PADDING = -1
+"""In index arrays: this row is no token, or predicts none."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How one micro-batch's rows are spread over ranks.
+
+    Attributes:
+        cp, cp_rank: context-parallel size and rank; each sequence is cut into 2 x cp chunks, two for each rank.
+        sp, sp_rank: sequence-parallel size and rank (the tensor-parallel group, or 1 and 0 when it is off); inside the
+            layers each rank holds one contiguous piece of the local rows.
+    """
+
+    cp: int = 1
+    cp_rank: int = 0
+    sp: int = 1
+    sp_rank: int = 0
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every padded sequence is a multiple of this."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def total_multiple(self) -> int:
+        """All rows of a micro-batch, over the context-parallel ranks, are a multiple of this."""
+        return self.sequence_multiple * self.sp
+
+
+def zigzag_positions(length: int, cp: int, rank: int) -> NDArray[np.int64]:
+    """Positions, in a sequence of `length` (a multiple of 2 x cp), of the tokens that a context-parallel rank holds.
+
+    Chunks `rank` and `2 x cp - 1 - rank` of 2 x cp: every rank then does the same share of causal attention.
+    """
+    if cp == 1:
+        return np.arange(length)
+    assert length % (2 * cp) == 0, (length, cp)
+    chunks = np.arange(length).reshape(2 * cp, -1)
+    return np.concatenate([chunks[rank], chunks[2 * cp - 1 - rank]])
+
+
+@dataclass(frozen=True)
+class SequenceSlicer:
+    """Which of the shard's N tokens each of this rank's T rows of one micro-batch is.
+
+    Attributes:
+        rows: [T] int64, flat index of the row's own token in the shard's columns; PADDING for padding.
+        targets: [T] int64, flat index of the token that the row predicts; PADDING for padding and for last tokens.
+        positions: [T] int64, position within the sequence.
+        padded_lengths: padded length of every sequence, over all context-parallel ranks.
+        layout: how rows are spread.
+    """
+
+    rows: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    padded_lengths: tuple[int, ...]
+    layout: RowLayout
+
+    @classmethod
+    def build(cls, spans: list[tuple[int, int]], layout: RowLayout) -> SequenceSlicer:
+        """The slicer of a micro-batch that holds the sequences at the given token ranges of the shard.
+
+        Without a sequence it holds padding only, the fewest rows that the layout allows.
+        """
+        lengths = _padded_lengths([stop - start for start, stop in spans], layout)
+        rows, targets, positions = [], [], []
+        for (start, stop), padded in zip(spans or [(0, 0)], lengths, strict=True):
+            position = zigzag_positions(padded, layout.cp, layout.cp_rank)
+            rows.append(np.where(position < stop - start, start + position, PADDING))
+            targets.append(np.where(position + 1 < stop - start, start + position + 1, PADDING))
+            positions.append(position)
+        return cls(np.concatenate(rows), np.concatenate(targets), np.concatenate(positions), tuple(lengths), layout)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def layer_rows(self) -> NDArray[np.int64]:
+        """[T / sp]: `rows` as the transformer layers of this tensor-parallel rank see them (for routes)."""
+        piece = len(self.rows) // self.layout.sp
+        return self.rows[self.layout.sp_rank * piece : (self.layout.sp_rank + 1) * piece]
+
+    def at_rows(self, column: NDArray[Any], fill: float) -> NDArray[Any]:
+        """[N, ...] -> [T, ...]: each row's own entry, `fill` for padding."""
+        return _gather(column, self.rows, fill)
+
+    def at_targets(self, column: NDArray[Any], fill: float) -> NDArray[Any]:
+        """[N, ...] -> [T, ...]: the entry of the token that each row predicts, `fill` where it predicts none."""
+        return _gather(column, self.targets, fill)
+
+    def at_layer_rows(self, column: NDArray[Any], fill: float) -> NDArray[Any]:
+        """[N, ...] -> [T / sp, ...]: each row's own entry as the layers of this rank see them, `fill` for padding."""
+        return _gather(column, self.layer_rows, fill)
+
+    def scatter_targets(self, values: Tensor, out: Tensor) -> None:
+        """Write per-row predictions [T] to the tokens they are about in `out` [N], in place.
+
+        Other context-parallel ranks write the other tokens: start from zeros and sum over the group at the end
+        (`reassemble`).
+        """
+        known = np.flatnonzero(self.targets != PADDING)
+        index = torch.from_numpy(self.targets[known]).to(out.device)
+        out[index] = values[torch.from_numpy(known).to(values.device)].to(out.dtype)
+
+    def scatter_layer_rows(self, values: Tensor, out: Tensor) -> None:
+        """Write what the layers of this rank have per row [T / sp, ...] to the rows' own tokens in `out` [N, ...].
+
+        The other ranks of the context- and tensor-parallel groups write the other tokens.
+        """
+        rows = self.layer_rows
+        known = np.flatnonzero(rows != PADDING)
+        index = torch.from_numpy(rows[known]).to(out.device)
+        out[index] = values[torch.from_numpy(known).to(values.device)].to(out.dtype)
+
+
+def reassemble(column: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum `column` [N, ...] over `group` in place: each entry was written by one rank and is zero on the others."""
+    if group is not None and group.size() > 1:
+        dist.all_reduce(column, group=group)
+    return column
+
+
+def _padded_lengths(lengths: list[int], layout: RowLayout) -> list[int]:
+    """Each sequence to its multiple; what the total still lacks goes to the last one."""
+    each = layout.sequence_multiple
+    padded = [-(-n // each) * each for n in lengths] or [0]
+    total = max(sum(padded), 1)
+    padded[-1] += -(-total // layout.total_multiple) * layout.total_multiple - sum(padded)
+    return padded
+
+
+def _gather(column: NDArray[Any], index: NDArray[np.int64], fill: float) -> NDArray[Any]:
+    out = np.full((len(index), *column.shape[1:]), fill, column.dtype)
+    known = index != PADDING
+    out[known] = column[index[known]]
+    return out
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch on one rank: T rows, the per-token columns at the row that predicts the token.
+
+    Attributes:
+        index: position in the shard's list of micro-batches.
+        slicer: where rows come from.
+        tokens, position_ids: [1, T] int64.
+        cumulative_lengths: [sequences + 1] int32, padded and over all context-parallel ranks; None when not packed.
+        labels: [T] int64, 0 where the row predicts nothing.
+        loss_mask: [T] bool.
+        weights, advantages, behaviour_log_probs: [T] float32.
+        old_log_probs, reference_log_probs: [T] float32, None when the shard has none.
+        sequence_index: [T] int64 in [0, num_sequences), the same numbering on all context-parallel ranks; 0 for padding.
+        num_sequences: sequences of the micro-batch, at least 1.
+    """
+
+    index: int
+    slicer: SequenceSlicer
+    tokens: Tensor
+    position_ids: Tensor
+    cumulative_lengths: Tensor | None
+    labels: Tensor
+    loss_mask: Tensor
+    weights: Tensor
+    advantages: Tensor
+    behaviour_log_probs: Tensor
+    old_log_probs: Tensor | None
+    reference_log_probs: Tensor | None
+    sequence_index: Tensor
+    num_sequences: int
+
+
+def build_micro_batch(
+    shard: TrainShard, index: int, layout: RowLayout, *, packed: bool, device: torch.device
+) -> MicroBatch:
+    """Micro-batch `index` of the shard as the rank at `layout` sees it.
+
+    Raises:
+        AssertionError: not packed, and the micro-batch holds more than one sequence.
+    """
+    members = shard.micro_batches[index]
+    assert packed or len(members) <= 1, f"unpacked micro-batch {index} has {len(members)} sequences"
+    all_spans = shard.spans()
+    spans = [all_spans[i] for i in members]
+    slicer = SequenceSlicer.build(spans, layout)
+    owner = np.zeros(len(shard.tokens), np.int64)
+    for index_within, (start, stop) in enumerate(spans):
+        owner[start:stop] = index_within
+
+    def tensor(column: NDArray[Any]) -> Tensor:
+        wide = column.astype(np.int64) if np.issubdtype(column.dtype, np.integer) else column
+        return torch.from_numpy(wide).to(device)
+
+    def predicted(column: NDArray[np.float32]) -> Tensor:
+        return tensor(slicer.at_targets(column, 0))
+
+    cumulative = np.concatenate([[0], np.cumsum(slicer.padded_lengths)])
+    old, reference = shard.old_log_probs, shard.reference_log_probs
+    return MicroBatch(
+        index=index,
+        slicer=slicer,
+        tokens=tensor(slicer.at_rows(shard.tokens, 0))[None],
+        position_ids=tensor(slicer.positions)[None],
+        cumulative_lengths=torch.from_numpy(cumulative.astype(np.int32)).to(device) if packed else None,
+        labels=tensor(slicer.at_targets(shard.tokens, 0)),
+        loss_mask=tensor(slicer.at_targets(shard.loss_mask, 0)),
+        weights=predicted(shard.weights),
+        advantages=predicted(shard.advantages),
+        behaviour_log_probs=predicted(shard.behaviour_log_probs),
+        old_log_probs=None if old is None else predicted(old),
+        reference_log_probs=None if reference is None else predicted(reference),
+        sequence_index=tensor(slicer.at_rows(owner, 0)),
+        num_sequences=max(len(members), 1),
+    )
