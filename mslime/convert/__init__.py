@@ -1,0 +1,1 @@
+"""Hugging Face <-> Megatron: one declarative rule table a family serves both directions and the weight sync."""

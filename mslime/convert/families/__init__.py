@@ -1,0 +1,57 @@
+"""The model families that mslime converts, one file each; `get_family` finds one by config.json. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from mslime.config.errors import CheckpointError
+from mslime.convert.families.family import Family, ModelFields
+from mslime.convert.families.qwen3 import Qwen3
+from mslime.convert.families.qwen3_moe import Qwen3Moe
+
+FAMILIES: dict[str, Family] = {family.architecture: family for family in (Qwen3(), Qwen3Moe())}
+
+__all__ = ["FAMILIES", "Family", "ModelFields", "get_family", "read_hf_config"]
+
+
+def get_family(hf_config: Mapping[str, object]) -> Family:
+    """The family of a checkpoint.
+
+    Raises:
+        CheckpointError: the architecture is not one that mslime converts.
+    """
+    named = hf_config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else None
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        raise CheckpointError(
+            "config.json: architectures", named, f"supported architectures are {', '.join(sorted(FAMILIES))}",
+            "use a supported model, or add its file to mslime/convert/families",
+        )  # fmt: skip
+    return FAMILIES[architecture]
+
+
+def read_hf_config(directory: Path) -> dict[str, object]:
+    """config.json of a Hugging Face checkpoint directory.
+
+    Raises:
+        CheckpointError: it is missing or not a JSON object.
+    """
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            str(path),
+            None,
+            "a checkpoint directory holds a config.json",
+            "point model.path at a Hugging Face checkpoint",
+        ) from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(str(path), str(error), "config.json is valid JSON", "download the file again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            str(path), type(config).__name__, "config.json is a JSON object", "download the file again"
+        )
+    return config

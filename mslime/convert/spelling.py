@@ -1,0 +1,40 @@
+"""Spellings of Megatron parameter names: everything that differs from the canonical ones is mapped here, once.
+
+Canonical is the local layer spec with global layer and expert ids. Transformer Engine fuses norms into the linear
+layer after them and numbers the weights of a grouped GEMM; pipeline stages and expert ranks count from zero.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+_LAYER = re.compile(r"(?:module\.)*decoder\.layers\.(\d+)\.(.+)")
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def canonical_name(local_name: str, first_expert: int = 0, global_layers: Collection[int] | None = None) -> str:
+    """Canonical name of a parameter of one model chunk.
+
+    Args:
+        local_name: from `named_parameters()` of a local-spec or Transformer Engine model, wrappers' `module.` allowed.
+        first_expert: global id of this rank's expert 0.
+        global_layers: global (0-based) id of each of the chunk's layers in order; default: they are global already.
+    """
+    match = _LAYER.fullmatch(local_name)
+    if match is None:
+        return re.sub(r"^(?:module\.)+", "", local_name)
+    layer, rest = int(match[1]), match[2]
+    if global_layers is not None:
+        layer = tuple(global_layers)[layer]
+    rest = _FUSED_NORMS.get(rest, rest)
+    if grouped := _GROUPED.fullmatch(rest):
+        rest = f"mlp.experts.local_experts.{grouped[2]}.{grouped[1]}.weight"
+    if sequential := _SEQUENTIAL.fullmatch(rest):
+        rest = f"mlp.experts.local_experts.{int(sequential[1]) + first_expert}.{sequential[2]}"
+    return f"decoder.layers.{layer}.{rest}"
