@@ -1,0 +1,120 @@
+"""The `mslime` command: parse, call, print. Every subcommand lives in the room that owns its work."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mslime import __version__
+from mslime.config.errors import UserError
+
+if TYPE_CHECKING:
+    from mslime.config.schema import RunConfig
+
+_OVERRIDES = "Any setting can be given as a flag, for example --rollout.max-staleness 1; flags win over the file."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit status (2 for a user's mistake, 130 for Ctrl-C)."""
+    parser = _parser()
+    args, flags = parser.parse_known_args(argv)
+    try:
+        return args.run(args, flags)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("mslime", description="Reinforcement-learning post-training for MoE language models.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="run the training of RUN.yaml", epilog=_OVERRIDES)
+    train.add_argument("config", nargs="?", type=Path, help="YAML file; optional when everything is given as flags")
+    train.set_defaults(run=_train)
+    check = commands.add_parser("check", help="validate RUN.yaml without starting an engine", epilog=_OVERRIDES)
+    check.add_argument("config", nargs="?", type=Path)
+    check.add_argument("--fields", choices=["megatron", "sglang"], help="list the engine fields that can be passed through")
+    check.set_defaults(run=_check)
+    report = commands.add_parser("report", help="write one HTML page about a run")
+    report.add_argument("run_dir", type=Path, help="outputs/NAME")
+    report.set_defaults(run=_report)
+    convert = commands.add_parser("convert", help="write the Hugging Face checkpoint of a training checkpoint")
+    convert.add_argument("config", type=Path, help="the run's config.yaml")
+    convert.add_argument("--checkpoint", type=Path, help="training checkpoint (default: the newest complete one of the run)")
+    convert.add_argument("--out", type=Path, required=True, help="directory to write")
+    convert.set_defaults(run=_convert)
+    env = commands.add_parser("env", help="print versions and devices, for a bug report")
+    env.set_defaults(run=_env)
+    return parser
+
+
+def _load(args: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
+    from mslime.config.loader import load_config
+
+    return load_config(args.config, flags)
+
+
+def _train(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from mslime.control.run import run
+
+    return run(_load(args, flags))
+
+
+def _check(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from rich.console import Console
+
+    if args.fields:
+        return _print_fields(args.fields)
+    from mslime.control.check import describe, resolve
+
+    Console().print(describe(resolve(_load(args, flags))))
+    return 0
+
+
+def _print_fields(engine: str) -> int:
+    from mslime.config.passthrough import megatron_fields, sglang_fields
+
+    fields = megatron_fields() if engine == "megatron" else sglang_fields()
+    for field in sorted(fields.values(), key=lambda f: (f.owner, f.name)):
+        print(f"{engine}.{field.name:55s} {field.owner:32s} {field.expected()}")
+    return 0
+
+
+def _report(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    _no_flags(flags)
+    from mslime.observe.report import write_report
+
+    print(write_report(args.run_dir))
+    return 0
+
+
+def _convert(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from mslime.control.run import export
+
+    export(_load(args, flags), args.checkpoint, args.out)
+    print(args.out)
+    return 0
+
+
+def _env(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    _no_flags(flags)
+    from mslime.control.environment import describe_environment
+
+    print(describe_environment())
+    return 0
+
+
+def _no_flags(flags: Sequence[str]) -> None:
+    if flags:
+        raise UserError("command line", " ".join(flags), "unknown arguments", "see --help")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Waiting for Ray calls: with a deadline, with progress, and with the first failure reported as itself.
+
+A rank that dies leaves its peers stuck in a collective, so nobody waits for all: the first call that fails ends the
+wait, and its own traceback and log path are what the user sees.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from mslime.config.errors import TrainerError, UserError
+
+POLL_SECONDS = 0.25
+
+
+def gather(
+    refs: Mapping[str, ray.ObjectRef],
+    what: str,
+    deadline_s: float,
+    log_paths: Mapping[str, str],
+    on_wait: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Results of all calls by name.
+
+    Args:
+        refs: running calls by the name of who works on them, for example `trainer rank 3`.
+        what: the work, for messages.
+        deadline_s: seconds after which those who have not answered are declared stuck.
+        log_paths: where each of them writes.
+        on_wait: called a few times a second, for progress.
+
+    Raises:
+        UserError: as raised by the worker, when it was a user's mistake.
+        TrainerError: a worker crashed, died, or missed the deadline.
+    """
+    names = {ref: name for name, ref in refs.items()}
+    pending, results = list(refs.values()), {}
+    end = time.monotonic() + deadline_s
+    while pending:
+        done, pending = ray.wait(pending, num_returns=1, timeout=POLL_SECONDS)
+        for ref in done:
+            results[names[ref]] = _value(ref, names[ref], what, log_paths)
+        if on_wait is not None:
+            on_wait()
+        if pending and time.monotonic() > end:
+            stuck = sorted(names[ref] for ref in pending)
+            logs = ", ".join(log_paths.get(n, "?") for n in stuck)
+            raise TrainerError(
+                what,
+                ", ".join(stuck),
+                f"no answer within {deadline_s:.0f} s",
+                f"read {logs}; `py-spy dump` on a live rank shows where it waits; raise the deadlines.* setting if it was slow",
+            )
+    return {name: results[name] for name in refs}
+
+
+def call(ref: ray.ObjectRef, who: str, what: str, deadline_s: float, log_path: str = "?",
+         on_wait: Callable[[], None] | None = None) -> Any:
+    """The result of one call; see `gather`."""
+    return gather({who: ref}, what, deadline_s, {who: log_path}, on_wait)[who]
+
+
+def _value(ref: ray.ObjectRef, who: str, what: str, log_paths: Mapping[str, str]) -> Any:
+    log = log_paths.get(who, "?")
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, UserError):
+            raise cause from None
+        raise TrainerError(what, who, f"crashed with\n{error.traceback_str}", f"the whole log is {log}") from None
+    except RayActorError as error:
+        raise TrainerError(
+            what, who, f"the process died ({str(error).splitlines()[0]})",
+            f"read the end of {log}; a death without a traceback is often the kernel's out-of-memory killer",
+        ) from None

@@ -1,0 +1,190 @@
+"""`mslime check`: everything that can be known about a run before a GPU is claimed.
+
+Reads the configuration, the checkpoint's config.json, index and tokenizer, and the first rows of every data file;
+starts no engine and no process group.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group as RichGroup
+from rich.table import Table
+
+from mslime.config.errors import ConfigError
+from mslime.config.layout import ParallelLayout
+from mslime.config.rules import ModelShape, check_model
+from mslime.config.schema import RunConfig
+from mslime.convert.families import Family, ModelFields, get_family
+from mslime.convert.hf import HFCheckpoint, check_tokenizer
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A validated run: the configuration, with what the checkpoint says about the model."""
+
+    config: RunConfig
+    hf_config: dict[str, Any]
+    family: Family
+    model: ModelFields
+
+
+def resolve(config: RunConfig) -> ResolvedRun:
+    """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake."""
+    checkpoint = HFCheckpoint(config.model.path)
+    family = get_family(checkpoint.config)
+    derived = family.transformer_fields(checkpoint.config)
+    model = family.model_fields(checkpoint.config)
+    check_model(config, _shape(derived, model), derived)
+    _check_lengths(config, model)
+    if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
+        raise ConfigError("train.replay", config.train.replay, "the model has no experts, so there are no routes to replay",
+                          "set train.replay: off")
+    tokenizer = load_tokenizer(config)
+    check_tokenizer(len(tokenizer), max(tokenizer.get_vocab().values()), model.vocab_size)
+    _check_data(config, tokenizer)
+    _check_optional_packages(config)
+    return ResolvedRun(config, checkpoint.config, family, model)
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    """The run's tokenizer. Raises ConfigError when the directory holds none."""
+    from transformers import AutoTokenizer
+
+    path = config.model.tokenizer_path or config.model.path
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.tokenizer_path", str(path), f"no tokenizer can be loaded from there ({error})",
+                          "give a directory with tokenizer.json and tokenizer_config.json") from None
+
+
+def _shape(derived: dict[str, Any], model: ModelFields) -> ModelShape:
+    heads = derived["num_attention_heads"]
+    return ModelShape(
+        num_layers=derived["num_layers"],
+        num_attention_heads=heads,
+        num_query_groups=derived.get("num_query_groups") or heads,
+        num_experts=model.num_experts,
+        moe_ffn_hidden_size=derived.get("moe_ffn_hidden_size") or 0,
+        ffn_hidden_size=derived["ffn_hidden_size"],
+    )
+
+
+def _check_lengths(config: RunConfig, model: ModelFields) -> None:
+    limit = config.rollout.max_total_tokens or model.max_positions
+    if limit > model.max_positions:
+        raise ConfigError("rollout.max_total_tokens", limit, f"the model has {model.max_positions} positions", "lower it")
+    if config.train.task == "rl" and config.rollout.max_response_tokens >= limit:
+        raise ConfigError("rollout.max_response_tokens", config.rollout.max_response_tokens, f"leaves no room for a prompt "
+                          f"within {limit} tokens", "lower it, or raise rollout.max_total_tokens")
+
+
+def _check_data(config: RunConfig, tokenizer: Any) -> None:
+    from mslime.data.source import PromptSource
+
+    PromptSource(config.data, tokenizer, seed=config.seed, task=config.train.task).peek()
+    for eval_set in config.data.eval_sets:
+        data = config.data.model_copy(update={"prompts": [eval_set.path], "shuffle": False})
+        PromptSource(data, tokenizer, seed=config.seed, task="rl").peek()
+
+
+def _check_optional_packages(config: RunConfig) -> None:
+    wanted = {"tensorboard": config.observe.tensorboard, "wandb": config.observe.wandb_project is not None}
+    for package, on in wanted.items():
+        if on and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"observe.{package}", True, f"the package {package} is not installed", f"pip install {package}")
+
+
+def describe(run: ResolvedRun) -> RichGroup:
+    """The resolved run as tables for a person: layout, model, batch arithmetic, staleness, what is on and off."""
+    config = run.config
+    parts: list[Any] = [_model_table(run), _layout_table(config.layout)]
+    if config.train.task == "rl":
+        parts += [_batch_table(config), _switch_table(config)]
+    return RichGroup(*parts)
+
+
+def _grid(title: str, rows: list[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2), title_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _model_table(run: ResolvedRun) -> Table:
+    model = run.model
+    moe = (f"{len(model.moe_layer_ids)} of {model.num_layers} layers, {model.num_experts} experts, top-{model.top_k}"
+           if model.num_experts else "none (dense)")
+    return _grid("Model", [
+        ("checkpoint", str(run.config.model.path)),
+        ("family", run.family.name),
+        ("MoE", moe),
+        ("vocabulary", f"{model.vocab_size:,} tokens, {model.max_positions:,} positions"),
+    ])
+
+
+def _layout_table(layout: ParallelLayout) -> Table:
+    table = Table(title=f"Trainer layout: {layout.world_size} ranks, {layout.describe()}", title_justify="left", title_style="bold")
+    for name in ("rank", "pipeline", "data", "context", "tensor", "expert data", "expert", "expert tensor"):
+        table.add_column(name, justify="right")
+    shown = range(layout.world_size) if layout.world_size <= 16 else [*range(8), layout.world_size - 1]
+    for rank in shown:
+        table.add_row(*(str(v) for v in grid_position(layout, rank)))
+    return table
+
+
+def grid_position(layout: ParallelLayout, rank: int) -> tuple[int, int, int, int, int, int, int, int]:
+    """(rank, PP, DP, CP, TP, EDP, EP, ETP) indices in megatron-core's default order."""
+    tp, cp = rank % layout.tp, rank // layout.tp % layout.cp
+    within = rank % (layout.tp * layout.cp * layout.dp)
+    etp, ep = within % layout.etp, within // layout.etp % layout.ep
+    return rank, layout.pp_rank(rank), layout.dp_rank(rank), cp, tp, within // (layout.etp * layout.ep), ep, etp
+
+
+def _batch_table(config: RunConfig) -> Table:
+    r, t = config.rollout, config.train
+    responses = r.groups_per_step * r.group_size
+    per_step = r.groups_per_step // t.optimizer_steps_per_rollout
+    engines = len(config.sglang.urls) or config.sglang.num_engines
+    in_flight = int((1 + r.max_staleness) * r.groups_per_step * r.over_sampling)
+    return _grid("One step", [
+        ("rollout", f"{r.groups_per_step} groups x {r.group_size} responses = {responses} responses, "
+                    f"at most {r.max_response_tokens} tokens each"),
+        ("optimizer", f"{t.optimizer_steps_per_rollout} step(s) of {per_step} groups, data parallel {config.layout.dp}, "
+                      f"{t.max_tokens_per_micro_batch * config.layout.cp:,} tokens a micro-batch"),
+        ("engines", f"{engines} x TP{config.sglang.tp_size}, {r.concurrency} requests each; at most {in_flight} groups in flight"),
+        ("run", f"{t.num_steps} steps = {t.num_steps * responses:,} responses"),
+    ])
+
+
+def _switch_table(config: RunConfig) -> Table:
+    r, a = config.rollout, config.algorithm
+    stale = "synchronous, on-policy" if r.max_staleness == 0 else f"asynchronous, at most {r.max_staleness} version(s) old"
+    return _grid("On and off", [
+        ("staleness", f"max_staleness {r.max_staleness}: {stale}; older tokens are {_PAST[r.on_stale]}"),
+        ("partial rollouts", "aborted responses are continued" if r.partial else "off: aborted responses start again"),
+        ("over-sampling", f"x {r.over_sampling:g}" if r.over_sampling > 1 else "off"),
+        ("dynamic filter", r.dynamic_filter),
+        ("routing replay", {"r3": "R3, the engine's routes", "r2": "R2, the trainer's own routes", "off": "off"}[config.train.replay]),
+        ("correction", a.correction.preset or f"{a.correction.action} by {a.correction.level}"),
+        ("KL to reference", f"{a.kl_coef:g} x {a.kl_type}" if a.kl_coef else "off"),
+        ("entropy bonus", f"{a.entropy_coef:g}" if a.entropy_coef else "off"),
+        ("reward", config.reward.function or config.reward.kind),
+        ("evaluation", ", ".join(s.name for s in config.data.eval_sets) or "off"),
+        ("weight check", config.weights.verify),
+    ])
+
+
+_PAST = {"mask": "masked", "reroll": "generated again", "drop": "dropped"}
+
+
+def write_resolved(config: RunConfig, path: Path) -> None:
+    """Write the configuration that really runs, as YAML."""
+    import yaml
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(config.as_dict(), sort_keys=False))

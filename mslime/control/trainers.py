@@ -1,0 +1,189 @@
+"""The trainer group: one Ray actor per rank around `MegatronTrainer`, called together and failing together."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from mslime.config.schema import RunConfig
+from mslime.control.calls import call, gather
+from mslime.control.cluster import Cluster, redirect_output
+
+if TYPE_CHECKING:
+    from mslime.data.shard import TrainShard
+
+
+class TrainerActor:
+    """One trainer rank. Its stdout and stderr go to its own log; engines are imported here, not in the driver."""
+
+    def __init__(self, config: RunConfig, rank: int, log_path: str) -> None:
+        redirect_output(Path(log_path))
+        self._config, self._rank = config, rank
+        self._done, self._total = 0, 0
+
+    def address(self) -> str:
+        """`tcp://host:port` that the other ranks can reach: the rendezvous, asked of rank 0."""
+        host = "127.0.0.1" if self._config.cluster.ray_address is None else ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def start(self, rendezvous: str) -> dict[str, Any]:
+        """Build the model and optimizer; returns this rank's MoE layers and grid position."""
+        from mslime.backends.megatron.trainer import MegatronTrainer
+
+        layout = self._config.layout
+        self._trainer = MegatronTrainer(self._config, self._rank, layout.world_size, rendezvous)
+        self._trainer.on_micro_batch = self._report
+        self._sender = self._trainer.weight_sender()
+        return {"moe_layer_ids": self._trainer.moe_layer_ids}
+
+    def train(self, shards: Sequence[Any]) -> dict[str, Any]:
+        """One optimizer step per shard; returns metrics of each and the span of time this rank was busy."""
+        begin = time.time()
+        own: list[TrainShard] = [ray.get(s) if isinstance(s, ray.ObjectRef) else s for s in shards]
+        metrics = self._trainer.train(own)
+        return {"metrics": metrics, "span": (begin, time.time())}
+
+    def progress(self) -> tuple[int, int]:
+        """(micro-batches done, of how many) of the step in progress; answered beside the work."""
+        return self._done, self._total
+
+    def buckets(self) -> tuple[int, int]:
+        """(weight buckets sent, of how many) of the sync in progress; answered beside the work."""
+        return self._sender.progress
+
+    def connect(self, engine_urls: Sequence[str]) -> None:
+        """Join the weight-update groups with the engines."""
+        self._sender.connect(engine_urls)
+
+    def send_weights(self, version: int) -> dict[str, Any]:
+        """Send every bucket; returns bytes and seconds."""
+        begin = time.time()
+        sent = self._sender.send(version)
+        return {"bytes": sent, "span": (begin, time.time())}
+
+    def verify_weights(self) -> int:
+        """Compare what the engines hold with what the trainer exports, bit by bit; returns tensors compared."""
+        return self._sender.verify()
+
+    def disconnect(self) -> None:
+        """Leave the weight-update groups."""
+        self._sender.disconnect()
+
+    def export_hf(self, directory: str) -> None:
+        """Write the current weights as a Hugging Face checkpoint."""
+        self._trainer.export_hf(Path(directory))
+
+    def save(self, directory: str, extra: dict[str, Any]) -> None:
+        """Write a resumable checkpoint."""
+        self._trainer.save(Path(directory), extra)
+
+    def load(self, directory: str) -> dict[str, Any]:
+        """Read a checkpoint; returns its `extra`."""
+        return self._trainer.load(Path(directory))
+
+    def _report(self, done: int, total: int) -> None:
+        self._done, self._total = done, total
+
+
+class TrainerGroup:
+    """All trainer ranks. Every method runs on all of them and returns when all are done."""
+
+    def __init__(self, config: RunConfig, cluster: Cluster, log_dir: Path) -> None:
+        self._config = config
+        world = config.layout.world_size
+        remote = ray.remote(concurrency_groups={"progress": 1})(TrainerActor)
+        self.log_paths = {_name(r): str(log_dir / f"trainer_rank{r}.log") for r in range(world)}
+        threads = str(config.cluster.trainer_threads)
+        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        self._actors = [
+            remote.options(**cluster.trainer_options(r), runtime_env={"env_vars": env}).remote(config, r, self.log_paths[_name(r)])
+            for r in range(world)
+        ]
+
+    def start(self) -> list[tuple[int, ...]]:
+        """Build the model on all ranks; returns every rank's global MoE layer ids."""
+        deadline = self._config.deadlines.trainer_start_s
+        who = _name(0)
+        rendezvous = call(self._actors[0].address.remote(), who, "trainer start", deadline, self.log_paths[who])
+        started = self._all("trainer start", deadline, lambda a, _: a.start.remote(rendezvous))
+        return [tuple(r["moe_layer_ids"]) for r in started]
+
+    def train(self, shards: Sequence[Sequence[Any]], on_progress: Callable[[int, int], None]) -> tuple[list[dict[str, float]], list[tuple[float, float]]]:
+        """One optimizer step for each element of `shards[rank]`.
+
+        Returns:
+            Metrics of each optimizer step (equal on all ranks), and when each rank was busy (Unix seconds).
+        """
+        poll = self._poller("progress", on_progress)
+        results = self._all("train step", self._config.deadlines.train_step_s, lambda a, r: a.train.remote(shards[r]), poll)
+        return results[0]["metrics"], [r["span"] for r in results]
+
+    def connect(self, engine_urls: Sequence[str]) -> None:
+        """Join the weight-update groups."""
+        self._all("weight sync: connect", self._config.deadlines.weight_sync_s, lambda a, _: a.connect.remote(list(engine_urls)))
+
+    def send_weights(self, version: int, on_progress: Callable[[int, int], None]) -> tuple[int, list[tuple[float, float]]]:
+        """Send all buckets; returns bytes sent to each engine and every rank's busy span."""
+        poll = self._poller("buckets", on_progress)
+        results = self._all("weight sync: send", self._config.deadlines.weight_sync_s, lambda a, _: a.send_weights.remote(version), poll)
+        return sum(r["bytes"] for r in results), [r["span"] for r in results]
+
+    def verify_weights(self) -> int:
+        """Bit-exact comparison with the engines; returns tensors compared."""
+        done = self._all("weight sync: verify", self._config.deadlines.weight_sync_s, lambda a, _: a.verify_weights.remote())
+        return sum(done)
+
+    def disconnect(self) -> None:
+        """Leave the weight-update groups."""
+        self._all("weight sync: disconnect", self._config.deadlines.weight_sync_s, lambda a, _: a.disconnect.remote())
+
+    def export_hf(self, directory: Path) -> None:
+        """Write a Hugging Face checkpoint."""
+        self._all("export", self._config.deadlines.checkpoint_s, lambda a, _: a.export_hf.remote(str(directory)))
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+        """Write a resumable checkpoint."""
+        self._all("checkpoint save", self._config.deadlines.checkpoint_s, lambda a, _: a.save.remote(str(directory), extra))
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """Read a checkpoint; returns its `extra`."""
+        return self._all("checkpoint load", self._config.deadlines.checkpoint_s, lambda a, _: a.load.remote(str(directory)))[0]
+
+    def stop(self) -> None:
+        """Kill every rank at once: one that hangs in a collective answers nothing else."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+
+    def _all(
+        self,
+        what: str,
+        deadline_s: float,
+        submit: Callable[[Any, int], ray.ObjectRef],
+        on_wait: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        refs = {_name(r): submit(actor, r) for r, actor in enumerate(self._actors)}
+        return list(gather(refs, what, deadline_s, self.log_paths, on_wait).values())
+
+    def _poller(self, method: str, report: Callable[[int, int], None]) -> Callable[[], None]:
+        """Ask rank 0 how far it is, without ever waiting for the answer."""
+        asked: list[ray.ObjectRef] = []
+
+        def poll() -> None:
+            ready = ray.wait(asked, timeout=0)[0] if asked else []
+            if ready:
+                report(*ray.get(asked.pop()))
+            if not asked:
+                asked.append(getattr(self._actors[0], method).options(concurrency_group="progress").remote())
+
+        return poll
+
+
+def _name(rank: int) -> str:
+    return f"trainer rank {rank}"
