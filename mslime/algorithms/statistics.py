@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def finalise(statistics: LossStatistics) -> dict[str, float]:
 
     A quantity without rows (no reference policy, no behaviour log-probs) is left out rather than reported as zero.
     """
-    values = dict(zip(SUM_NAMES, statistics.sums.tolist(), strict=False))
+    values = _named_sums(statistics)
     out: dict[str, float] = {"loss/total": values["total"], "loss/tokens": values["tokens"]}
     if values["policy_tokens"]:
         out["loss/policy"] = values["policy"]
@@ -100,12 +101,20 @@ def finalise(statistics: LossStatistics) -> dict[str, float]:
     return out | _mismatch(values, statistics) | _correction(values)
 
 
+def _floats(values: Tensor) -> list[float]:
+    return cast("list[float]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+def _named_sums(statistics: LossStatistics) -> dict[str, float]:
+    return {name: value for name, value in zip(SUM_NAMES, _floats(statistics.sums), strict=False)}
+
+
 def _mismatch(values: dict[str, float], statistics: LossStatistics) -> dict[str, float]:
     count = values["mismatch_tokens"]
     if not count:
         return {}
     largest = statistics.maxima[MAX_NAMES.index("mismatch_abs")].item()
-    p99 = _quantile(statistics.sums[len(SUM_NAMES) :].tolist(), 0.99, largest)
+    p99 = _quantile(_floats(statistics.sums[len(SUM_NAMES) :]), 0.99, largest)
     return {
         "mismatch/kl": values["mismatch_k3"] / count,
         "mismatch/kl_k1": values["mismatch_k1"] / count,
@@ -129,7 +138,7 @@ def _correction(values: dict[str, float]) -> dict[str, float]:
 
 def mean_weight(statistics: LossStatistics) -> float:
     """Mean correction weight over the step, what `normalise` divides by (1 when there is none, or all are masked)."""
-    values = dict(zip(SUM_NAMES, statistics.sums.tolist(), strict=False))
+    values = _named_sums(statistics)
     return values["weight"] / values["correction_tokens"] if values["weight"] > 0 else 1.0
 
 
