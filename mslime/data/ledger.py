@@ -1,0 +1,105 @@
+"""The fate of every generated token.
+
+A generated token is pending until it is trained, masked or dropped, and it is exactly one of these at any time.
+`settle` compares the books with a count of what is really alive, so a token that was lost or counted twice is found
+in the step in which it happened.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Ledger:
+    """Token counts since the beginning of the run.
+
+    Attributes:
+        generated: tokens sampled by an engine.
+        trained: handed to the trainer inside the loss.
+        masked: kept in a sequence but out of the loss, by reason.
+        dropped: thrown away, by reason (`stale`, `zero_variance`, `reward`, `aborted`, ...).
+    """
+
+    generated: int = 0
+    trained: int = 0
+    masked: Counter[str] = field(default_factory=Counter[str])
+    dropped: Counter[str] = field(default_factory=Counter[str])
+    _mark: dict[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose fate is open: in flight, waiting to be continued, or accepted but not yet trained."""
+        return self.generated - self.trained - self.masked.total() - self.dropped.total()
+
+    def generate(self, tokens: int) -> None:
+        """An engine returned `tokens` new tokens."""
+        assert tokens >= 0
+        self.generated += tokens
+
+    def train(self, tokens: int) -> None:
+        """`tokens` pending tokens go to the trainer inside the loss."""
+        self._spend(tokens)
+        self.trained += tokens
+
+    def mask(self, tokens: int, reason: str = "stale") -> None:
+        """`tokens` pending tokens leave the loss but stay in their sequence."""
+        self._spend(tokens)
+        self.masked[reason] += tokens
+
+    def drop(self, tokens: int, reason: str) -> None:
+        """`tokens` pending tokens are thrown away."""
+        self._spend(tokens)
+        self.dropped[reason] += tokens
+
+    def settle(self, alive: int) -> dict[str, int]:
+        """Close a step and return its movements.
+
+        Args:
+            alive: trainable tokens counted in everything that is still held; must equal `pending`.
+
+        Returns:
+            `{generated,trained,masked,dropped}_tokens` since the last settlement, `pending_tokens` now, and the masked
+            and dropped tokens by reason as `masked/<reason>_tokens` and `dropped/<reason>_tokens`.
+        """
+        assert alive == self.pending, f"{self.pending} tokens are pending in the books, {alive} are really held"
+        now = self._totals()
+        step = {key: value - self._mark.get(key, 0) for key, value in now.items()}
+        opening = self._mark.get("pending_tokens", 0)
+        spent = step["trained_tokens"] + step["masked_tokens"] + step["dropped_tokens"]
+        assert opening + step["generated_tokens"] == spent + now["pending_tokens"], (opening, step, now)
+        self._mark = now
+        return {**step, "pending_tokens": now["pending_tokens"]}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values."""
+        return {
+            "generated": self.generated,
+            "trained": self.trained,
+            "masked": dict(self.masked),
+            "dropped": dict(self.dropped),
+            "mark": dict(self._mark),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Ledger:
+        """The ledger that `state_dict` was taken from."""
+        counters = Counter[str](state["masked"]), Counter[str](state["dropped"])
+        return cls(state["generated"], state["trained"], *counters, dict(state["mark"]))
+
+    def _spend(self, tokens: int) -> None:
+        assert 0 <= tokens <= self.pending, f"{tokens} tokens to settle, but {self.pending} are pending"
+
+    def _totals(self) -> dict[str, int]:
+        return {
+            "generated_tokens": self.generated,
+            "trained_tokens": self.trained,
+            "masked_tokens": self.masked.total(),
+            "dropped_tokens": self.dropped.total(),
+            "pending_tokens": self.pending,
+            **{f"masked/{reason}_tokens": n for reason, n in self.masked.items()},
+            **{f"dropped/{reason}_tokens": n for reason, n in self.dropped.items()},
+        }

@@ -1,0 +1,129 @@
+"""The tokenizer behind one narrow interface, and the check that it belongs to the model.
+
+transformers (and with it torch) is imported only when a tokenizer is loaded; everything else in `mslime.data` needs
+the `Tokenizer` protocol alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from mslime.config.errors import ConfigError, DataError
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id that ends a response; None when the tokenizer has none."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that the tokenizer can produce."""
+        ...
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """Token ids of `text`, with the tokenizer's own leading special tokens (a BOS) or without any."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        """Token ids of a conversation in the chat template, up to where the assistant begins to speak."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens."""
+        ...
+
+
+class HFTokenizer:
+    """A `Tokenizer` over one of transformers' tokenizers."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._vocab_size = 1 + max(cast("dict[str, int]", inner.get_vocab()).values())
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id that ends a response."""
+        return cast("int | None", self._inner.eos_token_id)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added special tokens included."""
+        return self._vocab_size
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """Token ids of `text`. An EOS that a post-processor appends is taken off: a prompt must stay open."""
+        ids = cast("list[int]", self._inner.encode(text, add_special_tokens=special_tokens))
+        return ids[:-1] if special_tokens and len(ids) > 1 and ids[-1] == self.eos_token_id else ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        """Token ids of the rendered conversation. Raises ConfigError when the tokenizer has no chat template."""
+        if self._inner.chat_template is None:
+            raise ConfigError(
+                "data.apply_chat_template",
+                True,
+                "this tokenizer has no chat template",
+                "set data.apply_chat_template to false, or point model.tokenizer_path at a chat model's tokenizer",
+            )
+        arguments = {"add_generation_prompt": True, **options, "tokenize": False}
+        text = cast("str", self._inner.apply_chat_template(list(messages), **arguments))
+        return self.encode(text, special_tokens=False)  # the template already wrote the special tokens
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens."""
+        return cast("str", self._inner.decode(list(ids), skip_special_tokens=True))
+
+
+def load_tokenizer(path: Path | str) -> HFTokenizer:
+    """The tokenizer stored in a checkpoint directory. Raises DataError when there is none, or it cannot be read."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise DataError("model.tokenizer_path", str(directory), "is not a directory", "give a checkpoint directory")
+    from transformers import AutoTokenizer
+
+    try:
+        inner = cast("Any", AutoTokenizer).from_pretrained(str(directory), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            "model.tokenizer_path",
+            str(directory),
+            f"holds no tokenizer that transformers can read ({error})",
+            "copy tokenizer.json and tokenizer_config.json into it, or set model.tokenizer_path",
+        ) from error
+    return HFTokenizer(inner)
+
+
+def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
+    """Raise DataError when the tokenizer and the model in `checkpoint` disagree about the vocabulary.
+
+    Every id of the tokenizer must have a row in the embedding (models may have more rows: they are padded), and the
+    model's end-of-sequence ids must be tokens of this tokenizer, or generation would never stop where it should.
+    """
+    config_file = Path(checkpoint) / "config.json"
+    model: dict[str, Any] = json.loads(config_file.read_text())
+    rows = int(model["vocab_size"])
+    if tokenizer.vocab_size > rows:
+        raise DataError(
+            "model.tokenizer_path",
+            tokenizer.vocab_size,
+            f"the tokenizer has ids up to {tokenizer.vocab_size - 1}, but the model embeds {rows} (vocab_size in "
+            f"{config_file})",
+            "use the tokenizer that belongs to the checkpoint",
+        )
+    eos = model.get("eos_token_id")
+    ids: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    foreign = [i for i in ids if i >= tokenizer.vocab_size]
+    if foreign:
+        raise DataError(
+            "model.tokenizer_path",
+            foreign[0],
+            f"the model ends a sequence with id {foreign[0]} (eos_token_id in {config_file}), which the tokenizer of "
+            f"{tokenizer.vocab_size} ids does not have",
+            "use the tokenizer that belongs to the checkpoint",
+        )
