@@ -14,13 +14,14 @@ from mslime.config.errors import UserError
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
 
+_OWN_OPTIONS = ("--help", "--fields", "--checkpoint", "--out")
 _OVERRIDES = "Any setting can be given as a flag, for example --rollout.max-staleness 1; flags win over the file."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status (2 for a user's mistake, 130 for Ctrl-C)."""
-    parser = _parser()
-    args, flags = parser.parse_known_args(argv)
+    own, flags = _split(list(sys.argv[1:] if argv is None else argv))
+    args = _parser().parse_args(own)
     try:
         return args.run(args, flags)
     except UserError as error:
@@ -31,26 +32,70 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The command's own words, and the settings given as flags (`--section.key value ...`, `--name x`).
+
+    argparse cannot do this: it would take a setting's value for the optional YAML file.
+    """
+    start = next(
+        (
+            i
+            for i, word in enumerate(argv)
+            if word.startswith("--") and word not in _OWN_OPTIONS
+        ),
+        len(argv),
+    )
+    return (
+        (argv, [])
+        if argv[:1] not in (["train"], ["check"], ["convert"])
+        else (argv[:start], argv[start:])
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("mslime", description="Reinforcement-learning post-training for MoE language models.")
+    parser = argparse.ArgumentParser(
+        "mslime",
+        description="Reinforcement-learning post-training for MoE language models.",
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="run the training of RUN.yaml", epilog=_OVERRIDES)
-    train.add_argument("config", nargs="?", type=Path, help="YAML file; optional when everything is given as flags")
+    train = commands.add_parser(
+        "train", help="run the training of RUN.yaml", epilog=_OVERRIDES
+    )
+    train.add_argument(
+        "config",
+        nargs="?",
+        type=Path,
+        help="YAML file, before any flag; optional when everything is given as flags",
+    )
     train.set_defaults(run=_train)
-    check = commands.add_parser("check", help="validate RUN.yaml without starting an engine", epilog=_OVERRIDES)
+    check = commands.add_parser(
+        "check", help="validate RUN.yaml without starting an engine", epilog=_OVERRIDES
+    )
     check.add_argument("config", nargs="?", type=Path)
-    check.add_argument("--fields", choices=["megatron", "sglang"], help="list the engine fields that can be passed through")
+    check.add_argument(
+        "--fields",
+        choices=["megatron", "sglang"],
+        help="list the engine fields that can be passed through",
+    )
     check.set_defaults(run=_check)
     report = commands.add_parser("report", help="write one HTML page about a run")
     report.add_argument("run_dir", type=Path, help="outputs/NAME")
     report.set_defaults(run=_report)
-    convert = commands.add_parser("convert", help="write the Hugging Face checkpoint of a training checkpoint")
+    convert = commands.add_parser(
+        "convert", help="write the Hugging Face checkpoint of a training checkpoint"
+    )
     convert.add_argument("config", type=Path, help="the run's config.yaml")
-    convert.add_argument("--checkpoint", type=Path, help="training checkpoint (default: the newest complete one of the run)")
+    convert.add_argument(
+        "--checkpoint",
+        type=Path,
+        help="training checkpoint (default: the newest complete one of the run)",
+    )
     convert.add_argument("--out", type=Path, required=True, help="directory to write")
     convert.set_defaults(run=_convert)
-    env = commands.add_parser("env", help="print versions and devices, for a bug report")
+    env = commands.add_parser(
+        "env", help="print versions and devices, for a bug report"
+    )
     env.set_defaults(run=_env)
     return parser
 
@@ -113,7 +158,9 @@ def _env(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
 def _no_flags(flags: Sequence[str]) -> None:
     if flags:
-        raise UserError("command line", " ".join(flags), "unknown arguments", "see --help")
+        raise UserError(
+            "command line", " ".join(flags), "unknown arguments", "see --help"
+        )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ trains on silently wrong gradients. The corruptions that mslime works around ins
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from mslime.config.errors import ConfigError
 
@@ -300,48 +299,24 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
 )
 
 
-@dataclass(frozen=True)
-class ModelShape:
-    """The numbers of a checkpoint's architecture that a parallel layout must divide."""
-
-    num_layers: int
-    num_attention_heads: int
-    num_query_groups: int
-    num_experts: int
-    moe_ffn_hidden_size: int
-    ffn_hidden_size: int
-
-
-def check_model(config: RunConfig, shape: ModelShape, derived: Mapping[str, Any]) -> None:
-    """Raise ConfigError when the layout does not divide the model, or a flag contradicts the checkpoint.
+def check_model(config: RunConfig, derived: Mapping[str, object]) -> None:
+    """Raise ConfigError when pipeline stages do not divide the layers, or a flag contradicts the checkpoint.
 
     Args:
-        shape: sizes of the model.
         derived: every TransformerConfig field that mslime derives from the checkpoint's config.json.
     """
-    layout, m = config.layout, "megatron."
-    divisible = [
-        (m + "tensor_model_parallel_size", layout.tp, "attention heads", shape.num_attention_heads),
-        (m + "expert_model_parallel_size", layout.ep, "experts", shape.num_experts),
-        (m + "expert_tensor_parallel_size", layout.etp, "expert hidden size", shape.moe_ffn_hidden_size),
-        (m + "tensor_model_parallel_size", layout.tp, "dense hidden size", shape.ffn_hidden_size),
-        (m + "pipeline_model_parallel_size", layout.pp * layout.vpp, "layers (over PP x VPP)", shape.num_layers),
-    ]
-    for field, size, what, total in divisible:
-        if size > 1 and (total == 0 or total % size):
-            raise ConfigError(field, size, f"must divide the model's {total} {what}", f"use a divisor of {total}")
-    groups = shape.num_query_groups
-    if groups % layout.tp and layout.tp % groups:
+    stages, layers = config.layout.pp * config.layout.vpp, cast("int", derived["num_layers"])
+    if layers % stages:
         raise ConfigError(
-            m + "tensor_model_parallel_size",
-            layout.tp,
-            f"must divide, or be a multiple of, the model's {groups} key-value heads",
-            f"use a divisor of {groups}",
+            "megatron.pipeline_model_parallel_size",
+            config.layout.pp,
+            f"PP x VPP = {stages} must divide the model's {layers} layers",
+            f"use a divisor of {layers}",
         )
     for key, value in config.megatron.extra.items():
         if key in derived and derived[key] != value:
             raise ConfigError(
-                m + key,
+                f"megatron.{key}",
                 value,
                 f"contradicts the checkpoint's config.json, which says {derived[key]!r}",
                 "remove it; the architecture comes from the checkpoint",

@@ -182,7 +182,10 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = Field(default_factory=list)
     concurrency: int = Field(default=256, ge=1, description="Requests in flight per engine.")
     pause_mode: Literal["abort", "retract", "in_place"] = Field(
-        default="retract", description="What running requests do during a weight update when max_staleness > 0."
+        default="abort",
+        description="What running requests do during a weight update when max_staleness > 0. abort: they return what they "
+        "have and are continued under the new weights. retract and in_place: the engine continues them itself; retract "
+        "re-routes old tokens under new weights, in_place keeps a cache of old weights.",
     )
 
 

@@ -59,8 +59,14 @@ def gather(
     return {name: results[name] for name in refs}
 
 
-def call(ref: ray.ObjectRef, who: str, what: str, deadline_s: float, log_path: str = "?",
-         on_wait: Callable[[], None] | None = None) -> Any:
+def call(
+    ref: ray.ObjectRef,
+    who: str,
+    what: str,
+    deadline_s: float,
+    log_path: str = "?",
+    on_wait: Callable[[], None] | None = None,
+) -> Any:
     """The result of one call; see `gather`."""
     return gather({who: ref}, what, deadline_s, {who: log_path}, on_wait)[who]
 
@@ -76,6 +82,8 @@ def _value(ref: ray.ObjectRef, who: str, what: str, log_paths: Mapping[str, str]
         raise TrainerError(what, who, f"crashed with\n{error.traceback_str}", f"the whole log is {log}") from None
     except RayActorError as error:
         raise TrainerError(
-            what, who, f"the process died ({str(error).splitlines()[0]})",
+            what,
+            who,
+            f"the process died ({str(error).splitlines()[0]})",
             f"read the end of {log}; a death without a traceback is often the kernel's out-of-memory killer",
         ) from None

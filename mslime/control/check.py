@@ -16,10 +16,13 @@ from rich.table import Table
 
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
-from mslime.config.rules import ModelShape, check_model
+from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
-from mslime.convert.families import Family, ModelFields, get_family
-from mslime.convert.hf import HFCheckpoint, check_tokenizer
+from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.families.family import Family, ModelFields
+from mslime.convert.hf import HFCheckpoint
+from mslime.data.source import PromptSource, supervised_sample
+from mslime.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -27,76 +30,76 @@ class ResolvedRun:
     """A validated run: the configuration, with what the checkpoint says about the model."""
 
     config: RunConfig
-    hf_config: dict[str, Any]
+    hf_config: dict[str, object]
     family: Family
     model: ModelFields
 
 
 def resolve(config: RunConfig) -> ResolvedRun:
     """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake."""
-    checkpoint = HFCheckpoint(config.model.path)
-    family = get_family(checkpoint.config)
-    derived = family.transformer_fields(checkpoint.config)
-    model = family.model_fields(checkpoint.config)
-    check_model(config, _shape(derived, model), derived)
+    hf_config = read_hf_config(config.model.path)
+    family = get_family(hf_config)
+    derived = family.transformer_fields(hf_config)
+    model = family.model_fields(hf_config)
+    table = family.rules(hf_config)
+    table.check_layout(config.layout)
+    table.check_hf(HFCheckpoint(config.model.path).shapes, str(config.model.path))
+    check_model(config, derived)
     _check_lengths(config, model)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
-        raise ConfigError("train.replay", config.train.replay, "the model has no experts, so there are no routes to replay",
-                          "set train.replay: off")
-    tokenizer = load_tokenizer(config)
-    check_tokenizer(len(tokenizer), max(tokenizer.get_vocab().values()), model.vocab_size)
+        raise ConfigError(
+            "train.replay",
+            config.train.replay,
+            "the model has no experts, so there are no routes to replay",
+            "set train.replay: off",
+        )
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    check_vocabulary(tokenizer, config.model.path)
     _check_data(config, tokenizer)
     _check_optional_packages(config)
-    return ResolvedRun(config, checkpoint.config, family, model)
-
-
-def load_tokenizer(config: RunConfig) -> Any:
-    """The run's tokenizer. Raises ConfigError when the directory holds none."""
-    from transformers import AutoTokenizer
-
-    path = config.model.tokenizer_path or config.model.path
-    try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError("model.tokenizer_path", str(path), f"no tokenizer can be loaded from there ({error})",
-                          "give a directory with tokenizer.json and tokenizer_config.json") from None
-
-
-def _shape(derived: dict[str, Any], model: ModelFields) -> ModelShape:
-    heads = derived["num_attention_heads"]
-    return ModelShape(
-        num_layers=derived["num_layers"],
-        num_attention_heads=heads,
-        num_query_groups=derived.get("num_query_groups") or heads,
-        num_experts=model.num_experts,
-        moe_ffn_hidden_size=derived.get("moe_ffn_hidden_size") or 0,
-        ffn_hidden_size=derived["ffn_hidden_size"],
-    )
+    return ResolvedRun(config, hf_config, family, model)
 
 
 def _check_lengths(config: RunConfig, model: ModelFields) -> None:
     limit = config.rollout.max_total_tokens or model.max_positions
     if limit > model.max_positions:
-        raise ConfigError("rollout.max_total_tokens", limit, f"the model has {model.max_positions} positions", "lower it")
+        raise ConfigError(
+            "rollout.max_total_tokens",
+            limit,
+            f"the model has {model.max_positions} positions",
+            "lower it",
+        )
     if config.train.task == "rl" and config.rollout.max_response_tokens >= limit:
-        raise ConfigError("rollout.max_response_tokens", config.rollout.max_response_tokens, f"leaves no room for a prompt "
-                          f"within {limit} tokens", "lower it, or raise rollout.max_total_tokens")
+        raise ConfigError(
+            "rollout.max_response_tokens",
+            config.rollout.max_response_tokens,
+            f"leaves no room for a prompt within {limit} tokens",
+            "lower it, or raise rollout.max_total_tokens",
+        )
 
 
-def _check_data(config: RunConfig, tokenizer: Any) -> None:
-    from mslime.data.source import PromptSource
-
-    PromptSource(config.data, tokenizer, seed=config.seed, task=config.train.task).peek()
+def _check_data(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Open every data file, which reads each row once and refuses the first bad one by file and line."""
+    source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
+    if config.train.task == "sft":
+        supervised_sample(source.at(0), 0, tokenizer)
     for eval_set in config.data.eval_sets:
-        data = config.data.model_copy(update={"prompts": [eval_set.path], "shuffle": False})
-        PromptSource(data, tokenizer, seed=config.seed, task="rl").peek()
+        PromptSource([eval_set.path], config.data, tokenizer, config.seed, shuffle=False)
 
 
 def _check_optional_packages(config: RunConfig) -> None:
-    wanted = {"tensorboard": config.observe.tensorboard, "wandb": config.observe.wandb_project is not None}
+    wanted = {
+        "tensorboard": config.observe.tensorboard,
+        "wandb": config.observe.wandb_project is not None,
+    }
     for package, on in wanted.items():
         if on and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"observe.{package}", True, f"the package {package} is not installed", f"pip install {package}")
+            raise ConfigError(
+                f"observe.{package}",
+                True,
+                f"the package {package} is not installed",
+                f"pip install {package}",
+            )
 
 
 def describe(run: ResolvedRun) -> RichGroup:
@@ -109,7 +112,14 @@ def describe(run: ResolvedRun) -> RichGroup:
 
 
 def _grid(title: str, rows: list[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2), title_style="bold")
+    table = Table(
+        title=title,
+        title_justify="left",
+        show_header=False,
+        box=None,
+        padding=(0, 2),
+        title_style="bold",
+    )
     for row in rows:
         table.add_row(*row)
     return table
@@ -117,19 +127,41 @@ def _grid(title: str, rows: list[tuple[str, str]]) -> Table:
 
 def _model_table(run: ResolvedRun) -> Table:
     model = run.model
-    moe = (f"{len(model.moe_layer_ids)} of {model.num_layers} layers, {model.num_experts} experts, top-{model.top_k}"
-           if model.num_experts else "none (dense)")
-    return _grid("Model", [
-        ("checkpoint", str(run.config.model.path)),
-        ("family", run.family.name),
-        ("MoE", moe),
-        ("vocabulary", f"{model.vocab_size:,} tokens, {model.max_positions:,} positions"),
-    ])
+    moe = (
+        f"{len(model.moe_layer_ids)} of {model.num_layers} layers, {model.num_experts} experts, top-{model.top_k}"
+        if model.num_experts
+        else "none (dense)"
+    )
+    return _grid(
+        "Model",
+        [
+            ("checkpoint", str(run.config.model.path)),
+            ("family", run.family.architecture),
+            ("MoE", moe),
+            (
+                "vocabulary",
+                f"{model.vocab_size:,} tokens, {model.max_positions:,} positions",
+            ),
+        ],
+    )
 
 
 def _layout_table(layout: ParallelLayout) -> Table:
-    table = Table(title=f"Trainer layout: {layout.world_size} ranks, {layout.describe()}", title_justify="left", title_style="bold")
-    for name in ("rank", "pipeline", "data", "context", "tensor", "expert data", "expert", "expert tensor"):
+    table = Table(
+        title=f"Trainer layout: {layout.world_size} ranks, {layout.describe()}",
+        title_justify="left",
+        title_style="bold",
+    )
+    for name in (
+        "rank",
+        "pipeline",
+        "data",
+        "context",
+        "tensor",
+        "expert data",
+        "expert",
+        "expert tensor",
+    ):
         table.add_column(name, justify="right")
     shown = range(layout.world_size) if layout.world_size <= 16 else [*range(8), layout.world_size - 1]
     for rank in shown:
@@ -142,7 +174,16 @@ def grid_position(layout: ParallelLayout, rank: int) -> tuple[int, int, int, int
     tp, cp = rank % layout.tp, rank // layout.tp % layout.cp
     within = rank % (layout.tp * layout.cp * layout.dp)
     etp, ep = within % layout.etp, within // layout.etp % layout.ep
-    return rank, layout.pp_rank(rank), layout.dp_rank(rank), cp, tp, within // (layout.etp * layout.ep), ep, etp
+    return (
+        rank,
+        layout.pp_rank(rank),
+        layout.dp_rank(rank),
+        cp,
+        tp,
+        within // (layout.etp * layout.ep),
+        ep,
+        etp,
+    )
 
 
 def _batch_table(config: RunConfig) -> Table:
@@ -150,33 +191,68 @@ def _batch_table(config: RunConfig) -> Table:
     responses = r.groups_per_step * r.group_size
     per_step = r.groups_per_step // t.optimizer_steps_per_rollout
     engines = len(config.sglang.urls) or config.sglang.num_engines
+    budget = t.max_tokens_per_micro_batch * config.layout.cp
     in_flight = int((1 + r.max_staleness) * r.groups_per_step * r.over_sampling)
-    return _grid("One step", [
-        ("rollout", f"{r.groups_per_step} groups x {r.group_size} responses = {responses} responses, "
-                    f"at most {r.max_response_tokens} tokens each"),
-        ("optimizer", f"{t.optimizer_steps_per_rollout} step(s) of {per_step} groups, data parallel {config.layout.dp}, "
-                      f"{t.max_tokens_per_micro_batch * config.layout.cp:,} tokens a micro-batch"),
-        ("engines", f"{engines} x TP{config.sglang.tp_size}, {r.concurrency} requests each; at most {in_flight} groups in flight"),
-        ("run", f"{t.num_steps} steps = {t.num_steps * responses:,} responses"),
-    ])
+    return _grid(
+        "One step",
+        [
+            (
+                "rollout",
+                f"{r.groups_per_step} groups x {r.group_size} responses = {responses}, <= {r.max_response_tokens} tokens each",
+            ),
+            (
+                "optimizer",
+                f"{t.optimizer_steps_per_rollout} step(s) of {per_step} groups, {budget:,} tokens a micro-batch",
+            ),
+            (
+                "engines",
+                f"{engines} x TP{config.sglang.tp_size}, {r.concurrency} requests each; at most {in_flight} groups in flight",
+            ),
+            ("run", f"{t.num_steps} steps = {t.num_steps * responses:,} responses"),
+        ],
+    )
 
 
 def _switch_table(config: RunConfig) -> Table:
     r, a = config.rollout, config.algorithm
-    stale = "synchronous, on-policy" if r.max_staleness == 0 else f"asynchronous, at most {r.max_staleness} version(s) old"
-    return _grid("On and off", [
-        ("staleness", f"max_staleness {r.max_staleness}: {stale}; older tokens are {_PAST[r.on_stale]}"),
-        ("partial rollouts", "aborted responses are continued" if r.partial else "off: aborted responses start again"),
-        ("over-sampling", f"x {r.over_sampling:g}" if r.over_sampling > 1 else "off"),
-        ("dynamic filter", r.dynamic_filter),
-        ("routing replay", {"r3": "R3, the engine's routes", "r2": "R2, the trainer's own routes", "off": "off"}[config.train.replay]),
-        ("correction", a.correction.preset or f"{a.correction.action} by {a.correction.level}"),
-        ("KL to reference", f"{a.kl_coef:g} x {a.kl_type}" if a.kl_coef else "off"),
-        ("entropy bonus", f"{a.entropy_coef:g}" if a.entropy_coef else "off"),
-        ("reward", config.reward.function or config.reward.kind),
-        ("evaluation", ", ".join(s.name for s in config.data.eval_sets) or "off"),
-        ("weight check", config.weights.verify),
-    ])
+    stale = (
+        "synchronous, on-policy" if r.max_staleness == 0 else f"asynchronous, at most {r.max_staleness} version(s) old"
+    )
+    return _grid(
+        "On and off",
+        [
+            (
+                "staleness",
+                f"max_staleness {r.max_staleness}: {stale}; older tokens are {_PAST[r.on_stale]}",
+            ),
+            (
+                "partial rollouts",
+                "aborted responses are continued" if r.partial else "off: aborted responses start again",
+            ),
+            (
+                "over-sampling",
+                f"x {r.over_sampling:g}" if r.over_sampling > 1 else "off",
+            ),
+            ("dynamic filter", r.dynamic_filter),
+            (
+                "routing replay",
+                {
+                    "r3": "R3, the engine's routes",
+                    "r2": "R2, the trainer's own routes",
+                    "off": "off",
+                }[config.train.replay],
+            ),
+            (
+                "correction",
+                a.correction.preset or f"{a.correction.action} by {a.correction.level}",
+            ),
+            ("KL to reference", f"{a.kl_coef:g} x {a.kl_type}" if a.kl_coef else "off"),
+            ("entropy bonus", f"{a.entropy_coef:g}" if a.entropy_coef else "off"),
+            ("reward", config.reward.function or config.reward.kind),
+            ("evaluation", ", ".join(s.name for s in config.data.eval_sets) or "off"),
+            ("weight check", config.weights.verify),
+        ],
+    )
 
 
 _PAST = {"mask": "masked", "reroll": "generated again", "drop": "dropped"}

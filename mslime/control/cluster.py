@@ -6,10 +6,14 @@ import os
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mslime.config.errors import ConfigError
@@ -44,7 +48,7 @@ class Cluster:
         self._trainers: PlacementGroup | None = None
         self._engines: PlacementGroup | None = None
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Self:
         try:
             self._start()
         except BaseException:
@@ -52,7 +56,12 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._stop()
 
     def _start(self) -> None:
@@ -65,13 +74,21 @@ class Cluster:
             if not self._cuda:
                 local |= {"object_store_memory": _LOCAL_OBJECT_STORE}
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(address=config.cluster.ray_address or "local", log_to_driver=False, logging_level="ERROR", **local,
-                 runtime_env={"env_vars": {"PYTHONPATH": _python_path()}})
+        ray.init(
+            address=config.cluster.ray_address or "local",
+            log_to_driver=False,
+            logging_level="ERROR",
+            **local,
+            runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
+        )
         self._trainers = self._place("cluster.trainer_ranks", [self._bundle(1) for _ in range(world)])
         if config.cluster.colocate:
             self._engines = self._trainers
         elif engines:
-            self._engines = self._place("sglang.num_engines", [self._bundle(config.sglang.tp_size) for _ in range(engines)])
+            self._engines = self._place(
+                "sglang.num_engines",
+                [self._bundle(config.sglang.tp_size) for _ in range(engines)],
+            )
 
     def _bundle(self, gpus: int) -> dict[str, float]:
         return {"CPU": 1.0, "GPU": float(gpus)} if self._cuda else {"CPU": 1.0}
@@ -82,8 +99,12 @@ class Cluster:
         if not group.wait(PLACEMENT_SECONDS):
             free = ray.available_resources()
             have = {k: free.get(k, 0) for k in ("CPU", "GPU")}
-            raise ConfigError(field, len(bundles), f"the Ray cluster cannot place {bundles[0]} that often; free: {have}",
-                              "use fewer ranks or engines, or add nodes")
+            raise ConfigError(
+                field,
+                len(bundles),
+                f"the Ray cluster cannot place {bundles[0]} that often; free: {have}",
+                "use fewer ranks or engines, or add nodes",
+            )
         return group
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
@@ -100,7 +121,12 @@ class Cluster:
 
     def _options(self, group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        return {"num_cpus": 0.5, "num_gpus": gpus if self._cuda else 0, "scheduling_strategy": strategy, "max_restarts": 0}
+        return {
+            "num_cpus": 0.5,
+            "num_gpus": gpus if self._cuda else 0,
+            "scheduling_strategy": strategy,
+            "max_restarts": 0,
+        }
 
     def _stop(self) -> None:
         if not ray.is_initialized():

@@ -73,11 +73,20 @@ class EngineGroup:
     def check(self) -> None:
         """Raise EngineError when a launched server is no longer running."""
         refs = {_name(i): actor.exit_status.remote() for i, actor in enumerate(self._actors)}
-        statuses = gather(refs, "engine check", self._config.deadlines.engine_control_s, self.log_paths)
+        statuses = gather(
+            refs,
+            "engine check",
+            self._config.deadlines.engine_control_s,
+            self.log_paths,
+        )
         for name, status in statuses.items():
             if status is not None:
-                raise EngineError(name, f"exit status {status}", "the server ended while the run needs it",
-                                  f"read the end of {self.log_paths[name]}")
+                raise EngineError(
+                    name,
+                    f"exit status {status}",
+                    "the server ended while the run needs it",
+                    f"read the end of {self.log_paths[name]}",
+                )
 
     def stop(self) -> None:
         """End every server, politely first."""

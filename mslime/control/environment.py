@@ -6,8 +6,20 @@ import importlib.metadata
 import platform
 import shutil
 
-PACKAGES = ("mslime", "torch", "megatron-core", "sglang", "ray", "transformers", "tokenizers", "safetensors",
-            "transformer-engine", "flash-attn", "numpy", "pydantic")
+PACKAGES = (
+    "mslime",
+    "torch",
+    "megatron-core",
+    "sglang",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "transformer-engine",
+    "flash-attn",
+    "numpy",
+    "pydantic",
+)
 
 
 def describe_environment() -> str:

@@ -101,9 +101,15 @@ class TrainerGroup:
         remote = ray.remote(concurrency_groups={"progress": 1})(TrainerActor)
         self.log_paths = {_name(r): str(log_dir / f"trainer_rank{r}.log") for r in range(world)}
         threads = str(config.cluster.trainer_threads)
-        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        env = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
         self._actors = [
-            remote.options(**cluster.trainer_options(r), runtime_env={"env_vars": env}).remote(config, r, self.log_paths[_name(r)])
+            remote.options(**cluster.trainer_options(r), runtime_env={"env_vars": env}).remote(
+                config, r, self.log_paths[_name(r)]
+            )
             for r in range(world)
         ]
 
@@ -111,50 +117,94 @@ class TrainerGroup:
         """Build the model on all ranks; returns every rank's global MoE layer ids."""
         deadline = self._config.deadlines.trainer_start_s
         who = _name(0)
-        rendezvous = call(self._actors[0].address.remote(), who, "trainer start", deadline, self.log_paths[who])
+        rendezvous = call(
+            self._actors[0].address.remote(),
+            who,
+            "trainer start",
+            deadline,
+            self.log_paths[who],
+        )
         started = self._all("trainer start", deadline, lambda a, _: a.start.remote(rendezvous))
         return [tuple(r["moe_layer_ids"]) for r in started]
 
-    def train(self, shards: Sequence[Sequence[Any]], on_progress: Callable[[int, int], None]) -> tuple[list[dict[str, float]], list[tuple[float, float]]]:
+    def train(
+        self, shards: Sequence[Sequence[Any]], on_progress: Callable[[int, int], None]
+    ) -> tuple[list[dict[str, float]], list[tuple[float, float]]]:
         """One optimizer step for each element of `shards[rank]`.
 
         Returns:
             Metrics of each optimizer step (equal on all ranks), and when each rank was busy (Unix seconds).
         """
         poll = self._poller("progress", on_progress)
-        results = self._all("train step", self._config.deadlines.train_step_s, lambda a, r: a.train.remote(shards[r]), poll)
+        results = self._all(
+            "train step",
+            self._config.deadlines.train_step_s,
+            lambda a, r: a.train.remote(shards[r]),
+            poll,
+        )
         return results[0]["metrics"], [r["span"] for r in results]
 
     def connect(self, engine_urls: Sequence[str]) -> None:
         """Join the weight-update groups."""
-        self._all("weight sync: connect", self._config.deadlines.weight_sync_s, lambda a, _: a.connect.remote(list(engine_urls)))
+        self._all(
+            "weight sync: connect",
+            self._config.deadlines.weight_sync_s,
+            lambda a, _: a.connect.remote(list(engine_urls)),
+        )
 
-    def send_weights(self, version: int, on_progress: Callable[[int, int], None]) -> tuple[int, list[tuple[float, float]]]:
+    def send_weights(
+        self, version: int, on_progress: Callable[[int, int], None]
+    ) -> tuple[int, list[tuple[float, float]]]:
         """Send all buckets; returns bytes sent to each engine and every rank's busy span."""
         poll = self._poller("buckets", on_progress)
-        results = self._all("weight sync: send", self._config.deadlines.weight_sync_s, lambda a, _: a.send_weights.remote(version), poll)
+        results = self._all(
+            "weight sync: send",
+            self._config.deadlines.weight_sync_s,
+            lambda a, _: a.send_weights.remote(version),
+            poll,
+        )
         return sum(r["bytes"] for r in results), [r["span"] for r in results]
 
     def verify_weights(self) -> int:
         """Bit-exact comparison with the engines; returns tensors compared."""
-        done = self._all("weight sync: verify", self._config.deadlines.weight_sync_s, lambda a, _: a.verify_weights.remote())
+        done = self._all(
+            "weight sync: verify",
+            self._config.deadlines.weight_sync_s,
+            lambda a, _: a.verify_weights.remote(),
+        )
         return sum(done)
 
     def disconnect(self) -> None:
         """Leave the weight-update groups."""
-        self._all("weight sync: disconnect", self._config.deadlines.weight_sync_s, lambda a, _: a.disconnect.remote())
+        self._all(
+            "weight sync: disconnect",
+            self._config.deadlines.weight_sync_s,
+            lambda a, _: a.disconnect.remote(),
+        )
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint."""
-        self._all("export", self._config.deadlines.checkpoint_s, lambda a, _: a.export_hf.remote(str(directory)))
+        self._all(
+            "export",
+            self._config.deadlines.checkpoint_s,
+            lambda a, _: a.export_hf.remote(str(directory)),
+        )
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
         """Write a resumable checkpoint."""
-        self._all("checkpoint save", self._config.deadlines.checkpoint_s, lambda a, _: a.save.remote(str(directory), extra))
+        self._all(
+            "checkpoint save",
+            self._config.deadlines.checkpoint_s,
+            lambda a, _: a.save.remote(str(directory), extra),
+        )
 
     def load(self, directory: Path) -> dict[str, Any]:
         """Read a checkpoint; returns its `extra`."""
-        return self._all("checkpoint load", self._config.deadlines.checkpoint_s, lambda a, _: a.load.remote(str(directory)))[0]
+        return self._all(
+            "checkpoint load",
+            self._config.deadlines.checkpoint_s,
+            lambda a, _: a.load.remote(str(directory)),
+        )[0]
 
     def stop(self) -> None:
         """Kill every rank at once: one that hangs in a collective answers nothing else."""

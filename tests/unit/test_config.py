@@ -13,7 +13,7 @@ from mslime.config import passthrough
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.loader import build, load_config, merge, parse_flags
-from mslime.config.rules import ModelShape, check_model
+from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
 
 BASE = ["--model.path", "ckpt", "--data.prompts", "a.jsonl"]
@@ -203,32 +203,21 @@ def test_evaluation_sets_need_distinct_names_and_a_temperature_for_pass_at_k() -
         build(sets({"name": "a", "path": "x", "samples_per_prompt": 4}))
 
 
-SHAPE = ModelShape(
-    num_layers=4, num_attention_heads=8, num_query_groups=2, num_experts=16, moe_ffn_hidden_size=64, ffn_hidden_size=96
-)
-
-
 @pytest.mark.parametrize(
     ("flags", "field"),
     [
-        (["--megatron.tensor-model-parallel-size", "3"], "megatron.tensor_model_parallel_size"),
-        (
-            ["--cluster.trainer-ranks", "5", "--megatron.expert-model-parallel-size", "5"],
-            "megatron.expert_model_parallel_size",
-        ),
         (["--megatron.pipeline-model-parallel-size", "3"], "megatron.pipeline_model_parallel_size"),
         (["--megatron.hidden-size", "65"], "megatron.hidden_size"),
     ],
 )
-def test_layouts_that_do_not_divide_the_model_and_contradicting_flags_are_refused(flags: list[str], field: str) -> None:
+def test_stages_that_do_not_divide_the_layers_and_contradicting_flags_are_refused(flags: list[str], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_model(load(*flags), SHAPE, {"hidden_size": 64})
+        check_model(load(*flags), {"hidden_size": 64, "num_layers": 4})
     assert caught.value.field == field
 
 
 def test_a_layout_that_divides_the_model_is_accepted() -> None:
-    flags = ["--megatron.tensor-model-parallel-size", "2", "--megatron.expert-model-parallel-size", "2", *VPP]
-    check_model(load(*flags), SHAPE, {"hidden_size": 64})
+    check_model(load(*VPP, "--megatron.hidden-size", "64"), {"hidden_size": 64, "num_layers": 4})
 
 
 def test_layout_ranks_follow_megatrons_default_order() -> None:
