@@ -1,0 +1,429 @@
+"""The CPU platform of SGLang: what lets the stock wheel serve on a machine without a GPU and without AMX.
+
+SGLang imports CUDA-only packages at start and calls a few CUDA-only kernels. Each obstacle is one named entry here,
+with the reason beside it: a `Stub` stands in for a package that is imported and never used on CPU, a `Patch` changes
+one module right after SGLang has imported it. Importing this module is cheap (no torch, no sglang); `install` must run
+before sglang is imported, in every process of the server, which `sglang_site/sitecustomize.py` sees to.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from mslime.config.errors import EngineError
+
+SGLANG_VERSION = "0.5.23"
+SITE_DIR = Path(__file__).with_name("sglang_site")
+"""Directory to put on PYTHONPATH of a server: its sitecustomize installs the platform in every child process."""
+
+
+def check_version() -> None:
+    """Refuse any sglang but the pinned one: the patches below reach into its internals. Raises EngineError."""
+    try:
+        found = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        found = None
+    if found != SGLANG_VERSION:
+        raise EngineError(
+            "sglang",
+            found,
+            f"the CPU platform is written for sglang {SGLANG_VERSION} and patches its internals",
+            "install with `bash scripts/install.sh --cpu`, or run on a GPU",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- patches
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A change to one sglang module, applied right after that module has run."""
+
+    name: str
+    module: str
+    reason: str
+    apply: Callable[[Any], None]
+
+
+def _host_alloc(module: Any) -> None:
+    def allocate(dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any, *_: Any, **__: Any) -> Any:
+        return allocator.allocate(dims, dtype=dtype, device=device)
+
+    module.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+
+
+def _shared_expert_gate(module: Any) -> None:
+    import torch
+
+    def fused_gate_sigmoid_mul_add(hidden: Any, gate_weight: Any, shared: Any, output: Any) -> None:
+        gate = torch.sigmoid(torch.nn.functional.linear(hidden, gate_weight.reshape(1, -1)))
+        output.add_(gate * shared)
+
+    module.fused_gate_sigmoid_mul_add = fused_gate_sigmoid_mul_add
+
+
+def _plain_rope(module: Any) -> None:
+    original = module.get_rope_wrapper
+
+    def get_rope_wrapper(
+        head_size: int,
+        rotary_dim: int,
+        max_position: int,
+        base: int,
+        is_neox_style: bool = True,
+        rope_scaling: dict[str, Any] | None = None,
+        dtype: Any = None,
+        partial_rotary_factor: float = 1.0,
+        device: str | None = None,
+    ) -> Any:
+        plain = rope_scaling is None or rope_scaling.get("rope_type", "default") == "default"
+        chosen = None if plain else device  # None leads to the generic rope, which runs anywhere
+        return original(
+            head_size,
+            rotary_dim,
+            max_position,
+            base,
+            is_neox_style,
+            rope_scaling,
+            dtype,
+            partial_rotary_factor,
+            chosen,
+        )
+
+    module.get_rope_wrapper = get_rope_wrapper
+
+
+def _absorbed_mla(module: Any) -> None:
+    def handler(attention: Any, forward_batch: Any) -> Any:
+        return module._dispatch_mla_subtype(attention, forward_batch)
+
+    module.AttentionBackendRegistry.register("torch_native", handler)
+
+
+def _remote_experts(module: Any) -> None:
+    original = module.moe_forward_native
+
+    def moe_forward_native(layer: Any, x: Any, topk_output: Any, moe_runner_config: Any) -> Any:
+        ids, weights = topk_output.topk_ids, topk_output.topk_weights
+        if not bool((ids < 0).any()):
+            return original(layer, x, topk_output, moe_runner_config)
+        import torch
+        from torch.nn import functional
+
+        assert moe_runner_config.activation == "silu" and moe_runner_config.gemm1_alpha is None
+        output = torch.zeros(x.shape, dtype=weights.dtype)
+        for expert in range(layer.w13_weight.shape[0]):
+            token, slot = (ids == expert).nonzero(as_tuple=True)
+            if token.numel():
+                gate, up = functional.linear(x[token], layer.w13_weight[expert]).chunk(2, -1)
+                down = functional.linear(functional.silu(gate) * up, layer.w2_weight[expert])
+                output.index_add_(0, token, down.to(weights.dtype) * weights[token, slot, None])
+        return output.to(x.dtype)
+
+    module.moe_forward_native = moe_forward_native
+
+
+def _deterministic_choices(module: Any) -> None:
+    for backends in (
+        module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        module.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    ):
+        if "torch_native" not in backends:
+            backends.append("torch_native")
+
+
+def _no_triton_matmuls(module: Any) -> None:
+    module.enable_batch_invariant_mode = lambda *args, **kwargs: None
+
+
+def _murmur_hash(module: Any) -> None:
+    import numpy as np
+    import torch
+
+    u32 = np.uint32
+
+    def rotate(x: Any, bits: int) -> Any:
+        return (x << u32(bits)) | (x >> u32(32 - bits))
+
+    def murmur_hash32(seed: Any, positions: Any, col_indices: Any) -> Any:
+        """[rows] seeds and positions, [columns] indices -> [rows, columns] int64 hashes below 2**32."""
+        words = seed.view(torch.int64).numpy().view(np.uint64)
+        blocks = [
+            (words & np.uint64(0xFFFFFFFF)).astype(u32)[:, None],
+            (words >> np.uint64(32)).astype(u32)[:, None],
+            positions.to(torch.int64).numpy().astype(u32)[:, None],
+            col_indices.to(torch.int64).numpy().astype(u32)[None, :],
+        ]
+        state: Any = np.zeros((1, 1), u32)
+        with np.errstate(over="ignore"):
+            for block in blocks:
+                mixed = rotate(block * u32(0xCC9E2D51), 15) * u32(0x1B873593)
+                state = rotate(state ^ mixed, 13) * u32(5) + u32(0xE6546B64)
+            state = state ^ u32(16)
+            state = (state ^ (state >> u32(16))) * u32(0x85EBCA6B)
+            state = (state ^ (state >> u32(13))) * u32(0xC2B2AE35)
+            state = state ^ (state >> u32(16))
+        return torch.from_numpy(state.astype(np.int64))
+
+    module.murmur_hash32 = murmur_hash32
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "host_alloc",
+        "sglang.srt.mem_cache.pool_host.common",
+        "the capture of routed experts pins its host buffer through cudaHostRegister; there is no CUDA runtime",
+        _host_alloc,
+    ),
+    Patch(
+        "shared_expert_gate",
+        "sglang.kernels.ops.elementwise.elementwise",
+        "the sigmoid gate of Qwen2-MoE's shared expert exists as a Triton kernel only",
+        _shared_expert_gate,
+    ),
+    Patch(
+        "plain_rope",
+        "sglang.srt.layers.rotary_embedding.factory",
+        "the CPU branch knows deepseek_yarn alone; DeepSeek models without rope scaling need the plain rope",
+        _plain_rope,
+    ),
+    Patch(
+        "absorbed_mla",
+        "sglang.srt.models.deepseek_common.attention_backend_handler",
+        "torch_native has no MLA handler and inherits one that prefills with expanded heads while the backend reads the "
+        "latent cache: silently wrong logits",
+        _absorbed_mla,
+    ),
+    Patch(
+        "remote_experts",
+        "sglang.srt.layers.moe.fused_moe_native",
+        "with expert parallelism, experts of other ranks arrive as id -1 and the native loop indexes with them",
+        _remote_experts,
+    ),
+    Patch(
+        "deterministic_choices",
+        "sglang.srt.arg_groups.choices",
+        "deterministic inference is what makes sampling_seed count, and it refuses the torch_native attention",
+        _deterministic_choices,
+    ),
+    Patch(
+        "no_triton_matmuls",
+        "sglang.srt.batch_invariant_ops",
+        "deterministic inference swaps in Triton matmuls; on CPU ATen's stay (batch invariance is then not promised)",
+        _no_triton_matmuls,
+    ),
+    Patch(
+        "murmur_hash",
+        "sglang.kernels.ops.sampling.murmur_hash",
+        "seeded sampling hashes (seed, position, column) with an op of sgl_kernel; the same arithmetic in numpy",
+        _murmur_hash,
+    ),
+)
+
+
+class _PatchLoader(importlib.abc.Loader):
+    """Runs the real loader, then the patches of that module."""
+
+    def __init__(self, real: Any, patches: Sequence[Patch]) -> None:
+        self.real, self.patches = real, patches
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.real.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.real.exec_module(module)
+        for patch in self.patches:
+            patch.apply(module)
+
+
+class _PatchFinder(importlib.abc.MetaPathFinder):
+    """First on sys.meta_path: finds the patched modules as usual and wraps their loader."""
+
+    def __init__(self, patches: Sequence[Patch]) -> None:
+        self.patches = {module: [p for p in patches if p.module == module] for module in {p.module for p in patches}}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self.patches:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None:
+            spec.loader = _PatchLoader(spec.loader, self.patches[fullname])
+        return spec
+
+
+# --------------------------------------------------------------------------------------------------------- stubs
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A package that sglang imports and never uses on CPU; it is replaced only where it is not installed."""
+
+    name: str
+    reason: str
+    install: Callable[[], None]
+
+
+class _Missing:
+    """A name taken from an absent package: importable, loud when called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"{self._name} is not available on CPU")
+
+    def __getattr__(self, name: str) -> _Missing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self._name}.{name}")
+
+
+class _StubModule(ModuleType):
+    """A module in which every public name exists."""
+
+    def __getattr__(self, name: str) -> _Missing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Missing(f"{self.__name__}.{name}")
+
+
+class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Last on sys.meta_path, so that it is asked only when the real package is not installed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname.split(".")[0] != self.name:
+            return None
+        # `importlib.util.find_spec` is how other libraries ask "is it installed?": they get an honest no.
+        if sys._getframe(2).f_code is importlib.util.find_spec.__code__:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _StubModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__path__ = []
+        if module.__name__ == "torchvision":
+            _settle_torchvision_absence(module)
+
+
+def _settle_torchvision_absence(stub: ModuleType) -> None:
+    """Let transformers look for torchvision (and remember its absence) before the stub can be seen."""
+    sys.modules.pop("torchvision", None)
+    from transformers.utils import import_utils
+
+    import_utils.is_torchvision_available()
+    sys.modules["torchvision"] = stub
+
+
+def _stub_last(name: str) -> Callable[[], None]:
+    return lambda: sys.meta_path.append(_StubFinder(name))
+
+
+def _stub_triton() -> None:
+    """Reuse the mock of Triton that sglang ships for Apple machines, completed with what torch 2.13 asks for."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    stubs = _load_sglang_platform_stubs()
+    triton = stubs._make_mock("triton")
+    triton.__version__ = "3.0.0"
+    triton.cdiv, triton.next_power_of_2, triton.Config = stubs._cdiv, stubs._next_power_of_2, stubs._Config
+    for name in _TRITON_MODULES:
+        parent, _, leaf = f"triton.{name}".rpartition(".")
+        setattr(sys.modules[parent], leaf, stubs._make_mock(f"triton.{name}"))
+    triton.language.constexpr = type("constexpr", (), {"__init__": _remember_value})
+    for module, names in _TRITON_CLASSES.items():
+        for name in names:
+            setattr(sys.modules[f"triton.{module}"], name, type(name, (stubs._StubBase,), {}))
+    for name in ("OutOfResources", "PTXASError"):
+        setattr(triton.runtime.autotuner, name, type(name, (Exception,), {}))
+    triton.runtime.cache.triton_key = triton.compiler.compiler.triton_key = stubs._triton_key
+    sys.meta_path.append(stubs._TritonFinder())
+
+
+def _remember_value(self: Any, value: Any = None) -> None:
+    self.value = value
+
+
+_TRITON_MODULES = (
+    "language",
+    "language.extra",
+    "language.extra.libdevice",
+    "runtime",
+    "runtime.jit",
+    "runtime.cache",
+    "runtime.autotuner",
+    "runtime.driver",
+    "compiler",
+    "compiler.compiler",
+    "testing",
+    "tools",
+    "tools.tensor_descriptor",
+    "backends",
+    "backends.compiler",
+)
+_TRITON_CLASSES = {
+    "runtime.jit": ("JITFunction", "KernelInterface"),
+    "compiler": ("CompiledKernel",),
+    "compiler.compiler": ("ASTSource",),
+    "backends.compiler": ("GPUTarget",),
+}
+
+
+def _load_sglang_platform_stubs() -> Any:
+    """sglang/_platform_stubs.py as a module, without importing sglang itself."""
+    package = importlib.util.find_spec("sglang")
+    assert package is not None and package.submodule_search_locations, "sglang is not installed"
+    path = Path(package.submodule_search_locations[0]) / "_platform_stubs.py"
+    spec = importlib.util.spec_from_file_location("_sglang_platform_stubs", path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+STUBS: tuple[Stub, ...] = (
+    Stub("sgl_kernel", "imported unconditionally on CPU; PyPI has a CUDA wheel only", _stub_last("sgl_kernel")),
+    Stub(
+        "torchvision",
+        "imported by sglang's model configs; its PyPI wheel needs a CUDA torch and breaks transformers without one",
+        _stub_last("torchvision"),
+    ),
+    Stub("triton", "kernels are defined at import; none runs on CPU, and the wheel takes 1 GB", _stub_triton),
+)
+
+
+def names() -> tuple[str, ...]:
+    """Every stub and patch, in the order in which they are installed."""
+    return tuple(entry.name for entry in (*STUBS, *PATCHES))
+
+
+def install(skip: Collection[str] = ()) -> None:
+    """Make sglang importable and correct on CPU. Call before the first `import sglang`.
+
+    Args:
+        skip: names of stubs and patches to leave out; only tests do that, to show that each is needed.
+
+    Raises:
+        EngineError: another sglang than the pinned one is installed.
+    """
+    check_version()
+    unknown = set(skip) - set(names())
+    assert not unknown, f"no such CPU patch: {sorted(unknown)}"
+    sys.meta_path.insert(0, _PatchFinder([p for p in PATCHES if p.name not in skip]))
+    for stub in STUBS:
+        if stub.name not in skip:
+            stub.install()

@@ -1,0 +1,16 @@
+"""Python runs this at start in every process that has this directory on PYTHONPATH: the SGLang server and its children.
+
+It does nothing unless the server was launched for CPU. A failure ends the process: Python would otherwise print one
+line about sitecustomize and go on without the patches.
+"""
+
+import os
+
+if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    from mslime.backends.cpu import sglang as platform
+    from mslime.config.errors import EngineError
+
+    try:
+        platform.install(skip=os.environ.get("MSLIME_SGLANG_SKIP", "").split())
+    except EngineError as error:
+        raise SystemExit(str(error)) from error
