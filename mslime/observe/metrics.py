@@ -1,0 +1,154 @@
+"""`metrics.jsonl`: one JSON object a step, the source of the console, TensorBoard, W&B and the HTML report.
+
+A row is on disk before `log` returns. A row that a crash tore is dropped when the run resumes, and rows of steps that
+will be done again are cut off, so that each step stands in the file once, in order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mslime.config.errors import UserError, nearest
+from mslime.config.schema import ObserveConfig
+from mslime.observe.names import METRICS, is_known
+from mslime.observe.sinks import Sink, open_sinks
+
+FILE_NAME = "metrics.jsonl"
+
+
+class MetricsLogger:
+    """Appends a run's metrics to its files and sinks. One process of a run owns it."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        observe: ObserveConfig,
+        first_step: int = 0,
+        run_name: str = "run",
+        run_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open the metrics of a run.
+
+        Args:
+            run_dir: where the run writes; made when missing.
+            observe: which sinks to feed.
+            first_step: the first step that will be logged. Rows from it on are cut off. 0 starts afresh: an earlier
+                file is kept under a numbered name.
+            run_name, run_config: for sinks that show them.
+
+        Raises:
+            UserError: a sink's package is not installed, or the file cannot be written.
+        """
+        self._path = run_dir / FILE_NAME
+        self._last_step = first_step
+        self._sinks: list[Sink] = open_sinks(run_dir, observe, run_name, run_config or {})
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            _prepare(self._path, first_step)
+            self._file = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one step's row. Values that are not finite are written as null.
+
+        Raises:
+            AssertionError: a name is not in `names.METRICS`, or steps go backwards.
+            UserError: the disk is full or the file cannot be written.
+        """
+        for name in metrics:
+            assert is_known(name), f"unknown metric {name!r}: {nearest(name, METRICS)} (see mslime/observe/names.py)"
+        assert step >= self._last_step, f"step {step} after step {self._last_step}"
+        self._last_step = step
+        values = {name: _finite(value) for name, value in metrics.items()}
+        row = {"step": step, "time": round(time.time(), 3), **values}
+        try:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _unwritable(self._path, error) from error
+        for sink in self._sinks:
+            sink.log(step, {name: value for name, value in values.items() if value is not None})
+
+    def close(self) -> None:
+        """Close the file and the sinks."""
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def __enter__(self) -> MetricsLogger:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_rows(path: Path, skip_torn: bool = False) -> list[dict[str, Any]]:
+    """The JSON objects of a JSON-lines file, in order; empty when there is no file. A torn last line is left out.
+
+    Args:
+        skip_torn: leave out torn lines anywhere, as a file has that several attempts of a run append to.
+
+    Raises:
+        UserError: another line is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        row = _parse(line)
+        if row is not None:
+            rows.append(row)
+        elif line.strip() and number < len(lines) and not skip_torn:
+            raise UserError(f"{path}:{number}", line[:60], "is not a JSON object", "remove the line")
+    return rows
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _prepare(path: Path, first_step: int) -> None:
+    """Leave in `path` exactly the whole rows of steps before `first_step`."""
+    if not path.exists():
+        return
+    if first_step == 0:
+        path.rename(_free_name(path))
+        return
+    kept = [row for row in read_rows(path) if row["step"] < first_step]
+    fresh = path.with_suffix(".tmp")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return candidate
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(str(path), error.strerror, "metrics cannot be written", "free some space, or choose an output_dir")

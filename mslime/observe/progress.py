@@ -1,0 +1,207 @@
+"""Progress of a run on the console: live bars on a terminal, one line a step elsewhere, or nothing.
+
+The loop reports phases as they move (`rollout`, `train`, `weights`) and closes each step with `step_done`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+_SHOWN = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "loss/total", "{:.4f}"),
+    ("kl", "mismatch/kl", "{:.1e}"),
+    ("stale", "staleness/mean", "{:.1f}"),
+    ("len", "rollout/response_len_mean", "{:.0f}"),
+    ("tok/s", "rollout/tokens_per_s", "{:.0f}"),
+    ("step", "perf/step_seconds", "{:.1f}s"),
+    ("train", "perf/train_seconds", "{:.1f}s"),
+    ("weights", "weights/seconds", "{:.1f}s"),
+    ("wait", "perf/wait_seconds", "{:.1f}s"),
+)
+
+
+@dataclass(frozen=True)
+class RolloutCounts:
+    """Groups of the step being collected: how many it needs and what has become of those in flight."""
+
+    needed: int
+    accepted: int
+    running: int
+    done: int = 0
+    aborted: int = 0
+
+
+class Progress:
+    """Shows nothing; the base of those that do. A context manager."""
+
+    def __init__(self, total_steps: int, done_steps: int = 0) -> None:
+        self._total, self._done = total_steps, done_steps
+        self._began = time.monotonic()
+        self._durations: deque[float] = deque(maxlen=10)
+
+    def rollout(self, counts: RolloutCounts) -> None:
+        """Groups moved."""
+
+    def train(self, done: int, total: int) -> None:
+        """`done` of `total` micro-batches are through."""
+
+    def weights(self, done: int, total: int) -> None:
+        """`done` of `total` buckets are sent."""
+
+    def note(self, text: str) -> None:
+        """Say one line: starting, resuming, saving."""
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """`step` steps of the run are done; `metrics` is the row just logged."""
+        now = time.monotonic()
+        if step > self._done:
+            self._durations.append((now - self._began) / (step - self._done))
+        self._began, self._done = now, step
+
+    def eta_seconds(self) -> float | None:
+        """Seconds to the end at the pace of the last ten steps; None before the first."""
+        if not self._durations:
+            return None
+        return (self._total - self._done) * sum(self._durations) / len(self._durations)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+class PlainProgress(Progress):
+    """One line a step, for logs and pipes."""
+
+    def __init__(self, total_steps: int, done_steps: int, console: Console) -> None:
+        super().__init__(total_steps, done_steps)
+        self._console = console
+
+    def note(self, text: str) -> None:
+        """Print the line."""
+        self._print(text)
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the step's line."""
+        super().step_done(step, metrics)
+        self._print(f"step {step}/{self._total}  {summary_line(metrics)}  eta {format_seconds(self.eta_seconds())}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+class LiveProgress(Progress):
+    """Bars that redraw in place; each step also leaves its line above them."""
+
+    def __init__(self, total_steps: int, done_steps: int, console: Console) -> None:
+        super().__init__(total_steps, done_steps)
+        self._bars = Bars(
+            TextColumn("{task.description}", style="bold"),
+            BarColumn(bar_width=28),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[detail]}", style="dim"),
+            console=console,
+        )
+        self._tasks = {name: self._task(name) for name in ("steps", "rollout", "train", "weights")}
+        self._bars.update(self._tasks["steps"], total=max(total_steps, 1), completed=done_steps)
+        self._line = Text("", style="dim")
+        self._live = Live(Group(self._line, self._bars), console=console, refresh_per_second=4, transient=True)
+        self._console = console
+
+    def _task(self, name: str) -> TaskID:
+        return self._bars.add_task(f"{name:<8}", total=1, detail="")
+
+    def rollout(self, counts: RolloutCounts) -> None:
+        """Move the rollout bar."""
+        detail = f"groups: {counts.running} running, {counts.done} done, {counts.aborted} aborted"
+        self._move("rollout", counts.accepted, counts.needed, detail)
+
+    def train(self, done: int, total: int) -> None:
+        """Move the trainer's bar."""
+        self._move("train", done, total, "micro-batches")
+
+    def weights(self, done: int, total: int) -> None:
+        """Move the weight sync's bar."""
+        self._move("weights", done, total, "buckets")
+
+    def note(self, text: str) -> None:
+        """Print the line above the bars."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the bar of the run, empty the others, and leave the step's line."""
+        super().step_done(step, metrics)
+        for name in ("rollout", "train", "weights"):
+            self._move(name, 0, 1, "")
+        self._move("steps", step, max(self._total, 1), f"eta {format_seconds(self.eta_seconds())}")
+        self.note(f"step {step}/{self._total}  {summary_line(metrics)}")
+
+    def _move(self, name: str, done: int, total: int, detail: str) -> None:
+        self._bars.update(self._tasks[name], completed=done, total=max(total, 1), detail=detail)
+
+    def __enter__(self) -> Progress:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+
+def open_progress(
+    mode: Literal["auto", "on", "off"], total_steps: int, done_steps: int = 0, console: Console | None = None
+) -> Progress:
+    """The progress for `observe.progress`: auto is live on a terminal and plain lines elsewhere.
+
+    Args:
+        total_steps: steps of the whole run.
+        done_steps: steps done before a resume.
+        console: where to write; default standard error.
+    """
+    if mode == "off":
+        return Progress(total_steps, done_steps)
+    console = console or Console(file=sys.stderr)
+    kind = LiveProgress if mode == "on" or console.is_terminal else PlainProgress
+    return kind(total_steps, done_steps, console)
+
+
+def summary_line(metrics: Mapping[str, float]) -> str:
+    """The few numbers of a step that one line holds; what was not recorded is left out."""
+    parts = [f"{label} {form.format(metrics[name])}" for label, name, form in _SHOWN if name in metrics]
+    evals = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and _is_score(name)]
+    return "  ".join(evals + parts)
+
+
+def _is_score(name: str) -> bool:
+    return name.endswith("/accuracy") or "/pass@" in name
+
+
+def format_seconds(seconds: float | None) -> str:
+    """`42s`, `3m 05s`, `2h 07m`, `3d 04h`, or `?`."""
+    if seconds is None:
+        return "?"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"

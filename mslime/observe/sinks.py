@@ -1,0 +1,90 @@
+"""Where metrics go besides `metrics.jsonl`. A sink's package is imported only when the run asks for it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from mslime.config.errors import UserError
+from mslime.config.schema import ObserveConfig
+
+
+class Sink(Protocol):
+    """Takes finite scalars, one mapping a step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step."""
+        ...
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        ...
+
+
+class TensorBoardSink:
+    """Event files in RUN/tensorboard."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._writer: Any = _package("tensorboard.summary", "observe.tensorboard", True).Writer(
+            str(run_dir / "tensorboard")
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step, and write it out: a crash must not cost the last minutes."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run, continued under the same id when the mslime run resumes."""
+
+    def __init__(self, run_dir: Path, project: str, run_name: str, run_config: Mapping[str, Any]) -> None:
+        wandb: Any = _package("wandb", "observe.wandb_project", project)
+        identity = run_dir / "wandb_id"
+        if not identity.exists():
+            run_dir.mkdir(parents=True, exist_ok=True)
+            identity.write_text(wandb.util.generate_id())
+        self._run: Any = wandb.init(
+            project=project,
+            name=run_name,
+            id=identity.read_text(),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(run_config),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """End the W&B run."""
+        self._run.finish()
+
+
+def open_sinks(run_dir: Path, observe: ObserveConfig, run_name: str, run_config: Mapping[str, Any]) -> list[Sink]:
+    """The sinks that `observe` asks for. Raises UserError when a sink's package is not installed."""
+    sinks: list[Sink] = []
+    if observe.tensorboard:
+        sinks.append(TensorBoardSink(run_dir))
+    if observe.wandb_project is not None:
+        sinks.append(WandbSink(run_dir, observe.wandb_project, run_name, run_config))
+    return sinks
+
+
+def _package(module: str, field: str, value: object) -> ModuleType:
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise UserError(field, value, f"the package {package} is not installed", f"pip install {package}") from error

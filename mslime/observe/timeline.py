@@ -1,0 +1,126 @@
+"""Who worked when: spans of time on lanes, in `timeline.jsonl`, for the report's picture of a step.
+
+Lanes are what can work at the same time: `engine 0`, `engine 1`, ..., `trainer`, `weights`, `driver`. The driver's
+span named `step` bounds a step. Recording a span costs one short line to a buffered file.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from mslime.observe.metrics import read_rows
+
+FILE_NAME = "timeline.jsonl"
+STEP = "step"
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of work.
+
+    Attributes:
+        lane: who worked.
+        name: at what (`generate`, `train`, `sync`, ...).
+        start, end: seconds since the epoch.
+        step: the training step it belongs to.
+        attempt: start time of the process that recorded it; a resumed run has several.
+    """
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    step: int
+    attempt: float = 0.0
+
+
+class Timeline:
+    """Records spans from any thread of one process."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / FILE_NAME
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+        self._lock = threading.Lock()
+        self._epoch = time.time() - time.monotonic()
+        self._attempt = round(time.time(), 3)
+
+    def now(self) -> float:
+        """Seconds since the epoch on a clock that never goes back."""
+        return self._epoch + time.monotonic()
+
+    def record(self, lane: str, name: str, start: float, end: float, step: int) -> None:
+        """Add a span; times as given by `now` or, from other processes, `time.time`."""
+        row = {"lane": lane, "name": name, "start": round(start, 4), "end": round(end, 4), "step": step}
+        line = json.dumps({**row, "attempt": self._attempt}) + "\n"
+        with self._lock:
+            self._file.write(line)
+            if name == STEP:
+                self._file.flush()
+
+    @contextmanager
+    def span(self, lane: str, name: str, step: int) -> Iterator[None]:
+        """Record the duration of a block, also of one that raises."""
+        start = self.now()
+        try:
+            yield
+        finally:
+            self.record(lane, name, start, self.now(), step)
+
+    def close(self) -> None:
+        """Write what is buffered."""
+        with self._lock:
+            self._file.close()
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_spans(run_dir: Path) -> list[Span]:
+    """Recorded spans by start time. Of a step that was done again after a resume, the last attempt counts."""
+    spans = [Span(**row) for row in read_rows(run_dir / FILE_NAME, skip_torn=True)]
+    last: dict[int, float] = {}
+    for span in spans:
+        last[span.step] = max(last.get(span.step, 0.0), span.attempt)
+    return sorted((s for s in spans if s.attempt == last[s.step]), key=lambda s: s.start)
+
+
+def step_window(spans: Iterable[Span], step: int) -> tuple[float, float] | None:
+    """(start, end) of a step: the driver's `step` span, else the extent of the step's spans; None without any."""
+    own = [s for s in spans if s.step == step]
+    own = [s for s in own if s.name == STEP] or own
+    return (min(s.start for s in own), max(s.end for s in own)) if own else None
+
+
+def idle_shares(spans: Iterable[Span], window: tuple[float, float]) -> dict[str, float]:
+    """Share of `window` in which each lane has no span, by lane; the driver is left out, overlapping spans count once."""
+    start, end = window
+    by_lane: dict[str, list[tuple[float, float]]] = {}
+    for span in spans:
+        if span.lane != "driver":
+            by_lane.setdefault(span.lane, []).append((max(span.start, start), min(span.end, end)))
+    length = max(end - start, 1e-9)
+    return {lane: 1.0 - _covered(parts) / length for lane, parts in by_lane.items()}
+
+
+def _covered(parts: Iterable[tuple[float, float]]) -> float:
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(parts):
+        total += max(end - max(start, reached), 0.0)
+        reached = max(reached, end)
+    return total
