@@ -1,0 +1,138 @@
+"""The command line and environment of an SGLang 0.5.23 server, from the run configuration. Pure; starts nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mslime.backends.cpu.sglang import SITE_DIR
+from mslime.config.errors import CheckpointError
+from mslime.config.schema import RunConfig
+
+CPU_MAX_TOTAL_TOKENS = 65536
+"""Tokens in a CPU server's cache unless configured: its own default takes a share of the whole machine's memory."""
+
+# ServerArgs fields whose flag is not the field's name (sglang/srt/arg_groups/fields).
+_FLAG_NAMES = {
+    "fp8_gemm_runner_backend": "fp8-gemm-backend",
+    "fp4_gemm_runner_backend": "fp4-gemm-backend",
+    "ep_join_mode": "elastic-ep-join-mode",
+    "ep_join_rank_offset": "elastic-ep-join-rank-offset",
+}
+# Fields with a --no-<flag>; every other boolean is a bare flag that is off when absent.
+_NEGATABLE = {
+    "enable_tf32_matmul",
+    "dcp_replicate_q_proj",
+    "enable_tp_lm_head_all_to_all",
+    "enable_fused_qk_norm_rope",
+    "speculative_enable_w4a4_mxfp4_megamoe",
+    "mm_enable_dp_encoder",
+    "experts_shared_outer_loras",
+    "lora_strict_loading",
+    "dllm_fdfo",
+    "ple_offload_embedding",
+    "enable_decoder_swa_bounded_replay",
+    "enable_dsa_fused_indexer",
+}
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """The checkpoint's config.json. Raises CheckpointError when it is missing or not JSON."""
+    file = path / "config.json"
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            "model.path", str(path), "there is no config.json in this directory", "give a Hugging Face checkpoint"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            str(file), f"line {error.lineno}", f"is not JSON: {error.msg}", "download the checkpoint again"
+        ) from error
+
+
+def is_moe(model_config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's config.json describes routed experts."""
+    return any(model_config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+
+
+def server_fields(config: RunConfig, index: int, host: str, port: int, cpu: bool) -> dict[str, Any]:
+    """ServerArgs fields of engine `index`; what the user passed through wins over our defaults."""
+    engine, model = config.sglang, config.model
+    fields: dict[str, Any] = {
+        "model_path": str(model.path.resolve()),
+        "tokenizer_path": str((model.tokenizer_path or model.path).resolve()),
+        "host": host,
+        "port": port,
+        "device": "cpu" if cpu else "cuda",
+        # On CPU `auto` would run a float32 checkpoint in float16.
+        "dtype": "float32" if cpu and engine.dtype == "auto" else engine.dtype,
+        "tp_size": engine.tp_size,
+        "ep_size": engine.ep_size,
+        "mem_fraction_static": engine.mem_fraction_static,
+        "max_total_tokens": engine.max_total_tokens or (CPU_MAX_TOTAL_TOKENS if cpu else None),
+        "max_running_requests": engine.max_running_requests,
+        "random_seed": config.seed + index,
+        "weight_version": "0",
+        "log_level_http": "warning",
+        "enable_return_routed_experts": config.train.replay == "r3" and is_moe(read_model_config(model.path)),
+        "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
+    }
+    return fields | engine.extra
+
+
+def command_line(fields: Mapping[str, Any]) -> list[str]:
+    """`python -m sglang.launch_server` with one flag per field; None and false mean the engine's default."""
+    command = [sys.executable, "-m", "sglang.launch_server"]
+    for name, value in fields.items():
+        flag = "--" + _FLAG_NAMES.get(name, name.replace("_", "-"))
+        if value is True:
+            command.append(flag)
+        elif value is False and name in _NEGATABLE:
+            command.append("--no-" + flag[2:])
+        elif isinstance(value, dict):
+            command += [flag, json.dumps(value)]
+        elif isinstance(value, list):
+            command += [flag, *map(str, value)]
+        elif value is not None and value is not False:
+            command += [flag, str(value)]
+    return command
+
+
+def environment(
+    base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None, tmp: Path
+) -> dict[str, str]:
+    """The server's environment variables.
+
+    Args:
+        base: the environment to start from.
+        ranks: tensor-parallel processes of the server.
+        gpus: devices it may see (CUDA_VISIBLE_DEVICES); None leaves that to `base`.
+        tmp: directory for the server's sockets.
+    """
+    env = dict(base)
+    env["TMPDIR"] = str(tmp)
+    env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would cost a timeout
+    env["TOKENIZERS_PARALLELISM"] = "false"
+    env["NO_PROXY"] = ",".join(filter(None, [env.get("NO_PROXY"), "127.0.0.1,localhost"]))
+    env["PYTHONUNBUFFERED"] = "1"
+    # mslime itself must be importable, for the guard and for the CPU platform, also when it is not installed.
+    paths = [str(Path(__file__).resolve().parents[3]), env.get("PYTHONPATH")]
+    if cpu:
+        env["SGLANG_USE_CPU_ENGINE"] = "1"
+        env["OMP_NUM_THREADS"] = env.get("OMP_NUM_THREADS", "1")
+        paths.insert(0, str(SITE_DIR))
+        if ranks > 1:  # one NUMA node has several ranks then, and sglang wants their cores spelt out
+            cores = sorted(os.sched_getaffinity(0))
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[i % len(cores)]) for i in range(ranks))
+    else:
+        # Expandable segments and the like, meant for the trainer, break the engine's memory saver.
+        env.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    if gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    return env
