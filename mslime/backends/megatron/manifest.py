@@ -1,0 +1,172 @@
+"""What makes a directory a complete checkpoint, and which of several is the newest. Needs neither torch nor megatron.
+
+A checkpoint is written into a hidden sibling directory, its manifest last, and then renamed: under its own name it is
+either absent or complete. The manifest lists every file with its size, so that what is lost later is noticed and named.
+
+    <root>/step_00000010/manifest.json      files with sizes, layout, extra; written last
+                        /extra/<key>.bin    binary values of extra
+                        /rng/rank_00000.pt  random number generators of each rank
+                        /...                megatron-core's torch_dist files (weights, optimizer, schedule)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mslime.config.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+SAVING, REPLACED = ".saving-", ".replaced-"
+_STEP = re.compile(r"step_(\d{8})")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of `manifest.json`.
+
+    Attributes:
+        layout: the parallel layout that wrote it, for people and for the random number generators.
+        world_size: ranks that wrote it.
+        extra: what the caller saved with it, JSON values; binary values are files of their own.
+        files: size in bytes of every other file, by path relative to the checkpoint.
+        format: of this file.
+        complete: always true; the last thing that is written.
+    """
+
+    layout: str
+    world_size: int
+    extra: dict[str, Any]
+    files: dict[str, int]
+    format: int = FORMAT
+    complete: bool = True
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """Where the checkpoint that continues at `step` lives."""
+    return root / f"step_{step:08d}"
+
+
+def saving_directory(directory: Path) -> Path:
+    """Where the checkpoint is written until it is complete."""
+    return directory.with_name(f"{SAVING}{directory.name}")
+
+
+def latest_complete(root: Path) -> Path | None:
+    """The newest complete checkpoint under `root`, or None. Directories that are not complete are passed over."""
+    for directory in reversed(_steps(root)):
+        try:
+            read_manifest(directory)
+        except CheckpointError:
+            continue
+        return directory
+    return None
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the newest `keep` complete checkpoints, and what an interrupted save or removal left behind."""
+    assert keep >= 1, keep
+    newest = latest_complete(root)
+    steps = _steps(root)
+    kept = steps[: steps.index(newest) + 1][-keep:] if newest else []
+    for directory in [d for d in steps if newest and d <= newest and d not in kept]:
+        discard(directory)
+    for leftover in [*root.glob(f"{SAVING}*"), *root.glob(f"{REPLACED}*")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def discard(directory: Path) -> None:
+    """Remove a checkpoint: it stops being one at once, whatever happens during the removal."""
+    doomed = directory.with_name(f"{REPLACED}{directory.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    directory.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a complete checkpoint.
+
+    Raises:
+        CheckpointError: there is none, a file is missing or has another size, or it was written by another format.
+    """
+    path = directory / MANIFEST
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            str(path), "missing", "a complete checkpoint has a manifest", "choose another checkpoint"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(str(path), str(error), "the manifest is JSON", "choose another checkpoint") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("complete") is not True:
+        raise CheckpointError(
+            str(path), "unknown format", f"this version of mslime reads checkpoints of format {FORMAT}",
+            "use the version that wrote it",
+        )  # fmt: skip
+    manifest = Manifest(**content)
+    for name, size in manifest.files.items():
+        found = (directory / name).stat().st_size if (directory / name).is_file() else None
+        if found != size:
+            raise CheckpointError(
+                str(directory / name), "missing" if found is None else f"{found} bytes",
+                f"the manifest says {size} bytes", "restore the file, or resume from an older checkpoint",
+            )  # fmt: skip
+    return manifest
+
+
+def read_extra(directory: Path) -> dict[str, Any]:
+    """What was saved as `extra`, binary values included. Raises CheckpointError when the checkpoint is not complete."""
+    binary = {path.stem: path.read_bytes() for path in sorted((directory / "extra").glob("*.bin"))}
+    return read_manifest(directory).extra | binary
+
+
+def write_extra(directory: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the binary values of `extra` as files; returns the others, for the manifest."""
+    binary = {key: value for key, value in extra.items() if isinstance(value, bytes)}
+    for key, value in binary.items():
+        (directory / "extra").mkdir(exist_ok=True)
+        (directory / "extra" / f"{key}.bin").write_bytes(value)
+    return {key: value for key, value in extra.items() if key not in binary}
+
+
+def begin(directory: Path) -> Path:
+    """An empty hidden directory beside `directory`, to write the checkpoint into."""
+    saving = saving_directory(directory)
+    shutil.rmtree(saving, ignore_errors=True)
+    saving.mkdir(parents=True)
+    return saving
+
+
+def complete(saving: Path, directory: Path, layout: str, world_size: int, extra: dict[str, Any]) -> None:
+    """Everything is written: sync it to the disk, write the manifest, and give the checkpoint its name."""
+    paths = sorted(path for path in saving.rglob("*") if path.is_file())
+    for path in paths:
+        _sync(path)
+    files = {str(path.relative_to(saving)): path.stat().st_size for path in paths}
+    manifest = Manifest(layout, world_size, extra, files)
+    (saving / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
+    _sync(saving / MANIFEST)
+    _sync(saving)
+    if directory.exists():  # a run that resumed from an older checkpoint reached this step again
+        discard(directory)
+    saving.rename(directory)
+    _sync(directory.parent)
+
+
+def _steps(root: Path) -> list[Path]:
+    return sorted(path for path in root.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
