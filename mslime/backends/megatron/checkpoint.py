@@ -1,0 +1,309 @@
+"""Saving and resuming the trainer: weights, optimizer, schedule, random number generators and the caller's `extra`.
+
+Weights and optimizer go through megatron-core's distributed checkpoints (`torch_dist`, fully reshardable), so a
+checkpoint of one parallel layout resumes in any other. What makes it atomic is in `manifest`. Every stage ends with all
+ranks agreeing that it worked: a rank whose disk is full fails the save on every rank, with its reason, and none is left
+waiting in a collective.
+
+Random number generators are restored rank by rank when the layout is the one that saved; under another layout there is
+no such correspondence, and they stay as the trainer seeded them from `seed`.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from mslime.backends.megatron import manifest
+from mslime.config.errors import CheckpointError
+
+T = TypeVar("T")
+
+SHARDING = {
+    # Optimizer state is stored per parameter of the whole model, not per data-parallel piece of a buffer.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # The same keys whether one optimizer or two (dense and expert parameters) are chained.
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+# torch's CheckpointException does not derive from Exception. A dead rank shows as a RuntimeError of the collective.
+FAILURES = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    EOFError,
+    UnpicklingError,
+    CheckpointingException,
+    CheckpointException,
+)
+HEADROOM = 1.05
+"""Free space asked for before writing, as a multiple of the tensors' bytes."""
+
+
+def save_checkpoint(
+    directory: Path,
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    *,
+    layout: str,
+    extra: dict[str, Any],
+) -> None:
+    """Write a complete checkpoint to `directory`, or nothing. A collective of all trainer ranks.
+
+    Args:
+        directory: the checkpoint's own directory, on a file system that all ranks share; replaced when it exists.
+        chunks: unwrapped model chunks, in virtual-stage order.
+        layout: `ParallelLayout.describe()`.
+        extra: JSON values and bytes, the same on every rank; comes back from `load_checkpoint`.
+
+    Raises:
+        CheckpointError: on every rank, when it could not be written on one of them. Older checkpoints are untouched.
+    """
+    saving, fail = manifest.saving_directory(directory), _cannot_write(directory)
+    try:
+        _together(lambda: _on_rank_0(lambda: manifest.begin(directory)), fail)
+        tensors, common = _split(_state(chunks, optimizer, schedule, is_loading=False))
+        _check_space(directory, tensors)
+        _together(lambda: get_default_save_common_strategy().save_common(common, saving), fail)
+        _together(lambda: _save_rng(saving), fail)
+        _together(lambda: _strategy().save(tensors, saving), fail)
+        _together(lambda: _on_rank_0(lambda: _finish(saving, directory, layout, extra)), fail)
+    except CheckpointError:
+        _on_rank_0(lambda: shutil.rmtree(saving, ignore_errors=True))
+        raise
+
+
+def load_checkpoint(
+    directory: Path,
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    *,
+    layout: str,
+) -> dict[str, Any]:
+    """Restore what `save_checkpoint` wrote, under this or another layout; returns its `extra`. A collective.
+
+    Raises:
+        CheckpointError: on every rank, when the checkpoint is not complete (naming the file) or is of another model.
+    """
+    fail = _cannot_read(directory)
+    written = _together(lambda: manifest.read_manifest(directory), fail)
+    state = _together(lambda: _load_state(directory, chunks, optimizer, schedule), fail)
+    for key, chunk in _named(chunks):
+        chunk.load_state_dict(state[key], strict=True)
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["schedule"])
+    if written.layout == layout and written.world_size == dist.get_world_size():
+        _together(lambda: _load_rng(directory), fail)
+    return manifest.read_extra(directory)
+
+
+def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Chunks under the keys they have in the state; tensors are stored under global layer names, not under these."""
+    return [(f"model{stage}", chunk) for stage, chunk in enumerate(chunks)]
+
+
+def _state(
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    *,
+    is_loading: bool,
+) -> dict[str, Any]:
+    """The sharded state dict of this rank."""
+    metadata = SHARDING | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state: dict[str, Any] = {
+        key: chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for key, chunk in _named(chunks)
+    }
+    model = dict(state)
+    state["optimizer"] = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    state["schedule"] = schedule.state_dict()
+    return state
+
+
+def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sharded tensors, and the rest that is the same on every rank."""
+    tensors, common = save_preprocess(state, validate_access_integrity=True)
+    return cast(dict[str, Any], tensors), common
+
+
+def _load_state(
+    directory: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
+) -> dict[str, Any]:
+    loaded = dist_checkpointing.load(_state(chunks, optimizer, schedule, is_loading=True), str(directory))
+    return cast(dict[str, Any], loaded)
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):
+    """megatron-core's torch_dist format, written by this process.
+
+    Its own writer forks a writer per file and starts a manager process for their results: seconds for every save, and a
+    fork of a process that runs Ray's and CUDA's threads. torch's writer does it in threads, and tells every rank when
+    one of them failed.
+    """
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """Write this rank's tensors. A collective; raises CheckpointException on every rank when one cannot write."""
+        tensors = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)[0]
+        state_dict_saver.save(
+            mcore_to_pyt_state_dict(tensors, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=self.thread_count, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+
+def _strategy() -> FullyParallelSaveStrategyWrapper:
+    """Data-parallel replicas share the writing."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return FullyParallelSaveStrategyWrapper(_InProcessSave("torch_dist", 1), cast(dist.ProcessGroup, group))
+
+
+def _check_space(directory: Path, tensors: dict[str, Any]) -> None:
+    """Raise CheckpointError, before anything large is written, when the disk is too small for all ranks' tensors."""
+    mine = sum(
+        tensor.data.nbytes
+        for tensor in nested_values(tensors)
+        if isinstance(tensor, ShardedTensor) and tensor.data is not None and is_main_replica(tensor.replica_id)
+    )
+    needed = torch.tensor([mine, 0], dtype=torch.int64, device=_device())
+    dist.all_reduce(needed)
+    if dist.get_rank() == 0:
+        needed[1] = shutil.disk_usage(directory.parent).free
+    dist.broadcast(needed, src=0)
+    size, free = needed.tolist()
+    if free < size * HEADROOM:
+        raise CheckpointError(
+            str(directory), f"{free} bytes free", f"the checkpoint needs {int(size * HEADROOM)} bytes",
+            "free space there, lower checkpoint.keep, or point output_dir at a larger disk",
+        )  # fmt: skip
+
+
+def _finish(saving: Path, directory: Path, layout: str, extra: dict[str, Any]) -> None:
+    save_config(CheckpointingConfig("torch_dist", 1), str(saving))
+    described = manifest.write_extra(saving, extra)
+    manifest.complete(saving, directory, layout, dist.get_world_size(), described)
+
+
+def _save_rng(saving: Path) -> None:
+    """This rank's generators, as one file."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": _tracker().get_states(),
+    }
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    path = _rng_path(saving)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(buffer.getvalue())
+
+
+def _load_rng(directory: Path) -> None:
+    # Written by us beside the weights, and holds numpy's and Python's own state tuples.
+    state = torch.load(_rng_path(directory), map_location="cpu", weights_only=False)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    _tracker().set_states(state["megatron"])
+
+
+def _tracker() -> CudaRNGStatesTracker:
+    """megatron-core's generators of tensor-parallel regions."""
+    return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
+
+
+def _rng_path(directory: Path) -> Path:
+    return directory / "rng" / f"rank_{dist.get_rank():05d}.pt"
+
+
+def _on_rank_0(work: Callable[[], object]) -> None:
+    if dist.get_rank() == 0:
+        work()
+
+
+def _together(work: Callable[[], T], describe: Callable[[str], CheckpointError]) -> T:
+    """Run `work` on every rank; when it fails on one, fail on all, with what `describe` makes of the first reason."""
+    result, reason, error = None, None, None
+    try:
+        result = work()
+    except CheckpointError as mistake:
+        reason, error = mistake, mistake
+    except FAILURES as failure:
+        reason, error = f"rank {dist.get_rank()}: {_root_cause(failure)}", failure
+    reasons: list[str | CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    first = next((r for r in reasons if r is not None), None)
+    if first is not None:
+        raise (first if isinstance(first, CheckpointError) else describe(first)) from error
+    return cast(T, result)
+
+
+def _root_cause(failure: BaseException) -> str:
+    """One line; torch's collective exceptions carry the failures of all ranks."""
+    if isinstance(failure, CheckpointException) and failure.failures:
+        rank, (inner, _) = next(iter(failure.failures.items()))
+        return f"{type(inner).__name__} on rank {rank}: {inner}"
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _cannot_write(directory: Path) -> Callable[[str], CheckpointError]:
+    def describe(reason: str) -> CheckpointError:
+        return CheckpointError(
+            str(directory), f"{shutil.disk_usage(_existing(directory)).free} bytes free", f"could not be written: {reason}",
+            "free space there or mend the file system; older checkpoints are untouched",
+        )  # fmt: skip
+
+    return describe
+
+
+def _cannot_read(directory: Path) -> Callable[[str], CheckpointError]:
+    return lambda reason: CheckpointError(
+        str(directory), reason, "must be a readable checkpoint of the model that is trained",
+        "resume with the model that wrote it, or from an older checkpoint",
+    )  # fmt: skip
+
+
+def _existing(path: Path) -> Path:
+    """The nearest directory above that exists."""
+    return next(parent for parent in [path, *path.absolute().parents] if parent.exists())
+
+
+def _device() -> torch.device:
+    """Where tensors of this process group's collectives live."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
