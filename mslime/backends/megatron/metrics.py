@@ -1,0 +1,73 @@
+"""From each rank's statistics of a step to numbers that are the same on every rank, and the check that they are finite."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from mslime.algorithms.losses import PolicyLossInputs, policy_loss
+from mslime.algorithms.statistics import LossStatistics, mean_weight
+from mslime.config.errors import TrainerError
+from mslime.config.schema import AlgorithmConfig
+from mslime.data.shard import TrainShard
+
+
+def over_all_ranks(statistics: LossStatistics, group: dist.ProcessGroup | None = None) -> LossStatistics:
+    """Summed and maximised over `group` (default: all trainer ranks), in place. A collective."""
+    dist.all_reduce(statistics.sums, group=group)
+    dist.all_reduce(statistics.maxima, op=dist.ReduceOp.MAX, group=group)
+    return statistics
+
+
+def refuse_not_finite(what: str, value: float, step: int, own: float, rank: int, device: torch.device) -> None:
+    """Stop every rank when a number of the step is NaN or infinite. A collective only when it is.
+
+    Args:
+        value: the number, equal on all ranks.
+        own: this rank's share of it.
+
+    Raises:
+        TrainerError: naming the step and the first rank whose share is not finite.
+    """
+    if math.isfinite(value):
+        return
+    first = torch.tensor(dist.get_world_size() if math.isfinite(own) else rank, device=device)
+    dist.all_reduce(first, op=dist.ReduceOp.MIN)
+    culprit = int(first)
+    where = f"on rank {culprit}" if culprit < dist.get_world_size() else "although every rank's share is finite"
+    raise TrainerError(
+        what, value, f"optimizer step {step}: it became {value} {where}",
+        "resume from the last checkpoint with a lower train.lr, and look at that step's samples and mismatch metrics",
+    )  # fmt: skip
+
+
+def normalising_scale(shard: TrainShard, algorithm: AlgorithmConfig, device: torch.device) -> float:
+    """1 / mean correction weight over the step, when the correction asks for it, else 1. A collective when it does.
+
+    Every rank of a data-parallel rank's model holds the whole columns, so each sums its sequences in one piece.
+    """
+    if not algorithm.correction.normalise:
+        return 1.0
+    assert shard.old_log_probs is not None, "a normalised correction needs the old log-probs of the whole step"
+
+    def column(values: object) -> Tensor:
+        return torch.as_tensor(values, device=device)
+
+    old = column(shard.old_log_probs)
+    lengths = column(shard.lengths)
+    inputs = PolicyLossInputs(
+        log_probs=old,
+        behaviour_log_probs=column(shard.behaviour_log_probs),
+        advantages=column(shard.advantages),
+        mask=column(shard.loss_mask),
+        weights=column(shard.weights),
+        sequence_index=torch.arange(len(lengths), device=device).repeat_interleave(lengths),
+        num_sequences=len(lengths),
+        old_log_probs=old,
+    )
+    statistics = policy_loss(inputs, algorithm).statistics
+    return 1.0 / mean_weight(over_all_ranks(statistics, parallel_state.get_data_parallel_group()))

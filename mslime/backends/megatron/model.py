@@ -1,0 +1,93 @@
+"""The model of one rank: one GPTModel for every virtual pipeline stage, its weights, and its data-parallel wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mslime.backends.megatron.naming import named_local_params
+from mslime.backends.megatron.specs import block_spec
+from mslime.convert.families import ModelFields, get_family
+from mslime.convert.hf import HFCheckpoint
+from mslime.convert.kinds import padded_vocab_size
+from mslime.convert.table import RuleTable
+
+
+def build_chunks(config: TransformerConfig, model: ModelFields, device: torch.device) -> list[GPTModel]:
+    """This rank's model chunks, in virtual-stage order, weights not yet set.
+
+    Expert parameters are marked `allreduce=False` in every layout: megatron-core 0.16.1 does it for EP > 1 only, and
+    without it trains on wrong gradients where ETP differs from TP.
+    """
+    stages: Sequence[int | None] = range(config.virtual_pipeline_model_parallel_size or 0) or [None]
+    chunks = [_build_chunk(config, model, device, stage).to(device) for stage in stages]
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False  # type: ignore[attr-defined]
+    return chunks
+
+
+def _build_chunk(config: TransformerConfig, model: ModelFields, device: torch.device, stage: int | None) -> GPTModel:
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(config, device, stage),  # type: ignore[arg-type]
+        vocab_size=padded_vocab_size(model.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=model.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_percent=model.rotary_percent,
+        rotary_base=model.rotary_base,  # type: ignore[arg-type]
+        vp_stage=stage,
+    )
+
+
+@torch.no_grad()
+def load_hf_weights(chunks: Sequence[GPTModel], hf_config: Mapping[str, object], directory: Path) -> None:
+    """Fill every parameter of these chunks from a Hugging Face checkpoint, reading only this rank's parts.
+
+    Raises:
+        CheckpointError: a tensor is missing, misshapen or unknown.
+    """
+    rules = get_family(hf_config).rules(hf_config)
+    checkpoint = HFCheckpoint(directory)
+    rules.check_hf(checkpoint.shapes, str(directory))
+    for name, tensor in named_local_params(chunks):
+        tensor.copy_(_local_shard(rules, checkpoint, name, tensor.shape))
+
+
+def _local_shard(rules: RuleTable, checkpoint: HFCheckpoint, name: str, shape: torch.Size) -> torch.Tensor:
+    rule = rules.bind(name)
+    if rule.is_expert:
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        size = parallel_state.get_expert_tensor_parallel_world_size()
+    else:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
+    shard = rule.to_megatron(checkpoint.view, rank, size)
+    assert shard.shape == shape, f"{name}: the rule gives {tuple(shard.shape)}, the model has {tuple(shape)}"
+    return shard
+
+
+def wrap(
+    chunks: Sequence[GPTModel], config: TransformerConfig, ddp_config: DistributedDataParallelConfig
+) -> list[DistributedDataParallel]:
+    """The chunks in their data-parallel wrappers, which own gradients (and, sharded, parameters).
+
+    Replicas are not broadcast: all have read the same checkpoint.
+    """
+    modules: list[MegatronModule] = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    return [
+        DistributedDataParallel(config=config, ddp_config=ddp_config, module=module, disable_bucketing=stage > 0)
+        for stage, module in enumerate(modules)
+    ]

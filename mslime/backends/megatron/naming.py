@@ -1,0 +1,56 @@
+"""Parameters of this rank's model chunks under their canonical names: global layers, global experts, local spec.
+
+The spelling itself, Transformer Engine's included, is `mslime.convert.spelling`; here is what only a built model knows,
+which layers and which experts this rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from mslime.convert.spelling import canonical_name
+
+
+def unwrap(chunk: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside data-parallel and precision wrappers."""
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module  # type: ignore[assignment]
+    return chunk
+
+
+def layer_ids(chunk: GPTModel) -> tuple[int, ...]:
+    """Global (0-based) ids of a chunk's layers, in order."""
+    return tuple(layer.layer_number - 1 for layer in chunk.decoder.layers)  # type: ignore[union-attr, misc]
+
+
+def moe_layer_ids(chunks: Iterable[GPTModel], all_moe_layers: Sequence[int]) -> tuple[int, ...]:
+    """Global ids of the MoE layers of these chunks, in order."""
+    return tuple(layer for chunk in chunks for layer in layer_ids(chunk) if layer in set(all_moe_layers))
+
+
+def first_local_expert(chunk: GPTModel) -> int:
+    """Global id of this rank's first expert; 0 in a dense model."""
+    experts = chunk.config.num_moe_experts or 0
+    size = parallel_state.get_expert_model_parallel_world_size()
+    return experts // size * parallel_state.get_expert_model_parallel_rank()
+
+
+def named_local_params(chunks: Iterable[GPTModel], *, tied_copies: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """(canonical name, local tensor) of every parameter of these chunks, and of the routers' expert bias.
+
+    Args:
+        tied_copies: include the last pipeline stage's copy of a tied embedding (`output_layer.weight`), which is
+            loaded but never exported.
+    """
+    for chunk in chunks:
+        layers, first = layer_ids(chunk), first_local_expert(chunk)
+        biases = [(name, tensor) for name, tensor in chunk.named_buffers() if name.endswith("router.expert_bias")]
+        for local, tensor in [*chunk.named_parameters(), *biases]:
+            name = canonical_name(local, first, layers)
+            if tied_copies or not (name == "output_layer.weight" and chunk.share_embeddings_and_output_weights):
+                yield name, tensor

@@ -1,0 +1,55 @@
+"""The optimizer of one rank and its learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mslime.config.errors import ConfigError
+from mslime.config.schema import RunConfig
+
+
+def build_optimizer(
+    chunks: Sequence[DistributedDataParallel], optimizer_config: OptimizerConfig, config: RunConfig
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """AdamW over these chunks (sharded over data-parallel ranks when so configured) and its schedule.
+
+    The schedule counts optimizer steps; it is advanced before a step, so that the first step of a warm-up has a
+    learning rate above zero and the last step of a decay has `min_lr`.
+
+    Raises:
+        ConfigError: the warm-up is not shorter than the run.
+    """
+    t = config.train
+    total = t.num_steps * t.optimizer_steps_per_rollout
+    if t.lr_warmup_steps >= total > 1:
+        raise ConfigError(
+            "train.lr_warmup_steps", t.lr_warmup_steps, f"must be below the run's {total} optimizer steps",
+            "shorten the warm-up, or raise train.num_steps",
+        )  # fmt: skip
+    optimizer = get_megatron_optimizer(optimizer_config, list(chunks))
+    schedule = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=t.lr,
+        min_lr=t.min_lr,
+        lr_warmup_steps=min(t.lr_warmup_steps, total - 1),
+        lr_decay_steps=total,
+        lr_decay_style=t.lr_decay_style,
+        start_wd=t.weight_decay,
+        end_wd=t.weight_decay,
+        wd_incr_steps=total,
+        wd_incr_style="constant",
+        # On resume the step count comes from the checkpoint, everything else from the run configuration.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+    return optimizer, schedule
+
+
+def learning_rate(optimizer: MegatronOptimizer) -> float:
+    """The learning rate of the last step."""
+    return float(optimizer.param_groups[0]["lr"])

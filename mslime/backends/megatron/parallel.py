@@ -1,0 +1,132 @@
+"""Process groups and seeds of one trainer rank, and where the rank stands in them.
+
+megatron-core keeps its groups as globals of the process; this module sets them up once and hands out names for what the
+trainer asks of them. Every group has a deadline: a rank that stays away fails the others instead of hanging them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch.distributed.rendezvous import rendezvous
+
+from mslime.backends.megatron.batches import RowLayout
+from mslime.config.errors import TrainerError
+from mslime.config.schema import RunConfig
+
+
+def start_process_groups(config: RunConfig, rank: int, world_size: int, init_method: str, device: torch.device) -> None:
+    """Join the trainer's processes and build megatron-core's groups; seed everything that draws random numbers.
+
+    Args:
+        init_method: where the ranks meet, for example `tcp://host:port`.
+
+    Raises:
+        TrainerError: the number of processes is not the layout's, or a rank did not come in time.
+    """
+    layout = config.layout
+    if world_size != layout.world_size:
+        raise TrainerError(
+            "trainer ranks", world_size, f"the layout {layout.describe()} has {layout.world_size}",
+            "start that many, or change the parallel sizes",
+        )  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(config.cluster.trainer_threads)
+    longest = max(config.deadlines.train_step_s, config.deadlines.weight_sync_s)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=_meet(init_method, rank, world_size, config.deadlines.trainer_start_s),
+        rank=rank, world_size=world_size, timeout=timedelta(seconds=longest),
+    )  # fmt: skip
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=math.ceil(longest / 60),
+    )
+    _seed(config.seed)
+
+
+def _meet(init_method: str, rank: int, world_size: int, seconds: float) -> dist.Store:
+    """The store through which the ranks find each other, once all have come."""
+    try:
+        return next(rendezvous(init_method, rank, world_size, timeout=timedelta(seconds=seconds)))[0]
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise TrainerError(
+            "deadlines.trainer_start_s", seconds,
+            f"rank {rank} of {world_size} waited this long at {init_method} for the others: {error}",
+            "see the log of the rank that died or did not start",
+        ) from error  # fmt: skip
+
+
+def stop_process_groups() -> None:
+    """Leave all groups; a new trainer may be built in this process afterwards."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _seed(seed: int) -> None:
+    """Stages draw different numbers, ranks of one stage the same, tensor-parallel regions as megatron-core defines."""
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed)
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands.
+
+    Attributes:
+        rank, world_size: over all trainer ranks.
+        tp_rank, tp_size: tensor parallel.
+        is_last_stage: this rank computes the loss.
+        counts: exactly one rank of each (data-parallel, context-parallel) pair speaks for its tokens' statistics.
+        rows: how a micro-batch's rows are spread.
+    """
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    is_last_stage: bool
+    counts: bool
+    rows: RowLayout
+
+    @classmethod
+    def here(cls, sequence_parallel: bool) -> Place:
+        """This process's place in the groups that megatron-core holds."""
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        tp_size = parallel_state.get_tensor_model_parallel_world_size()
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        rows = RowLayout(
+            cp=parallel_state.get_context_parallel_world_size(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            sp=tp_size if sequence_parallel else 1,
+            sp_rank=tp_rank if sequence_parallel else 0,
+        )
+        return cls(dist.get_rank(), dist.get_world_size(), tp_rank, tp_size, last, last and tp_rank == 0, rows)
+
+
+def broadcast_from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` of the last pipeline stage, written into every stage's, in place."""
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        dist.broadcast(
+            tensor,
+            parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+    return tensor

@@ -1,0 +1,144 @@
+"""Which routes each pass of a step uses: the rollout's (r3), the trainer's own from its first pass (r2), or none.
+
+Binds `replay.RoutingReplay` to shards and passes. In r3 and r2 the old-log-prob pass and the gradient pass of a shard use
+the same experts; a reference policy always routes by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from mslime.backends.megatron.batches import MicroBatch
+from mslime.backends.megatron.parallel import Place
+from mslime.backends.megatron.replay import (
+    ReplayReport,
+    RouteRows,
+    RoutingReplay,
+    check_routes,
+    rollout_rows,
+    shard_fingerprint,
+)
+from mslime.backends.megatron.step import RouteHooks
+from mslime.convert.families import ModelFields
+from mslime.data.shard import TrainShard
+
+Mode = Literal["r3", "r2", "off"]
+Records = dict[Hashable, Tensor]
+
+
+@dataclass(frozen=True)
+class _LayOut:
+    """Replays the rows that `rows_of` gives for each micro-batch."""
+
+    replay: RoutingReplay
+    rows_of: Callable[[MicroBatch], RouteRows]
+
+    def before_forward(self, chunk: int, batch: MicroBatch) -> None:
+        self.replay.lay_out(chunk, self.rows_of(batch))
+
+    def after_forward(self, chunk: int, batch: MicroBatch) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Keep:
+    """Keeps what the routers chose for each micro-batch."""
+
+    replay: RoutingReplay
+
+    def before_forward(self, chunk: int, batch: MicroBatch) -> None: ...
+
+    def after_forward(self, chunk: int, batch: MicroBatch) -> None:
+        self.replay.keep(chunk, batch.index)
+
+
+@dataclass
+class Routing:
+    """The routes of one rank's passes.
+
+    Attributes:
+        mode: as configured; off for a model without routers and for supervised training.
+        replay: attached to the routers; None when off.
+        model: number of experts and top-k, to check routes against.
+        place: where this rank stands.
+        device: where rows are needed.
+    """
+
+    mode: Mode
+    replay: RoutingReplay | None
+    model: ModelFields
+    place: Place
+    device: torch.device
+    _recorded: dict[int, Records] = field(default_factory=dict)
+
+    @classmethod
+    def attach(
+        cls, mode: Mode, chunks: Sequence[GPTModel], model: ModelFields, place: Place, device: torch.device
+    ) -> Routing:
+        """Attach to the routers of these chunks. Raises ConfigError when a router would bypass the replay."""
+        replay = None if mode == "off" else RoutingReplay(chunks, chunks[0].config)
+        return cls(mode, replay, model, place, device)
+
+    @contextmanager
+    def old_log_prob_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:
+        """Routes of the pass before the first gradient of the shard; r2 records them as those of `step`."""
+        if self.replay is None:
+            yield None
+        elif self.mode == "r3":
+            with self._replaying(shard, step, gradient=False) as hooks:
+                yield hooks
+        else:
+            with self.replay.recording():
+                yield _Keep(self.replay)
+                self._recorded[step] = dict(self.replay.records)
+
+    @contextmanager
+    def gradient_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:
+        """Routes of the shard's gradient pass, those of its old-log-prob pass."""
+        if self.replay is None:
+            yield None
+            return
+        with self._replaying(shard, step, gradient=True) as hooks:
+            yield hooks
+
+    @contextmanager
+    def _replaying(self, shard: TrainShard, step: int, *, gradient: bool) -> Iterator[RouteHooks]:
+        replay = self.replay
+        assert replay is not None
+        if self.mode == "r3":
+            check_routes(shard, self.model.num_experts, self.model.top_k)
+            rows_of = self._rollout_rows(shard)
+        else:
+            replay.records = self._recorded.pop(step)
+            rows_of = self._recorded_rows(shard)
+        with replay.replaying(gradient=gradient):
+            yield _LayOut(replay, rows_of)
+
+    def _rollout_rows(self, shard: TrainShard) -> Callable[[MicroBatch], RouteRows]:
+        assert self.replay is not None
+        layers = self.replay.layer_ids
+        return lambda batch: rollout_rows(shard, batch.slicer, layers, self.device)
+
+    def _recorded_rows(self, shard: TrainShard) -> Callable[[MicroBatch], RouteRows]:
+        replay = self.replay
+        assert replay is not None
+        return lambda batch: replay.recorded_rows(batch.index, shard, batch.slicer)
+
+    def report(self, shard: TrainShard) -> ReplayReport | None:
+        """What the last gradient pass replayed, over all ranks; None when off. A collective.
+
+        Raises:
+            AssertionError: the routes consumed are not those of the step, each exactly once.
+        """
+        if self.replay is None:
+            return None
+        if self.mode == "r2":
+            return self.replay.report(None)
+        speaks = self.place.tp_rank == 0 and self.place.rows.cp_rank == 0
+        return self.replay.report(shard_fingerprint(shard, self.replay.layer_ids) if speaks else 0)

@@ -1,0 +1,174 @@
+"""megatron-core's own configuration objects, derived from the run configuration and the checkpoint's config.json.
+
+Everything that megatron.training would have set from flags is set here, once, with the rules that keep megatron-core
+0.16.1 from training on silently wrong gradients. Fields that the user passes through land last, by name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from mslime.config.errors import ConfigError
+from mslime.config.rules import check_model
+from mslime.config.schema import RunConfig
+from mslime.convert.families import get_family
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def device_of(config: RunConfig, rank: int) -> torch.device:
+    """The device of a trainer rank; `auto` is CUDA when there is any.
+
+    Raises:
+        ConfigError: cuda is asked for and there is none.
+    """
+    available = torch.cuda.is_available()
+    if config.cluster.device == "cuda" and not available:
+        raise ConfigError("cluster.device", "cuda", "torch sees no GPU on this machine", "use auto or cpu")
+    if config.cluster.device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def params_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+    """The model's dtype: as configured, else bfloat16 on a GPU and float32 on a CPU."""
+    return DTYPES[config.megatron.params_dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+
+
+def transformer_config(config: RunConfig, hf_config: Mapping[str, object], device: torch.device) -> TransformerConfig:
+    """The model's TransformerConfig: architecture from the checkpoint, layout and numerics from the run.
+
+    Raises:
+        ConfigError: the layout does not divide the model, or a passed-through field contradicts the checkpoint.
+        CheckpointError: the checkpoint's architecture is not supported.
+    """
+    family = get_family(hf_config)
+    architecture = family.transformer_fields(hf_config)
+    check_model(config, architecture)
+    family.rules(hf_config).check_layout(config.layout)
+    activation = str(architecture["activation_func"])
+    values: dict[str, Any] = {
+        **architecture,
+        "activation_func": ACTIVATIONS[activation],
+        **_layout_fields(config),
+        **_numeric_fields(config, device),
+    }
+    if architecture.get("num_moe_experts"):
+        values |= _moe_fields(config, device)
+    kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
+    return kind(**values | passthrough(config.megatron.extra, kind))
+
+
+def _layout_fields(config: RunConfig) -> dict[str, Any]:
+    m, layout = config.megatron, config.layout
+    interleaved = layout.vpp > 1
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": layout.tp > 1 if m.sequence_parallel is None else m.sequence_parallel,
+        # With batched point-to-point calls the interleaved schedule trains on wrong gradients.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # Stages tell each other the shape of every micro-batch: packed and unpacked ones differ in length.
+        "variable_seq_lengths": layout.pp > 1,
+        "deallocate_pipeline_outputs": layout.pp > 1,
+        "recompute_granularity": m.recompute_granularity,
+        "recompute_method": m.recompute_method or ("uniform" if m.recompute_granularity == "full" else None),
+        "recompute_num_layers": m.recompute_num_layers or (1 if m.recompute_granularity == "full" else None),
+        "recompute_modules": m.recompute_modules,
+    }
+
+
+def _numeric_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    dtype, cuda = params_dtype(config, device), device.type == "cuda"
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # Weights come from a checkpoint; the loader checks that every one of them does.
+        "perform_initialization": False,
+        "use_cpu_initialization": not cuda,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # The loss carries its denominators itself; with per-token averaging 0.16.1 also scales aux losses by 1/TP.
+        "calculate_per_token_loss": False,
+        "gradient_accumulation_fusion": cuda and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        "bias_activation_fusion": cuda,
+        "bias_dropout_fusion": cuda,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": cuda,
+    }
+
+
+def _moe_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
+    return {
+        "moe_token_dispatcher_type": config.megatron.moe_token_dispatcher_type,
+        "moe_grouped_gemm": device.type == "cuda",
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        # The fused router kernel computes its own top-k and bypasses routing replay.
+        "moe_router_fusion": False,
+        "moe_enable_routing_replay": config.train.replay != "off",
+    }
+
+
+def optimizer_config(config: RunConfig, device: torch.device) -> OptimizerConfig:
+    """AdamW with the run's hyperparameters; master weights and moments are float32."""
+    t, dtype = config.train, params_dtype(config, device)
+    values: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": t.lr,
+        "min_lr": t.min_lr,
+        "weight_decay": t.weight_decay,
+        "adam_beta1": t.adam_beta1,
+        "adam_beta2": t.adam_beta2,
+        "adam_eps": t.adam_eps,
+        "clip_grad": t.clip_grad,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": config.megatron.use_distributed_optimizer,
+        "overlap_param_gather": config.megatron.overlap_param_gather,
+    }
+    return OptimizerConfig(**values | passthrough(config.megatron.extra, OptimizerConfig))
+
+
+def ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
+    """Gradients are summed in float32."""
+    m = config.megatron
+    values: dict[str, Any] = {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": m.overlap_grad_reduce,
+        "overlap_param_gather": m.overlap_param_gather,
+        "use_distributed_optimizer": m.use_distributed_optimizer,
+    }
+    return DistributedDataParallelConfig(**values | passthrough(m.extra, DistributedDataParallelConfig))
+
+
+def passthrough(extra: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """The user's further fields that `kind` has; names of dtypes and of enum members become what they name."""
+    defaults = {f.name: f.default for f in fields(kind)}
+    return {name: _as_typed(value, defaults[name]) for name, value in extra.items() if name in defaults}
+
+
+def _as_typed(value: Any, default: Any) -> Any:
+    if isinstance(value, str) and isinstance(default, torch.dtype):
+        return DTYPES[value]
+    if isinstance(value, str) and isinstance(default, Enum):
+        return type(default)[value]
+    return value

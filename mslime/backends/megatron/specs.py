@@ -1,0 +1,44 @@
+"""Which modules a transformer layer is made of: Transformer Engine's on CUDA, megatron-core's own on the CPU.
+
+This is the only place above `backends.cpu` where the device decides about code.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mslime.config.errors import TrainerError
+
+
+def block_spec(config: TransformerConfig, device: torch.device, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk.
+
+    Raises:
+        TrainerError: on CUDA without Transformer Engine.
+    """
+    if device.type == "cuda":
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise TrainerError(
+                "transformer-engine", None, "training on GPUs uses its layers", "install the gpu extra, or the image"
+            )
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    return _cpu_block_spec(config, vp_stage)
+
+
+def _cpu_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    from mslime.backends.cpu.attention import CpuCoreAttention, DuplicatedLinear
+
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    for layer in spec.layer_specs or []:
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = CpuCoreAttention
+        if config.multi_latent_attention:
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
+    return spec
