@@ -1,7 +1,7 @@
 """Saving and resuming the trainer: weights, optimizer, schedule, random number generators and the caller's `extra`.
 
 Weights and optimizer go through megatron-core's distributed checkpoints (`torch_dist`, fully reshardable), so a
-checkpoint of one parallel layout resumes in any other. What makes it atomic is in `manifest`. Every stage ends with all
+checkpoint of one parallel layout resumes in any other. What makes it atomic is in `data.checkpoints`. Every stage ends with all
 ranks agreeing that it worked: a rank whose disk is full fails the save on every rank, with its reason, and none is left
 waiting in a collective.
 
@@ -43,8 +43,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from mslime.backends.megatron import manifest
 from mslime.config.errors import CheckpointError
+from mslime.data import checkpoints
 
 T = TypeVar("T")
 
@@ -90,9 +90,9 @@ def save_checkpoint(
     Raises:
         CheckpointError: on every rank, when it could not be written on one of them. Older checkpoints are untouched.
     """
-    saving, fail = manifest.saving_directory(directory), _cannot_write(directory)
+    saving, fail = checkpoints.saving_directory(directory), _cannot_write(directory)
     try:
-        _together(lambda: _on_rank_0(lambda: manifest.begin(directory)), fail)
+        _together(lambda: _on_rank_0(lambda: checkpoints.begin(directory)), fail)
         tensors, common = _split(_state(chunks, optimizer, schedule, is_loading=False))
         _check_space(directory, tensors)
         _together(lambda: get_default_save_common_strategy().save_common(common, saving), fail)
@@ -118,7 +118,7 @@ def load_checkpoint(
         CheckpointError: on every rank, when the checkpoint is not complete (naming the file) or is of another model.
     """
     fail = _cannot_read(directory)
-    written = _together(lambda: manifest.read_manifest(directory), fail)
+    written = _together(lambda: checkpoints.read_manifest(directory), fail)
     state = _together(lambda: _load_state(directory, chunks, optimizer, schedule), fail)
     for key, chunk in _named(chunks):
         chunk.load_state_dict(state[key], strict=True)
@@ -126,7 +126,7 @@ def load_checkpoint(
     schedule.load_state_dict(state["schedule"])
     if written.layout == layout and written.world_size == dist.get_world_size():
         _together(lambda: _load_rng(directory), fail)
-    return manifest.read_extra(directory)
+    return checkpoints.read_extra(directory)
 
 
 def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -212,8 +212,8 @@ def _check_space(directory: Path, tensors: dict[str, Any]) -> None:
 
 def _finish(saving: Path, directory: Path, layout: str, extra: dict[str, Any]) -> None:
     save_config(CheckpointingConfig("torch_dist", 1), str(saving))
-    described = manifest.write_extra(saving, extra)
-    manifest.complete(saving, directory, layout, dist.get_world_size(), described)
+    described = checkpoints.write_extra(saving, extra)
+    checkpoints.complete(saving, directory, layout, dist.get_world_size(), described)
 
 
 def _save_rng(saving: Path) -> None:

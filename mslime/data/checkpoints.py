@@ -1,12 +1,13 @@
-"""What makes a directory a complete checkpoint, and which of several is the newest. Needs neither torch nor megatron.
+"""What makes a directory a complete checkpoint, and which of several is the newest. Needs neither torch nor megatron,
+so the driver can choose one before any trainer runs; `backends.megatron.checkpoint` fills them.
 
 A checkpoint is written into a hidden sibling directory, its manifest last, and then renamed: under its own name it is
 either absent or complete. The manifest lists every file with its size, so that what is lost later is noticed and named.
 
-    <root>/step_00000010/manifest.json      files with sizes, layout, extra; written last
-                        /extra/<key>.bin    binary values of extra
-                        /rng/rank_00000.pt  random number generators of each rank
-                        /...                megatron-core's torch_dist files (weights, optimizer, schedule)
+    <root>/step_10/manifest.json      files with sizes, layout, extra; written last
+                  /extra/<key>.bin    binary values of extra
+                  /rng/rank_00000.pt  random number generators of each rank
+                  /...                megatron-core's torch_dist files (weights, optimizer, schedule)
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mslime.config.errors import CheckpointError
 FORMAT = 1
 MANIFEST = "manifest.json"
 SAVING, REPLACED = ".saving-", ".replaced-"
-_STEP = re.compile(r"step_(\d{8})")
+_STEP = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Manifest:
 
 def step_directory(root: Path, step: int) -> Path:
     """Where the checkpoint that continues at `step` lives."""
-    return root / f"step_{step:08d}"
+    return root / f"step_{step}"
 
 
 def saving_directory(directory: Path) -> Path:
@@ -76,8 +77,9 @@ def prune(root: Path, keep: int) -> None:
     newest = latest_complete(root)
     steps = _steps(root)
     kept = steps[: steps.index(newest) + 1][-keep:] if newest else []
-    for directory in [d for d in steps if newest and d <= newest and d not in kept]:
-        discard(directory)
+    for directory in steps[: steps.index(newest)] if newest else []:
+        if directory not in kept:
+            discard(directory)
     for leftover in [*root.glob(f"{SAVING}*"), *root.glob(f"{REPLACED}*")]:
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -161,7 +163,9 @@ def complete(saving: Path, directory: Path, layout: str, world_size: int, extra:
 
 
 def _steps(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob("step_*") if _STEP.fullmatch(path.name) and path.is_dir())
+    """Everything that has a checkpoint's name, oldest first."""
+    found = [(int(match[1]), path) for path in root.glob("step_*") if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if path.is_dir()]
 
 
 def _sync(path: Path) -> None:
