@@ -62,24 +62,14 @@ def saving_directory(directory: Path) -> Path:
 
 def latest_complete(root: Path) -> Path | None:
     """The newest complete checkpoint under `root`, or None. Directories that are not complete are passed over."""
-    for directory in reversed(_steps(root)):
-        try:
-            read_manifest(directory)
-        except CheckpointError:
-            continue
-        return directory
-    return None
+    return next((directory for directory in reversed(_steps(root)) if _is_complete(directory)), None)
 
 
 def prune(root: Path, keep: int) -> None:
     """Remove all but the newest `keep` complete checkpoints, and what an interrupted save or removal left behind."""
     assert keep >= 1, keep
-    newest = latest_complete(root)
-    steps = _steps(root)
-    kept = steps[: steps.index(newest) + 1][-keep:] if newest else []
-    for directory in steps[: steps.index(newest)] if newest else []:
-        if directory not in kept:
-            discard(directory)
+    for directory in [d for d in _steps(root) if _is_complete(d)][:-keep]:
+        discard(directory)
     for leftover in [*root.glob(f"{SAVING}*"), *root.glob(f"{REPLACED}*")]:
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -156,10 +146,21 @@ def complete(saving: Path, directory: Path, layout: str, world_size: int, extra:
     (saving / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
     _sync(saving / MANIFEST)
     _sync(saving)
+    replaced = directory.with_name(f"{REPLACED}{directory.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
     if directory.exists():  # a run that resumed from an older checkpoint reached this step again
-        discard(directory)
+        directory.rename(replaced)
     saving.rename(directory)
     _sync(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _is_complete(directory: Path) -> bool:
+    try:
+        read_manifest(directory)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _steps(root: Path) -> list[Path]:
