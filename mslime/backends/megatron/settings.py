@@ -46,6 +46,13 @@ def params_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     return DTYPES[config.megatron.params_dtype or ("bfloat16" if device.type == "cuda" else "float32")]
 
 
+def engine_dtype(config: RunConfig, hf_config: Mapping[str, object]) -> str:
+    """The dtype that the engines hold weights in, as torch names it: SGLang's `auto` is the checkpoint's own."""
+    if config.sglang.dtype != "auto":
+        return config.sglang.dtype
+    return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32")
+
+
 def transformer_config(config: RunConfig, hf_config: Mapping[str, object], device: torch.device) -> TransformerConfig:
     """The model's TransformerConfig: architecture from the checkpoint, layout and numerics from the run.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,12 +30,20 @@ from mslime.backends.megatron.optimizer import build_optimizer, learning_rate
 from mslime.backends.megatron.parallel import Place, start_process_groups, stop_process_groups
 from mslime.backends.megatron.reference import ReferencePolicy
 from mslime.backends.megatron.routing import Routing
-from mslime.backends.megatron.settings import ddp_config, device_of, optimizer_config, transformer_config
+from mslime.backends.megatron.settings import (
+    ddp_config,
+    device_of,
+    engine_dtype,
+    optimizer_config,
+    transformer_config,
+)
 from mslime.backends.megatron.step import OnMicroBatch, StepRunner
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.data.shard import TrainShard
+from mslime.weights.groups import make_groups
+from mslime.weights.sync import SyncOptions, WeightSender
 
 
 class MegatronTrainer:
@@ -47,7 +55,7 @@ class MegatronTrainer:
         on_micro_batch: called with (done, in all) during `train`; may be replaced.
         chunks: the model chunks without wrappers, in virtual-stage order.
         wrapped: the same in their data-parallel wrappers.
-        optimizer, schedule: megatron-core's.
+        transformer, optimizer, schedule: megatron-core's.
     """
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, init_method: str) -> None:
@@ -66,7 +74,7 @@ class MegatronTrainer:
         self.device = device_of(config, rank)
         self.hf_config = read_hf_config(config.model.path)
         self.model = get_family(self.hf_config).model_fields(self.hf_config)
-        transformer = transformer_config(config, self.hf_config, self.device)
+        self.transformer = transformer = transformer_config(config, self.hf_config, self.device)
         start_process_groups(config, rank, world_size, init_method, self.device)
         self.place = Place.here(transformer.sequence_parallel)
         self.chunks = build_chunks(transformer, self.model, self.device)
@@ -151,6 +159,25 @@ class MegatronTrainer:
         if self.config.megatron.overlap_param_gather:
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
+
+    def weight_sender(self, on_bucket: Callable[[int, int], None] | None = None) -> WeightSender:
+        """This rank's part in weight syncs and Hugging Face exports; call it once.
+
+        Args:
+            on_bucket: called on stage leaders with (buckets sent, buckets of the stage).
+        """
+        config, backend = self.config, dist.get_backend()
+        options = SyncOptions(
+            dtype=engine_dtype(config, self.hf_config),
+            bucket_bytes=int(config.weights.bucket_mib * (1 << 20)),
+            backend=backend,
+            deadline_s=config.deadlines.weight_sync_s,
+            kv_heads=self.transformer.num_query_groups or self.transformer.num_attention_heads,
+            name=config.name,
+        )
+        groups = make_groups(config.layout, backend, config.deadlines.weight_sync_s)
+        rules = get_family(self.hf_config).rules(self.hf_config)
+        return WeightSender(rules, groups, self.named_local_params, options, on_bucket)
 
     def close(self) -> None:
         """Leave the process groups."""
