@@ -35,6 +35,10 @@ Finish = Literal["stop", "length", "abort"]
 WEIGHT_GROUP = "mslime"
 
 
+class EngineDied(EngineError):
+    """The connection to an engine broke, or it missed a deadline: nothing more is to be expected of it."""
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """One continuation of one token sequence.
@@ -466,10 +470,10 @@ class EngineClient:
 
     # ------------------------------------------------------------------------------------------------- transport
 
-    def error(self, what: str, rule: str) -> EngineError:
-        """An EngineError that names this engine and says where to look."""
+    def error(self, what: str, rule: str, kind: type[EngineError] = EngineError) -> EngineError:
+        """An error that names this engine and says where to look."""
         where = f"read the engine's log {self.log_path}" if self.log_path else f"look at the server behind {self.url}"
-        return EngineError(f"engine {self.name}", what, rule, where)
+        return kind(self.name, what, rule, where)
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -512,9 +516,10 @@ class EngineClient:
             ) as response:
                 content, status = await response.read(), response.status
         except TimeoutError as error:
-            raise self.error(path, f"no answer within {timeout_s:g} s") from error
+            raise self.error(path, f"no answer within {timeout_s:g} s", EngineDied) from error
         except aiohttp.ClientError as error:
-            raise self.error(path, f"the connection broke ({error!r}); the server is dead or unreachable") from error
+            rule = f"the connection broke ({error!r}); the server is dead or unreachable"
+            raise self.error(path, rule, EngineDied) from error
         if status != 200:
             raise self.error(path, f"HTTP {status}: {_message(content)}")
         return orjson.loads(content) if content.lstrip()[:1] == b"{" else {}

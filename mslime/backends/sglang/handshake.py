@@ -1,0 +1,174 @@
+"""What an engine must be able to do, asked of it before a run depends on it.
+
+Two kinds of checks: the routes and request fields that the server declares (its OpenAPI schema), and small real
+requests whose answers must have the right shape. The first thing missing ends the handshake with an EngineError that
+carries the feature's name; a run never discovers it an hour later as wrong data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from mslime.backends.cpu.sglang import SGLANG_VERSION
+from mslime.backends.sglang.client import EngineClient, GenerateRequest, GenerateResult, PauseMode
+from mslime.config.errors import EngineError
+
+PROBE_PROMPT = (1, 2, 3)
+PROBE_TOKENS = 2
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What this run will ask of its engines.
+
+    Attributes:
+        routes: routed experts (`train.replay: r3`).
+        supports: sampling masks (a restricted draw).
+        architectures: of the trained checkpoint's config.json; empty when unknown.
+    """
+
+    routes: bool
+    supports: bool
+    architectures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A feature that shows in the server's schema: a POST route, and fields or choices of its body."""
+
+    feature: str
+    route: str
+    fields: tuple[str, ...] = ()
+    choices: tuple[str, ...] = ()
+
+
+DECLARED: tuple[Declared, ...] = (
+    Declared("log-probs", "/generate", ("input_ids", "return_logprob", "rid")),
+    Declared("routed experts", "/generate", ("return_routed_experts", "routed_experts_start_len")),
+    Declared("sampling mask", "/generate", ("return_sampling_mask",)),
+    Declared("abort", "/abort_request", ("rid", "abort_all")),
+    Declared("pause modes", "/pause_generation", ("mode",), get_args(PauseMode)),
+    Declared("resume", "/continue_generation"),
+    Declared("weight-update sessions", "/begin_weight_update"),
+    Declared("weight-update sessions", "/end_weight_update"),
+    Declared("weight groups", "/init_weights_update_group", ("master_address", "rank_offset", "group_name")),
+    Declared("flattened buckets", "/update_weights_from_distributed", ("names", "dtypes", "shapes", "load_format")),
+    Declared("weight versions", "/update_weight_version", ("new_version", "abort_all_requests")),
+    Declared("weight checksums", "/weights_checker"),
+)
+
+
+async def handshake(client: EngineClient, needs: Needs) -> None:
+    """Check one engine, which must be idle. Raises EngineError naming the first feature that is missing.
+
+    Args:
+        client: must know its model when `needs.routes` is set.
+        needs: what the run depends on.
+    """
+    info = await client.server_info()
+    if info.get("version") != SGLANG_VERSION:
+        raise _missing(client, f"sglang {SGLANG_VERSION}", f"it runs {info.get('version')}")
+    schema = await client.openapi()
+    for declared in DECLARED:
+        _check_declared(client, declared, schema)
+    served = tuple((await client.model_info()).get("architectures") or ())
+    if needs.architectures and served != needs.architectures:
+        raise _missing(client, f"the model {', '.join(needs.architectures)}", f"it serves {', '.join(served)}")
+    await client.version()
+    if needs.routes and not info.get("enable_return_routed_experts"):
+        raise _missing(client, "routed experts", "it was started without --enable-return-routed-experts")
+    await _probe(client, "log-probs", _probe_log_probs)
+    if needs.routes:
+        await _probe(client, "routed experts", _probe_routes)
+    if needs.supports:
+        await _probe(client, "sampling mask", _probe_supports)
+    await _probe(client, "weight-update sessions", _probe_session)
+    await _probe(client, "pause modes", _probe_pause_modes)
+
+
+async def handshake_all(clients: list[EngineClient], needs: Needs) -> None:
+    """`handshake` with every engine at once."""
+    await asyncio.gather(*(handshake(client, needs) for client in clients))
+
+
+def _missing(client: EngineClient, feature: str, found: str) -> EngineError:
+    return client.error(f"without {feature}", f"mslime needs the engine feature {feature!r}, but {found}")
+
+
+def _check_declared(client: EngineClient, declared: Declared, schema: Mapping[str, Any]) -> None:
+    operations = schema.get("paths", {}).get(declared.route)
+    if operations is None:
+        raise _missing(client, declared.feature, f"it has no route {declared.route}")
+    body = _body_schema(schema, operations.get("post") or next(iter(operations.values())))
+    absent = [name for name in declared.fields if name not in body]
+    if absent:
+        raise _missing(client, declared.feature, f"{declared.route} does not take {', '.join(absent)}")
+    known = body.get("mode", {}).get("enum", [])
+    lacking = [choice for choice in declared.choices if choice not in known]
+    if lacking:
+        raise _missing(client, declared.feature, f"{declared.route} does not know {', '.join(lacking)}")
+
+
+def _body_schema(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Properties of an operation's JSON body; empty when it has none."""
+    content = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    reference = content.get("$ref")
+    if reference is not None:
+        content = schema["components"]["schemas"][reference.rpartition("/")[2]]
+    return content.get("properties", {})
+
+
+async def _probe(client: EngineClient, feature: str, probe: Callable[[EngineClient], Awaitable[str]]) -> None:
+    """Run one real request; `probe` returns what is wrong, or an empty string."""
+    try:
+        wrong = await probe(client)
+    except EngineError as error:
+        raise _missing(client, feature, f"a small request failed: {error.rule}") from error
+    if wrong:
+        raise _missing(client, feature, wrong)
+
+
+async def _generate(client: EngineClient, **options: Any) -> GenerateResult:
+    request = GenerateRequest(f"handshake-{client.name}", PROBE_PROMPT, PROBE_TOKENS, ignore_eos=True, **options)
+    return await client.generate(request)
+
+
+async def _probe_log_probs(client: EngineClient) -> str:
+    result = await _generate(client)
+    complete = len(result.output_ids) == PROBE_TOKENS and (result.log_probs < 0).any()
+    return "" if complete else f"{PROBE_TOKENS} tokens came back as {result.output_ids} with {result.log_probs}"
+
+
+async def _probe_routes(client: EngineClient) -> str:
+    assert client.model is not None, "give the client its model"
+    result = await _generate(client, want_routes=True, routes_start=1)
+    rows = len(PROBE_PROMPT) + PROBE_TOKENS - 2
+    expected = (rows, client.model.layers, client.model.top_k)
+    got = None if result.routes is None else result.routes.shape
+    return "" if got == expected else f"routes came back as {got} instead of {expected}"
+
+
+async def _probe_supports(client: EngineClient) -> str:
+    result = await _generate(client, top_k=2, want_support=True)
+    supports = result.supports or []
+    within = [t in s for t, s in zip(result.output_ids, supports, strict=False)]
+    return "" if within == [True] * PROBE_TOKENS else f"supports {supports} for the tokens {result.output_ids}"
+
+
+async def _probe_session(client: EngineClient) -> str:
+    await client.begin_weight_update()
+    await client.end_weight_update()
+    return ""
+
+
+async def _probe_pause_modes(client: EngineClient) -> str:
+    for mode in get_args(PauseMode):
+        await client.pause(mode)
+        paused = not await client.ready()
+        await client.resume()
+        if not paused:
+            return f"mode {mode} did not pause it"
+    return "" if await client.ready() else "it did not go on after the pause"

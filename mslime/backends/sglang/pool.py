@@ -1,0 +1,169 @@
+"""Several engines as one: who gets a request, how many run at once, and what happens when an engine dies.
+
+SGLang's own router drops `return_routed_experts`, so mslime balances over the servers itself: the least busy engine
+takes a new session, later requests of a session follow it (its prefix is cached there), and a dead engine fails its
+requests at once instead of letting them wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from mslime.backends.sglang.client import EngineClient, EngineDied, GenerateRequest, GenerateResult, PauseMode
+from mslime.config.errors import EngineError
+
+T = TypeVar("T")
+MAX_SESSIONS = 65536
+
+
+class _Slot:
+    """One engine with its share of the work."""
+
+    def __init__(self, client: EngineClient, concurrency: int) -> None:
+        self.client = client
+        self.assigned = 0
+        self.limit = asyncio.Semaphore(concurrency)
+        self.death = asyncio.Event()
+        self.error: EngineError | None = None
+
+    def kill(self, error: EngineError) -> None:
+        if self.error is None:
+            self.error = error
+            self.death.set()
+
+
+class EnginePool:
+    """Engines that share the work of a run. Belongs to one event loop.
+
+    Args:
+        clients: one per engine, with distinct names.
+        concurrency: requests in flight per engine; more wait here, in order.
+    """
+
+    def __init__(self, clients: Sequence[EngineClient], concurrency: int) -> None:
+        assert clients and concurrency > 0
+        assert len({c.name for c in clients}) == len(clients), "engines need distinct names"
+        self._slots = [_Slot(client, concurrency) for client in clients]
+        self._sessions: OrderedDict[str, _Slot] = OrderedDict()
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        """All engines, dead ones included."""
+        return [slot.client for slot in self._slots]
+
+    @property
+    def dead(self) -> dict[str, EngineError]:
+        """Dead engines by name, with what killed them."""
+        return {slot.client.name: slot.error for slot in self._slots if slot.error is not None}
+
+    @property
+    def assigned(self) -> dict[str, int]:
+        """Requests per engine, running or waiting for their turn."""
+        return {slot.client.name: slot.assigned for slot in self._slots}
+
+    def mark_dead(self, name: str, error: EngineError) -> None:
+        """Whoever supervises the processes says that an engine has ended; its requests fail with `error` now."""
+        next(slot for slot in self._slots if slot.client.name == name).kill(error)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Run a request on the engine of its session, or on the least busy one.
+
+        Raises:
+            EngineError: the engine refused the request.
+            EngineDied: the engine died meanwhile; the others go on.
+        """
+        slot = self._choose(request.session_id)
+        slot.assigned += 1
+        try:
+            return await self._unless_dead(slot, self._limited(slot, request))
+        finally:
+            slot.assigned -= 1
+
+    async def abort(self, rid: str | None = None) -> None:
+        """Stop one request, wherever it runs, or all."""
+        await self.broadcast(lambda client: client.abort(rid))
+
+    async def drain(self) -> None:
+        """Abort until no engine has work left."""
+        await self.broadcast(lambda client: client.drain())
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause every engine."""
+        await self.broadcast(lambda client: client.pause(mode))
+
+    async def resume(self) -> None:
+        """Let every engine go on."""
+        await self.broadcast(lambda client: client.resume())
+
+    async def flush_cache(self) -> None:
+        """Forget cached prefixes everywhere."""
+        await self.broadcast(lambda client: client.flush_cache())
+
+    async def set_version(self, version: int) -> None:
+        """Stamp every engine's weights."""
+        await self.broadcast(lambda client: client.set_version(version))
+
+    async def versions(self) -> dict[str, int]:
+        """Weight version of every live engine by name."""
+        found = await self.broadcast(lambda client: client.version())
+        return {slot.client.name: version for slot, version in zip(self._live(), found, strict=True)}
+
+    async def broadcast(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
+        """One call to every live engine at the same time. The first failure is raised, after all have answered."""
+        slots = self._live()
+        answers = await asyncio.gather(
+            *(self._unless_dead(slot, call(slot.client)) for slot in slots), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for slot in self._slots:
+            await slot.client.close()
+
+    def _live(self) -> list[_Slot]:
+        live = [slot for slot in self._slots if slot.error is None]
+        if not live:
+            first = self._slots[0].error
+            assert first is not None
+            raise first
+        return live
+
+    def _choose(self, session_id: str) -> _Slot:
+        slot = self._sessions.get(session_id) if session_id else None
+        if slot is None or slot.error is not None:
+            slot = min(self._live(), key=lambda s: s.assigned)
+        if session_id:
+            self._sessions[session_id] = slot
+            self._sessions.move_to_end(session_id)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return slot
+
+    @staticmethod
+    async def _limited(slot: _Slot, request: GenerateRequest) -> GenerateResult:
+        async with slot.limit:
+            return await slot.client.generate(request)
+
+    @staticmethod
+    async def _unless_dead(slot: _Slot, work: Awaitable[T]) -> T:
+        """The result of `work`, or the engine's death if that comes first."""
+        task, death = asyncio.ensure_future(work), asyncio.ensure_future(slot.death.wait())
+        try:
+            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            assert slot.error is not None
+            raise slot.error
+        except EngineDied as error:
+            slot.kill(error)
+            raise
+        finally:
+            task.cancel()
+            death.cancel()
