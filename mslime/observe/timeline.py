@@ -7,6 +7,7 @@ span named `step` bounds a step. Recording a span costs one short line to a buff
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -47,7 +48,7 @@ class Timeline:
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / FILE_NAME
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        torn = _is_torn(path)
         self._file = path.open("a", encoding="utf-8")
         if torn:
             self._file.write("\n")
@@ -91,6 +92,15 @@ class Timeline:
         self.close()
 
 
+def _is_torn(path: Path) -> bool:
+    """Whether a crash left the file without a final newline."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
 def read_spans(run_dir: Path) -> list[Span]:
     """Recorded spans by start time. Of a step that was done again after a resume, the last attempt counts."""
     spans = [Span(**row) for row in read_rows(run_dir / FILE_NAME, skip_torn=True)]
@@ -108,7 +118,7 @@ def step_window(spans: Iterable[Span], step: int) -> tuple[float, float] | None:
 
 
 def idle_shares(spans: Iterable[Span], window: tuple[float, float]) -> dict[str, float]:
-    """Share of `window` in which each lane has no span, by lane; the driver is left out, overlapping spans count once."""
+    """Share of `window` in which each lane has no span. The driver is left out; overlapping spans count once."""
     start, end = window
     by_lane: dict[str, list[tuple[float, float]]] = {}
     for span in spans:
