@@ -80,15 +80,15 @@ def assemble(config: HFConfig, mlp_rules: tuple[Rule, ...]) -> RuleTable:
     heads, groups, head_dim = required_int(config, "num_attention_heads"), _groups(config), _head_dim(config)
     layers = tuple(range(required_int(config, "num_hidden_layers")))
     tied = flag(config, "tie_word_embeddings", False)
-    norm, vocabulary = Replicated((hidden,)), Vocabulary(vocab, hidden)
+    norm, head_norm, vocabulary = Replicated((hidden,)), Replicated((head_dim,)), Vocabulary(vocab, hidden)
     qkv = tuple(f"{_H}self_attn.{part}_proj.weight" for part in "qkv")
     output = ("model.embed_tokens.weight" if tied else "lm_head.weight",)
     rules = (
         Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary),
         Rule(f"{_M}input_layernorm.weight", (f"{_H}input_layernorm.weight",), norm, layers),
         Rule(f"{_M}self_attention.linear_qkv.weight", qkv, FusedQKV(heads, groups, head_dim, hidden), layers),
-        Rule(f"{_M}self_attention.q_layernorm.weight", (f"{_H}self_attn.q_norm.weight",), Replicated((head_dim,)), layers),
-        Rule(f"{_M}self_attention.k_layernorm.weight", (f"{_H}self_attn.k_norm.weight",), Replicated((head_dim,)), layers),
+        Rule(f"{_M}self_attention.q_layernorm.weight", (f"{_H}self_attn.q_norm.weight",), head_norm, layers),
+        Rule(f"{_M}self_attention.k_layernorm.weight", (f"{_H}self_attn.k_norm.weight",), head_norm, layers),
         Rule(f"{_M}self_attention.linear_proj.weight", (f"{_H}self_attn.o_proj.weight",),
              Row((hidden, heads * head_dim)), layers),
         Rule(f"{_M}pre_mlp_layernorm.weight", (f"{_H}post_attention_layernorm.weight",), norm, layers),

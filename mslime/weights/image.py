@@ -1,0 +1,130 @@
+"""What every rank of an engine must hold, worked out from the Hugging Face tensors alone.
+
+SGLang fuses and shards the tensors that it loads (qkv_proj, gate_up_proj, w13_weight, ...). This module builds the same
+parameters from what the trainer sends, shard by shard, and keeps only their digests: comparing them with the engine's
+own digests compares every bit of every parameter. The layouts are those of unquantised SGLang 0.5.23 models between
+`begin_weight_update` and `end_weight_update`, when no backend has repacked them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mslime.convert.kinds import Shape
+from mslime.weights.digest import engine_digest
+
+_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_QKV = re.compile(r"(.+\.self_attn)\.([qkv])_proj\.weight")
+_GATE_UP = re.compile(r"(.+\.mlp)\.(gate|up)_proj\.weight")
+_VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+_ROW = ("o_proj.weight", "down_proj.weight")
+_VOCAB_PADDING = 64
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """Parallel sizes of an engine: experts are shared out over `ep`, and each over `tp // ep`."""
+
+    tp: int = 1
+    ep: int = 1
+
+
+def engine_parameter(hf_name: str) -> str:
+    """The engine's parameter that a Hugging Face tensor is loaded into."""
+    if expert := _EXPERT.fullmatch(hf_name):
+        return f"{expert[1]}.{'w2' if expert[3] == 'down' else 'w13'}_weight"
+    if qkv := _QKV.fullmatch(hf_name):
+        return f"{qkv[1]}.qkv_proj.weight"
+    if gate_up := _GATE_UP.fullmatch(hf_name):
+        return f"{gate_up[1]}.gate_up_proj.weight"
+    return hf_name
+
+
+class EngineImage:
+    """Collects Hugging Face tensors in any order; a parameter's digests are taken when its last tensor arrives.
+
+    Args:
+        hf_shapes: the tensors that will arrive, with their shapes.
+        kv_heads: key-value heads of the model.
+        layout: the engine's.
+
+    Attributes:
+        digests: for each rank of the engine, the digest of every parameter completed so far.
+    """
+
+    def __init__(self, hf_shapes: Mapping[str, Shape], kv_heads: int, layout: EngineLayout) -> None:
+        self._layout, self._kv_heads = layout, kv_heads
+        self._wanted: dict[str, list[str]] = {}
+        for name in hf_shapes:
+            self._wanted.setdefault(engine_parameter(name), []).append(name)
+        self._parts: dict[str, dict[str, torch.Tensor]] = {}
+        self.digests: list[dict[str, str]] = [{} for _ in range(layout.tp)]
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """One Hugging Face tensor; copied when it has to wait for others."""
+        parameter = engine_parameter(name)
+        wanted = self._wanted[parameter]
+        parts = self._parts.setdefault(parameter, {})
+        last = len(parts) + 1 == len(wanted)
+        parts[name] = tensor if last else tensor.clone()
+        if last:
+            del self._parts[parameter]
+            for rank, digests in enumerate(self.digests):
+                digests[parameter] = engine_digest(self._local(parameter, parts, rank))
+
+    def _local(self, parameter: str, parts: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor:
+        """What one rank of the engine holds of a parameter."""
+        tp = self._layout.tp
+        if parameter.endswith(("w13_weight", "w2_weight")):
+            return self._experts(parts, rank)
+        if parameter.endswith("qkv_proj.weight"):
+            q, k, v = (_one(parts, f".{letter}_proj.weight") for letter in "qkv")
+            replicas = max(1, tp // self._kv_heads)
+            kv_rank, kv_ranks = rank // replicas, tp // replicas
+            return torch.cat([_share(q, rank, tp), _share(k, kv_rank, kv_ranks), _share(v, kv_rank, kv_ranks)])
+        if parameter.endswith("gate_up_proj.weight"):
+            return torch.cat([_share(_one(parts, f".{part}_proj.weight"), rank, tp) for part in ("gate", "up")])
+        tensor = parts[parameter]
+        if parameter in _VOCABULARY:
+            return _share(_padded_vocabulary(tensor, tp), rank, tp)
+        return _share(tensor, rank, tp, 1) if parameter.endswith(_ROW) else tensor
+
+    def _experts(self, parts: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor:
+        """[local experts, rows, columns]: this rank's experts, each cut over the ranks that share it."""
+        by_expert: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in parts.items():
+            match = _EXPERT.fullmatch(name)
+            assert match is not None, name
+            by_expert.setdefault(int(match[2]), {})[match[3]] = tensor
+        moe_tp = self._layout.tp // self._layout.ep
+        ep_rank, tp_rank = rank // moe_tp, rank % moe_tp
+        per_rank = len(by_expert) // self._layout.ep
+        local: list[torch.Tensor] = []
+        for expert in range(ep_rank * per_rank, (ep_rank + 1) * per_rank):
+            projections = by_expert[expert]
+            if "down" in projections:
+                local.append(_share(projections["down"], tp_rank, moe_tp, 1))
+            else:
+                local.append(torch.cat([_share(projections[part], tp_rank, moe_tp) for part in ("gate", "up")]))
+        return torch.stack(local)
+
+
+def _one(parts: Mapping[str, torch.Tensor], suffix: str) -> torch.Tensor:
+    return next(tensor for name, tensor in parts.items() if name.endswith(suffix))
+
+
+def _share(tensor: torch.Tensor, rank: int, ranks: int, dim: int = 0) -> torch.Tensor:
+    return tensor.chunk(ranks, dim)[rank] if ranks > 1 else tensor
+
+
+def _padded_vocabulary(tensor: torch.Tensor, tp: int) -> torch.Tensor:
+    """Zero rows up to a multiple of 64, or of 64 x TP where that does not divide (VocabParallelEmbedding)."""
+    unit = _VOCAB_PADDING
+    if -(-tensor.shape[0] // unit) * unit % tp:
+        unit *= tp
+    missing = -tensor.shape[0] % unit
+    return torch.cat([tensor, tensor.new_zeros(missing, tensor.shape[1])]) if missing else tensor

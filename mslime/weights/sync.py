@@ -1,0 +1,293 @@
+"""The trainer's side of a sync: one `WeightSender` on every trainer rank, driven phase by phase by control.
+
+All ranks call the same method at the same time. Stages send one after the other (SGLang takes one bucket at a time);
+within a stage the leader converts bucket k + 1 while the engines load bucket k. A failure on any rank is raised on
+every rank, with the culprit's words: a leader that cannot send goes on gathering, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mslime.convert.hf import ShardWriter, copy_side_files, publish, staging_directory, write_index
+from mslime.convert.table import RuleTable
+from mslime.weights.buckets import convert, gather, named_tensors, pack
+from mslime.weights.commit import Digests
+from mslime.weights.errors import WeightSyncError, sync_error
+from mslime.weights.groups import SyncGroups
+from mslime.weights.image import EngineImage, EngineLayout
+from mslime.weights.plan import Bucket, WeightPlan, build_plan
+from mslime.weights.transport import BroadcastTransport, EngineInfo, Pending, Transport, describe_engine
+
+_T = TypeVar("_T")
+NamedParams = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """How weights are sent.
+
+    Attributes:
+        dtype: on the wire, as torch names it; the engines' own.
+        bucket_bytes: upper bound on a bucket.
+        backend: of the group with the engines: `nccl` or `gloo`.
+        deadline_s: for every phase.
+        kv_heads: key-value heads of the model, for the expected digests.
+        name: unique among the runs that share an engine.
+    """
+
+    dtype: str
+    bucket_bytes: int
+    backend: str
+    deadline_s: float
+    kv_heads: int
+    name: str = "mslime"
+
+
+@dataclass(frozen=True)
+class SendReport:
+    """What one sync moved, the same on every rank.
+
+    Attributes:
+        version: of the weights.
+        bytes: on the wire, to each engine rank.
+        buckets: number of broadcasts.
+        seconds: of the whole send, on the slowest rank.
+        expected: where asked for, the digests every engine rank must report, by engine layout.
+    """
+
+    version: int
+    bytes: int
+    buckets: int
+    seconds: float
+    expected: Mapping[EngineLayout, Digests]
+
+
+class WeightSender:
+    """One trainer rank's part in every sync of a run.
+
+    Args:
+        table: the model's conversion rules.
+        groups: from `make_groups`.
+        params: gives this rank's parameters by canonical name; called anew for every sync.
+        options: how to send.
+        on_bucket: called on leaders with (buckets of the stage sent, buckets of the stage), for progress.
+
+    Raises:
+        CheckpointError: the model's parameters and the rules do not match.
+    """
+
+    def __init__(
+        self,
+        table: RuleTable,
+        groups: SyncGroups,
+        params: NamedParams,
+        options: SyncOptions,
+        on_bucket: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._table, self._groups, self._params, self._options = table, groups, params, options
+        self._on_bucket = on_bucket
+        self._transport: Transport | None = None
+        self.engines: tuple[EngineInfo, ...] = ()
+        self.plan = self._make_plan()
+
+    def _make_plan(self) -> WeightPlan:
+        """Collective: every rank learns every stage's layers from the parameters themselves."""
+        groups, layout = self._groups, self._groups.layout
+        mine = {name: tuple(param.shape) for name, param in self._params()}
+        held = self._exchange((groups.stage, list(mine)))
+        self._table.check_model(name for _, names in held for name in names)
+        for name, shape in mine.items():
+            rule = self._table.bind(name)
+            expected = rule.local_shape(layout.etp if rule.is_expert else layout.tp)
+            assert shape == expected, f"{name} has shape {shape}, its rule gives {expected}"
+        layers: list[set[int]] = [set() for _ in range(layout.pp)]
+        for stage, names in held:
+            layers[stage] |= {self._table.bind(name).layer for name in names} - {-1}
+        plan = build_plan(
+            self._table,
+            layout,
+            [sorted(stage) for stage in layers],
+            self._options.dtype,
+            self._options.bucket_bytes,
+        )
+        assert len(set(self._exchange(plan.fingerprint()))) == 1, "trainer ranks disagree about the weight plan"
+        return plan
+
+    def _exchange(self, mine: _T) -> list[_T]:
+        """Every rank's value, in rank order."""
+        everyone: list[_T] = [mine] * self._groups.layout.world_size
+        try:
+            dist.all_gather_object(everyone, mine, group=self._groups.control)
+        except RuntimeError as error:
+            raise sync_error("exchange", f"trainer rank {self._groups.rank}", f"another trainer rank is gone: {error}",
+                             "read the log of the first trainer rank that stopped") from error  # fmt: skip
+        return everyone
+
+    def _raise_together(self, phase: str, failure: Exception | None) -> None:
+        """Collective: the first failing rank's error is raised on every rank."""
+        words = f"{failure.value}: {failure.rule}" if isinstance(failure, WeightSyncError) else repr(failure)
+        failures = self._exchange(None if failure is None else words)
+        culprit = next((rank for rank, words in enumerate(failures) if words is not None), None)
+        if culprit is not None:
+            raise sync_error(phase, f"trainer rank {culprit}", str(failures[culprit])) from failure
+
+    def connect(self, engine_urls: Sequence[str]) -> None:
+        """Meet the engines: one group for each stage leader. Collective.
+
+        Args:
+            engine_urls: running SGLang servers.
+
+        Raises:
+            WeightSyncError: on every rank, naming the engine and its answer.
+        """
+        options = self._options
+        for stage in range(self._groups.layout.pp):
+            failure: WeightSyncError | None = None
+            if self._groups.is_leader:
+                try:
+                    self.engines = self.engines or tuple(
+                        describe_engine(url, options.deadline_s) for url in engine_urls
+                    )
+                    if stage == self._groups.stage:
+                        name = f"{options.name}-stage{stage}"
+                        self._transport = BroadcastTransport(name, options.backend, options.deadline_s)
+                        self._transport.connect(self.engines)
+                except WeightSyncError as error:
+                    failure = error
+            self._raise_together("connect", failure)
+        self.engines = self._exchange(self.engines)[0]
+
+    def send(self, version: int, verify: bool = False) -> SendReport:
+        """Send every parameter to every engine. Collective; the engines' sessions must be open.
+
+        Args:
+            version: recorded in the report; the engines learn it from `Commit.stamp`.
+            verify: also work out the digests that the engines must report.
+
+        Raises:
+            WeightSyncError: on every rank, naming the rank, bucket and engine that failed.
+        """
+        assert self.engines, "connect comes before send"
+        started = time.monotonic()
+        params = dict(self._params())
+        layouts = sorted({engine.layout for engine in self.engines}, key=repr) if verify else []
+        digests: dict[EngineLayout, list[dict[str, str]]] = {}
+        for stage in range(self._groups.layout.pp):
+            failure: Exception | None = None
+            if stage == self._groups.stage:
+                images = [self._image(stage, layout) for layout in layouts] if self._groups.is_leader else []
+                failure = self._send_stage(params, images, started)
+                digests = {layout: image.digests for layout, image in zip(layouts, images, strict=False)}
+            self._raise_together("send", failure)
+        everyone = self._exchange((time.monotonic() - started, digests))
+        expected = {
+            layout: [_merged(stages, rank) for rank in range(layout.tp)]
+            for layout in layouts
+            for stages in [[found[layout] for _, found in everyone if layout in found]]
+        }
+        seconds = max(elapsed for elapsed, _ in everyone)
+        return SendReport(version, self.plan.total_bytes, len(self.plan.buckets), seconds, expected)
+
+    def _image(self, stage: int, layout: EngineLayout) -> EngineImage:
+        shapes = {entry.name: entry.shape for bucket in self.plan.stage_buckets(stage) for entry in bucket.entries}
+        return EngineImage(shapes, self._options.kv_heads, layout)
+
+    def _send_stage(
+        self, params: Mapping[str, torch.Tensor], images: Sequence[EngineImage], started: float
+    ) -> WeightSyncError | None:
+        """Gather and send this stage's buckets; the first failure to send is returned after all gathers are over."""
+        buckets = self.plan.stage_buckets(self._groups.stage)
+        failure: WeightSyncError | None = None
+        pending: Pending | None = None
+        for done, bucket in enumerate(buckets):
+            try:
+                flat = self._fill(bucket, params)
+            except WeightSyncError as error:
+                failure = failure or error
+                continue
+            if flat is None or failure is not None:
+                continue
+            assert self._transport is not None, "connect comes before send"
+            for image in images:
+                for name, tensor in named_tensors(bucket, flat):
+                    image.add(name, tensor)
+            try:
+                if pending is not None:
+                    pending.wait()
+                if time.monotonic() - started > self._options.deadline_s:
+                    raise sync_error("send", bucket.describe(), f"the sync took over {self._options.deadline_s:.0f} s")
+                pending = self._transport.start(bucket, flat)
+            except WeightSyncError as error:
+                failure = error
+            if self._on_bucket is not None:
+                self._on_bucket(done + 1, len(buckets))
+        if pending is not None and failure is None:
+            try:
+                pending.wait()
+            except WeightSyncError as error:
+                failure = error
+        return failure
+
+    def _fill(self, bucket: Bucket, params: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """The bucket's flat buffer on the stage leader, None elsewhere; collective over the bucket's gather group."""
+        groups = self._groups
+        if not groups.gathers(bucket.expert):
+            return None
+        local = pack(bucket, params, groups.ep_rank)
+        gathered = gather(bucket, local, groups.expert if bucket.expert else groups.tensor)
+        return convert(bucket, gathered, self._table) if gathered is not None else None
+
+    def export(self, directory: Path, source: Path) -> None:
+        """Write a Hugging Face checkpoint of the current weights. Collective.
+
+        Args:
+            directory: replaced as a whole when everything is written; on a file system that all leaders share.
+            source: checkpoint whose config.json and tokenizer are copied.
+
+        Raises:
+            WeightSyncError: on every rank, when a shard cannot be written.
+        """
+        staging = staging_directory(directory)
+        if self._groups.rank == 0:
+            staging.mkdir(parents=True, exist_ok=True)
+            for left_over in staging.iterdir():
+                left_over.unlink()
+        self._exchange(None)
+        params = dict(self._params())
+        failure: Exception | None = None
+        written: tuple[dict[str, str], int] = ({}, 0)
+        writer = ShardWriter(staging, f"stage{self._groups.stage}")
+        try:
+            for bucket in self.plan.stage_buckets(self._groups.stage):
+                flat = self._fill(bucket, params)
+                for name, tensor in named_tensors(bucket, flat) if flat is not None else ():
+                    writer.add(name, tensor)
+            written = writer.close()
+        except ValueError as error:
+            failure = error
+        self._raise_together("export", failure)
+        parts = self._exchange(written)
+        if self._groups.rank == 0:
+            copy_side_files(source, staging)
+            write_index(staging, {k: v for files, _ in parts for k, v in files.items()}, sum(size for _, size in parts))
+            publish(directory)
+        self._exchange(None)
+
+    def disconnect(self) -> None:
+        """Leave the engines; not collective, safe to call twice and after a failure."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.disconnect()
+        self.engines = ()
+
+
+def _merged(stages: Sequence[Sequence[Mapping[str, str]]], rank: int) -> dict[str, str]:
+    return {name: digest for stage in stages for name, digest in stage[rank].items()}

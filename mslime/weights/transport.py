@@ -1,0 +1,262 @@
+"""How a filled bucket reaches the engines. One protocol; this file holds the broadcast over a process group.
+
+The group spans one sender (rank 0) and every rank of every engine, and belongs to no trainer group: it is made the way
+SGLang's `init_custom_process_group` makes it, so that both ends meet in the same store under the same names. Every wait
+has a deadline, and an engine that answers with an error ends the wait at once, with the engine's own words.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import httpx
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+from mslime.weights.errors import WeightSyncError, sync_error
+from mslime.weights.image import EngineLayout
+from mslime.weights.plan import Bucket
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """One SGLang server: its URL and its parallel layout; every tensor-parallel rank of it receives weights."""
+
+    url: str
+    layout: EngineLayout = field(default_factory=EngineLayout)
+
+    @property
+    def ranks(self) -> int:
+        """Processes that join the weight-update group."""
+        return self.layout.tp
+
+
+class Pending(Protocol):
+    """A bucket on its way."""
+
+    def wait(self) -> None:
+        """Return when every engine has loaded the bucket.
+
+        Raises:
+            WeightSyncError: an engine refused it, the connection broke, or the deadline passed.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """Moves filled buckets from one sender to all engines."""
+
+    def connect(self, engines: Sequence[EngineInfo]) -> None:
+        """Meet the engines. Raises WeightSyncError."""
+        ...
+
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
+        """Begin to send `flat` [bucket.hf_numel]; it must not be written to before the wait is over."""
+        ...
+
+    def disconnect(self) -> None:
+        """Leave the engines; safe to call twice."""
+        ...
+
+
+def post(url: str, path: str, body: Mapping[str, object], timeout_s: float, phase: str) -> dict[str, Any]:
+    """POST to an engine and return its JSON answer.
+
+    Raises:
+        WeightSyncError: no answer in time, no connection, an HTTP error, or `success: false`.
+    """
+    try:
+        response = httpx.post(url + path, json=dict(body), timeout=timeout_s, trust_env=False)
+        answer = response.json() if "json" in response.headers.get("content-type", "") else {"message": response.text}
+    except httpx.TimeoutException as error:
+        raise sync_error(phase, url + path, f"no answer within {timeout_s:.0f} s") from error
+    except httpx.HTTPError as error:
+        raise sync_error(phase, url + path, f"the engine cannot be reached: {error!r}") from error
+    if response.status_code != 200 or not answer.get("success", True):
+        raise sync_error(phase, url + path, f"HTTP {response.status_code}: {answer.get('message', answer)}")
+    return answer
+
+
+def describe_engine(url: str, timeout_s: float) -> EngineInfo:
+    """Ask a running server for the number of processes that receive weights.
+
+    Raises:
+        WeightSyncError: it cannot be reached, or it runs pipeline- or data-parallel replicas, whose ranks SGLang 0.5.23
+            does not count in a weight-update group.
+    """
+    try:
+        info = httpx.get(url + "/server_info", timeout=timeout_s, trust_env=False).raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise sync_error("connect", url, f"the engine does not describe itself: {error!r}") from error
+    for name in ("pp_size", "dp_size"):
+        if info[name] != 1:
+            raise sync_error(
+                "connect", url, f"{name} = {info[name]}; weights can be sent to engines with {name} 1 only",
+                "start more engines instead",
+            )  # fmt: skip
+    return EngineInfo(url, EngineLayout(int(info["tp_size"]), int(info["ep_size"])))
+
+
+def own_address(engine_url: str) -> str:
+    """The local address from which this machine reaches an engine: where the engine finds our store."""
+    url = httpx.URL(engine_url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((url.host, url.port or 80))
+        return probe.getsockname()[0]
+
+
+def join_group(
+    store: Store, backend: str, world_size: int, rank: int, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group outside torch's default one, met by SGLang's `init_custom_process_group` of the same name.
+
+    Torch has no public way to make one beside an existing default group; the private helper is what SGLang calls too.
+    """
+    group, _ = c10d._new_process_group_helper(  # pyright: ignore[reportPrivateUsage]
+        world_size, rank, [], c10d.Backend(backend), c10d.PrefixStore(name, store),
+        group_name=c10d.GroupName(name), timeout=timeout,
+    )  # fmt: skip
+    assert isinstance(group, dist.ProcessGroup), group
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}  # pyright: ignore[reportPrivateUsage]
+    return group
+
+
+class BroadcastTransport:
+    """One flat broadcast a bucket to all engines at once.
+
+    Args:
+        name: of the process group; unique among the senders of all stages and runs that share an engine.
+        backend: `nccl` on GPUs, `gloo` on CPUs.
+        deadline_s: for meeting the engines, and for each bucket.
+    """
+
+    def __init__(self, name: str, backend: str, deadline_s: float) -> None:
+        self._name, self._backend, self._deadline_s = name, backend, deadline_s
+        self._engines: tuple[EngineInfo, ...] = ()
+        self._group: dist.ProcessGroup | None = None
+        self._store: Store | None = None
+        self._threads: ThreadPoolExecutor | None = None
+
+    def connect(self, engines: Sequence[EngineInfo]) -> None:
+        """Make the process group: every engine is asked to join while this rank waits in it.
+
+        Raises:
+            WeightSyncError: an engine refused, or did not come before the deadline.
+        """
+        assert self._group is None, "connected already"
+        self._engines = tuple(engines)
+        self._threads = ThreadPoolExecutor(len(engines), thread_name_prefix="weights-http")
+        world_size = 1 + sum(engine.ranks for engine in engines)
+        timeout = timedelta(seconds=self._deadline_s)
+        host = own_address(engines[0].url)
+        store = TCPStore(host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        joins: list[Future[dict[str, Any]]] = []
+        offset = 1
+        for engine in engines:
+            body = {"master_address": host, "master_port": store.port, "rank_offset": offset, "world_size": world_size,
+                    "group_name": self._name, "backend": self._backend}  # fmt: skip
+            joins.append(self._submit(engine, "/init_weights_update_group", body, "connect"))
+            offset += engine.ranks
+        self._store = store
+        joined = self._threads_once(store, world_size, timeout)
+        self._await([joined, *joins], "connect", f"{len(engines)} engines", self._deadline_s)
+        self._group = joined.result()
+
+    def _threads_once(self, store: Store, world_size: int, timeout: timedelta) -> Future[dist.ProcessGroup]:
+        """Join from a thread of its own, so that an engine's refusal is heard while this rank still waits."""
+        joiner = ThreadPoolExecutor(1, thread_name_prefix="weights-join")
+        future = joiner.submit(join_group, store, self._backend, world_size, 0, self._name, timeout)
+        joiner.shutdown(wait=False)
+        return future
+
+    def _submit(self, engine: EngineInfo, path: str, body: Mapping[str, object], phase: str) -> Future[dict[str, Any]]:
+        assert self._threads is not None, "not connected"
+        return self._threads.submit(post, engine.url, path, body, self._deadline_s, phase)
+
+    @staticmethod
+    def _await(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s: float) -> None:
+        done, waiting = wait(futures, timeout=deadline_s, return_when=FIRST_EXCEPTION)
+        # An engine's own words first: a broken collective is only their echo.
+        failures = [error for future in done if (error := future.exception()) is not None]
+        for error in sorted(failures, key=lambda e: not isinstance(e, WeightSyncError)):
+            if isinstance(error, WeightSyncError):
+                raise error
+            raise sync_error(phase, where, f"{type(error).__name__}: {error}") from error
+        if waiting:
+            raise sync_error(phase, where, f"not finished within {deadline_s:.0f} s")
+
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
+        """Ask every engine to receive the bucket, and broadcast it."""
+        assert self._group is not None, "not connected"
+        body = {
+            "names": [entry.name for entry in bucket.entries],
+            "dtypes": [bucket.dtype] * len(bucket.entries),
+            "shapes": [list(entry.shape) for entry in bucket.entries],
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
+        }
+        answers = [self._submit(engine, "/update_weights_from_distributed", body, "send") for engine in self._engines]
+        work = dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=0, async_op=True)
+        assert work is not None
+        return PendingBroadcast(bucket, flat, work, answers, self._deadline_s)
+
+    def disconnect(self) -> None:
+        """Destroy the group at both ends. An engine that no longer answers is left alone."""
+        group, self._group = self._group, None
+        leaving = [
+            self._submit(engine, "/destroy_weights_update_group", {"group_name": self._name}, "disconnect")
+            for engine in (self._engines if group is not None else ())
+        ]
+        if group is not None:
+            dist.destroy_process_group(group)
+        wait(leaving, timeout=self._deadline_s)
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+            self._threads = None
+        self._store = None
+
+
+@dataclass
+class PendingBroadcast:
+    """One bucket in flight: the broadcast on our side, an HTTP answer from every engine."""
+
+    bucket: Bucket
+    flat: torch.Tensor
+    work: dist.Work
+    answers: Sequence[Future[dict[str, Any]]]
+    deadline_s: float
+
+    def wait(self) -> None:
+        """Return when the broadcast is done and every engine has loaded the bucket.
+
+        Raises:
+            WeightSyncError: from the engine that refused it, or when the deadline passes.
+        """
+        until = time.monotonic() + self.deadline_s
+        waiting = set(self.answers)
+        while waiting:
+            # An engine that never receives is only waited for until one of them says why, or the deadline.
+            done, waiting = wait(waiting, timeout=max(until - time.monotonic(), 0), return_when=FIRST_EXCEPTION)
+            for answer in done:
+                if (error := answer.exception()) is not None:
+                    raise self._name_bucket(error)
+            if waiting and time.monotonic() >= until:
+                raise sync_error("send", self.bucket.describe(), f"not delivered within {self.deadline_s:.0f} s")
+        try:
+            self.work.wait(timedelta(seconds=self.deadline_s))
+        except RuntimeError as error:
+            raise sync_error("send", self.bucket.describe(), f"the broadcast broke: {error}") from error
+
+    def _name_bucket(self, error: BaseException) -> WeightSyncError:
+        rule = error.rule if isinstance(error, WeightSyncError) else repr(error)
+        where = error.value if isinstance(error, WeightSyncError) else "engine"
+        return sync_error("send", f"{self.bucket.describe()} to {where}", rule)
