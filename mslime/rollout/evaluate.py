@@ -1,0 +1,75 @@
+"""What a held-out set says: accuracy, pass@k and response lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from mslime.data.sample import Sample, SampleStatus
+
+RIGHT_ABOVE = 0.5
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """One held-out set under one weight version.
+
+    Attributes:
+        prompts: rows of the set.
+        accuracy: share of responses that are right, that is, whose reward exceeds 0.5.
+        mean_reward: mean over responses; a response that could not be scored counts 0.
+        pass_at: k -> probability that one of k responses is right, mean over prompts; k = 1, 2, 4 ... up to n.
+        response_len_mean: tokens. truncated: share of responses cut at the length limit.
+    """
+
+    name: str
+    prompts: int
+    accuracy: float
+    mean_reward: float
+    pass_at: dict[int, float]
+    response_len_mean: float
+    truncated: float
+    seconds: float
+
+    def metrics(self) -> dict[str, float]:
+        """`eval/<name>/...` values."""
+        head = f"eval/{self.name}"
+        return {
+            f"{head}/accuracy": self.accuracy,
+            f"{head}/response_len_mean": self.response_len_mean,
+            f"{head}/truncated": self.truncated,
+            f"{head}/seconds": self.seconds,
+            **{f"{head}/pass@{k}": v for k, v in self.pass_at.items()},
+        }
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Unbiased estimate of the probability that one of k responses is right, from n of which `right` are.
+
+    1 - C(n - right, k) / C(n, k), Chen et al. 2021 (arXiv 2107.03374), eq. 1.
+    """
+    assert 0 < k <= n and 0 <= right <= n
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def summarise(name: str, groups: Sequence[Sequence[Sample]], seconds: float) -> EvalResult:
+    """The result of `groups`: the finished responses to each prompt, the same number n for all."""
+    n = len(groups[0])
+    assert all(len(g) == n for g in groups)
+    rewards = np.asarray([[s.reward or 0.0 for s in g] for g in groups], np.float64)
+    right = (rewards > RIGHT_ABOVE).sum(axis=1)
+    ks = [2**i for i in range(n.bit_length()) if 2**i <= n]
+    samples = [s for g in groups for s in g]
+    return EvalResult(
+        name,
+        len(groups),
+        float((rewards > RIGHT_ABOVE).mean()),
+        float(rewards.mean()),
+        {k: float(np.mean([pass_at_k(n, int(c), k) for c in right])) for k in ks},
+        float(np.mean([s.response_length for s in samples])),
+        float(np.mean([s.status is SampleStatus.TRUNCATED for s in samples])),
+        seconds,
+    )

@@ -1,0 +1,41 @@
+"""Finding a user's function by its `module:function` name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from mslime.config.errors import ConfigError, nearest
+
+
+def load_function(spec: str, setting: str) -> Callable[..., Any]:
+    """The function that `spec` names.
+
+    Args:
+        spec: `package.module:function`.
+        setting: the configuration field it came from, for messages.
+
+    Raises:
+        ConfigError: the name is malformed, the module cannot be imported, or has no such function.
+    """
+    module_name, colon, name = spec.partition(":")
+    if not colon or not module_name or not name:
+        raise ConfigError(setting, spec, "a function is named `module:function`", "for example rewards:score")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may raise anything while it is imported
+        raise ConfigError(
+            setting,
+            spec,
+            f"module {module_name!r} cannot be imported ({type(error).__name__}: {error})",
+            "mend it, or put its directory on PYTHONPATH",
+        ) from error
+    function = vars(module).get(name)
+    if not callable(function):
+        functions = [n for n, v in vars(module).items() if callable(v)]
+        raise ConfigError(
+            setting, spec, f"module {module_name!r} has no function {name!r} {nearest(name, functions)}".rstrip(),
+            "name one of its functions",
+        )  # fmt: skip
+    return function

@@ -1,0 +1,201 @@
+"""One request: a sample's tokens go to an engine, and what comes back is added to the sample.
+
+A continuation sends all tokens so far and asks for the routes that are still missing. Nothing that a sample already holds
+is ever written again: old tokens keep the log-probs, routes and versions of the weights that sampled them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from mslime.backends.sglang.client import GenerateRequest, GenerateResult
+from mslime.config.errors import EngineError
+from mslime.config.schema import EvalSetConfig, RunConfig
+from mslime.data.routes import Routes
+from mslime.data.sample import Sample, SampleStatus
+from mslime.data.tokenizer import Tokenizer
+from mslime.rollout.protocols import Engines, ModelInfo
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are drawn.
+
+    Attributes:
+        max_response_tokens: over all continuations of a response.
+        max_total_tokens: prompt and response together.
+        want_routes: ask for routed experts.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_tokens: int
+    max_total_tokens: int
+    want_routes: bool
+
+    @classmethod
+    def for_training(cls, config: RunConfig, model: ModelInfo) -> Sampling:
+        """As `rollout` says; with routes when they are replayed."""
+        r = config.rollout
+        total = r.max_total_tokens or model.max_positions
+        replay = config.train.replay == "r3" and bool(model.moe_layer_ids)
+        return cls(r.temperature, r.top_p, r.top_k, r.max_response_tokens, total, replay)
+
+    @classmethod
+    def for_evaluation(cls, config: RunConfig, model: ModelInfo, eval_set: EvalSetConfig) -> Sampling:
+        """As the held-out set says; unrestricted draws without routes."""
+        total = config.rollout.max_total_tokens or model.max_positions
+        length = eval_set.max_response_tokens or config.rollout.max_response_tokens
+        return cls(eval_set.temperature, 1.0, -1, length, total, False)
+
+    @property
+    def restricted(self) -> bool:
+        """Whether tokens are drawn from less than the whole vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+
+    def room(self, sample: Sample) -> int:
+        """Tokens that may still be added to `sample`."""
+        return min(self.max_response_tokens - sample.response_length, self.max_total_tokens - len(sample))
+
+
+@dataclass
+class Traffic:
+    """Requests of one purpose.
+
+    Attributes:
+        open: whether new requests may be sent.
+        in_flight: requests at the engines now.
+    """
+
+    open: bool = False
+    in_flight: int = 0
+
+
+class Generator:
+    """Sends samples to engines.
+
+    Args:
+        config: `rollout`, `seed` and `deadlines` are read.
+        on_request: told (engine, start, end) of every answered request, seconds since the epoch.
+
+    Attributes:
+        ready: cleared while the engines must not receive requests (a weight update).
+        cached_tokens: prompt tokens that engines found in their prefix caches, over answered requests.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: Engines,
+        tokenizer: Tokenizer,
+        model: ModelInfo,
+        on_request: Callable[[str, float, float], None],
+    ) -> None:
+        self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
+        self._on_request = on_request
+        self._slots = asyncio.Semaphore(config.rollout.concurrency * max(1, len(engines)))
+        self._numbers = itertools.count()
+        self.cached_tokens = 0
+        self.ready = asyncio.Event()
+        self.ready.set()
+
+    async def advance(self, sample: Sample, sampling: Sampling, session: str, traffic: Traffic) -> int:
+        """Continue `sample` by one request and set its status; return how many tokens were added.
+
+        Args:
+            session: requests of one session prefer one engine.
+            traffic: whose request this is; a closed one leaves the sample as it is.
+
+        Raises:
+            EngineError: no engine is left, or the last one tried refused; the sample keeps what it had.
+        """
+        async with self._slots:
+            room = sampling.room(sample)
+            if room <= 0:
+                self._finish(sample, SampleStatus.TRUNCATED)
+                return 0
+            if sampling.want_routes and sample.routes is None:
+                sample.routes = Routes.empty(self._model.moe_layer_ids, self._model.top_k, self._model.num_experts)
+            result = await self._answer(self._compose(sample, sampling, room, session), traffic)
+        if result is None:
+            return 0
+        self.cached_tokens += result.cached_tokens
+        self._absorb(sample, result)
+        return len(result.output_ids)
+
+    def _compose(self, sample: Sample, sampling: Sampling, room: int, session: str) -> GenerateRequest:
+        """The request that continues `sample` by at most `room` tokens."""
+        rollout = self._config.rollout
+        return GenerateRequest(
+            rid=f"{session}-{sample.index}-{next(self._numbers)}",
+            input_ids=sample.tokens,
+            max_new_tokens=room,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop=tuple(rollout.stop),
+            stop_token_ids=tuple(rollout.stop_token_ids),
+            seed=zlib.crc32(f"{self._config.seed}/{session}/{sample.index}/{len(sample)}".encode()) & 0x7FFFFFFF,
+            want_routes=sampling.want_routes,
+            routes_start=len(sample.routes) if sampling.want_routes and sample.routes is not None else 0,
+            want_support=sampling.restricted,
+            session_id=session,
+        )
+
+    async def _answer(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult | None:
+        """The answer to a request; when its engine fails, that of another. None when `traffic` closed before it was
+        sent. Raises the last EngineError."""
+        for attempts_left in reversed(range(len(self._engines) + 1)):
+            await self.ready.wait()
+            if not traffic.open:
+                return None
+            try:
+                return await self._send(request, traffic)
+            except EngineError:
+                if attempts_left == 0 or len(self._engines) == 0:
+                    raise
+        raise AssertionError("the loop returns or raises")
+
+    async def _send(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult:
+        deadline = self._config.deadlines.engine_request_s
+        start = time.time()
+        traffic.in_flight += 1
+        try:
+            result = await asyncio.wait_for(self._engines.generate(request), deadline)
+        except TimeoutError as error:
+            raise EngineError(f"request {request.rid}", f"{deadline:g} s", "no answer before its deadline",
+                              "read the engines' logs, or raise deadlines.engine_request_s") from error  # fmt: skip
+        finally:
+            traffic.in_flight -= 1
+        self._on_request(result.engine, start, time.time())
+        return result
+
+    def _absorb(self, sample: Sample, result: GenerateResult) -> None:
+        """Add an answer to its sample."""
+        if len(result.output_ids):
+            routes = None if result.routes is None else result.routes[:, np.asarray(self._model.moe_layer_ids, np.intp)]
+            sample.extend(
+                result.output_ids,
+                log_probs=result.log_probs,
+                versions=result.versions,
+                engine=result.engine,
+                routes=routes,
+                supports=result.supports,
+            )
+        if result.finish == "abort":
+            sample.status = SampleStatus.ABORTED
+            sample.aborts += 1
+        else:
+            self._finish(sample, SampleStatus.COMPLETED if result.finish == "stop" else SampleStatus.TRUNCATED)
+
+    def _finish(self, sample: Sample, status: SampleStatus) -> None:
+        sample.status = status
+        sample.response = self._tokenizer.decode(sample.tokens[sample.prompt_length :].tolist())

@@ -1,0 +1,101 @@
+"""What the rollout room asks of its neighbours, and the records it hands out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from mslime.backends.sglang.client import GenerateRequest, GenerateResult, PauseMode
+from mslime.data.sample import Group, Sample
+
+
+class Engines(Protocol):
+    """A set of generation engines that balances requests over its living members."""
+
+    def __len__(self) -> int:
+        """Engines that are alive."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Continue a sequence on one engine. Raises EngineError when that engine died or refused."""
+        ...
+
+    async def abort(self) -> None:
+        """Make every running request return what it has."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Hold all engines for a weight update."""
+        ...
+
+    async def resume(self) -> None:
+        """Let all engines go on."""
+        ...
+
+    async def flush_cache(self) -> None:
+        """Forget prefixes computed with older weights."""
+        ...
+
+
+class Scorer(Protocol):
+    """Scores responses."""
+
+    async def score(self, sample: Sample) -> float | None:
+        """The reward; None when the sample is to be dropped. Raises RewardError when the run is to stop."""
+        ...
+
+
+class ProgressHook(Protocol):
+    """Told whenever groups move."""
+
+    def __call__(self, *, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
+        """
+        Args:
+            needed: groups of a step. accepted: groups ready for it. running: groups being generated or scored.
+            done: responses finished in this step. aborted: responses interrupted in this step.
+        """
+        ...
+
+
+class SpanHook(Protocol):
+    """Told about every stretch of work, for the timeline."""
+
+    def __call__(self, lane: str, name: str, start: float, end: float, step: int) -> None:
+        """`start` and `end` are seconds since the epoch."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What generation must know of the model.
+
+    Attributes:
+        moe_layer_ids: global ids of the layers that route; empty for a dense model.
+        num_experts, top_k: 0 for a dense model.
+        max_positions: longest sequence, in tokens.
+    """
+
+    moe_layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    max_positions: int
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The groups of one training step.
+
+    Attributes:
+        version: weight version of the trainer when they were taken.
+        metrics: `reward/*`, `rollout/*`, `staleness/*` and `ledger/*` of the step.
+    """
+
+    step: int
+    version: int
+    groups: list[Group]
+    metrics: dict[str, float]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """All samples, groups one after the other."""
+        return [s for g in self.groups for s in g.samples]

@@ -1,0 +1,98 @@
+"""A process that runs one reward function for its parent: `python -m mslime.rollout.reward_worker`.
+
+Frames (four bytes of length, then a pickle) arrive on standard input and leave on a private copy of standard output;
+what the function prints goes to standard error. The first frame names the function; afterwards every frame is
+(number, sample) and is answered by (number, reward, error). The parent kills a worker that does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import os
+import pickle
+import struct
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO, SupportsFloat
+
+from mslime.config.errors import ConfigError
+from mslime.rollout.functions import load_function
+
+HEADER = struct.Struct("<I")
+
+
+def encode(message: object) -> bytes:
+    """A frame."""
+    body = pickle.dumps(message)
+    return HEADER.pack(len(body)) + body
+
+
+def read_frame(stream: BinaryIO) -> Any:
+    """The next message; None at the end of the stream."""
+    header = stream.read(HEADER.size)
+    return pickle.loads(stream.read(HEADER.unpack(header)[0])) if len(header) == HEADER.size else None
+
+
+async def answer(function: Callable[[Any], Any], sample: Any, limit_s: float) -> tuple[float, str]:
+    """(reward, error) for one sample; an error is text, with where it was raised, and leaves the reward 0."""
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            value = function(sample)
+            if inspect.isawaitable(value):
+                value = await value
+    except Exception as error:  # noqa: BLE001 - a user's function may raise anything; it is reported, never fatal
+        if isinstance(error, TimeoutError) and limit.expired():
+            return 0.0, f"took longer than {limit_s:g} s"
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return 0.0, f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+    return checked(value)
+
+
+def checked(value: Any) -> tuple[float, str]:
+    """(reward, error) of what a function returned: a finite number or something that is not."""
+    if isinstance(value, str) or not isinstance(value, SupportsFloat):
+        return 0.0, f"returned {value!r:.80}, which is not a number"
+    reward = float(value)
+    return (reward, "") if math.isfinite(reward) else (0.0, f"returned {reward}, which is not finite")
+
+
+async def serve(stdin: BinaryIO, out: BinaryIO) -> None:
+    """Answer frames until the parent closes the pipe."""
+    spec, setting, limit_s = read_frame(stdin)
+    try:
+        function = load_function(spec, setting)
+    except ConfigError as error:
+        out.write(encode(("error", error)))
+        out.flush()
+        return
+    out.write(encode(("ready", inspect.iscoroutinefunction(function))))
+    out.flush()
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def work(number: int, sample: Any) -> None:
+        out.write(encode((number, *await answer(function, sample, limit_s))))
+        out.flush()
+
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as reader:
+        while (message := await loop.run_in_executor(reader, read_frame, stdin)) is not None:
+            task = asyncio.create_task(work(*message))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+
+def main() -> None:
+    """Serve on the process's own pipes, with standard output turned over to standard error."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    asyncio.run(serve(sys.stdin.buffer, out))
+    os._exit(0)  # a function may have left threads behind
+
+
+if __name__ == "__main__":
+    main()

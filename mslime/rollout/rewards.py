@@ -1,0 +1,228 @@
+"""Rewards: exact match here, everything else in worker processes that can be killed.
+
+A user's function may raise, hang, return NaN or take its process down; none of that stops the rollout. What it means for
+the run is decided by `reward.on_error`, and the message names the function, the sample and the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import pickle
+import sys
+from typing import Any
+
+from mslime.config.errors import ConfigError, RewardError
+from mslime.config.schema import RewardConfig
+from mslime.data.sample import Sample
+from mslime.rollout.reward_worker import HEADER, encode
+
+START_SECONDS = 120.0  # importing a user's module may load a model
+GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
+ASYNC_SLOTS = 64  # samples that one worker's async function may be awaiting at once
+ATTEMPTS = 3  # a sample may lose its worker to another sample's fault, not forever
+
+
+class WorkerLostError(Exception):
+    """A worker process ended with samples in hand."""
+
+
+class Worker:
+    """One reward process.
+
+    Attributes:
+        pending: samples it is working on.
+        concurrent: whether its function is async.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, concurrent: bool) -> None:
+        self._process, self.concurrent = process, concurrent
+        self._waiting: dict[int, asyncio.Future[tuple[float, str]]] = {}
+        self._count = 0
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def pending(self) -> int:
+        """Samples in hand."""
+        return len(self._waiting)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take samples."""
+        return self._process.returncode is None and not self._reader.done()
+
+    @classmethod
+    async def start(cls, function: str, setting: str, limit_s: float) -> Worker:
+        """Start a process and wait until it has imported the function. Raises what the import raised, as ConfigError."""
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "mslime.rollout.reward_worker",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(encode((function, setting, limit_s)))
+        try:
+            kind, detail = await asyncio.wait_for(_read_message(process.stdout), START_SECONDS)
+        except (TimeoutError, asyncio.IncompleteReadError) as error:
+            process.kill()
+            reason = "ended" if isinstance(error, asyncio.IncompleteReadError) else "did not return"
+            raise ConfigError(setting, function, f"the process that imports it {reason} within {START_SECONDS:g} s",
+                              "mend what the module does when it is imported") from error  # fmt: skip
+        except BaseException:
+            process.kill()
+            raise
+        if kind == "error":
+            await process.wait()
+            raise detail
+        return cls(process, detail)
+
+    async def call(self, sample: Sample, limit_s: float) -> tuple[float, str]:
+        """(reward, error) of a sample. Raises WorkerLostError when the process ends, TimeoutError when it is stuck."""
+        assert self._process.stdin is not None
+        number, self._count = self._count, self._count + 1
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._process.stdin.write(encode((number, sample)))
+            return await asyncio.wait_for(future, limit_s + GRACE_SECONDS)
+        finally:
+            del self._waiting[number]
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        if self._process.returncode is None:
+            self._process.kill()
+        await self._process.wait()
+        await self._reader
+
+    async def _read(self) -> None:
+        """Hand answers to those who wait; when the process ends, tell all of them."""
+        assert self._process.stdout is not None
+        try:
+            while True:
+                number, reward, error = await _read_message(self._process.stdout)
+                if number in self._waiting and not self._waiting[number].done():
+                    self._waiting[number].set_result((reward, error))
+        except asyncio.IncompleteReadError:
+            code = await self._process.wait()
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(WorkerLostError(f"its process ended with exit code {code}"))
+
+
+async def _read_message(stream: asyncio.StreamReader) -> Any:
+    header = await stream.readexactly(HEADER.size)
+    return pickle.loads(await stream.readexactly(HEADER.unpack(header)[0]))
+
+
+class WorkerPool:
+    """Keeps `workers` processes for one function, and replaces those that end."""
+
+    def __init__(self, function: str, setting: str, workers: int, limit_s: float) -> None:
+        self._function, self._setting, self._size, self._limit_s = function, setting, workers, limit_s
+        self._workers: list[Worker] = []
+        self._lock = asyncio.Lock()
+        self._freed = asyncio.Condition()
+
+    async def score(self, sample: Sample) -> tuple[float, str]:
+        """(reward, error) of a sample. Raises ConfigError when the function cannot be imported."""
+        reason = ""
+        for _ in range(ATTEMPTS):
+            worker = await self._claim()
+            try:
+                return await worker.call(sample, self._limit_s)
+            except TimeoutError:
+                await worker.kill()
+                return 0.0, f"took longer than {self._limit_s:g} s; its process was killed"
+            except (WorkerLostError, BrokenPipeError, ConnectionResetError) as error:
+                reason = str(error) or "its process ended"
+            finally:
+                async with self._freed:
+                    self._freed.notify_all()
+        return 0.0, f"{reason}, {ATTEMPTS} times in a row"
+
+    async def start(self) -> None:
+        """Start all processes now, so that a function that cannot be imported is known early. Raises ConfigError."""
+        await self._fill()
+
+    async def close(self) -> None:
+        """End all processes."""
+        for worker in self._workers:
+            await worker.kill()
+        self._workers.clear()
+
+    async def _claim(self) -> Worker:
+        """A worker with a free slot; its `call` must follow without an await in between."""
+        while True:
+            await self._fill()
+            free = [w for w in self._workers if w.alive and w.pending < (ASYNC_SLOTS if w.concurrent else 1)]
+            if free:
+                return min(free, key=lambda w: w.pending)
+            async with self._freed:
+                await asyncio.wait_for(self._freed.wait(), self._limit_s + GRACE_SECONDS + START_SECONDS)
+
+    async def _fill(self) -> None:
+        """Start workers until the pool is full."""
+        async with self._lock:
+            self._workers = [w for w in self._workers if w.alive]
+            while len(self._workers) < self._size:
+                self._workers.append(await Worker.start(self._function, self._setting, self._limit_s))
+
+
+class RewardScorer:
+    """Scores samples as `reward` says. Belongs to one event loop; close it there.
+
+    Attributes:
+        errors: rewards that raised, ran out of time or were no finite number.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self.errors = 0
+        self._pool: WorkerPool | None = None
+        self.name = config.kind
+        if config.kind != "exact":
+            function = config.function if config.kind == "custom" else "mslime.rollout.math_reward:math_equivalent"
+            if function is None:
+                raise ConfigError("reward.function", None, "kind custom needs a function", "name it as module:function")
+            self.name = function
+            self._pool = WorkerPool(function, "reward.function", config.workers, config.timeout_s)
+
+    async def start(self) -> None:
+        """Import the function before anything is generated. Raises ConfigError when that fails."""
+        if self._pool is not None:
+            await self._pool.start()
+
+    async def score(self, sample: Sample) -> float | None:
+        """The reward of a finished sample; None when it is to be dropped.
+
+        Raises:
+            RewardError: it could not be scored and `reward.on_error` is `fail`.
+            ConfigError: the function cannot be imported.
+        """
+        if self._pool is None:
+            return exact_match(sample)
+        bare = dataclasses.replace(sample, routes=None, supports=None)  # large, and no reward reads them
+        reward, error = await self._pool.score(bare)
+        if not error:
+            return reward
+        self.errors += 1
+        sample.error = error
+        if self._config.on_error == "fail":
+            raise RewardError(
+                f"reward {self.name}",
+                f"group {sample.group_id}, sample {sample.index}: {sample.response[:200]!r}",
+                error,
+                "mend the function, or set reward.on_error to zero or drop",
+            )
+        return 0.0 if self._config.on_error == "zero" else None
+
+    async def close(self) -> None:
+        """End the worker processes."""
+        if self._pool is not None:
+            await self._pool.close()
+
+
+def exact_match(sample: Sample) -> float:
+    """1.0 when the response equals the label, blanks around them aside, else 0.0."""
+    return float(sample.response.strip() == str(sample.label).strip())

@@ -1,0 +1,474 @@
+"""The rollout service: one asyncio loop that serves synchronous, one-step-ahead and fully asynchronous training.
+
+A group lives in exactly one place: `running` (a task generates and scores it), `partial` (interrupted, waits to be
+continued) or `accepted` (complete, waits for the trainer). `max_staleness` = 0 generates inside `take` only and
+interrupts what is left over when a step has enough; with `max_staleness` > 0 generation never stops except around a weight
+update. Two rules bound the age of what is trained: the submit gate bounds what is begun, and the age test at
+`take` decides about tokens that grew too old all the same. Every token is in the ledger.
+
+The service knows neither Ray nor Megatron. All its methods belong to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mslime.config.errors import DataError, EngineError, UserError
+from mslime.config.schema import EvalSetConfig, RunConfig
+from mslime.data.ledger import Ledger
+from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
+from mslime.data.source import Prompt, PromptSource
+from mslime.data.tokenizer import Tokenizer
+from mslime.rollout.buffer import PartialBuffer
+from mslime.rollout.evaluate import EvalResult, summarise
+from mslime.rollout.filters import load_filter
+from mslime.rollout.gate import SubmitGate
+from mslime.rollout.generation import Generator, Sampling, Traffic
+from mslime.rollout.protocols import Engines, ModelInfo, ProgressHook, Scorer, SpanHook, StepBatch
+from mslime.rollout.state import load_state, pack_groups, save_state, unpack_groups
+from mslime.rollout.statistics import StepCounters, batch_metrics
+
+POLL_S = 0.01
+ABORT_EVERY_S = 0.25  # a request can slip past an abort that reaches the engine before it does
+
+
+def new_group(group_id: int, prompt: Prompt, size: int) -> Group:
+    """`size` fresh samples of one prompt."""
+    samples = [Sample.from_prompt(group_id, i, prompt.tokens, prompt.label) for i in range(size)]
+    for sample in samples:
+        sample.metadata = dict(prompt.metadata)
+    return Group(group_id, samples, prompt.where)
+
+
+class RolloutService:
+    """Generates, scores and hands out groups.
+
+    Args:
+        engines: the engine pool; see `protocols.Engines`.
+        source: training prompts. tokenizer: decodes responses and encodes held-out prompts.
+        scorer: the reward.
+        on_progress, on_span: told about group counts and about stretches of work.
+
+    Attributes:
+        version: weight version that the engines serve and the trainer holds.
+        ledger: the fate of every generated token.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: Engines,
+        source: PromptSource,
+        tokenizer: Tokenizer,
+        scorer: Scorer,
+        model: ModelInfo,
+        *,
+        on_progress: ProgressHook | None = None,
+        on_span: SpanHook | None = None,
+    ) -> None:
+        r = config.rollout
+        self._config, self._engines, self._source, self._tokenizer = config, engines, source, tokenizer
+        self._scorer, self._model, self._on_progress, self._on_span = scorer, model, on_progress, on_span
+        self._gate = SubmitGate(r.groups_per_step, r.max_staleness, r.over_sampling)
+        self._filter_name, self._keep = load_filter(r.dynamic_filter)
+        self._generator = Generator(config, engines, tokenizer, model, self._request_done)
+        self._sampling = Sampling.for_training(config, model)
+        self.version, self.ledger, self._counters = 0, Ledger(), StepCounters()
+        self._base_version: int | None = None
+        self._taken = 0
+        self._next_group_id = 0
+        self._running: dict[int, tuple[Group, asyncio.Task[None]]] = {}
+        self._partial, self._accepted = PartialBuffer(), list[Group]()
+        self._traffic = Traffic()  # of training groups; closed between steps when max_staleness is 0
+        self._moved = asyncio.Event()
+        self._failure: BaseException | None = None
+        self._step = 0
+        self._last_take = time.monotonic()
+
+    # ------------------------------------------------------------------------------------------------- the step
+
+    async def take(self, step: int) -> StepBatch:
+        """Wait for `groups_per_step` groups and hand them over for training.
+
+        With `max_staleness` 0 everything else is interrupted and kept for the next step. A cancelled or failed call takes
+        nothing: what was finished waits for the next one.
+
+        Raises:
+            UserError: what went wrong in the background (EngineError, RewardError, DataError ...).
+            EngineError: not enough groups within `deadlines.rollout_step_s`.
+        """
+        self._step, started = step, time.time()
+        self._open_gate()
+        limit = asyncio.timeout(self._config.deadlines.rollout_step_s)
+        try:
+            async with limit:
+                await self._enough()
+                if self._config.rollout.max_staleness == 0:
+                    await self.drain()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise self._late(step) from error
+        groups = self._pick()
+        metrics = self._settle(groups)
+        self._span("rollout", "collect", started)
+        self._pump()
+        return StepBatch(step, self.version, groups, metrics)
+
+    async def pause_for_update(self) -> None:
+        """Hold the engines for a weight update. With `pause_mode: abort` running responses are interrupted and kept;
+        otherwise the engines keep them and go on with the new weights."""
+        mode = self._config.rollout.pause_mode
+        if mode == "abort" or self._config.rollout.max_staleness == 0:
+            await self.drain()
+            mode = "retract"  # nothing runs any more, so this only closes the door
+        self._generator.ready.clear()
+        await self._engines.pause(mode)
+
+    async def resume_after_update(self, version: int) -> None:
+        """Go on with weights of `version`. Prefixes cached with older weights are forgotten, unless `pause_mode` is
+        `in_place`, which keeps the caches of running responses by its nature."""
+        self.version = version
+        if self._config.rollout.pause_mode != "in_place" or self._config.rollout.max_staleness == 0:
+            await self._engines.flush_cache()
+        await self._engines.resume()
+        self._generator.ready.set()
+        self._accepted = [g for g in self._accepted if self._young_enough(g)]
+        if self._config.rollout.max_staleness > 0:
+            self._open_gate()
+
+    async def drain(self) -> None:
+        """Interrupt all generation and wait until no request of ours is at an engine. Tokens generated so far are kept.
+
+        Raises:
+            EngineError: an engine holds on to its requests for longer than `deadlines.engine_control_s`.
+        """
+        self._traffic.open = False
+        deadline = time.monotonic() + self._config.deadlines.engine_control_s
+        next_abort = 0.0
+        while self._traffic.in_flight:
+            if time.monotonic() > deadline:
+                raise EngineError("abort", f"{self._traffic.in_flight} requests", "the engines did not stop them within "
+                                  f"{self._config.deadlines.engine_control_s:g} s", "read the engines' logs")  # fmt: skip
+            if time.monotonic() > next_abort:
+                await self._engines.abort()
+                next_abort = time.monotonic() + ABORT_EVERY_S
+            await asyncio.sleep(POLL_S)
+
+    async def evaluate(self, eval_set: EvalSetConfig) -> EvalResult:
+        """Accuracy, pass@k and lengths on a held-out set, with the weights that the engines serve now.
+
+        Raises DataError for a bad file, EngineError when no engine is left, RewardError as `reward.on_error` says.
+        """
+        started = time.time()
+        rows = PromptSource([eval_set.path], self._config.data, self._tokenizer, self._config.seed, shuffle=False)
+        sampling = Sampling.for_evaluation(self._config, self._model, eval_set)
+        groups = [new_group(i, prompt, eval_set.samples_per_prompt) for i, prompt in enumerate(rows)]
+
+        traffic = Traffic(open=True)
+
+        async def run(sample: Sample) -> None:
+            while not sample.status.finished:
+                await self._generator.advance(sample, sampling, f"{eval_set.name}-{sample.group_id}", traffic)
+            sample.reward = await self._scorer.score(sample)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for sample in (s for g in groups for s in g.samples):
+                    tasks.create_task(run(sample))
+        except ExceptionGroup as errors:  # the first failure cancelled the others
+            raise errors.exceptions[0] from None
+        self._span("rollout", "evaluate", started)
+        return summarise(eval_set.name, [g.samples for g in groups], time.time() - started)
+
+    async def close(self) -> None:
+        """Stop generating, whatever it loses at the engines. `state_dict` may still be taken."""
+        self._traffic.open = False
+        tasks = [task for _, task in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(JSON-able header, arrays) from which a new service continues without losing a finished token.
+
+        Groups in flight are included with what they hold; tokens still inside an engine are not ours yet. Call `drain` or
+        `pause_for_update` (mode abort) first to have those as well.
+        """
+        resting = [*self._partial, *(g for g, _ in self._running.values())]
+        headers, arrays = pack_groups([*self._accepted, *resting])
+        header = {
+            "version": self.version,
+            "next_group_id": self._next_group_id,
+            "accepted": len(self._accepted),
+            "groups": headers,
+            "source": self._source.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "counters": dict(self._counters.total),
+        }
+        return header, arrays
+
+    def load_state_dict(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`, before the first `take`. Raises DataError when the prompts are others."""
+        assert not self._running and not self._accepted and not len(self._partial), "the service has begun already"
+        self._source.load_state_dict(header["source"])
+        groups = unpack_groups(header["groups"], arrays)
+        self._accepted = groups[: header["accepted"]]
+        for group in groups[header["accepted"] :]:
+            self._partial.put(group)
+        self.version, self._next_group_id = header["version"], header["next_group_id"]
+        self.ledger, self._counters = Ledger.from_state(header["ledger"]), StepCounters(header["counters"])
+
+    def save(self, path: Path) -> None:
+        """Write `state_dict` to `path` (.npz without pickle), whole or not at all."""
+        save_state(path, *self.state_dict())
+
+    def load(self, path: Path) -> None:
+        """Continue from a file of `save`. Raises CheckpointError when it cannot be read."""
+        self.load_state_dict(*load_state(path))
+
+    # --------------------------------------------------------------------------------------- gate and submission
+
+    def _open_gate(self) -> None:
+        """Let groups be submitted and continued. Counts for the gate begin the first time."""
+        if self._base_version is None:
+            self._base_version = self.version
+        self._traffic.open = True
+        self._pump()
+
+    def _pump(self) -> None:
+        """Submit groups while the gate has room: interrupted ones first, then new prompts."""
+        while self._traffic.open and self._failure is None and self._room() > 0:
+            try:
+                group = self._next_group()
+            except UserError as error:
+                self._fail(error)
+                return
+            task = asyncio.create_task(self._run_group(group), name=f"group {group.group_id}")
+            self._running[group.group_id] = (group, task)
+            task.add_done_callback(self._notice_crash)
+        self._report()
+
+    def _room(self) -> int:
+        assert self._base_version is not None
+        ready = self._taken + len(self._accepted)
+        return self._gate.room(ready, len(self._running), self.version - self._base_version)
+
+    def _next_group(self) -> Group:
+        """The most urgent interrupted group that may still be trained, else a new one."""
+        while (group := self._partial.pop()) is not None:
+            if self._config.rollout.on_stale == "mask" or self._fresh_again(group):
+                self._counters.add(
+                    "recycled", sum(not s.status.finished and s.response_length > 0 for s in group.samples)
+                )
+                return group
+        prompt = self._source.next()
+        if len(prompt.tokens) >= self._sampling.max_total_tokens:
+            raise DataError(prompt.where, f"{len(prompt.tokens)} tokens", "the prompt leaves no room for a response within "
+                            f"{self._sampling.max_total_tokens} tokens", "set data.max_prompt_tokens, or raise "
+                            "rollout.max_total_tokens")  # fmt: skip
+        group = new_group(self._next_group_id, prompt, self._config.rollout.group_size)
+        self._next_group_id += 1
+        return group
+
+    # ---------------------------------------------------------------------------------------------- one group
+
+    async def _run_group(self, group: Group) -> None:
+        """Generate and score all samples of a group, and put it where it then belongs."""
+        outcomes: list[BaseException | None] = []
+        try:
+            runs = [self._run_sample(s, f"g{group.group_id}") for s in group.samples]
+            outcomes = await asyncio.gather(*runs, return_exceptions=True)
+        finally:
+            del self._running[group.group_id]
+            errors = [e for e in outcomes if e is not None]
+            if errors or not outcomes:  # `outcomes` is empty when the task was cancelled
+                self._partial.put(group)
+            elif not group.finished:
+                self._shelve(group)
+            else:
+                self._complete(group)
+            for error in errors:
+                self._fail(error)
+            self._moved.set()
+        self._pump()
+
+    async def _run_sample(self, sample: Sample, session: str) -> None:
+        """Bring a sample to its end and score it; stop early when the gate closes."""
+        while self._traffic.open and not sample.status.finished:
+            sample.status = SampleStatus.PENDING
+            added = await self._generator.advance(sample, self._sampling, session, self._traffic)
+            self.ledger.generate(added)
+            if sample.status is SampleStatus.ABORTED:
+                self._counters.add("aborted")
+            elif sample.status.finished:
+                self._counters.add("done")
+                self._report()
+        if sample.status.finished and sample.status is not SampleStatus.FAILED and sample.reward is None:
+            sample.reward = await self._scorer.score(sample)
+            if sample.reward is None:
+                sample.status = SampleStatus.FAILED
+
+    def _shelve(self, group: Group) -> None:
+        """Keep an interrupted group; without partial rollouts it begins again from its prompt."""
+        if not self._config.rollout.partial:
+            self.ledger.drop(sum(s.restart() for s in group.samples), "aborted")
+        self._partial.put(group)
+
+    def _complete(self, group: Group) -> None:
+        """Accept a scored group, or drop it."""
+        failed = [s for s in group.samples if s.status is SampleStatus.FAILED]
+        for sample in failed:
+            self.ledger.drop(sample.trainable_tokens, "reward")
+            group.samples.remove(sample)
+        self._counters.add("reward_errors", sum(bool(s.error) for s in [*failed, *group.samples]))
+        if len(group.samples) < min(2, self._config.rollout.group_size):
+            self._drop(group, "reward")
+            return
+        try:
+            kept = self._keep is None or self._keep(group)
+        except UserError as error:
+            self._partial.put(group)
+            self._fail(error)
+            return
+        if kept:
+            self._accepted.append(group)
+        else:
+            self._counters.add("filtered_groups")
+            self._drop(group, self._filter_name)
+
+    def _drop(self, group: Group, reason: str) -> None:
+        self.ledger.drop(sum(s.trainable_tokens for s in group.samples), reason)
+
+    def _notice_crash(self, task: asyncio.Task[None]) -> None:
+        """A group's task ends without an error of its own making; anything else is ours, and must not be silent."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Remember the first failure for `take`, and wake it."""
+        self._failure = self._failure or error
+        self._moved.set()
+
+    # ---------------------------------------------------------------------------------------------- the age test
+
+    def _oldest_allowed(self) -> int:
+        return self.version - self._config.rollout.max_staleness
+
+    def _young_enough(self, group: Group) -> bool:
+        """Apply the age test to an accepted group: whether it stays accepted."""
+        oldest = group.oldest_version
+        if oldest is not None and oldest < self._oldest_allowed():
+            if self._config.rollout.on_stale != "mask":
+                if self._fresh_again(group):
+                    self._partial.put(group)
+                return False
+            self.ledger.mask(sum(s.mask_before(self._oldest_allowed()) for s in group.samples))
+        if any(s.trainable_tokens for s in group.samples):
+            return True
+        self._counters.add("stale_groups")  # nothing is left to train; its tokens are in the ledger as masked
+        return False
+
+    def _fresh_again(self, group: Group) -> bool:
+        """Re-roll the stale samples of a group, or drop the group; whether it is still to be generated."""
+        limit = self._oldest_allowed()
+        stale = [s for s in group.samples if (v := s.oldest_version) is not None and v < limit]
+        if stale and self._config.rollout.on_stale == "drop":
+            self._drop(group, "stale")
+            self._counters.add("stale_groups")
+            return False
+        self.ledger.drop(sum(s.restart() for s in stale), "stale")
+        return True
+
+    # ------------------------------------------------------------------------------------------------- the take
+
+    async def _enough(self) -> None:
+        """Return when a step's worth of groups is accepted. Raises what failed meanwhile, once everything is at rest."""
+        while True:
+            self._moved.clear()
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                if len(self._engines):
+                    await self.drain()
+                self._traffic.open = False
+                raise failure
+            self._accepted = [g for g in self._accepted if self._young_enough(g)]
+            if len(self._accepted) >= self._config.rollout.groups_per_step:
+                return
+            self._pump()
+            waits_for_weights = not self._generator.ready.is_set()
+            assert self._running or self._failure or waits_for_weights or self._config.rollout.max_staleness, (
+                f"step {self._step} was asked for before the weights of the last one were published"
+            )
+            await self._moved.wait()
+
+    def _pick(self) -> list[Group]:
+        """Take a step's groups off the accepted ones: oldest tokens first, then in order of their ids."""
+        self._accepted.sort(key=lambda g: (g.oldest_version or 0, g.group_id))
+        n = self._config.rollout.groups_per_step
+        groups, self._accepted = self._accepted[:n], self._accepted[n:]
+        self._taken += n
+        groups.sort(key=lambda g: g.group_id)
+        for group in groups:
+            for sample in group.samples:
+                check_invariants(sample)
+        return groups
+
+    def _settle(self, groups: list[Group]) -> dict[str, float]:
+        """Book the groups as trained, and describe the step."""
+        self.ledger.train(sum(s.trainable_tokens for g in groups for s in g.samples))
+        books = self.ledger.settle(sum(s.trainable_tokens for g in self._held() for s in g.samples))
+        now = time.monotonic()
+        seconds, self._last_take = now - self._last_take, now
+        moved = {n: float(self._counters.since_mark(n)) for n in ("aborted", "recycled", "filtered_groups")}
+        metrics = {
+            **batch_metrics(groups, self.version),
+            **{f"ledger/{name}": float(value) for name, value in books.items()},
+            **{f"rollout/{name}": value for name, value in moved.items()},
+            "reward/errors": float(self._counters.since_mark("reward_errors")),
+            "rollout/tokens_per_s": books["generated_tokens"] / max(seconds, 1e-9),
+            "rollout/cached_tokens": float(self._generator.cached_tokens),
+        }
+        self._counters.mark()
+        self._generator.cached_tokens = 0
+        return metrics
+
+    def _held(self) -> Iterable[Group]:
+        """Every group that is somewhere in the service."""
+        return [*self._accepted, *self._partial, *(g for g, _ in self._running.values())]
+
+    def _late(self, step: int) -> EngineError:
+        return EngineError(
+            f"rollout of step {step}",
+            f"{len(self._accepted)} of {self._config.rollout.groups_per_step} groups",
+            f"not complete within {self._config.deadlines.rollout_step_s:g} s ({len(self._running)} groups running, "
+            f"{self._counters.since_mark('filtered_groups')} refused by the dynamic filter, {len(self._engines)} engines "
+            "alive)",
+            "look at the engines' logs and the filter; raise deadlines.rollout_step_s if generation is only slow",
+        )
+
+    # ------------------------------------------------------------------------------------------------- telling
+
+    def _report(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(
+                needed=self._config.rollout.groups_per_step,
+                accepted=len(self._accepted),
+                running=len(self._running),
+                done=self._counters.since_mark("done"),
+                aborted=self._counters.since_mark("aborted"),
+            )
+
+    def _request_done(self, engine: str, start: float, end: float) -> None:
+        if self._on_span is not None:
+            self._on_span(engine, "generate", start, end, self._step)
+
+    def _span(self, lane: str, name: str, start: float) -> None:
+        if self._on_span is not None:
+            self._on_span(lane, name, start, time.time(), self._step)

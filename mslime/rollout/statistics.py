@@ -1,0 +1,72 @@
+"""The numbers of one rollout step, under the names of docs/metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mslime.data.sample import Group, SampleStatus
+
+
+def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """`reward/*`, `rollout/*` and `staleness/*` of the groups that are about to be trained by weights of `version`."""
+    samples = [s for g in groups for s in g.samples]
+    rewards = np.asarray([s.reward for s in samples], np.float64)
+    lengths = np.asarray([s.response_length for s in samples], np.float64)
+    p10, p50, p90 = np.percentile(lengths, [10, 50, 90])
+    mean_age, max_age = staleness(groups, version)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+        "reward/zero_variance_groups": float(sum(len({s.reward for s in g.samples}) == 1 for g in groups)),
+        "rollout/groups": float(len(groups)),
+        "rollout/responses": float(len(samples)),
+        "rollout/prompt_len_mean": float(np.mean([s.prompt_length for s in samples])),
+        "rollout/response_len_mean": float(lengths.mean()),
+        "rollout/response_len_p10": float(p10),
+        "rollout/response_len_p50": float(p50),
+        "rollout/response_len_p90": float(p90),
+        "rollout/response_len_max": float(lengths.max()),
+        "rollout/truncated": float(np.mean([s.status is SampleStatus.TRUNCATED for s in samples])),
+        "staleness/mean": mean_age,
+        "staleness/max": max_age,
+    }
+
+
+def staleness(groups: Sequence[Group], version: int) -> tuple[float, float]:
+    """(mean, max) age in versions over the trainable tokens; zeros when there are none."""
+    ages = [
+        (version - seg.version, seg.end - seg.start)
+        for g in groups
+        for s in g.samples
+        for seg in s.segments
+        if seg.trainable and seg.version is not None
+    ]
+    tokens = sum(n for _, n in ages)
+    if not tokens:
+        return 0.0, 0.0
+    return sum(age * n for age, n in ages) / tokens, float(max(age for age, _ in ages))
+
+
+class StepCounters:
+    """Counts of events, and how far they moved since the last step."""
+
+    def __init__(self, counts: Mapping[str, int] | None = None) -> None:
+        self.total: Counter[str] = Counter(counts or {})
+        self._mark = Counter(self.total)
+
+    def add(self, name: str, n: int = 1) -> None:
+        """`n` more of `name`."""
+        self.total[name] += n
+
+    def since_mark(self, name: str) -> int:
+        """Count of `name` since the last `mark`."""
+        return self.total[name] - self._mark[name]
+
+    def mark(self) -> None:
+        """Begin a new step."""
+        self._mark = Counter(self.total)
