@@ -136,6 +136,11 @@ class Cluster:
         ray.shutdown()
 
 
+def remote_class(cls: type, **options: Any) -> Any:
+    """`cls` as a Ray actor class. Untyped on purpose: calls on its handles return references, not what the methods do."""
+    return ray.remote(**options)(cls) if options else ray.remote(cls)
+
+
 def _python_path() -> str:
     """The driver's import path, so that workers find mslime and the user's reward modules as it does."""
     return os.pathsep.join([str(Path.cwd()), *(p for p in sys.path if p)])

@@ -10,7 +10,7 @@ import ray
 from mslime.config.errors import EngineError
 from mslime.config.schema import RunConfig
 from mslime.control.calls import gather
-from mslime.control.cluster import Cluster, redirect_output
+from mslime.control.cluster import Cluster, redirect_output, remote_class
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress
@@ -50,7 +50,7 @@ class EngineGroup:
         self.addresses: list[EngineAddress] = []
         if config.sglang.urls:
             return
-        remote = ray.remote(EngineActor)
+        remote = remote_class(EngineActor)
         for index in range(config.sglang.num_engines):
             self.log_paths[_name(index)] = str(log_dir / f"engine{index}.log")
             self._actors.append(remote.options(**cluster.engine_options(index)).remote(config, index, str(log_dir)))

@@ -12,10 +12,12 @@ import ray
 
 from mslime.config.schema import RunConfig
 from mslime.control.calls import call, gather
-from mslime.control.cluster import Cluster, redirect_output
+from mslime.control.cluster import Cluster, redirect_output, remote_class
 
 if TYPE_CHECKING:
     from mslime.data.shard import TrainShard
+    from mslime.weights.sync import SendReport
+    from mslime.weights.transport import EngineInfo
 
 
 class TrainerActor:
@@ -25,6 +27,7 @@ class TrainerActor:
         redirect_output(Path(log_path))
         self._config, self._rank = config, rank
         self._done, self._total = 0, 0
+        self._sent, self._buckets = 0, 0
 
     def address(self) -> str:
         """`tcp://host:port` that the other ranks can reach: the rendezvous, asked of rank 0."""
@@ -40,7 +43,7 @@ class TrainerActor:
         layout = self._config.layout
         self._trainer = MegatronTrainer(self._config, self._rank, layout.world_size, rendezvous)
         self._trainer.on_micro_batch = self._report
-        self._sender = self._trainer.weight_sender()
+        self._sender = self._trainer.weight_sender(self._report_bucket)
         return {"moe_layer_ids": self._trainer.moe_layer_ids}
 
     def train(self, shards: Sequence[Any]) -> dict[str, Any]:
@@ -56,29 +59,22 @@ class TrainerActor:
 
     def buckets(self) -> tuple[int, int]:
         """(weight buckets sent, of how many) of the sync in progress; answered beside the work."""
-        return self._sender.progress
+        return self._sent, self._buckets
 
-    def connect(self, engine_urls: Sequence[str]) -> None:
-        """Join the weight-update groups with the engines."""
+    def connect(self, engine_urls: Sequence[str]) -> tuple[EngineInfo, ...]:
+        """Meet the engines; returns what they are."""
         self._sender.connect(engine_urls)
+        return self._sender.engines
 
-    def send_weights(self, version: int) -> dict[str, Any]:
-        """Send every bucket; returns bytes and seconds."""
+    def send_weights(self, version: int, verify: bool) -> tuple[SendReport, tuple[float, float]]:
+        """Send every bucket; returns the report and the span of time this rank was busy."""
         begin = time.time()
-        sent = self._sender.send(version)
-        return {"bytes": sent, "span": (begin, time.time())}
-
-    def verify_weights(self) -> int:
-        """Compare what the engines hold with what the trainer exports, bit by bit; returns tensors compared."""
-        return self._sender.verify()
-
-    def disconnect(self) -> None:
-        """Leave the weight-update groups."""
-        self._sender.disconnect()
+        report = self._sender.send(version, verify)
+        return report, (begin, time.time())
 
     def export_hf(self, directory: str) -> None:
         """Write the current weights as a Hugging Face checkpoint."""
-        self._trainer.export_hf(Path(directory))
+        self._sender.export(Path(directory), self._config.model.path)
 
     def save(self, directory: str, extra: dict[str, Any]) -> None:
         """Write a resumable checkpoint."""
@@ -91,6 +87,9 @@ class TrainerActor:
     def _report(self, done: int, total: int) -> None:
         self._done, self._total = done, total
 
+    def _report_bucket(self, sent: int, buckets: int) -> None:
+        self._sent, self._buckets = sent, buckets
+
 
 class TrainerGroup:
     """All trainer ranks. Every method runs on all of them and returns when all are done."""
@@ -98,7 +97,7 @@ class TrainerGroup:
     def __init__(self, config: RunConfig, cluster: Cluster, log_dir: Path) -> None:
         self._config = config
         world = config.layout.world_size
-        remote = ray.remote(concurrency_groups={"progress": 1})(TrainerActor)
+        remote = remote_class(TrainerActor, concurrency_groups={"progress": 1})
         self.log_paths = {_name(r): str(log_dir / f"trainer_rank{r}.log") for r in range(world)}
         threads = str(config.cluster.trainer_threads)
         env = {
@@ -144,43 +143,18 @@ class TrainerGroup:
         )
         return results[0]["metrics"], [r["span"] for r in results]
 
-    def connect(self, engine_urls: Sequence[str]) -> None:
-        """Join the weight-update groups."""
-        self._all(
-            "weight sync: connect",
-            self._config.deadlines.weight_sync_s,
-            lambda a, _: a.connect.remote(list(engine_urls)),
-        )
+    def connect(self, engine_urls: Sequence[str]) -> tuple[EngineInfo, ...]:
+        """Meet the engines; returns what they are."""
+        urls = list(engine_urls)
+        return self._sync("connect", lambda a, _: a.connect.remote(urls))[0]
 
     def send_weights(
-        self, version: int, on_progress: Callable[[int, int], None]
-    ) -> tuple[int, list[tuple[float, float]]]:
-        """Send all buckets; returns bytes sent to each engine and every rank's busy span."""
+        self, version: int, verify: bool, on_progress: Callable[[int, int], None]
+    ) -> tuple[SendReport, list[tuple[float, float]]]:
+        """Send all buckets; returns the report and every rank's busy span."""
         poll = self._poller("buckets", on_progress)
-        results = self._all(
-            "weight sync: send",
-            self._config.deadlines.weight_sync_s,
-            lambda a, _: a.send_weights.remote(version),
-            poll,
-        )
-        return sum(r["bytes"] for r in results), [r["span"] for r in results]
-
-    def verify_weights(self) -> int:
-        """Bit-exact comparison with the engines; returns tensors compared."""
-        done = self._all(
-            "weight sync: verify",
-            self._config.deadlines.weight_sync_s,
-            lambda a, _: a.verify_weights.remote(),
-        )
-        return sum(done)
-
-    def disconnect(self) -> None:
-        """Leave the weight-update groups."""
-        self._all(
-            "weight sync: disconnect",
-            self._config.deadlines.weight_sync_s,
-            lambda a, _: a.disconnect.remote(),
-        )
+        results = self._sync("send", lambda a, _: a.send_weights.remote(version, verify), poll)
+        return results[0][0], [span for _, span in results]
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint."""
@@ -210,6 +184,12 @@ class TrainerGroup:
         """Kill every rank at once: one that hangs in a collective answers nothing else."""
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
+
+    def _sync(
+        self, phase: str, submit: Callable[[Any, int], ray.ObjectRef], on_wait: Callable[[], None] | None = None
+    ) -> list[Any]:
+        # The sender keeps deadlines of its own that name bucket and engine; ours is for a rank that is gone.
+        return self._all(f"weight sync: {phase}", self._config.deadlines.weight_sync_s + 60, submit, on_wait)
 
     def _all(
         self,

@@ -1,0 +1,237 @@
+"""The rollout service as one Ray actor: an asyncio process of its own, so that scoring and tokenising never hold up the
+loop. It turns each step's groups into shards and leaves them in Ray's store, one for each trainer rank's needs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from mslime.control.calls import call
+from mslime.control.cluster import redirect_output, remote_class
+from mslime.data.sample_log import SampleLog
+from mslime.observe.progress import RolloutCounts
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.server import EngineAddress
+    from mslime.control.check import ResolvedRun
+    from mslime.rollout.service import RolloutService
+
+WHO = "rollout service"
+Spans = list[tuple[str, str, float, float, int]]
+
+
+@dataclass
+class StepShards:
+    """One step's work for the trainer.
+
+    Attributes:
+        shards: [ranks][optimizer steps] references to TrainShard.
+        metrics: of the rollout.
+        spans: (lane, name, start, end, step) of engines and service since the last step.
+    """
+
+    shards: list[list[ray.ObjectRef]]
+    metrics: dict[str, float]
+    spans: Spans = field(default_factory=list)
+
+
+class RolloutActor:
+    """Owns the rollout service, the engine clients and the reward workers."""
+
+    def __init__(self, run: ResolvedRun, log_path: str) -> None:
+        redirect_output(Path(log_path))
+        self._run, self._config = run, run.config
+        self._counts = RolloutCounts(0, 0, 0)
+        self._spans: Spans = []
+
+    async def start(
+        self, addresses: Sequence[EngineAddress], layers: Sequence[tuple[int, ...]], state: bytes | None, version: int
+    ) -> None:
+        """Connect to the engines, check what they can do, and open the prompts.
+
+        Args:
+            layers: global MoE layer ids of every trainer rank's pipeline stage.
+            state: of `save`, when resuming.
+            version: weight version that the trainer starts with.
+        """
+        from mslime.backends.sglang.client import EngineClient
+        from mslime.backends.sglang.handshake import Needs, handshake_all
+        from mslime.backends.sglang.pool import EnginePool
+        from mslime.data.source import PromptSource
+        from mslime.data.tokenizer import load_tokenizer
+        from mslime.rollout.protocols import ModelInfo
+        from mslime.rollout.rewards import RewardScorer
+        from mslime.rollout.service import RolloutService
+
+        config, model = self._config, self._run.model
+        self._layers = layers
+        shape = (model.num_layers, model.top_k) if model.num_experts else None
+        clients = [EngineClient(a.url, a.name, config.deadlines, shape, a.log_path) for a in addresses]
+        architectures = (self._run.family.architecture,)
+        await handshake_all(clients, Needs(config.train.replay == "r3", supports=False, architectures=architectures))
+        self._pool = EnginePool(clients, config.rollout.concurrency)
+        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+        source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
+        self._scorer = RewardScorer(config.reward)
+        info = ModelInfo(
+            model.moe_layer_ids if config.train.replay == "r3" else (),
+            model.num_experts,
+            model.top_k,
+            model.max_positions,
+        )
+        self._service = RolloutService(
+            config,
+            self._pool,
+            source,
+            tokenizer,
+            self._scorer,
+            info,
+            on_progress=self._on_progress,
+            on_span=self._on_span,
+        )
+        self._service.version = version
+        if state is not None:
+            restore(self._service, state)
+        self._samples = SampleLog(config.run_dir) if config.observe.save_rollouts else None
+
+    async def take(self, step: int) -> StepShards:
+        """Wait for a step's groups; shard them."""
+        from mslime.control.assemble import assemble
+
+        batch = await self._service.take(step)
+        if self._samples is not None:
+            self._samples.write(step, batch.groups)
+        per_step = assemble(batch.groups, self._config)
+        spans, self._spans = self._spans, []
+        return StepShards(self._references(per_step), batch.metrics, spans)
+
+    def _references(self, per_step: Sequence[Sequence[Any]]) -> list[list[ray.ObjectRef]]:
+        """Store each (optimizer step, data-parallel rank, pipeline stage) once; ranks of a stage share it."""
+        layout = self._config.layout
+        stored: dict[tuple[int, int, int], ray.ObjectRef] = {}
+        ranks: list[list[ray.ObjectRef]] = []
+        for rank in range(layout.world_size):
+            mine: list[ray.ObjectRef] = []
+            for index, shards in enumerate(per_step):
+                key = (index, layout.dp_rank(rank), layout.pp_rank(rank))
+                if key not in stored:
+                    stored[key] = ray.put(shards[key[1]].stage_slice(self._layers[rank]))
+                mine.append(stored[key])
+            ranks.append(mine)
+        return ranks
+
+    async def pause(self) -> None:
+        """Hold the engines for a weight update."""
+        await self._service.pause_for_update()
+
+    async def resume(self, version: int) -> None:
+        """Go on under new weights."""
+        await self._service.resume_after_update(version)
+
+    async def evaluate(self) -> dict[str, float]:
+        """Scores on every held-out set."""
+        metrics: dict[str, float] = {}
+        for eval_set in self._config.data.eval_sets:
+            metrics |= (await self._service.evaluate(eval_set)).metrics()
+        return metrics
+
+    async def save(self) -> bytes:
+        """Everything that a resume needs: position in the prompts, work in flight, ledger."""
+        return snapshot(self._service)
+
+    async def counts(self) -> RolloutCounts:
+        """Groups needed, accepted, running; answered beside the work."""
+        return self._counts
+
+    async def stop(self) -> None:
+        """Stop generating, close connections, end the reward workers."""
+        await self._service.close()
+        await self._pool.close()
+        await self._scorer.close()
+
+    def _on_progress(self, *, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
+        self._counts = RolloutCounts(needed, accepted, running, done, aborted)
+
+    def _on_span(self, lane: str, name: str, start: float, end: float, step: int) -> None:
+        self._spans.append((lane, name, start, end, step + 1))
+
+
+def snapshot(service: RolloutService) -> bytes:
+    """The service's state as one blob, for a checkpoint."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "rollouts.npz"
+        service.save(path)
+        return path.read_bytes()
+
+
+def restore(service: RolloutService, state: bytes) -> None:
+    """Continue from a blob of `snapshot`."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "rollouts.npz"
+        path.write_bytes(state)
+        service.load(path)
+
+
+class RolloutHandle:
+    """The driver's end of the rollout actor."""
+
+    def __init__(self, run: ResolvedRun, log_path: Path) -> None:
+        self._config, self._log = run.config, str(log_path)
+        self._actor = remote_class(RolloutActor).options(num_cpus=0.5, max_concurrency=64).remote(run, self._log)
+
+    def start(
+        self, addresses: Sequence[EngineAddress], layers: Sequence[tuple[int, ...]], state: bytes | None, version: int
+    ) -> None:
+        """See `RolloutActor.start`."""
+        self._call(
+            "rollout start",
+            self._actor.start.remote(addresses, layers, state, version),
+            self._config.deadlines.engine_start_s,
+        )
+
+    def take(self, step: int, on_counts: Callable[[RolloutCounts], None]) -> StepShards:
+        """See `RolloutActor.take`; reports group counts while it waits."""
+        asked: list[ray.ObjectRef] = []
+
+        def poll() -> None:
+            if asked and ray.wait(asked, timeout=0)[0]:
+                on_counts(ray.get(asked.pop()))
+            if not asked:
+                asked.append(self._actor.counts.remote())
+
+        return self._call(
+            f"rollout of step {step}", self._actor.take.remote(step), self._config.deadlines.rollout_step_s + 60, poll
+        )
+
+    def pause(self) -> None:
+        """See `RolloutActor.pause`."""
+        self._control("pause engines", self._actor.pause.remote())
+
+    def resume(self, version: int) -> None:
+        """See `RolloutActor.resume`."""
+        self._control("resume engines", self._actor.resume.remote(version))
+
+    def evaluate(self) -> dict[str, float]:
+        """See `RolloutActor.evaluate`."""
+        return self._call("evaluation", self._actor.evaluate.remote(), self._config.deadlines.rollout_step_s)
+
+    def state(self) -> bytes:
+        """See `RolloutActor.save`."""
+        return self._control("rollout state", self._actor.save.remote())
+
+    def stop(self) -> None:
+        """End the actor, politely first."""
+        ray.wait([self._actor.stop.remote()], timeout=5)
+        ray.kill(self._actor, no_restart=True)
+
+    def _control(self, what: str, ref: ray.ObjectRef) -> Any:
+        return self._call(what, ref, self._config.deadlines.engine_control_s + 30)
+
+    def _call(self, what: str, ref: ray.ObjectRef, deadline_s: float, on_wait: Callable[[], None] | None = None) -> Any:
+        return call(ref, WHO, what, deadline_s, self._log, on_wait)

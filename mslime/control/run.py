@@ -1,0 +1,71 @@
+"""Starting a run from its configuration, and everything around the loop: directories, signals, the last word."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from mslime.config.errors import ConfigError
+from mslime.config.schema import RunConfig
+from mslime.control.check import describe, resolve, write_resolved
+from mslime.control.cluster import resolved_device
+from mslime.control.loop import train_rl, train_sft
+from mslime.control.session import Session
+
+
+def run(config: RunConfig) -> int:
+    """Train. Returns 0; raises UserError for a user's mistake or a failed part of the run."""
+    resolved = resolve(resolved_device(config))
+    config = resolved.config
+    console = Console(stderr=True)
+    if config.observe.progress != "off":
+        console.print(describe(resolved))
+    write_resolved(config, config.run_dir / "config.yaml")
+    with _terminate_like_ctrl_c(), Session(resolved) as session:
+        if session.first_step >= config.train.num_steps:
+            console.print(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
+            return 0
+        (train_sft if config.train.task == "sft" else train_rl)(session)
+    console.print(f"done: {config.run_dir}")
+    return 0
+
+
+def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
+    """Write the Hugging Face checkpoint of a training checkpoint, on as many ranks as the run had.
+
+    Raises:
+        UserError: there is no complete checkpoint, or `out` exists.
+    """
+    if out.exists():
+        raise ConfigError("--out", str(out), "already exists", "choose a new directory")
+    load = {"load": checkpoint or config.checkpoint.load, "resume": "auto" if checkpoint is None else "never"}
+    config = config.model_copy(
+        update={
+            "checkpoint": config.checkpoint.model_copy(update=load),
+            "train": config.train.model_copy(update={"task": "sft"}),
+        }
+    )
+    with _terminate_like_ctrl_c(), Session(resolve(resolved_device(config)), read_only=True) as session:
+        if not session.loaded:
+            raise ConfigError(
+                "--checkpoint", str(config.run_dir), "holds no complete checkpoint", "name one with --checkpoint"
+            )
+        session.export_hf(out)
+
+
+@contextmanager
+def _terminate_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM (a scheduler's way to end a job) unwinds the run like Ctrl-C does, so that nothing is left behind."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,255 @@
+"""One run's parts, started together, watched, and ended together: what the loop's verbs mean.
+
+Every method is one verb of the loop. A failure anywhere leaves through `__exit__`, which ends every process of the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from mslime.config.errors import CheckpointError, ConfigError
+from mslime.config.schema import RunConfig
+from mslime.control.assemble import assemble_supervised
+from mslime.control.check import ResolvedRun
+from mslime.control.cluster import Cluster
+from mslime.control.engines import EngineGroup
+from mslime.control.rollouts import RolloutHandle, StepShards
+from mslime.control.trainers import TrainerGroup
+from mslime.data.checkpoints import latest_complete, prune, read_extra, step_directory
+from mslime.data.source import PromptSource, supervised_sample
+from mslime.data.tokenizer import load_tokenizer
+from mslime.observe.metrics import MetricsLogger
+from mslime.observe.progress import open_progress
+from mslime.observe.timeline import STEP, Timeline
+from mslime.weights.commit import Commit
+
+Shards = Sequence[Sequence[Any]]
+"""[ranks][optimizer steps] of TrainShard, or of Ray references to them."""
+
+
+class Session:
+    """A running run. A context manager.
+
+    Attributes:
+        config: the resolved configuration.
+        first_step: steps done before this session (after a resume).
+        loaded: the checkpoint that the trainer continued from, if any.
+    """
+
+    def __init__(self, run: ResolvedRun, read_only: bool = False) -> None:
+        self._run, self.config, self._read_only = run, run.config, read_only
+        self._stack = ExitStack()
+        self.loaded = _checkpoint_to_load(self.config)
+        self._extra = read_extra(self.loaded) if self.loaded else {}
+        own = self.loaded is not None and self.loaded.parent == self._checkpoints
+        self.first_step: int = self._extra["next_step"] if own else 0
+        self._verified = False
+        self._step = self.first_step
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.config.run_dir / "checkpoints"
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        config, logs = self.config, self.config.run_dir / "logs"
+        if not self._read_only:
+            self._metrics = self._stack.enter_context(
+                MetricsLogger(
+                    config.run_dir,
+                    config.observe,
+                    self.first_step + 1 if self.first_step else 0,
+                    config.name,
+                    config.as_dict(),
+                )
+            )
+            self._timeline = self._stack.enter_context(Timeline(config.run_dir))
+        self._progress = self._stack.enter_context(
+            open_progress(config.observe.progress, config.train.num_steps, self.first_step)
+        )
+        self._progress.note(
+            f"starting {config.layout.world_size} trainer rank(s): {config.layout.describe()}; logs in {logs}"
+        )
+        cluster = self._stack.enter_context(Cluster(config))
+        self._trainers = TrainerGroup(config, cluster, logs)
+        self._stack.callback(self._trainers.stop)
+        if config.train.task == "rl":
+            self._start_generation(cluster, logs)
+        else:
+            self._layers = self._trainers.start()
+        if self.loaded is not None:
+            self._progress.note(f"continuing from {self.loaded}")
+            self._trainers.load(self.loaded)
+        if config.train.task == "sft" and not self._read_only:
+            self._open_supervised()
+
+    def _start_generation(self, cluster: Cluster, logs: Path) -> None:
+        """Engines and trainers start side by side; the rollout service connects when both are there."""
+        self._engines = EngineGroup(self.config, cluster, logs)
+        self._stack.callback(self._engines.stop)
+        starting = self._engines.begin_start()
+        self._layers = self._trainers.start()
+        addresses = self._engines.finish_start(starting)
+        self._progress.note("engines: " + ", ".join(a.url for a in addresses))
+        self._rollouts = RolloutHandle(self._run, cluster, logs / "rollouts.log")
+        self._stack.callback(self._rollouts.stop)
+        state = self._extra.get("rollouts") if self.first_step else None
+        self._rollouts.start(addresses, self._layers, state, self.first_step)
+        engines = self._trainers.connect([a.url for a in addresses])
+        self._commit = Commit(engines, self.config.deadlines.weight_sync_s)
+
+    def _open_supervised(self) -> None:
+        config = self.config
+        self._tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+        self._source = PromptSource(config.data.prompts, config.data, self._tokenizer, config.seed)
+        if self.first_step:
+            self._source.load_state_dict(self._extra["source"])
+
+    # ---------------------------------------------------------------------------------------------- verbs of the loop
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[dict[str, float]]:
+        """One step (0-based): times it, and logs what was recorded when it ends well."""
+        self._step = step + 1
+        begin, record = self._timeline.now(), {}
+        yield record
+        end = self._timeline.now()
+        self._timeline.record("driver", STEP, begin, end, step + 1)
+        record |= {"version": step + 1, "perf/step_seconds": end - begin}
+        self._metrics.log(step + 1, record)
+        self._progress.step_done(step + 1, record)
+
+    def take(self, step: int) -> StepShards:
+        """Finished groups of a step as shards; waits for them."""
+        begin = self._timeline.now()
+        batch = self._rollouts.take(step, self._progress.rollout)
+        end = self._timeline.now()
+        self._timeline.record("driver", "wait for rollouts", begin, end, step + 1)
+        for span in batch.spans:
+            self._timeline.record(*span)
+        batch.metrics["perf/wait_seconds"] = end - begin
+        return batch
+
+    def train(self, shards: Shards) -> dict[str, float]:
+        """Optimizer steps on the shards; metrics averaged over them."""
+        metrics, spans = self._trainers.train(shards, self._progress.train)
+        self._record_ranks("train", spans)
+        return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+
+    def publish_weights(self, version: int) -> dict[str, float]:
+        """Give the engines the trainer's weights under a new version; generation goes on under it afterwards.
+
+        No trainer rank enters a collective before every engine has confirmed its pause.
+        """
+        begin = time.monotonic()
+        mode = self.config.weights.verify
+        verify = mode == "always" or (mode == "first" and not self._verified)
+        self._rollouts.pause()
+        paused = time.monotonic()
+        self._commit.begin()
+        sent, spans = self._trainers.send_weights(version, verify, self._progress.weights)
+        if verify:
+            compared = self._commit.check(sent.expected)
+            self._verified = True
+            self._progress.note(f"version {version}: {compared} engine parameters equal the trainer's, bit for bit")
+        self._commit.end()
+        self._commit.stamp(version)
+        self._rollouts.resume(version)
+        end = time.monotonic()
+        self._record_ranks("send weights", spans)
+        return {
+            "weights/seconds": end - begin,
+            "weights/bytes": float(sent.bytes),
+            "weights/gb_per_s": sent.bytes / max(sent.seconds, 1e-9) / 1e9,
+            "weights/pause_seconds": end - paused,
+            "weights/buckets": float(sent.buckets),
+        }
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Scores on the held-out sets after `step` steps; those before the first step are logged as step 0."""
+        if not self.config.data.eval_sets:
+            return {}
+        begin = self._timeline.now()
+        metrics = self._rollouts.evaluate()
+        end = self._timeline.now()
+        self._timeline.record("engine 0", "evaluate", begin, end, step)
+        metrics["perf/eval_seconds"] = end - begin
+        if step == 0:
+            self._metrics.log(0, {**metrics, "version": 0.0})
+            self._progress.step_done(0, metrics)
+        return metrics
+
+    def supervised_batch(self, step: int) -> Shards:
+        """The next `train.sft_batch_size` rows as shards for every rank."""
+        samples = [
+            supervised_sample(self._source.next(), i, self._tokenizer) for i in range(self.config.train.sft_batch_size)
+        ]
+        shards = assemble_supervised(samples, self.config)
+        layout = self.config.layout
+        return [[ray.put(per_dp[layout.dp_rank(rank)]) for per_dp in shards] for rank in range(layout.world_size)]
+
+    def save(self, next_step: int) -> None:
+        """A checkpoint from which the run continues at `next_step` without losing anything."""
+        begin = self._timeline.now()
+        directory = step_directory(self._checkpoints, next_step)
+        extra: dict[str, Any] = {"next_step": next_step, "version": next_step}
+        if self.config.train.task == "rl":
+            extra["rollouts"] = self._rollouts.state()
+        else:
+            extra["source"] = self._source.state_dict()
+        self._trainers.save(directory, extra)
+        prune(self._checkpoints, self.config.checkpoint.keep)
+        self._timeline.record("trainer", "save", begin, self._timeline.now(), next_step)
+        self._progress.note(f"saved {directory}")
+
+    def finish(self) -> None:
+        """The run is through: export the final weights when asked to."""
+        if self.config.checkpoint.save_hf:
+            self.export_hf(self.config.run_dir / "hf")
+
+    def export_hf(self, directory: Path) -> None:
+        """Write the trainer's weights as a Hugging Face checkpoint with the model's configuration and tokenizer."""
+        self._trainers.export_hf(directory)
+        self._progress.note(f"wrote {directory}")
+
+    def _record_ranks(self, name: str, spans: Sequence[tuple[float, float]]) -> None:
+        for rank, (begin, end) in enumerate(spans):
+            self._timeline.record(f"trainer {rank}", name, begin, end, self._step)
+
+
+def _checkpoint_to_load(config: RunConfig) -> Path | None:
+    """The run's own newest checkpoint when resuming, else `checkpoint.load`, else None."""
+    root = config.run_dir / "checkpoints"
+    newest = latest_complete(root) if root.is_dir() else None
+    if config.checkpoint.resume == "auto" and newest is not None:
+        return newest
+    if newest is not None:
+        raise ConfigError(
+            "checkpoint.resume",
+            "never",
+            f"{newest} would be overwritten by a run that starts again",
+            "give the run another name, or move the directory away",
+        )
+    load = config.checkpoint.load
+    if load is not None and not load.is_dir():
+        raise CheckpointError("checkpoint.load", str(load), "no such directory", "name a checkpoints/step_N directory")
+    return load
