@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import yaml
 
 from mslime.config.errors import UserError
+from mslime.config.schema import RunConfig
 from mslime.observe import metrics, timeline
 from mslime.observe.charts import SECTIONS, Chart, Row, chart_data
 from mslime.observe.progress import format_seconds
@@ -23,6 +25,7 @@ from mslime.observe.timeline import STEP, Span, idle_shares, step_window
 
 FILE_NAME = "report.html"
 MAX_TIMELINE_STEPS = 60
+MAX_LANES = 12
 MERGE_GAP_SECONDS = 0.002
 
 
@@ -58,8 +61,12 @@ def _rows(run_dir: Path) -> list[Row]:
         joined.setdefault(row["step"], {}).update(row)
     if not joined:
         found = "is empty" if path.exists() else "is missing"
-        raise UserError(str(path), None, f"the run has recorded no step yet: {metrics.FILE_NAME} {found}",
-                        "wait for the first step, or look at the run's log for why it did not get there")
+        raise UserError(
+            str(path),
+            None,
+            f"the run has recorded no step yet: {metrics.FILE_NAME} {found}",
+            "wait for the first step, or look at the run's log for why it did not get there",
+        )
     return [joined[step] for step in sorted(joined)]
 
 
@@ -100,10 +107,10 @@ def _section(title: str, charts: Sequence[Chart], rows: Sequence[Row], drawings:
             missing.append(chart.title)
             continue
         drawings.append(data)
-        wide = " wide" if chart.wide else ""
+        caption = html.escape(chart.caption + (f" One point is {data['every']} steps." if data["every"] > 1 else ""))
         cards.append(
-            f'<figure class="card{wide}" id="{chart.id}"><figcaption><h3>{html.escape(chart.title)}</h3>'
-            f'<p>{html.escape(chart.caption)}</p></figcaption><div class="legend"></div><div class="plot"></div></figure>'
+            f'<figure class="card" id="{chart.id}"><figcaption><h3>{html.escape(chart.title)}</h3>'
+            f'<p>{caption}</p></figcaption><div class="legend"></div><div class="plot"></div></figure>'
         )
     note = _missing("Not recorded in this run", missing) if missing else ""
     anchor = title.lower().replace(" ", "-")
@@ -125,10 +132,13 @@ def _facts(config: dict[str, Any], rows: Sequence[Row]) -> str:
         model, mega, rollout = config["model"], config["megatron"], config["rollout"]
         facts["model"] = Path(model["path"]).name
         facts["trainer"] = _layout(mega, config["cluster"]["trainer_ranks"])
-        facts["batch"] = f"{rollout['groups_per_step']} prompts x {rollout['group_size']} responses"
-        facts["max staleness"] = str(rollout["max_staleness"])
-        facts["correction"] = str(config["algorithm"]["correction"]["preset"])
-        facts["replay"] = str(config["train"]["replay"])
+        if config["train"]["task"] == "rl":
+            facts["batch"] = f"{rollout['groups_per_step']} prompts x {rollout['group_size']} responses"
+            facts["max staleness"] = str(rollout["max_staleness"])
+            facts["correction"] = str(config["algorithm"]["correction"]["preset"])
+            facts["replay"] = str(config["train"]["replay"])
+        else:
+            facts["batch"] = f"{config['train']['sft_batch_size']} examples, supervised"
         facts["seed"] = str(config["seed"])
     started = next((row["time"] for row in rows if row.get("time") is not None), None)
     if started is not None:
@@ -138,7 +148,13 @@ def _facts(config: dict[str, Any], rows: Sequence[Row]) -> str:
 
 def _layout(megatron: dict[str, Any], trainer_ranks: int | None) -> str:
     """`4 ranks: TP2 PP1 EP2`, sizes of one left out."""
-    sizes = {"TP": "tensor_model", "PP": "pipeline_model", "CP": "context", "EP": "expert_model", "ETP": "expert_tensor"}
+    sizes = {
+        "TP": "tensor_model",
+        "PP": "pipeline_model",
+        "CP": "context",
+        "EP": "expert_model",
+        "ETP": "expert_tensor",
+    }
     named = {short: megatron[f"{long}_parallel_size"] for short, long in sizes.items()}
     ranks = trainer_ranks or named["TP"] * named["PP"] * named["CP"]
     parts = [f"{short}{size}" for short, size in named.items() if size > 1]
@@ -162,7 +178,9 @@ def _tiles(rows: Sequence[Row], config: dict[str, Any]) -> list[tuple[str, str, 
     if step_seconds and (waited := _sum(rows, "perf/wait_seconds")) is not None:
         tiles.append(("trainer waited", f"{100 * waited / step_seconds:.0f}%", "of its time, for rollouts"))
     if trained := _sum(rows, "ledger/trained_tokens"):
-        tiles.append(("tokens trained", _short(trained), f"of {_short(_sum(rows, 'ledger/generated_tokens') or 0)} generated"))
+        tiles.append(
+            ("tokens trained", _short(trained), f"of {_short(_sum(rows, 'ledger/generated_tokens') or 0)} generated")
+        )
     return tiles
 
 
@@ -194,23 +212,53 @@ def _timeline_data(spans: Sequence[Span]) -> list[dict[str, Any]]:
     """The last steps, each with its lanes; times in seconds from the step's start."""
     steps = sorted({span.step for span in spans if span.step > 0 or span.name == STEP})[-MAX_TIMELINE_STEPS:]
     windows = {step: window for step in steps if (window := step_window(spans, step))}
-    return [_step_data(step, [s for s in spans if s.end > start and s.start < end], (start, end))
-            for step, (start, end) in windows.items() if end > start]
+    return [
+        _step_data(step, [s for s in spans if s.end > start and s.start < end], (start, end))
+        for step, (start, end) in windows.items()
+        if end > start
+    ]
 
 
 def _step_data(step: int, spans: Sequence[Span], window: tuple[float, float]) -> dict[str, Any]:
     shown = [s for s in spans if s.name != STEP]
     idle = idle_shares(shown, window)
-    lanes = sorted({s.lane for s in shown}, key=_lane_order)
-    return {"step": step, "seconds": round(window[1] - window[0], 3),
-            "lanes": [{"name": lane, "idle": idle.get(lane), "spans": _lane_spans(shown, lane, window)} for lane in lanes]}
+    lanes, hidden = _shown_lanes({s.lane for s in shown})
+    return {
+        "step": step,
+        "seconds": round(window[1] - window[0], 3),
+        "hidden": hidden,
+        "lanes": [
+            {"name": lane, "idle": idle.get(lane) if _works(lane) else None, "spans": _lane_spans(shown, lane, window)}
+            for lane in lanes
+        ],
+    }
+
+
+def _shown_lanes(lanes: set[str]) -> tuple[list[str], int]:
+    """Lanes in drawing order, at most MAX_LANES of a kind, and how many were left out."""
+    kept: list[str] = []
+    of_kind: Counter[str] = Counter()
+    for lane in sorted(lanes, key=_lane_order):
+        of_kind[_kind(lane)] += 1
+        if of_kind[_kind(lane)] <= MAX_LANES:
+            kept.append(lane)
+    return kept, len(lanes) - len(kept)
+
+
+def _kind(lane: str) -> str:
+    return lane.rstrip("0123456789 -_")
+
+
+def _works(lane: str) -> bool:
+    """Whether being idle is a loss: engines and trainers, not the lanes that only say what was going on."""
+    return _kind(lane) in ("engine", "trainer")
 
 
 def _lane_order(lane: str) -> tuple[int, int, str]:
-    """Engines by number, then trainer, weights, driver."""
-    kind, _, number = lane.partition(" ")
-    order = {"engine": 0, "trainer": 1, "weights": 2}
-    return order.get(kind, 3), int(number) if number.isdigit() else 0, lane
+    """The driver's view first, then engines and trainers by number."""
+    order = {"driver": 0, "rollout": 1, "engine": 2, "trainer": 3, "weights": 4}
+    number = lane.removeprefix(_kind(lane)).strip(" -_")
+    return order.get(_kind(lane), 5), int(number) if number else 0, lane
 
 
 def _lane_spans(spans: Sequence[Span], lane: str, window: tuple[float, float]) -> list[list[Any]]:
@@ -232,8 +280,9 @@ def _lane_spans(spans: Sequence[Span], lane: str, window: tuple[float, float]) -
 
 
 def _config(text: str) -> dict[str, Any]:
+    """The resolved configuration; empty when the run wrote none, or one that is not resolved."""
     loaded = yaml.safe_load(text) if text else None
-    return loaded if isinstance(loaded, dict) else {}
+    return loaded if isinstance(loaded, dict) and loaded.keys() >= RunConfig.model_fields.keys() else {}
 
 
 def _text_or_empty(path: Path) -> str:
@@ -241,7 +290,7 @@ def _text_or_empty(path: Path) -> str:
 
 
 def _template(name: str) -> str:
-    return resources.files("mslime.observe").joinpath("templates", name).read_text(encoding="utf-8")
+    return resources.files("mslime.observe").joinpath(name).read_text(encoding="utf-8")
 
 
 def _fill(template: str, **parts: str) -> str:

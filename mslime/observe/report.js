@@ -4,7 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const tip = document.getElementById("tip");
   const SVG = "http://www.w3.org/2000/svg";
-  const ACTIVITY = { generate: 0, train: 1, sync: 2, weights: 2, eval: 3, checkpoint: 4, log_probs: 5, reward: 4, wait: 6 };
+  const ACTIVITY = { generate: 0, train: 1, "send weights": 2, evaluate: 3, save: 4, collect: 5, "wait for rollouts": 6 };
   const cursors = [];
 
   // Small helpers
@@ -143,7 +143,7 @@
   function drawLines(chart, card) {
     const plot = card.querySelector(".plot");
     const domain = lineDomain(chart);
-    const marks = chart.log ? logTicks(...domain) : ticks(...domain, 4);
+    const marks = chart.log ? logTicks(...domain) : ticks(...domain, 5);
     const view = frame(chart, plot, 216, domain, axisWidth(marks), marks);
     for (const series of chart.series) if (series.band) drawBand(series, chart.steps, view);
     for (const series of chart.series) drawSeries(series, chart.steps, view);
@@ -160,7 +160,7 @@
     if (chart.yMin !== null) low = Math.min(low, chart.yMin);
     if (chart.yMax !== null) high = Math.max(high, chart.yMax);
     if (high - low < 1e-12) { high += Math.abs(high) * 0.05 || 1; low = chart.yMin === null ? low - (Math.abs(low) * 0.05 || 1) : low; }
-    const marks = ticks(low, high, 4);
+    const marks = ticks(low, high, 5);
     const gap = marks.length > 1 ? marks[1] - marks[0] : high - low;
     if (chart.yMin === null || low < chart.yMin) low = Math.floor(low / gap + 1e-6) * gap;
     if (chart.yMax === null || high > chart.yMax) high = Math.ceil(high / gap - 1e-6) * gap;
@@ -190,10 +190,13 @@
     });
   }
 
+  // Mean over a centred window, so that the average does not lag behind what it averages.
   function smoothed(values, count) {
-    const keep = 1 - Math.min(0.5, 8 / count);
-    let mean = null;
-    return values.map((v) => (v === null ? null : (mean = mean === null ? v : keep * mean + (1 - keep) * v)));
+    const reach = Math.max(2, Math.round(count / 30));
+    return values.map((value, i) => {
+      const near = known(values.slice(Math.max(0, i - reach), i + reach + 1));
+      return value === null ? null : near.reduce((a, b) => a + b, 0) / near.length;
+    });
   }
 
   function drawBand(series, steps, view) {
@@ -210,7 +213,7 @@
     const plot = card.querySelector(".plot");
     const totals = chart.steps.map((_, i) => chart.series.reduce((sum, s) => sum + (s.values[i] || 0), 0));
     const high = Math.max(...totals, 1e-9);
-    const marks = ticks(0, high, 4);
+    const marks = ticks(0, high, 5);
     const view = frame(chart, plot, 216, [0, high * 1.02], axisWidth(marks), marks);
     const slot = (view.area.right - view.area.left) / chart.steps.length;
     const width = Math.max(slot > 4 ? slot - Math.min(2, slot * 0.25) : slot + 0.3, 0.8);
@@ -234,7 +237,7 @@
 
   function drawHeat(chart, card) {
     const plot = card.querySelector(".plot");
-    const rowHeight = Math.max(8, Math.min(26, Math.floor(300 / chart.layers.length)));
+    const rowHeight = Math.max(4, Math.min(42, Math.floor(216 / chart.layers.length)));
     const lowest = Math.min(...known(chart.values.flat()));
     const floor = Math.min(0.95, Math.floor(lowest * 20) / 20);
     const view = frame(chart, plot, rowHeight * chart.layers.length + 48, [0, 1], 40, []);
@@ -248,7 +251,7 @@
         if (value === null) return;
         const share = Math.round(100 * Math.max(0, Math.min(1, (value - floor) / (1 - floor))));
         const paint = `fill:color-mix(in oklab, var(--heat-high) ${share}%, var(--heat-low))`;
-        el("rect", { x: view.area.left + i * slot, y: top, width: slot + 0.3, height: rowHeight - 1, style: paint }, view.svg);
+        el("rect", { x: view.area.left + i * slot, y: top, width: slot + 0.3, height: rowHeight > 10 ? rowHeight - 1 : rowHeight + 0.3, style: paint }, view.svg);
       });
     });
     card.querySelector(".legend").innerHTML = `<span>${floor.toFixed(2)}<span class="ramp"></span>1.00</span><span>lowest seen <b>${lowest.toFixed(3)}</b></span>`;
@@ -284,7 +287,7 @@
     slider.max = data.timeline.length - 1;
     slider.value = shownStep;
     card.querySelector("output").textContent = chosen.step;
-    card.querySelector(".duration").textContent = `${format(chosen.seconds)} s`;
+    card.querySelector(".duration").textContent = `${format(chosen.seconds)} s` + (chosen.hidden ? `, ${chosen.hidden} more lanes not shown` : "");
     plot.replaceChildren();
     const width = Math.max(plot.clientWidth, 260), lane = 34, narrow = width < 560;
     const left = 12 + 7 * Math.max(...chosen.lanes.map((l) => l.name.length)), right = width - (narrow ? 46 : 76);
@@ -298,7 +301,7 @@
     }
     const names = new Set();
     chosen.lanes.forEach((entry, row) => drawLane(entry, 24 + row * lane, { svg, x, left, right, width, lane, names, step: chosen.step }));
-    legend(card, [...names].map((name) => ({ label: name.replace("_", "-"), paint: activity(name), block: true })));
+    legend(card, [...names].map((name) => ({ label: name, paint: activity(name), block: true })));
     plot.onpointerleave = hide;
   }
 
@@ -319,8 +322,7 @@
       const box = el("rect", { x: view.x(start), y: top + 2, width, height: view.lane - 10, rx: Math.min(3, width / 2), "fill-opacity": other ? 0.45 : 1, style: `fill:${activity(name)};stroke:var(--card);stroke-width:${width > 4 ? 1 : 0}` }, view.svg);
       box.onpointermove = (event) => showTip(event, `<b>${escape(name)}</b>` + tipRow("transparent", "step", step) + tipRow("transparent", "took", `${format(end - start)} s`) + tipRow("transparent", "began at", `${format(start)} s`));
       box.onpointerleave = hide;
-      const label = name.replace("_", "-");
-      if (width > label.length * 7 + 12 && !other) el("text", { class: "inside", x: view.x(start) + 7, y: top + 18 }, view.svg, label);
+      if (width > name.length * 7.5 + 12 && !other) el("text", { class: "inside", x: view.x(start) + 7, y: top + 18 }, view.svg, name);
     }
     if (entry.idle !== null) el("text", { x: view.width, y: top + 18, "text-anchor": "end" }, view.svg, `${Math.round(100 * entry.idle)}%`);
   }
