@@ -12,7 +12,7 @@ GroupFilter = Callable[[Group], bool]
 
 
 def rewards_differ(group: Group) -> bool:
-    """Whether a group teaches anything: with equal rewards every advantage is zero (DAPO, arXiv 2503.14476, sec. 3.2)."""
+    """Whether a group teaches anything: with equal rewards every advantage is zero (DAPO, arXiv 2503.14476)."""
     rewards = [s.reward for s in group.samples if s.reward is not None]
     return max(rewards) - min(rewards) > 1e-6
 

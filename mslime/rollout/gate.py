@@ -1,8 +1,8 @@
 """The submit gate: how many groups may be in flight. Pure arithmetic.
 
 With `max_staleness` = s, weights of version v may work on groups for the steps v .. v + s and no further, so groups are
-submitted while `accepted + running < (v + 1 + s) * groups_per_step`. Over-sampling adds a fixed number of groups to that,
-as spares for those that a filter will refuse or that finish late. Counts and versions are those since the gate opened.
+submitted while `accepted + running < (v + 1 + s) * groups_per_step`. Over-sampling adds a fixed number of groups, as
+spares for those that a filter will refuse or that finish late. Counts and versions are those since the gate opened.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One request: a sample's tokens go to an engine, and what comes back is added to the sample.
 
-A continuation sends all tokens so far and asks for the routes that are still missing. Nothing that a sample already holds
-is ever written again: old tokens keep the log-probs, routes and versions of the weights that sampled them.
+A continuation sends all tokens so far and asks for the routes that are still missing. Nothing that a sample holds is
+ever written again: old tokens keep the log-probs, routes and versions of the weights that sampled them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mslime.backends.sglang.client import GenerateRequest, GenerateResult
+from mslime.backends.sglang.client import EngineDied, GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample, SampleStatus
 from mslime.data.tokenizer import Tokenizer
-from mslime.rollout.protocols import Engines, ModelInfo
+from mslime.rollout.protocols import Engines, ModelInfo, living
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Generator:
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
         self._on_request = on_request
-        self._slots = asyncio.Semaphore(config.rollout.concurrency * max(1, len(engines)))
+        self._slots = asyncio.Semaphore(config.rollout.concurrency * len(engines.clients))
         self._numbers = itertools.count()
         self.cached_tokens = 0
         self.ready = asyncio.Event()
@@ -151,28 +151,24 @@ class Generator:
         )
 
     async def _answer(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult | None:
-        """The answer to a request; when its engine fails, that of another. None when `traffic` closed before it was
-        sent. Raises the last EngineError."""
-        for attempts_left in reversed(range(len(self._engines) + 1)):
+        """The answer to a request; when its engine dies, that of another. None when `traffic` closed before it was
+        sent. Raises EngineError when an engine refused, or none is left."""
+        while True:  # ends: every death leaves one engine less
             await self.ready.wait()
             if not traffic.open:
                 return None
             try:
                 return await self._send(request, traffic)
-            except EngineError:
-                if attempts_left == 0 or len(self._engines) == 0:
+            except EngineDied:
+                if living(self._engines) == 0:
                     raise
-        raise AssertionError("the loop returns or raises")
 
     async def _send(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult:
-        deadline = self._config.deadlines.engine_request_s
+        """One exchange with an engine. The engine client keeps the deadline."""
         start = time.time()
         traffic.in_flight += 1
         try:
-            result = await asyncio.wait_for(self._engines.generate(request), deadline)
-        except TimeoutError as error:
-            raise EngineError(f"request {request.rid}", f"{deadline:g} s", "no answer before its deadline",
-                              "read the engines' logs, or raise deadlines.engine_request_s") from error  # fmt: skip
+            result = await self._engines.generate(request)
         finally:
             traffic.in_flight -= 1
         self._on_request(result.engine, start, time.time())

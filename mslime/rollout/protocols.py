@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from mslime.backends.sglang.client import GenerateRequest, GenerateResult, PauseMode
+from mslime.config.errors import EngineError
 from mslime.data.sample import Group, Sample
 
 
 class Engines(Protocol):
     """A set of generation engines that balances requests over its living members."""
 
-    def __len__(self) -> int:
-        """Engines that are alive."""
+    @property
+    def clients(self) -> Sequence[object]:
+        """All engines, dead ones included."""
+        ...
+
+    @property
+    def dead(self) -> Mapping[str, EngineError]:
+        """Engines that died, by name."""
         ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Continue a sequence on one engine. Raises EngineError when that engine died or refused."""
+        """Continue a sequence on one engine. Raises EngineDied when it died meanwhile, EngineError when it refused."""
         ...
 
     async def abort(self) -> None:
@@ -35,6 +43,11 @@ class Engines(Protocol):
     async def flush_cache(self) -> None:
         """Forget prefixes computed with older weights."""
         ...
+
+
+def living(engines: Engines) -> int:
+    """Engines that are alive."""
+    return len(engines.clients) - len(engines.dead)
 
 
 class Scorer(Protocol):

@@ -45,7 +45,7 @@ async def answer(function: Callable[[Any], Any], sample: Any, limit_s: float) ->
             value = function(sample)
             if inspect.isawaitable(value):
                 value = await value
-    except Exception as error:  # noqa: BLE001 - a user's function may raise anything; it is reported, never fatal
+    except Exception as error:  # a user's function may raise anything: reported, never fatal
         if isinstance(error, TimeoutError) and limit.expired():
             return 0.0, f"took longer than {limit_s:g} s"
         place = traceback.extract_tb(error.__traceback__)[-1]

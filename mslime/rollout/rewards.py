@@ -1,7 +1,7 @@
 """Rewards: exact match here, everything else in worker processes that can be killed.
 
-A user's function may raise, hang, return NaN or take its process down; none of that stops the rollout. What it means for
-the run is decided by `reward.on_error`, and the message names the function, the sample and the reason.
+A user's function may raise, hang, return NaN or take its process down; none of that stops the rollout. What it means
+for the run is decided by `reward.on_error`, and the message names the function, the sample and the reason.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Worker:
 
     @classmethod
     async def start(cls, function: str, setting: str, limit_s: float) -> Worker:
-        """Start a process and wait until it has imported the function. Raises what the import raised, as ConfigError."""
+        """Start a process and wait until it has imported the function. Raises ConfigError when it cannot."""
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "mslime.rollout.reward_worker",

@@ -2,8 +2,8 @@
 
 A group lives in exactly one place: `running` (a task generates and scores it), `partial` (interrupted, waits to be
 continued) or `accepted` (complete, waits for the trainer). `max_staleness` = 0 generates inside `take` only and
-interrupts what is left over when a step has enough; with `max_staleness` > 0 generation never stops except around a weight
-update. Two rules bound the age of what is trained: the submit gate bounds what is begun, and the age test at
+interrupts what is left over when a step has enough; with `max_staleness` > 0 generation stops around weight updates
+only. Two rules bound the age of what is trained: the submit gate bounds what is begun, and the age test at
 `take` decides about tokens that grew too old all the same. Every token is in the ledger.
 
 The service knows neither Ray nor Megatron. All its methods belong to one event loop.
@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mslime.backends.sglang.client import EngineDied
 from mslime.config.errors import DataError, EngineError, UserError
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.ledger import Ledger
@@ -28,7 +29,7 @@ from mslime.rollout.evaluate import EvalResult, summarise
 from mslime.rollout.filters import load_filter
 from mslime.rollout.gate import SubmitGate
 from mslime.rollout.generation import Generator, Sampling, Traffic
-from mslime.rollout.protocols import Engines, ModelInfo, ProgressHook, Scorer, SpanHook, StepBatch
+from mslime.rollout.protocols import Engines, ModelInfo, ProgressHook, Scorer, SpanHook, StepBatch, living
 from mslime.rollout.state import load_state, pack_groups, save_state, unpack_groups
 from mslime.rollout.statistics import StepCounters, batch_metrics
 
@@ -94,8 +95,8 @@ class RolloutService:
     async def take(self, step: int) -> StepBatch:
         """Wait for `groups_per_step` groups and hand them over for training.
 
-        With `max_staleness` 0 everything else is interrupted and kept for the next step. A cancelled or failed call takes
-        nothing: what was finished waits for the next one.
+        With `max_staleness` 0 everything else is interrupted and kept for the next step. A call that fails or is
+        cancelled takes nothing: what was finished waits for the next one.
 
         Raises:
             UserError: what went wrong in the background (EngineError, RewardError, DataError ...).
@@ -127,15 +128,15 @@ class RolloutService:
             await self.drain()
             mode = "retract"  # nothing runs any more, so this only closes the door
         self._generator.ready.clear()
-        await self._engines.pause(mode)
+        await self._everywhere(lambda: self._engines.pause(mode))
 
     async def resume_after_update(self, version: int) -> None:
         """Go on with weights of `version`. Prefixes cached with older weights are forgotten, unless `pause_mode` is
         `in_place`, which keeps the caches of running responses by its nature."""
         self.version = version
         if self._config.rollout.pause_mode != "in_place" or self._config.rollout.max_staleness == 0:
-            await self._engines.flush_cache()
-        await self._engines.resume()
+            await self._everywhere(self._engines.flush_cache)
+        await self._everywhere(self._engines.resume)
         self._generator.ready.set()
         self._accepted = [g for g in self._accepted if self._young_enough(g)]
         if self._config.rollout.max_staleness > 0:
@@ -152,10 +153,11 @@ class RolloutService:
         next_abort = 0.0
         while self._traffic.in_flight:
             if time.monotonic() > deadline:
-                raise EngineError("abort", f"{self._traffic.in_flight} requests", "the engines did not stop them within "
-                                  f"{self._config.deadlines.engine_control_s:g} s", "read the engines' logs")  # fmt: skip
+                limit_s = self._config.deadlines.engine_control_s
+                raise EngineError("abort", f"{self._traffic.in_flight} requests", "the engines did not stop them "
+                                  f"within {limit_s:g} s", "read the engines' logs")  # fmt: skip
             if time.monotonic() > next_abort:
-                await self._engines.abort()
+                await self._everywhere(self._engines.abort)
                 next_abort = time.monotonic() + ABORT_EVERY_S
             await asyncio.sleep(POLL_S)
 
@@ -198,8 +200,8 @@ class RolloutService:
     def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """(JSON-able header, arrays) from which a new service continues without losing a finished token.
 
-        Groups in flight are included with what they hold; tokens still inside an engine are not ours yet. Call `drain` or
-        `pause_for_update` (mode abort) first to have those as well.
+        Groups in flight are included with what they hold; tokens still inside an engine are not ours yet. Call
+        `drain` or `pause_for_update` (mode abort) first to have those as well.
         """
         resting = [*self._partial, *(g for g, _ in self._running.values())]
         headers, arrays = pack_groups([*self._accepted, *resting])
@@ -270,9 +272,9 @@ class RolloutService:
                 return group
         prompt = self._source.next()
         if len(prompt.tokens) >= self._sampling.max_total_tokens:
-            raise DataError(prompt.where, f"{len(prompt.tokens)} tokens", "the prompt leaves no room for a response within "
-                            f"{self._sampling.max_total_tokens} tokens", "set data.max_prompt_tokens, or raise "
-                            "rollout.max_total_tokens")  # fmt: skip
+            rule = f"the prompt leaves no room for a response within {self._sampling.max_total_tokens} tokens"
+            raise DataError(prompt.where, f"{len(prompt.tokens)} tokens", rule,
+                            "set data.max_prompt_tokens, or raise rollout.max_total_tokens")  # fmt: skip
         group = new_group(self._next_group_id, prompt, self._config.rollout.group_size)
         self._next_group_id += 1
         return group
@@ -389,12 +391,12 @@ class RolloutService:
     # ------------------------------------------------------------------------------------------------- the take
 
     async def _enough(self) -> None:
-        """Return when a step's worth of groups is accepted. Raises what failed meanwhile, once everything is at rest."""
+        """Return when a step's worth of groups is accepted. Raises what failed meanwhile, once all is at rest."""
         while True:
             self._moved.clear()
             if self._failure is not None:
                 failure, self._failure = self._failure, None
-                if len(self._engines):
+                if living(self._engines):
                     await self.drain()
                 self._traffic.open = False
                 raise failure
@@ -448,10 +450,19 @@ class RolloutService:
             f"rollout of step {step}",
             f"{len(self._accepted)} of {self._config.rollout.groups_per_step} groups",
             f"not complete within {self._config.deadlines.rollout_step_s:g} s ({len(self._running)} groups running, "
-            f"{self._counters.since_mark('filtered_groups')} refused by the dynamic filter, {len(self._engines)} engines "
-            "alive)",
+            f"{self._counters.since_mark('filtered_groups')} refused by the dynamic filter, "
+            f"{living(self._engines)} engines alive)",
             "look at the engines' logs and the filter; raise deadlines.rollout_step_s if generation is only slow",
         )
+
+    async def _everywhere(self, call: Callable[[], Awaitable[None]]) -> None:
+        """A control call to all engines, again when one dies meanwhile. Raises EngineError when none is left."""
+        while True:
+            try:
+                return await call()
+            except EngineDied:
+                if living(self._engines) == 0:
+                    raise
 
     # ------------------------------------------------------------------------------------------------- telling
 
