@@ -1,0 +1,193 @@
+"""Checkpoints on disk: read by headers, written whole or not at all, damage named by file and tensor."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mslime.config.errors import CheckpointError
+from mslime.convert.hf import (
+    INDEX_NAME,
+    HFCheckpoint,
+    ShardWriter,
+    atomic_directory,
+    check_tokenizer,
+    copy_side_files,
+    read_header,
+    write_index,
+)
+
+TENSORS = {
+    "a": torch.arange(12.0).view(3, 4),
+    "b": torch.randn(5, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    "c": torch.arange(6.0).view(2, 3),
+}
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """Three tensors over three shards with an index, written by our own writer."""
+    target = tmp_path / "ckpt"
+    with atomic_directory(target) as staging:
+        writer = ShardWriter(staging, max_shard_bytes=30)
+        for name, tensor in TENSORS.items():
+            writer.add(name, tensor)
+        write_index(staging, *writer.close())
+    return target
+
+
+def test_what_was_written_is_read_back_bit_for_bit(sharded: Path) -> None:
+    checkpoint = HFCheckpoint(sharded)
+    assert {info.file for info in checkpoint.info.values()} == {f"model-0-{i:05d}.safetensors" for i in range(3)}
+    assert checkpoint.shapes == {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
+    assert {name: info.dtype for name, info in checkpoint.info.items()} == {"a": "F32", "b": "BF16", "c": "F32"}
+    for name, tensor in TENSORS.items():
+        assert torch.equal(checkpoint.tensor(name), tensor) and checkpoint.tensor(name).dtype == tensor.dtype
+
+
+def test_transformers_reads_an_index_with_our_shard_names(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX_NAME).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in TENSORS.values())
+    assert set(index["weight_map"]) == set(TENSORS)
+
+
+def test_a_view_reads_only_the_rows_it_is_asked_for(sharded: Path) -> None:
+    view = HFCheckpoint(sharded).view("a")
+    assert view.shape == (3, 4)
+    assert torch.equal(view[1:2], TENSORS["a"][1:2]) and torch.equal(view[:, 2:], TENSORS["a"][:, 2:])
+
+
+def test_few_files_are_open_at_once(tmp_path: Path) -> None:
+    with atomic_directory(tmp_path / "many") as staging:
+        writer = ShardWriter(staging, max_shard_bytes=1)
+        for i in range(9):
+            writer.add(str(i), torch.full((2,), float(i)))
+        write_index(staging, *writer.close())
+    checkpoint = HFCheckpoint(tmp_path / "many")
+    for _ in range(2):
+        for i in range(9):
+            assert checkpoint.tensor(str(i))[0] == i
+    assert len(checkpoint._handles) == 4
+
+
+def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    assert HFCheckpoint(tmp_path).shapes.keys() == TENSORS.keys()
+
+
+def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        HFCheckpoint(tmp_path)
+
+
+def test_a_missing_shard_is_named(sharded: Path) -> None:
+    (sharded / "model-0-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-0-00001\.safetensors.*missing"):
+        HFCheckpoint(sharded)
+
+
+@pytest.mark.parametrize("keep", [4, 20, -1], ids=["in the length", "in the header", "in the data"])
+def test_a_truncated_shard_is_named(sharded: Path, keep: int) -> None:
+    shard = sharded / "model-0-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model-0-00002\.safetensors"):
+        HFCheckpoint(sharded)
+
+
+def test_a_shard_that_is_something_else_is_named(sharded: Path) -> None:
+    shard = sharded / "model-0-00000.safetensors"
+    shard.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(CheckpointError, match=r"model-0-00000\.safetensors"):
+        HFCheckpoint(sharded)
+    shard.write_bytes((16).to_bytes(8, "little") + b"\xff" * 16)
+    with pytest.raises(CheckpointError, match="not safetensors"):
+        HFCheckpoint(sharded)
+
+
+def test_an_index_that_lies_is_named_with_file_and_tensor(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX_NAME).read_text())
+    index["weight_map"]["a"] = "model-0-00002.safetensors"
+    (sharded / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model-0-00002\.safetensors: a"):
+        HFCheckpoint(sharded)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+def test_a_broken_index_is_named(sharded: Path, text: str) -> None:
+    (sharded / INDEX_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match=INDEX_NAME):
+        HFCheckpoint(sharded)
+
+
+def test_a_tensor_that_is_not_there_is_named(sharded: Path) -> None:
+    with pytest.raises(CheckpointError, match="zzz"):
+        HFCheckpoint(sharded).view("zzz")
+
+
+def test_a_write_that_fails_leaves_the_old_checkpoint_untouched(sharded: Path) -> None:
+    before = {path.name: path.read_bytes() for path in sharded.iterdir()}
+    with pytest.raises(RuntimeError, match="in the middle"), atomic_directory(sharded) as staging:
+        ShardWriter(staging).add("a", TENSORS["c"])
+        raise RuntimeError("in the middle")
+    assert {path.name: path.read_bytes() for path in sharded.iterdir()} == before
+    assert [path.name for path in sharded.parent.iterdir()] == ["ckpt"], "no staging directory is left"
+
+
+def test_a_new_checkpoint_replaces_the_old_one_whole(sharded: Path) -> None:
+    with atomic_directory(sharded) as staging:
+        writer = ShardWriter(staging)
+        writer.add("only", TENSORS["a"])
+        write_index(staging, *writer.close())
+    assert sorted(path.name for path in sharded.iterdir()) == ["model-0-00000.safetensors", INDEX_NAME]
+    assert HFCheckpoint(sharded).info.keys() == {"only"}
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file may grow beyond 64 KiB: the kernel refuses the write as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_a_checkpoint_error_and_the_old_checkpoint_stays(sharded: Path, full_disk: None) -> None:
+    with (
+        pytest.raises(CheckpointError, match=r"model-0-00000.*could not be written(.|\n)*free disk space"),
+        atomic_directory(sharded) as staging,
+    ):
+        writer = ShardWriter(staging)
+        writer.add("large", torch.zeros(1 << 16))
+        writer.close()
+    assert HFCheckpoint(sharded).info.keys() == TENSORS.keys()
+    assert [path.name for path in sharded.parent.iterdir()] == ["ckpt"]
+
+
+def test_side_files_are_copied_and_weights_are_not(sharded: Path, tmp_path: Path) -> None:
+    (sharded / "config.json").write_text("{}")
+    (sharded / "tokenizer.json").write_text("{}")
+    (tmp_path / "out").mkdir()
+    copy_side_files(sharded, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "tokenizer.json"]
+
+
+def test_header_reading_does_not_need_the_data_in_memory(tmp_path: Path) -> None:
+    save_file({"x": torch.zeros(7, 3)}, tmp_path / "x.safetensors")
+    info = read_header(tmp_path / "x.safetensors")["x"]
+    assert (info.file, info.dtype, info.shape) == ("x.safetensors", "F32", (7, 3))
+
+
+def test_a_tokenizer_that_fits_a_padded_vocabulary_is_accepted() -> None:
+    check_tokenizer(tokenizer_size=151669, max_token_id=151668, vocab_size=151936)
+
+
+@pytest.mark.parametrize(("size", "largest"), [(400, 399), (10, 320)])
+def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(size: int, largest: int) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer.*320 rows"):
+        check_tokenizer(size, largest, 320)
