@@ -1,0 +1,134 @@
+"""Routing replay on real megatron-core ranks: every layout consumes the same routes and computes the same thing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mslime.backends.megatron.replay import token_keys
+from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.data.shard import TrainShard
+from tests.engines.trainer_ranks import (
+    FULL_RECOMPUTE,
+    MOE_RECOMPUTE,
+    largest_difference,
+    loss_and_gradients,
+    make_config,
+    run_trainers,
+    shard_of,
+    to_hf,
+)
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+
+pytestmark = pytest.mark.timeout(180)
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "recompute": FULL_RECOMPUTE,
+    "unpacked": {"train": {"packed": False}},
+    "tp2_ep2": {"tp": 2, "ep": 2},
+    "dp2_ep2": {"dp": 2, "ep": 2},
+    "pp2": {"pp": 2},
+    "pp2_vpp2": {"pp": 2, "vpp": 2},
+    "tp2_pp2_ep2": {"tp": 2, "pp": 2, "ep": 2},
+    "cp2": {"cp": 2},
+    "cp2_tp2_ep2": {"cp": 2, "tp": 2, "ep": 2},
+    "pp2_recompute": {"pp": 2, **FULL_RECOMPUTE},
+    "pp2_vpp2_recompute": {"pp": 2, "vpp": 2, **FULL_RECOMPUTE},
+    "pp2_recompute_moe": {"pp": 2, **MOE_RECOMPUTE},
+    "pp2_vpp2_tp2_ep2_recompute_moe": {"pp": 2, "vpp": 2, "tp": 2, "ep": 2, **MOE_RECOMPUTE},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3_moe(tmp_path_factory.mktemp("replay") / "model")
+
+
+def replayed_and_recorded(trainer: MegatronTrainer, shard: TrainShard) -> dict[str, Any]:
+    """R3 with the shard's random routes (both passes), then R2, then natural routing, on one rank."""
+    with trainer.routing.old_log_prob_pass(shard, 0) as routes:
+        log_probs = trainer.runner.log_probs(shard, routes)
+    first = trainer.routing.report(shard)
+    with trainer.routing.gradient_pass(shard, 0) as routes:
+        loss, gradients = loss_and_gradients(trainer, shard, routes)
+    second = trainer.routing.report(shard)
+
+    trainer.routing.mode = "r2"
+    with trainer.routing.old_log_prob_pass(shard, 0) as routes:
+        natural_log_probs = trainer.runner.log_probs(shard, routes)
+    with trainer.routing.gradient_pass(shard, 0) as routes:
+        recorded_loss, recorded_gradients = loss_and_gradients(trainer, shard, routes)
+    recorded = trainer.routing.report(shard)
+    natural_loss, natural_gradients = loss_and_gradients(trainer, shard, None)
+    assert first is not None and second is not None and recorded is not None
+    return {
+        "log_probs": dict(zip(token_keys(shard).tolist(), log_probs.tolist(), strict=True)),
+        "loss": loss,
+        "gradients": gradients,
+        "reports": (first, second),
+        "recorded_loss": recorded_loss,
+        "recorded_gradients": recorded_gradients,
+        "recorded_report": recorded,
+        "natural_loss": natural_loss,
+        "natural_gradients": natural_gradients,
+        "natural_log_probs": natural_log_probs,
+    }
+
+
+def _reference(trainer: MegatronTrainer) -> dict[str, Any]:
+    found = replayed_and_recorded(trainer, shard_of(trainer))
+    return found | {"gradients": to_hf(trainer, found["gradients"])}
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process computes, as a file."""
+    path = tmp_path_factory.mktemp("reference") / "reference.pt"
+    torch.save(run_trainers(_reference, make_config(checkpoint, path.parent))[0], path)
+    return path
+
+
+def _compare(trainer: MegatronTrainer, path: Path) -> dict[str, Any]:
+    reference, shard = torch.load(path, weights_only=False), shard_of(trainer)
+    found = replayed_and_recorded(trainer, shard)
+    recorded, natural = found["recorded_gradients"], found["natural_gradients"]
+    log_probs = found["log_probs"]
+    return {
+        "loss": found["loss"],
+        "gradient": largest_difference(trainer, found["gradients"], reference["gradients"]),
+        "log_prob": max(abs(value - reference["log_probs"][key]) for key, value in log_probs.items()),
+        "reports": found["reports"],
+        "recorded_report": found["recorded_report"],
+        "recorded_equals_natural": found["recorded_loss"] == found["natural_loss"]
+        and all(torch.equal(recorded[name], natural[name]) for name in natural),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_routes_give_the_loss_and_gradients_of_one_process_in_every_layout(
+    layout: str, checkpoint: Path, reference: Path, tmp_path: Path
+) -> None:
+    results = run_trainers(_compare, make_config(checkpoint, tmp_path, **LAYOUTS[layout]), reference)
+    alone = torch.load(reference, weights_only=False)
+    expected = alone["reports"][1]
+    assert expected.coverage == 1.0 and max(expected.agreement.values()) < 0.5, "the routes are not the routers' own"
+    for result in results:
+        assert abs(result["loss"] - alone["loss"]) < 1e-5
+        assert result["gradient"] < 2e-5
+        assert result["log_prob"] < 1e-4
+        for report in result["reports"]:
+            assert (report.fingerprint, report.rows) == (expected.fingerprint, expected.rows)
+            assert report.coverage == 1.0 and set(report.agreement) == {0, 1, 2, 3}
+        assert result["recorded_equals_natural"], "recording and replaying changes not one bit"
+        assert result["recorded_report"].coverage == 1.0
+        assert set(result["recorded_report"].agreement.values()) == {1.0}
+
+
+def test_replay_changes_the_loss(reference: Path) -> None:
+    """Otherwise the comparisons above would compare natural routing with itself."""
+    alone = torch.load(reference, weights_only=False)
+    assert abs(alone["loss"] - alone["natural_loss"]) > 1e-3
+    assert alone["recorded_loss"] == alone["natural_loss"]

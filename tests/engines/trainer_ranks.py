@@ -1,0 +1,151 @@
+"""Real trainer ranks for tests of replay and checkpoints.
+
+`run_trainers` builds a `MegatronTrainer` on every rank of a layout and hands it to a function of the test. Gradients of
+any layout are compared with those of one process through the conversion rules, which say which part of a whole tensor
+each rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.core import parallel_state as groups
+from torch import Tensor
+
+from mslime.algorithms.statistics import finalise
+from mslime.backends.megatron.metrics import over_all_ranks
+from mslime.backends.megatron.naming import named_local_params
+from mslime.backends.megatron.step import RouteHooks
+from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.config.schema import RunConfig
+from mslime.convert.families import get_family
+from mslime.data.routes import Routes
+from mslime.data.shard import TrainShard
+from tests.engines.megatron_ranks import run_ranks
+
+PARALLEL = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+FULL_RECOMPUTE = {"recompute_granularity": "full"}
+MOE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+def make_config(
+    checkpoint: Path, output: Path, dp: int = 1, train: Mapping[str, Any] | None = None, **sizes: Any
+) -> RunConfig:
+    """A run on `checkpoint`; sizes by the short names of `PARALLEL`, other keywords are fields of `megatron`."""
+    megatron = {PARALLEL.get(key, key): value for key, value in sizes.items()}
+    ranks = dp * sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
+    return RunConfig.model_validate(
+        {
+            "model": {"path": checkpoint},
+            "data": {"prompts": ["unused.jsonl"]},
+            "output_dir": output,
+            "cluster": {"device": "cpu", "trainer_ranks": ranks},
+            "megatron": {"use_distributed_optimizer": False, **megatron},
+            "train": {"lr": 1e-2, "adam_eps": 1e-5, "num_steps": 10, **(train or {})},
+            "deadlines": {"trainer_start_s": 60, "train_step_s": 60, "weight_sync_s": 60},
+        }
+    )
+
+
+def run_trainers(work: Callable[..., Any], config: RunConfig, *args: Any, deadline_s: float = 100) -> list[Any]:
+    """`work(trainer, *args)` on every rank of a fresh trainer; what it returned, in rank order."""
+    return run_ranks(_on_trainer, config.layout.world_size, work, config, args, deadline_s=deadline_s)
+
+
+def _on_trainer(
+    rank: int, world_size: int, init_method: str, work: Callable[..., Any], config: RunConfig, args: tuple[Any, ...]
+) -> Any:
+    trainer = MegatronTrainer(config, rank, world_size, init_method)
+    result = work(trainer, *args)
+    trainer.close()
+    return result
+
+
+def make_shard(
+    dp: int = 1, dp_rank: int = 0, *, layers: tuple[int, ...] = (0, 1, 2, 3), seed: int = 0, packed: bool = True
+) -> TrainShard:
+    """One data-parallel rank's half of eight sequences with random routes (not what any router would choose)."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(6, 25, 8)
+    columns: list[dict[str, Any]] = []
+    for n in lengths:
+        mask = (np.arange(n) > 2) & (random.random(n) > 0.2)
+        experts = np.stack([[random.permutation(8)[:2] for _ in layers] for _ in range(n)])
+        columns.append(
+            {
+                "tokens": random.integers(0, 256, n).astype(np.int32),
+                "mask": mask,
+                "advantages": np.full(n, random.normal(), np.float32),
+                "behaviour": random.normal(-6, 0.3, n).astype(np.float32),
+                "experts": experts.astype(np.uint8),
+                "known": np.arange(n) < n - 1,
+            }
+        )
+    trained = sum(int(c["mask"].sum()) for c in columns)
+    members = range(8)[dp_rank::dp]
+    per_batch = 2 if packed else 1
+
+    def joined(key: str) -> Any:
+        return np.concatenate([columns[i][key] for i in members])
+
+    return TrainShard(
+        tokens=joined("tokens"),
+        lengths=lengths[list(members)],
+        sequence_ids=np.array(members, dtype=np.int64),
+        loss_mask=joined("mask"),
+        weights=joined("mask").astype(np.float32) / trained,
+        advantages=joined("advantages"),
+        behaviour_log_probs=joined("behaviour"),
+        micro_batches=tuple(tuple(range(i, i + per_batch)) for i in range(0, len(members), per_batch)),
+        routes=Routes(joined("experts"), joined("known"), layers),
+    )
+
+
+def shard_of(trainer: MegatronTrainer, **kwargs: Any) -> TrainShard:
+    """`make_shard` for this rank: its data-parallel part, its pipeline stage's layers."""
+    layout, rank = trainer.config.layout, trainer.place.rank
+    shard = make_shard(layout.dp, layout.dp_rank(rank), packed=trainer.config.train.packed, **kwargs)
+    return shard.stage_slice(trainer.moe_layer_ids)
+
+
+def loss_and_gradients(
+    trainer: MegatronTrainer, shard: TrainShard, routes: RouteHooks | None
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss over all ranks, and this rank's gradients by canonical name; nothing is updated."""
+    for chunk in trainer.wrapped:
+        chunk.zero_grad_buffer()
+    own = trainer.runner.loss_and_gradients(shard, routes)
+    loss = finalise(over_all_ranks(own))["loss/total"]
+    return loss, {name: p.main_grad.clone() for name, p in named_local_params(trainer.chunks) if p.requires_grad}
+
+
+def to_hf(trainer: MegatronTrainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One process's tensors under Hugging Face names."""
+    rules = get_family(trainer.hf_config).rules(trainer.hf_config)
+    return {hf: tensor for name, local in tensors.items() for hf, tensor in rules.bind(name).to_hf([local])}
+
+
+def largest_difference(trainer: MegatronTrainer, tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> float:
+    """Over this rank's tensors, against the parts of `whole` (Hugging Face names) that it should hold."""
+    rules = get_family(trainer.hf_config).rules(trainer.hf_config)
+    worst = 0.0
+    for name, local in tensors.items():
+        rule = rules.bind(name)
+        rank, size = (
+            (groups.get_expert_tensor_parallel_rank(), groups.get_expert_tensor_parallel_world_size())
+            if rule.is_expert
+            else (groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size())
+        )
+        expected = rule.to_megatron(whole.__getitem__, rank, size)
+        worst = max(worst, float((local - expected).abs().max()))
+    return worst
