@@ -49,6 +49,10 @@ class EnginePool:
         self._slots = [_Slot(client, concurrency) for client in clients]
         self._sessions: OrderedDict[str, _Slot] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Engines that are alive."""
+        return sum(slot.error is None for slot in self._slots)
+
     @property
     def clients(self) -> list[EngineClient]:
         """All engines, dead ones included."""
