@@ -107,8 +107,9 @@ def _numeric_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Weights come from a checkpoint; the loader checks that every one of them does.
-        "perform_initialization": False,
+        # Weights come from a checkpoint. Initialising them first is not waste: without it layers do not mark which
+        # weights tensor parallelism splits, and the gradient norm counts only those of the first rank.
+        "perform_initialization": True,
         "use_cpu_initialization": not cuda,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
