@@ -10,9 +10,9 @@ All of it hangs on one object per trainer rank, `RoutingReplay`, which puts its 
 
 Which micro-batch a router is asked about is never guessed. A forward pass finds the rows that were laid out for it
 and uses them up; a router that runs without any is recomputing inside a backward pass, and takes the rows of the oldest
-of its own forward passes that is still to be recomputed. Layer by layer, every pipeline schedule runs backward passes in
-the order of the forward passes, so this is exact with any number of micro-batches in flight. Rows used twice, never, or
-by the wrong pass end the step with an error; nothing falls back silently to natural routing.
+of its own forward passes that is still to be recomputed. Layer by layer, every pipeline schedule runs backward passes
+in the order of the forward passes, so this is exact with any number of micro-batches in flight. Rows used twice, never,
+or by the wrong pass end the step with an error; nothing falls back silently to natural routing.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def shard_fingerprint(shard: TrainShard, layer_ids: Sequence[int]) -> int:
     """What all ranks together must have consumed of this shard's routes in one pass, over the given layers."""
     assert shard.routes is not None
     routes = _layers_of(shard.routes, layer_ids)
-    hashes = _row_hashes(
+    hashes = row_hashes(
         torch.from_numpy(routes.experts.astype(np.int64)), torch.from_numpy(token_keys(shard)), layer_ids
     )
     return int(hashes[torch.from_numpy(routes.mask)].sum())
@@ -169,7 +169,7 @@ def _layers_of(routes: Routes, layer_ids: Sequence[int]) -> Routes:
     return routes if routes.layer_ids == tuple(layer_ids) else routes.stage_slice(layer_ids)
 
 
-def _row_hashes(experts: Tensor, keys: Tensor, layer_ids: Sequence[int]) -> Tensor:
+def row_hashes(experts: Tensor, keys: Tensor, layer_ids: Sequence[int]) -> Tensor:
     """[rows, layers] int64 hash of (token, layer, experts in order), with wrapping arithmetic."""
     layers = torch.tensor([layer + 1 for layer in layer_ids], dtype=torch.int64, device=keys.device)
     hashed = _mix(_mix(keys)[:, None] + layers * 0x632BE59BD9B4E019)
@@ -328,7 +328,7 @@ class RoutingReplay:
         for column, layer in zip(columns, self.chunks[chunk], strict=True):
             layer.lay_out(rows.experts[:, column], rows.mask)
         replayed = rows.mask.sum() * len(columns)
-        hashes = _row_hashes(rows.experts[:, columns], rows.keys, [self.layer_ids[c] for c in columns])
+        hashes = row_hashes(rows.experts[:, columns], rows.keys, [self.layer_ids[c] for c in columns])
         self._totals["rows"] += replayed
         self._totals["scored"] += rows.scored.sum() * len(columns)
         self._totals["covered"] += (rows.scored & rows.mask).sum() * len(columns)
@@ -436,7 +436,7 @@ def _attach(chunk: nn.Module) -> Iterator[LayerReplay]:
         router = layer.mlp.router
         if not isinstance(router, TopKRouter) or router.router_replay is None:
             raise ConfigError(
-                "train.replay", type(router).__name__, f"the router of layer {layer.layer_number - 1} cannot replay routes",
+                "train.replay", type(router).__name__, f"the router of layer {layer.layer_number - 1} cannot replay",
                 "use megatron-core's TopKRouter, or set train.replay to off",
             )  # fmt: skip
         router.router_replay = LayerReplay(layer.layer_number - 1, router.router_replay)

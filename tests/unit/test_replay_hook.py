@@ -1,0 +1,325 @@
+"""The replay hook of one router, the proof of consumption, and what is refused; no trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import mslime.backends.megatron  # the CPU platform comes before anything of megatron.core  # noqa: F401
+
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function  # isort: skip
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+from mslime.backends.megatron.batches import RowLayout, SequenceSlicer
+from mslime.backends.megatron.replay import (
+    LayerReplay,
+    check_routes,
+    refuse_bypass,
+    rollout_rows,
+    row_hashes,
+    scored_rows,
+    shard_fingerprint,
+    token_keys,
+)
+from mslime.config.errors import ConfigError, EngineError
+from mslime.data.routes import Routes
+from mslime.data.shard import TrainShard
+
+ROWS, EXPERTS, TOP_K = 6, 8, 2
+
+
+@pytest.fixture
+def hook() -> Iterator[LayerReplay]:
+    """A layer's hook in a gradient pass, in the place of megatron-core's own."""
+    before = list(RouterReplay.global_router_replay_instances)
+    own = RouterReplay()
+    layer = LayerReplay(5, own)
+    assert [i for i in RouterReplay.global_router_replay_instances if i not in before] == [layer]
+    layer.start(RouterReplayAction.REPLAY_FORWARD, gradient=True, device=torch.device("cpu"))
+    yield layer
+    RouterReplay.global_router_replay_instances[:] = before
+
+
+def route(hook: LayerReplay | None, logits: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """Gate values and routing map [rows, experts] from megatron-core's own routing function."""
+    return topk_routing_with_score_function(logits, TOP_K, router_replay=hook, **settings)
+
+
+def chosen(routing_map: Tensor) -> list[list[int]]:
+    return [row.nonzero().flatten().tolist() for row in routing_map]
+
+
+def logits_and_experts(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Router logits, and for each row the two experts that it likes least."""
+    logits = torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(seed))
+    return logits, logits.topk(TOP_K, largest=False).indices
+
+
+SCORES: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "pre_softmax": {"use_pre_softmax": True},
+    "sigmoid": {"score_function": "sigmoid"},
+    "sigmoid_bias_scaled": {
+        "score_function": "sigmoid",
+        "expert_bias": torch.linspace(-1, 1, 8),
+        "scaling_factor": 2.5,
+    },
+    "grouped": {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2},
+}
+
+
+@pytest.mark.parametrize("settings", SCORES.values(), ids=SCORES.keys())
+def test_rows_with_a_route_are_forced_and_masked_rows_are_natural(hook: LayerReplay, settings: dict[str, Any]) -> None:
+    logits, experts = logits_and_experts()
+    mask = torch.tensor([True, False, True, True, False, True])
+    _, natural = route(None, logits, **settings)
+    hook.lay_out(experts.to(torch.uint8), mask)
+    _, routed = route(hook, logits, **settings)
+    for row in range(ROWS):
+        expected = sorted(experts[row].tolist()) if mask[row] else chosen(natural)[row]
+        assert chosen(routed)[row] == expected
+
+
+@pytest.mark.parametrize("settings", SCORES.values(), ids=SCORES.keys())
+def test_replaying_the_natural_choice_changes_no_bit_and_agrees_fully(
+    hook: LayerReplay, settings: dict[str, Any]
+) -> None:
+    logits, _ = logits_and_experts()
+    probs, natural = route(None, logits, **settings)
+    experts = torch.tensor(chosen(natural))
+    order = probs.gather(1, experts).argsort(-1, descending=True)
+    hook.lay_out(experts.gather(1, order), torch.ones(ROWS, dtype=torch.bool))
+    replayed_probs, replayed = route(hook, logits, **settings)
+    assert torch.equal(replayed, natural)
+    torch.testing.assert_close(replayed_probs, probs, atol=1e-7, rtol=0)
+    assert hook.agreed is not None and int(hook.agreed) == ROWS
+
+
+def test_gate_values_and_their_gradients_come_from_the_current_logits(hook: LayerReplay) -> None:
+    logits, experts = logits_and_experts()
+    ours, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    hook.lay_out(experts, torch.ones(ROWS, dtype=torch.bool))
+    upstream = torch.randn(ROWS, EXPERTS, generator=torch.Generator().manual_seed(1))
+    (route(hook, ours)[0] * upstream).sum().backward()
+    gates = torch.softmax(exact.gather(1, experts), -1)
+    (gates * upstream.double().gather(1, experts)).sum().backward()
+    assert ours.grad is not None and exact.grad is not None
+    torch.testing.assert_close(ours.grad.double(), exact.grad, atol=1e-6, rtol=0)
+    assert ours.grad.abs().max() > 0, "a router keeps learning under replay"
+
+
+def test_agreement_counts_replayed_rows_whose_natural_set_is_the_same(hook: LayerReplay) -> None:
+    logits, experts = logits_and_experts()
+    natural = logits.topk(TOP_K).indices
+    experts[0], experts[1], experts[2] = natural[0], natural[1].flip(0), natural[2]
+    mask = torch.tensor([True, True, False, True, True, True])
+    hook.lay_out(experts, mask)
+    route(hook, logits)
+    assert int(hook.agreed if hook.agreed is not None else -1) == 2, "order does not matter, masked rows do not count"
+
+
+def test_recomputation_replays_micro_batches_in_the_order_of_their_forward_passes(hook: LayerReplay) -> None:
+    """Three forward passes inside checkpoints are in flight; each recomputation sees its own micro-batch's routes."""
+    whole = torch.ones(ROWS, dtype=torch.bool)
+    batches = [(logits, experts) for logits, experts in (logits_and_experts(seed) for seed in range(3))]
+    for logits, experts in batches:
+        hook.lay_out(experts, whole)
+        with torch.no_grad():
+            route(hook, logits)
+    for logits, experts in batches:
+        assert chosen(route(hook, logits)[1]) == [sorted(row) for row in experts.tolist()]
+    hook.check_used_up()
+
+
+def test_a_forward_pass_outside_checkpoints_is_not_recomputed(hook: LayerReplay) -> None:
+    logits, experts = logits_and_experts()
+    hook.lay_out(experts, torch.ones(ROWS, dtype=torch.bool))
+    route(hook, logits)
+    hook.check_used_up()
+    with pytest.raises(AssertionError, match="layer 5: its router ran without routes"):
+        route(hook, logits)
+
+
+def test_routes_that_no_router_asked_for_are_noticed(hook: LayerReplay) -> None:
+    _, experts = logits_and_experts()
+    hook.lay_out(experts, torch.ones(ROWS, dtype=torch.bool))
+    with pytest.raises(AssertionError, match="bypassed"):
+        hook.check_used_up()
+    with pytest.raises(AssertionError, match="did not ask"):
+        hook.lay_out(experts, torch.ones(ROWS, dtype=torch.bool))
+
+
+def test_a_pass_that_was_not_recomputed_is_noticed(hook: LayerReplay) -> None:
+    logits, experts = logits_and_experts()
+    hook.lay_out(experts, torch.ones(ROWS, dtype=torch.bool))
+    with torch.no_grad():
+        route(hook, logits)
+    with pytest.raises(AssertionError, match="never recomputed"):
+        hook.check_used_up()
+
+
+def test_routing_is_natural_outside_a_pass(hook: LayerReplay) -> None:
+    hook.stop()
+    logits, _ = logits_and_experts()
+    assert torch.equal(route(hook, logits)[1], route(None, logits)[1])
+
+
+def make_shard(**changes: Any) -> TrainShard:
+    """Two sequences of 4 and 3 tokens, two MoE layers; the newest token of each has no route."""
+    experts = np.stack(
+        [[np.random.default_rng(10 * t + l).permutation(EXPERTS)[:TOP_K] for l in range(2)] for t in range(7)]
+    )
+    shard = TrainShard(
+        tokens=np.arange(7, dtype=np.int32),
+        lengths=np.array([4, 3]),
+        sequence_ids=np.array([8, 3]),
+        loss_mask=np.array([0, 0, 1, 1, 0, 1, 1], np.bool_),
+        weights=np.ones(7, np.float32),
+        advantages=np.ones(7, np.float32),
+        behaviour_log_probs=np.zeros(7, np.float32),
+        micro_batches=((0, 1),),
+        routes=Routes(experts.astype(np.uint8), np.array([1, 1, 1, 0, 1, 1, 0], np.bool_), (1, 3)),
+    )
+    return replace(shard, **changes)
+
+
+def with_routes(change: Any) -> TrainShard:
+    shard = make_shard()
+    assert shard.routes is not None
+    experts, mask = shard.routes.experts.copy(), shard.routes.mask.copy()
+    change(experts, mask)
+    return replace(shard, routes=Routes(experts, mask, shard.routes.layer_ids))
+
+
+def test_scored_rows_predict_trained_tokens_of_their_own_sequence() -> None:
+    assert scored_rows(make_shard()).tolist() == [False, True, True, False, True, True, False]
+
+
+def test_whole_routes_pass_the_check() -> None:
+    check_routes(make_shard(), EXPERTS, TOP_K)
+
+
+def test_an_expert_twice_in_a_row_is_refused_with_its_place() -> None:
+    def repeat(experts: Any, mask: Any) -> None:
+        experts[5, 1] = [4, 4]
+
+    with pytest.raises(EngineError, match="sequence 3, position 1"):
+        check_routes(with_routes(repeat), EXPERTS, TOP_K)
+
+
+def test_a_repeated_expert_in_a_masked_row_is_not_looked_at() -> None:
+    def repeat(experts: Any, mask: Any) -> None:
+        experts[3] = 0
+
+    check_routes(with_routes(repeat), EXPERTS, TOP_K)
+
+
+def test_a_trained_token_without_a_route_is_refused_with_its_place() -> None:
+    def forget(experts: Any, mask: Any) -> None:
+        mask[2] = False
+
+    with pytest.raises(EngineError, match="1 trained tokens without a route, the first in sequence 8, position 2"):
+        check_routes(with_routes(forget), EXPERTS, TOP_K)
+
+
+def test_an_expert_that_does_not_exist_or_another_top_k_is_refused() -> None:
+    with pytest.raises(EngineError, match="2 of 4 experts"):
+        check_routes(make_shard(), 4, TOP_K)
+    with pytest.raises(EngineError, match="3 of 8 experts"):
+        check_routes(make_shard(), EXPERTS, 3)
+
+
+def layouts() -> list[list[RowLayout]]:
+    """All ranks of some layouts."""
+    cut = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)]
+    return [[RowLayout(cp, c, sp, s) for c in range(cp) for s in range(sp)] for cp, sp in cut]
+
+
+@pytest.mark.parametrize("ranks", layouts(), ids=lambda ranks: f"cp{ranks[0].cp}_sp{ranks[0].sp}")
+def test_every_layout_consumes_the_same_rows_exactly_once(ranks: list[RowLayout]) -> None:
+    shard = make_shard()
+    total = 0
+    for rank in ranks:
+        slicer = SequenceSlicer.build(shard.spans(), rank)
+        rows = rollout_rows(shard, slicer, (1, 3), torch.device("cpu"))
+        total += int((row_hashes(rows.experts, rows.keys, (1, 3)) * rows.mask[:, None]).sum())
+    assert (total - shard_fingerprint(shard, (1, 3))) % 2**64 == 0
+
+
+def test_stages_of_a_pipeline_sum_to_the_whole() -> None:
+    shard = make_shard()
+    parts = sum(shard_fingerprint(shard.stage_slice([layer]), [layer]) for layer in (1, 3))
+    assert (parts - shard_fingerprint(shard, (1, 3))) % 2**64 == 0
+
+
+def swap_tokens(experts: Any, mask: Any) -> None:
+    experts[[0, 1]] = experts[[1, 0]]
+
+
+def swap_layers(experts: Any, mask: Any) -> None:
+    experts[0] = experts[0, ::-1].copy()
+
+
+def swap_order(experts: Any, mask: Any) -> None:
+    experts[0, 0] = experts[0, 0, ::-1].copy()
+
+
+def lose_one(experts: Any, mask: Any) -> None:
+    mask[1] = False
+
+
+@pytest.mark.parametrize("change", [swap_tokens, swap_layers, swap_order, lose_one])
+def test_the_fingerprint_notices(change: Any) -> None:
+    assert shard_fingerprint(with_routes(change), (1, 3)) != shard_fingerprint(make_shard(), (1, 3))
+
+
+def test_token_keys_are_unique_over_sequences_and_never_those_of_padding() -> None:
+    keys = token_keys(make_shard())
+    assert len(set(keys.tolist())) == 7 and 0 not in keys
+
+
+CONFIG = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": TOP_K,
+    "moe_router_load_balancing_type": "none",
+    "moe_enable_routing_replay": True,
+    "add_bias_linear": False,
+}
+BYPASSES = {
+    "moe_enable_routing_replay": False,
+    "moe_router_fusion": True,
+    "moe_router_load_balancing_type": "sinkhorn",
+    "moe_expert_capacity_factor": 1.5,
+    "moe_router_force_load_balancing": True,
+    "cuda_graph_impl": "local",
+    "mtp_num_layers": 1,
+}
+
+
+def test_the_settings_that_the_trainer_makes_are_not_refused() -> None:
+    refuse_bypass(TransformerConfig(**CONFIG))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", BYPASSES)
+def test_a_router_whose_kernel_would_bypass_replay_is_refused_by_name(name: str) -> None:
+    config = TransformerConfig(**CONFIG)  # type: ignore[arg-type]
+    vars(config)[name] = BYPASSES[name]
+    with pytest.raises(ConfigError, match=rf"megatron\.{name}"):
+        refuse_bypass(config)
+
+
+def test_tensor_parallel_ranks_that_route_the_same_rows_are_refused() -> None:
+    config = TransformerConfig(**CONFIG)  # type: ignore[arg-type]
+    config.tensor_model_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"megatron\.sequence_parallel"):
+        refuse_bypass(config)
