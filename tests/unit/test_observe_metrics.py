@@ -1,0 +1,161 @@
+"""The metrics log, its sinks and the list of names."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mslime.config.errors import UserError
+from mslime.config.schema import ObserveConfig
+from mslime.observe.metrics import MetricsLogger, read_rows
+from mslime.observe.names import METRICS, is_known
+
+QUIET = ObserveConfig()
+
+
+def logged(run_dir: Path) -> list[dict[str, float]]:
+    return read_rows(run_dir / "metrics.jsonl")
+
+
+def test_a_row_is_on_disk_before_log_returns(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, QUIET) as log:
+        log.log(1, {"reward/mean": 0.5, "version": 1})
+        (row,) = logged(tmp_path)
+    assert row["step"] == 1 and row["reward/mean"] == 0.5 and row["version"] == 1 and row["time"] > 1e9
+
+
+def test_rows_survive_a_killed_process(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, pathlib; from mslime.observe.metrics import MetricsLogger\n"
+        "from mslime.config.schema import ObserveConfig\n"
+        "log = MetricsLogger(pathlib.Path(sys.argv[1]), ObserveConfig())\n"
+        "log.log(1, {'lr': 0.5}); log.log(2, {'lr': 0.25}); os.kill(os.getpid(), 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert [row["lr"] for row in logged(tmp_path)] == [0.5, 0.25]
+
+
+def test_a_misspelt_metric_is_an_assertion_that_names_the_nearest(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, QUIET) as log, pytest.raises(AssertionError, match="reward/mean"):
+        log.log(1, {"reward/maen": 0.5})
+    assert logged(tmp_path) == []
+
+
+def test_open_parts_of_names_are_filled_and_closed_parts_are_not() -> None:
+    assert is_known("eval/held_out/pass@4") and is_known("replay/agreement_layer_47")
+    assert is_known("ledger/dropped/zero_variance_tokens") and is_known("grad_norm")
+    assert not is_known("eval/a/b/accuracy") and not is_known("eval/accuracy") and not is_known("reward/mean/x")
+
+
+def test_every_name_of_the_losses_is_known() -> None:
+    torch = pytest.importorskip("torch")
+    from mslime.algorithms.losses import PolicyLossInputs, policy_loss, sft_loss
+    from mslime.algorithms.statistics import finalise
+    from mslime.config.schema import AlgorithmConfig
+
+    x = torch.linspace(-3, -1, 4)
+    mask, index = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
+    inputs = PolicyLossInputs(x, x - 0.1, x, mask, x.abs(), index, 1, reference_log_probs=x - 0.2, entropy=x.abs())
+    reported = finalise(policy_loss(inputs, AlgorithmConfig()).statistics)
+    assert {"loss/kl", "loss/entropy", "mismatch/ratio_p99", "correction/mean_weight"} <= reported.keys()
+    for name in [*reported, *finalise(sft_loss(x, x.abs(), mask).statistics)]:
+        assert is_known(name), name
+
+
+def test_steps_never_go_backwards(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, QUIET) as log:
+        log.log(3, {})
+        with pytest.raises(AssertionError, match="step 2 after step 3"):
+            log.log(2, {})
+
+
+def test_values_that_are_not_finite_become_null_and_the_file_stays_json(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, QUIET) as log:
+        log.log(1, {"grad_norm": float("inf"), "loss/total": float("nan")})
+    (row,) = logged(tmp_path)
+    assert row["grad_norm"] is None and row["loss/total"] is None
+    json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_resuming_cuts_steps_that_are_done_again_and_repairs_a_torn_line(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path, QUIET) as log:
+        for step in range(1, 6):
+            log.log(step, {"lr": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "lr": 6')
+    with MetricsLogger(tmp_path, QUIET, first_step=4) as log:
+        log.log(4, {"lr": 40})
+    assert [(row["step"], row["lr"]) for row in logged(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_a_fresh_start_keeps_the_earlier_file_under_another_name(tmp_path: Path) -> None:
+    for attempt in range(3):
+        with MetricsLogger(tmp_path, QUIET) as log:
+            log.log(1, {"lr": attempt})
+    assert [row["lr"] for row in logged(tmp_path)] == [2]
+    assert [read_rows(tmp_path / f"metrics.{n}.jsonl")[0]["lr"] for n in (1, 2)] == [0, 1]
+
+
+def test_a_broken_line_in_the_middle_is_named_by_number(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 3}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl:2"):
+        read_rows(tmp_path / "metrics.jsonl")
+
+
+def test_a_full_disk_is_a_users_error_and_earlier_rows_stay(tmp_path: Path) -> None:
+    """A file size limit stands in for the full disk: the kernel refuses the write in the same place."""
+    log = MetricsLogger(tmp_path, QUIET)
+    log.log(1, {"lr": 1.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(tmp_path / "metrics.jsonl") + 10, limits[1]))
+        with pytest.raises(UserError, match="metrics cannot be written"):
+            log.log(2, {"lr": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, previous)
+    with MetricsLogger(tmp_path, QUIET, first_step=2) as again:
+        again.log(2, {"lr": 3.0})
+    assert [row["lr"] for row in logged(tmp_path)] == [1.0, 3.0]
+
+
+def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLogger(tmp_path, ObserveConfig(tensorboard=True)) as log:
+        log.log(1, {"reward/mean": 0.25, "grad_norm": float("nan")})
+        log.log(2, {"reward/mean": 0.5})
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert "grad_norm" not in events.Tags()["tensors"]
+    read = [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors("reward/mean")]
+    assert read == [(1, 0.25), (2, 0.5)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
+def test_asking_for_wandb_without_its_package_is_a_users_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"(?s)observe.wandb_project.*pip install wandb"):
+        MetricsLogger(tmp_path, ObserveConfig(wandb_project="mslime"))
+
+
+def test_observe_imports_neither_torch_nor_a_sink_that_nobody_asked_for() -> None:
+    code = (
+        "import sys, mslime.observe.metrics, mslime.observe.progress, mslime.observe.report\n"
+        "sys.exit(bool({'torch', 'tensorboard', 'wandb', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_every_metric_says_what_it_is() -> None:
+    assert all(meaning for _, meaning in METRICS.values())

@@ -1,0 +1,212 @@
+"""The HTML report, from a synthetic run and from broken, partial and missing ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mslime.config.errors import UserError
+from mslime.observe.charts import MAX_HEAT_COLUMNS, MAX_POINTS, SECTIONS
+from mslime.observe.names import is_known
+from mslime.observe.report import write_report
+from tests.fixtures.make_run import make_synthetic_run
+
+ALL_CHARTS = [chart for charts in SECTIONS.values() for chart in charts]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_synthetic_run(tmp_path_factory.mktemp("runs") / "synthetic", steps=40)
+
+
+@pytest.fixture
+def own_run(run_dir: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run_dir, tmp_path / "run"))
+
+
+def page_data(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def rewrite_rows(run_dir: Path, change: Any) -> None:
+    path = run_dir / "metrics.jsonl"
+    rows = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+class References(HTMLParser):
+    """Collects what a page would load: attributes that name another resource."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+
+
+def test_the_page_needs_nothing_but_itself(run_dir: Path) -> None:
+    page = write_report(run_dir).read_text()
+    parser = References()
+    parser.feed(page)
+    assert parser.found == []
+    assert "http" not in page and "fetch(" not in page and "import(" not in page
+    assert not re.search(r"@import|url\(", page)
+
+
+def test_a_full_run_has_every_chart_and_nothing_missing(run_dir: Path) -> None:
+    page = write_report(run_dir).read_text()
+    assert [c["id"] for c in page_data(page)["charts"]] == [c.id for c in ALL_CHARTS]
+    for chart in ALL_CHARTS:
+        assert f'id="{chart.id}"' in page
+    assert "Not recorded" not in page
+
+
+def test_charts_ask_only_for_metrics_that_exist() -> None:
+    for chart in ALL_CHARTS:
+        for series in chart.series:
+            for name in (series.metric, *(series.band or ())):
+                assert is_known(name) or name == "rest", name
+
+
+def test_charts_draw_the_recorded_numbers(run_dir: Path) -> None:
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    charts = {c["id"]: c for c in page_data(write_report(run_dir).read_text())["charts"]}
+    assert charts["reward"]["steps"] == list(range(1, 41))
+    assert charts["reward"]["series"][0]["values"] == pytest.approx([r["reward/mean"] for r in rows[1:]], rel=1e-5)
+    assert charts["accuracy"]["steps"] == [0, 10, 20, 30, 40]
+    assert [s["label"] for s in charts["accuracy"]["series"]] == ["held_out", "held_out pass@4"]
+    assert charts["agreement-layers"]["layers"] == ["0", "1", "2", "3"]
+    step_time = [sum(s["values"][5] or 0 for s in charts["step-time"]["series"])]
+    assert step_time == pytest.approx([rows[6]["perf/step_seconds"]], rel=1e-4)
+
+
+def test_the_headline_tells_start_and_end_accuracy_and_the_layout(run_dir: Path) -> None:
+    page = write_report(run_dir).read_text()
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    first, last = (f"{rows[i]['eval/held_out/accuracy']:.2f}" for i in (0, -1))
+    assert f"{first}<i>&#8594;</i>{last}" in page
+    assert "2 ranks (TP2 EP2)" in page and "16 prompts x 8 responses" in page and "<h1>synthetic</h1>" in page
+
+
+def test_an_unfinished_run_with_a_torn_last_line_is_reported_up_to_there(own_run: Path) -> None:
+    path = own_run / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:21]) + '\n{"step": 21, "reward/me')
+    page = write_report(own_run).read_text()
+    assert page_data(page)["charts"][0]["steps"][-1] == 20
+    assert "of 40: unfinished, or still running" in page
+
+
+def test_missing_metrics_are_named_as_not_recorded(own_run: Path) -> None:
+    rewrite_rows(own_run, lambda row: {k: v for k, v in row.items() if k in ("step", "time", "loss/total", "lr")})
+    (own_run / "timeline.jsonl").unlink()
+    (own_run / "config.yaml").unlink()
+    page = write_report(own_run).read_text()
+    assert [c["id"] for c in page_data(page)["charts"]] == ["loss"]
+    for title in ("Reward", "Mismatch KL", "Route agreement by layer", "Ledger", "Step time", "timeline.jsonl"):
+        assert re.search(rf"Not recorded in this run:</b>[^<]*{title}", page), title
+
+
+def test_values_that_were_not_finite_leave_a_gap(own_run: Path) -> None:
+    rewrite_rows(own_run, lambda row: row | ({"reward/mean": None} if row["step"] == 7 else {}))
+    chart = page_data(write_report(own_run).read_text())["charts"][0]
+    assert 7 not in chart["steps"] or chart["series"][0]["values"][chart["steps"].index(7)] is None
+
+
+def test_rows_of_one_step_are_joined(own_run: Path) -> None:
+    with (own_run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 40, "eval/other/accuracy": 0.5}) + "\n")
+    charts = page_data(write_report(own_run).read_text())["charts"]
+    assert [s["label"] for s in charts[1]["series"]] == ["held_out", "held_out pass@4", "other"]
+    assert charts[0]["steps"].count(40) == 1
+
+
+def test_a_run_without_steps_or_directory_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"(?s)metrics.jsonl is missing.*way out"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="metrics.jsonl is empty"):
+        write_report(tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_names_from_the_run_cannot_break_out_of_the_page(own_run: Path) -> None:
+    evil = "</script><script>alert(1)</script>{{data}}"
+    text = (own_run / "config.yaml").read_text()
+    (own_run / "config.yaml").write_text(text.replace("name: synthetic", f"name: '{evil}'", 1))
+    with (own_run / "timeline.jsonl").open("a") as file:
+        file.write(json.dumps({"lane": evil, "name": evil, "start": 0, "end": 1, "step": 1, "attempt": 9e9}) + "\n")
+    page = write_report(own_run).read_text()
+    assert "<script>alert" not in page
+    assert page.count("<script") == 2 and page_data(page)["charts"]
+
+
+def test_a_long_run_is_thinned_and_says_so(own_run: Path) -> None:
+    rows = [json.loads(line) for line in (own_run / "metrics.jsonl").read_text().splitlines()][1:]
+    long = [{**rows[i % len(rows)], "step": i + 1, "staleness/max": float(i == 500)} for i in range(1000)]
+    (own_run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in long))
+    page = write_report(own_run).read_text()
+    charts = {c["id"]: c for c in page_data(page)["charts"]}
+    assert len(charts["reward"]["steps"]) <= MAX_POINTS and charts["reward"]["steps"][-1] == 1000
+    assert len(charts["agreement-layers"]["steps"]) <= MAX_HEAT_COLUMNS
+    assert max(charts["staleness"]["series"][1]["values"]) == 1.0, "thinning must not average a maximum away"
+    assert "One point is 3 steps." in page and len(page) < 500_000
+
+
+def test_the_timeline_cuts_spans_to_the_step_and_merges_overlapping_ones(own_run: Path) -> None:
+    spans = [
+        ("driver", "step", 10, 20, 1),
+        ("engine 0", "generate", 8, 12, 0),
+        ("engine 0", "generate", 11, 15, 1),
+        ("engine 0", "generate", 13, 14, 1),
+        ("engine 10", "generate", 10, 20, 1),
+        ("engine 2", "generate", 15, 25, 1),
+    ]
+    keys = ("lane", "name", "start", "end", "step")
+    (own_run / "timeline.jsonl").write_text("".join(json.dumps(dict(zip(keys, s, strict=True))) + "\n" for s in spans))
+    (step,) = page_data(write_report(own_run).read_text())["timeline"]
+    assert step["seconds"] == 10 and [lane["name"] for lane in step["lanes"]] == ["engine 0", "engine 2", "engine 10"]
+    assert step["lanes"][0]["spans"] == [["generate", 0, 2, 0], ["generate", 1, 5, 1]]
+    assert [lane["idle"] for lane in step["lanes"]] == pytest.approx([0.5, 0.5, 0.0])
+
+
+def test_a_thousand_trainers_show_the_first_and_count_the_rest(own_run: Path) -> None:
+    rows = [{"lane": f"trainer {i}", "name": "train", "start": 1, "end": 2, "step": 1} for i in range(1000)]
+    (own_run / "timeline.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (step,) = page_data(write_report(own_run).read_text())["timeline"]
+    assert [lane["name"] for lane in step["lanes"]] == [f"trainer {i}" for i in range(12)] and step["hidden"] == 988
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser here")
+def test_a_browser_draws_every_chart_without_an_error(run_dir: Path, tmp_path: Path) -> None:
+    page = write_report(run_dir).read_text()
+    trap = "<script>window.onerror = (m) => { document.title = 'ERROR ' + m; };</script>"
+    copy = tmp_path / "report.html"
+    copy.write_text(page.replace("<body>", "<body>" + trap))
+    command = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=2000",
+        "--dump-dom",
+        f"file://{copy}",
+    ]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert "<title>ERROR" not in dom
+    plots = re.findall(r'<div class="plot"[^>]*>(.*?)</div>', dom, re.S)
+    assert len(plots) == len(ALL_CHARTS) + 1
+    assert all(re.search(r"<(path|rect)[^>]*style=", plot) for plot in plots)
+    assert "NaN" not in "".join(plots)
