@@ -151,10 +151,8 @@ def record(rank: int, world_size: int, init_method: str, checkpoint: Path, case:
     trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
     log_probs = [trainer.log_probs(s, replay=case.routes is not None) for s in make_shards(case, 1, 0, None)]
     noise = np.random.default_rng(99)
-    behaviour = [
-        (column.numpy() + noise.normal(size=len(column)) * 0.05).astype(np.float32) for column in log_probs
-    ]
-    loss, gradients = _gradients(trainer, case, make_shards(case, 1, 0, behaviour)[0])
+    behaviour = [(column.numpy() + noise.normal(size=len(column)) * 0.05).astype(np.float32) for column in log_probs]
+    loss, gradients = _gradients(trainer, make_shards(case, 1, 0, behaviour)[0])
     metrics = trainer.train(make_shards(case, 1, 0, behaviour))
     torch.save(
         {
@@ -181,7 +179,7 @@ def compare(rank: int, world_size: int, init_method: str, checkpoint: Path, case
     shards = make_shards(case, layout.dp, layout.dp_rank(rank), kept["behaviour"])
     rows = np.concatenate([_rows(i) for i in shards[0].sequence_ids])
     found = [trainer.log_probs(shard, replay=case.routes is not None) for shard in shards]
-    loss, gradients = _gradients(trainer, case, shards[0])
+    loss, gradients = _gradients(trainer, shards[0])
     if config.megatron.use_distributed_optimizer:
         gradients = {}  # each rank holds pieces of them only; the gradient norm and the weights speak for them
     metrics = trainer.train(shards)
@@ -196,12 +194,20 @@ def compare(rank: int, world_size: int, init_method: str, checkpoint: Path, case
     }
 
 
+def log_probs(rank: int, world_size: int, init_method: str, checkpoint: Path, case: Case) -> torch.Tensor:
+    """Natural log-probs of the first step's shard."""
+    from mslime.backends.megatron.trainer import MegatronTrainer
+
+    trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
+    return trainer.log_probs(make_shards(case, 1, 0, None)[0])
+
+
 def _rows(sequence: int) -> np.ndarray:
     stop = int(np.cumsum(LENGTHS)[sequence])
     return np.arange(stop - LENGTHS[sequence], stop)
 
 
-def _gradients(trainer: Any, case: Case, shard: TrainShard) -> tuple[float, dict[str, torch.Tensor]]:
+def _gradients(trainer: Any, shard: TrainShard) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss over all ranks and this rank's reduced gradients by canonical name, without an optimizer step."""
     from mslime.algorithms.statistics import finalise
     from mslime.backends.megatron.metrics import over_all_ranks
@@ -209,11 +215,11 @@ def _gradients(trainer: Any, case: Case, shard: TrainShard) -> tuple[float, dict
 
     for chunk in trainer.wrapped:
         chunk.zero_grad_buffer()
-    if case.routes is not None:
-        with trainer.routing.gradient_pass(shard, 0) as routes:
-            own = trainer.runner.loss_and_gradients(shard, routes)
-    else:
-        own = trainer.runner.loss_and_gradients(shard, None)
+    if trainer.routing.mode == "r2":
+        with trainer.routing.old_log_prob_pass(shard, 0) as routes:
+            trainer.runner.log_probs(shard, routes)
+    with trainer.routing.gradient_pass(shard, 0) as routes:
+        own = trainer.runner.loss_and_gradients(shard, routes)
     loss = finalise(over_all_ranks(own))["loss/total"]
     named = named_local_params(trainer.chunks, tied_copies=False)
     return loss, {name: tensor.main_grad.clone() for name, tensor in named}  # type: ignore[attr-defined]

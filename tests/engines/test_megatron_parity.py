@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.megatron_parity import Case, compare, record
+from tests.engines.megatron_parity import Case, compare, log_probs, make_shards, record
 from tests.engines.megatron_ranks import run_ranks
-from tests.fixtures.tiny_models import make_tiny_qwen3_dense, make_tiny_qwen3_moe
+from tests.fixtures.tiny_models import make_tiny_qwen3_dense
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 VPP, EP, ETP = "virtual_pipeline_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -37,6 +37,17 @@ LAYOUTS = {
     "unpacked_tp2_ep2": Case(2, {TP: 2, EP: 2}, packed=False),
 }
 
+FORCED = {"train": {"replay": "r3"}, "routes": (4, 8, 2)}  # random routes that no router would choose
+REPLAYED = {
+    "tp2_ep2_recompute": Case(2, {TP: 2, EP: 2, **FULL}, **FORCED),
+    "pp2_vpp2_recompute": Case(2, {PP: 2, VPP: 2, **FULL}, **FORCED),
+    "cp2_tp2_ep2": Case(4, {CP: 2, TP: 2, EP: 2}, **FORCED),
+}
+RECORDED = {
+    "dp2_tp2_ep2": Case(4, {TP: 2, EP: 2}, train={"replay": "r2"}),
+    "pp2_vpp2_recompute": Case(2, {PP: 2, VPP: 2, **FULL}, train={"replay": "r2"}),
+}
+
 
 @pytest.fixture(scope="module")
 def moe(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -63,3 +74,58 @@ def check(checkpoint: Path, path: Path, case: Case) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_like_one_process(name: str, moe: tuple[Path, Path]) -> None:
     check(*moe, LAYOUTS[name])
+
+
+@pytest.fixture(scope="module")
+def forced(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The single process's record with forced routes."""
+    path = tmp_path_factory.mktemp("parity") / "forced.pt"
+    run_ranks(record, 1, tiny_qwen3_moe, Case(**FORCED), path)
+    return tiny_qwen3_moe, path
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_forced_random_routes_train_like_one_process(name: str, forced: tuple[Path, Path]) -> None:
+    check(*forced, REPLAYED[name])
+
+
+@pytest.fixture(scope="module")
+def recorded(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The single process's record with routes of its own old-log-prob pass."""
+    path = tmp_path_factory.mktemp("parity") / "recorded.pt"
+    run_ranks(record, 1, tiny_qwen3_moe, Case(train={"replay": "r2"}), path)
+    return tiny_qwen3_moe, path
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_routes_train_like_one_process(name: str, recorded: tuple[Path, Path]) -> None:
+    check(*recorded, RECORDED[name])
+
+
+@pytest.mark.parametrize("megatron", [{PP: 2}, {TP: 2, PP: 2}], ids=["pp2", "tp2_pp2"])
+def test_tied_embeddings_of_a_dense_model_train_like_one_process(
+    megatron: dict[str, int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("tied")
+    checkpoint = make_tiny_qwen3_dense(directory / "model", tie_word_embeddings=True, vocab_size=321)
+    run_ranks(record, 1, checkpoint, Case(), directory / "record.pt")
+    world = 2 * megatron.get(TP, 1)
+    check(checkpoint, directory / "record.pt", Case(world, megatron))
+
+
+def test_log_probs_are_those_of_transformers(tiny_qwen3_moe: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    case = Case(2, {TP: 2, EP: 2})
+    shard = make_shards(case, 1, 0, None)[0]
+    found = run_ranks(log_probs, 2, tiny_qwen3_moe, case)
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen3_moe, dtype=torch.float32, attn_implementation="eager")
+    for start, stop in shard.spans():
+        tokens = torch.from_numpy(shard.tokens[start:stop]).long()[None]
+        with torch.no_grad():
+            logits = model(tokens).logits[0, :-1] / 0.8
+        expected = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        for rank in range(2):
+            assert torch.allclose(found[rank][start + 1 : stop], expected, rtol=0, atol=1e-5)
+            assert found[rank][start] == 0

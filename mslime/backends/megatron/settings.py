@@ -60,6 +60,7 @@ def transformer_config(config: RunConfig, hf_config: Mapping[str, object], devic
         ConfigError: the layout does not divide the model, or a passed-through field contradicts the checkpoint.
         CheckpointError: the checkpoint's architecture is not supported.
     """
+    _refuse_unequal_allgather(config)
     family = get_family(hf_config)
     architecture = family.transformer_fields(hf_config)
     check_model(config, architecture)
@@ -75,6 +76,17 @@ def transformer_config(config: RunConfig, hf_config: Mapping[str, object], devic
         values |= _moe_fields(config, device)
     kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
     return kind(**values | passthrough(config.megatron.extra, kind))
+
+
+def _refuse_unequal_allgather(config: RunConfig) -> None:
+    """The allgather dispatcher wants equal token counts on the ranks of an expert group; micro-batches differ."""
+    layout, name = config.layout, config.megatron.moe_token_dispatcher_type
+    if name == "allgather" and (layout.pp > 1 or layout.ep * layout.etp > layout.tp * layout.cp):
+        raise ConfigError(
+            "megatron.moe_token_dispatcher_type", name,
+            "needs equal token counts on the ranks that share experts, and micro-batches of data-parallel ranks differ",
+            "use alltoall",
+        )  # fmt: skip
 
 
 def _layout_fields(config: RunConfig) -> dict[str, Any]:
@@ -94,6 +106,8 @@ def _layout_fields(config: RunConfig) -> dict[str, Any]:
         # Stages tell each other the shape of every micro-batch: packed and unpacked ones differ in length.
         "variable_seq_lengths": layout.pp > 1,
         "deallocate_pipeline_outputs": layout.pp > 1,
+        # Also for dense models: the default refuses variable lengths.
+        "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
         "recompute_granularity": m.recompute_granularity,
         "recompute_method": m.recompute_method or ("uniform" if m.recompute_granularity == "full" else None),
         "recompute_num_layers": m.recompute_num_layers or (1 if m.recompute_granularity == "full" else None),
@@ -125,7 +139,6 @@ def _numeric_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
 
 def _moe_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
     return {
-        "moe_token_dispatcher_type": config.megatron.moe_token_dispatcher_type,
         "moe_grouped_gemm": device.type == "cuda",
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
