@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Makes a virtual environment and installs mslime into it, with what pip alone cannot do. A second run takes a second.
+set -euo pipefail
+# The constraints, pyproject.toml and this script are relative to the project; a caller's --venv is relative to the caller.
+caller="$PWD"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/lib/common.sh
+
+usage() {
+  cat <<'TEXT'
+Usage: bash scripts/install.sh [--cpu | --gpu] [--venv DIR] [--dev] [--help]
+
+  --cpu       the real engines without a GPU: torch for CPU, megatron-core, SGLang (default without an NVIDIA driver)
+  --gpu       the engines for H100/H200: SGLang with its own torch, megatron-core, transformer-engine
+  --venv DIR  where the virtual environment goes (default .venv in the project)
+  --dev       also what tests, lint and type checks need
+
+Environment:
+  PYTHON              the Python to use, 3.11 or 3.12
+  MSLIME_TORCH_INDEX  --cpu only: a further package index to take torch from. On Linux, pip may pick the CUDA build of torch,
+                      which works here too but is several GB larger; give the CPU index that PyTorch's website names.
+  MSLIME_MIN_FREE_GIB free disk space to insist on (default 6 for --cpu, 40 for --gpu)
+  pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, HTTPS_PROXY, ...) are honoured.
+TEXT
+}
+
+mode="" venv=".venv" extras_dev=""
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --cpu | --gpu) mode="${1#--}" ;;
+    --dev) extras_dev=",dev" ;;
+    --venv)
+      [ $# -ge 2 ] || fail "--venv needs a directory" "write --venv DIR"
+      case "$2" in /*) venv="$2" ;; *) venv="$caller/$2" ;; esac
+      shift
+      ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    *) fail "unknown option $1" "see bash scripts/install.sh --help" ;;
+  esac
+  shift
+done
+if [ -z "$mode" ]; then
+  if command -v nvidia-smi >/dev/null 2>&1; then mode=gpu; else mode=cpu; fi
+fi
+
+# What was installed is described by the inputs of the installation; the stamp is written last, so that an interrupted
+# run starts over.
+stamp="$venv/.mslime-installed"
+wanted="$mode$extras_dev ${MSLIME_TORCH_INDEX:-} $PWD $(cat pyproject.toml requirements/cpu-constraints.txt scripts/install.sh \
+  scripts/lib/common.sh | cksum)"
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$venv/bin/python" -c 'import mslime' 2>/dev/null; then
+  say "mslime ($mode$extras_dev) is already installed in $venv; nothing has changed since"
+  exit 0
+fi
+
+python="$(find_python)"
+if [ "$mode" = cpu ]; then default_gib=6; else default_gib=40; fi
+need_disk "$venv" "${MSLIME_MIN_FREE_GIB:-$default_gib}"
+
+started="$(date +%s)"
+say "installing mslime ($mode$extras_dev) into $venv, with $("$python" --version)"
+if [ -x "$venv/bin/python" ] &&
+  [ "$("$venv/bin/python" -c 'import sys; print(sys.version_info[:2])' 2>/dev/null)" = \
+    "$("$python" -c 'import sys; print(sys.version_info[:2])')" ]; then
+  rm -f "$stamp"
+else
+  "$python" -m venv --clear "$venv" 2>/dev/null ||
+    fail "$python could not make a virtual environment in $venv" \
+      "check that the directory can be written; on Debian and Ubuntu install the package python3.11-venv"
+fi
+log="$venv/install.log"
+: >"$log" || fail "$venv cannot be written" "choose another place with --venv DIR"
+pip() { quietly "$log" "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+
+if [ "$mode" = cpu ]; then
+  say "  1/3 torch, megatron-core, ray, transformers and what SGLang needs on CPU (about 2.5 GB, a few minutes)"
+  torch_index=()
+  [ -z "${MSLIME_TORCH_INDEX:-}" ] || torch_index=(--extra-index-url "$MSLIME_TORCH_INDEX")
+  pip install -c requirements/cpu-constraints.txt ${torch_index[@]+"${torch_index[@]}"} -e ".[cpu$extras_dev]"
+  say "  2/3 SGLang without its dependencies: it pins CUDA packages and another torch, none of which a CPU server uses;"
+  say "      xgrammar likewise, because it asks for triton (1 GB, CUDA only)"
+  pip install --no-deps sglang==0.5.23 xgrammar==0.2.7
+  say "  3/3 checking"
+  if "$venv/bin/python" -m pip --disable-pip-version-check show torchvision >/dev/null 2>&1; then
+    say "      removing torchvision: its wheel needs a CUDA torch, and transformers fails to import beside it"
+    pip uninstall -y torchvision
+  fi
+else
+  say "  1/2 SGLang with its own torch, megatron-core, ray, transformer-engine (tens of GB, many minutes)"
+  pip install -e ".[gpu$extras_dev]"
+  say "      NVIDIA apex and transformer-engine's torch extension are compiled against this torch: see deploy/Dockerfile"
+  say "  2/2 checking"
+fi
+quietly "$log" "$venv/bin/python" -c 'import torch, megatron.core, ray, transformers, mslime'
+printf '%s' "$wanted" >"$stamp"
+say "installed in $(($(date +%s) - started)) s; activate with: source $venv/bin/activate"
