@@ -95,3 +95,20 @@ def _pattern() -> re.Pattern[str]:
 def is_known(name: str) -> bool:
     """Whether `name` is one of METRICS, with its open parts filled in."""
     return _pattern().fullmatch(name) is not None
+
+
+def markdown() -> str:
+    """The list as the text of docs/metrics.md."""
+    rows = [f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in METRICS.items()]
+    head = [
+        "# Metrics",
+        "",
+        "What `metrics.jsonl` holds: one JSON object a step. Values that are not finite are null.",
+        "",
+    ]
+    table = ["| name | unit | meaning |", "|---|---|---|", *rows]
+    return "\n".join([*head, *table]) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -40,4 +40,4 @@ def test_a_group_of_one_is_refused() -> None:
 
 def test_advantages_do_not_import_torch() -> None:
     code = "import sys, mslime.algorithms.advantages; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
