@@ -1,0 +1,76 @@
+"""Packing, gathering and converting give back the Hugging Face tensors bit for bit, whatever the layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mslime.weights.buckets import convert, named_tensors, pack
+from mslime.weights.errors import WeightSyncError
+from tests.unit.weights_world import LAYOUTS, gather_size, local_params, moe_table, plan_of, whole_tensors
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bucket_bytes", [1, 900, 1 << 30])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_sent_is_what_the_ranks_hold_bit_for_bit(name: str, bucket_bytes: int, dtype: str) -> None:
+    layout, table = LAYOUTS[name], moe_table()
+    whole = whole_tensors(table, {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
+    ranks = [local_params(table, layout, rank, whole) for rank in range(layout.world_size // layout.pp)]
+    sent: dict[str, torch.Tensor] = {}
+    for bucket in plan_of(layout, bucket_bytes, dtype).buckets:
+        gathered = [pack(bucket, ranks[r], r // layout.etp) for r in range(gather_size(bucket, layout))]
+        assert {len(buffer) for buffer in gathered} == {bucket.local_numel}
+        sent.update(named_tensors(bucket, convert(bucket, gathered, table)))
+    assert sent.keys() == whole.keys()
+    different = [n for n, t in whole.items() if not torch.equal(sent[n].view(torch.uint8), t.view(torch.uint8))]
+    assert not different
+
+
+def test_the_wire_dtype_rounds_as_torch_does() -> None:
+    layout, table = LAYOUTS["one rank"], moe_table()
+    whole = whole_tensors(table)
+    for bucket in plan_of(layout, dtype="bfloat16").buckets:
+        flat = convert(bucket, [pack(bucket, local_params(table, layout, 0, whole), 0)], table)
+        assert all(torch.equal(tensor, whole[name].bfloat16()) for name, tensor in named_tensors(bucket, flat))
+
+
+def test_a_parameter_that_is_not_what_the_plan_says_is_named() -> None:
+    layout, table = LAYOUTS["one rank"], moe_table()
+    params = local_params(table, layout, 0, whole_tensors(table))
+    bucket = plan_of(layout).buckets[0]
+    name = bucket.slots[1].names[0]
+    with pytest.raises(WeightSyncError, match=rf"{name}.*found \(3,\)"):
+        pack(bucket, params | {name: torch.zeros(3)}, 0)
+    del params[name]
+    with pytest.raises(WeightSyncError, match=rf"{name}.*found None"):
+        pack(bucket, params, 0)
+
+
+def test_our_flat_buffer_is_sglangs_flattened_bucket() -> None:
+    """Same bytes and same metadata as the engine's own class makes of the same tensors."""
+    bucket_class = sglang_bucket_class()
+    layout, table = LAYOUTS["one rank"], moe_table()
+    whole = whole_tensors(table, torch.bfloat16)
+    for bucket in plan_of(layout, 900, "bfloat16").buckets:
+        flat = convert(bucket, [pack(bucket, local_params(table, layout, 0, whole), 0)], table)
+        theirs = bucket_class(named_tensors=[(entry.name, whole[entry.name]) for entry in bucket.entries])
+        assert torch.equal(theirs.get_flattened_tensor(), flat.view(torch.uint8))
+        size = flat.element_size()
+        for meta, entry in zip(theirs.get_metadata(), bucket.entries, strict=True):
+            assert (meta.name, meta.start_idx, tuple(meta.shape)) == (entry.name, entry.offset * size, entry.shape)
+
+
+def sglang_bucket_class() -> type:
+    """`FlattenedTensorBucket` from its file alone: importing the package would need the engine's CPU platform."""
+    import importlib.metadata
+    import importlib.util
+    import sys
+
+    path = importlib.metadata.distribution("sglang").locate_file("sglang/srt/weight_sync/tensor_bucket.py")
+    spec = importlib.util.spec_from_file_location("sglang_tensor_bucket", str(path))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module.FlattenedTensorBucket
