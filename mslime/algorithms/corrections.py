@@ -17,7 +17,7 @@ from mslime.algorithms.kl import clamp_log_ratio
 from mslime.config.correction import CorrectionConfig
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks that hold other parts of the same sequences (context parallel). None: sequences are whole."""
+"""Sums a tensor over the ranks that hold other parts of the same sequences; None when sequences are whole."""
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def _floats(values: Tensor) -> list[float]:
 
 
 def _named_sums(statistics: LossStatistics) -> dict[str, float]:
-    return {name: value for name, value in zip(SUM_NAMES, _floats(statistics.sums), strict=False)}
+    return dict[str, float](zip(SUM_NAMES, _floats(statistics.sums), strict=False))
 
 
 def _mismatch(values: dict[str, float], statistics: LossStatistics) -> dict[str, float]:
