@@ -1,9 +1,9 @@
 """Saving and resuming the trainer: weights, optimizer, schedule, random number generators and the caller's `extra`.
 
 Weights and optimizer go through megatron-core's distributed checkpoints (`torch_dist`, fully reshardable), so a
-checkpoint of one parallel layout resumes in any other. What makes it atomic is in `data.checkpoints`. Every stage ends with all
-ranks agreeing that it worked: a rank whose disk is full fails the save on every rank, with its reason, and none is left
-waiting in a collective.
+checkpoint of one parallel layout resumes in any other. What makes it atomic is in `data.checkpoints`. Every stage ends
+with all ranks agreeing that it worked: a rank whose disk is full fails the save on every rank, with its reason, and
+none is left waiting in a collective.
 
 Random number generators are restored rank by rank when the layout is the one that saved; under another layout there is
 no such correspondence, and they stay as the trainer seeded them from `seed`.
@@ -42,6 +42,9 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from mslime.config.errors import CheckpointError
 from mslime.data import checkpoints
@@ -166,12 +169,25 @@ def _load_state(
     return cast(dict[str, Any], loaded)
 
 
+class _Writer(FileSystemWriter):
+    """Says what the disk said: torch reports a failed write as a broken archive, and drops the reason between ranks."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part of the plan. Raises OSError when the file system refused it."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as broken:
+            if isinstance(broken.__context__, OSError):
+                raise broken.__context__ from broken
+            raise
+
+
 class _InProcessSave(TorchDistSaveShardedStrategy):
     """megatron-core's torch_dist format, written by this process.
 
     Its own writer forks a writer per file and starts a manager process for their results: seconds for every save, and a
-    fork of a process that runs Ray's and CUDA's threads. torch's writer does it in threads, and tells every rank when
-    one of them failed.
+    fork of a process that runs Ray's and CUDA's threads. torch's writer does it here, and tells every rank when one of
+    them failed, as long as it has one thread: what a further thread raises is lost with its part of the checkpoint.
     """
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
@@ -179,7 +195,7 @@ class _InProcessSave(TorchDistSaveShardedStrategy):
         tensors = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)[0]
         state_dict_saver.save(
             mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=self.thread_count, sync_files=True),
+            storage_writer=_Writer(checkpoint_dir, thread_count=1, sync_files=True),
             planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
         )
 
@@ -285,7 +301,7 @@ def _root_cause(failure: BaseException) -> str:
 def _cannot_write(directory: Path) -> Callable[[str], CheckpointError]:
     def describe(reason: str) -> CheckpointError:
         return CheckpointError(
-            str(directory), f"{shutil.disk_usage(_existing(directory)).free} bytes free", f"could not be written: {reason}",
+            str(directory), f"{shutil.disk_usage(_existing(directory)).free} bytes free", f"saving failed: {reason}",
             "free space there or mend the file system; older checkpoints are untouched",
         )  # fmt: skip
 

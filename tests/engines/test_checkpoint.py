@@ -1,0 +1,292 @@
+"""Trainer checkpoints on real ranks: a run that is resumed, in any layout, is the run that was not interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.config.errors import CheckpointError
+from mslime.data.checkpoints import latest_complete, read_extra, read_manifest, step_directory
+from tests.engines.trainer_ranks import largest_difference, make_config, run_trainers, shard_of, to_hf
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+
+pytestmark = pytest.mark.timeout(180)
+
+STEPS, SAVED = 4, 2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "one_distopt": {"use_distributed_optimizer": True},
+    "tp2_ep2": {"tp": 2, "ep": 2},
+    "tp2_ep2_distopt": {"tp": 2, "ep": 2, "use_distributed_optimizer": True},
+    "dp2_ep2_distopt": {"dp": 2, "ep": 2, "use_distributed_optimizer": True},
+    "pp2_vpp2_distopt": {"pp": 2, "vpp": 2, "use_distributed_optimizer": True},
+}
+SCHEDULE = {"lr_warmup_steps": 2, "lr_decay_style": "cosine", "num_steps": 8, "min_lr": 1e-4}
+EXTRA = {"step": SAVED, "weight_version": 7, "cursor": {"epoch": 1, "index": 33}, "partial": b"\x00responses\xff"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3_moe(tmp_path_factory.mktemp("checkpoint") / "model")
+
+
+def config_of(layout: str, model: Path, output: Path) -> Any:
+    return make_config(model, output, train=SCHEDULE, **LAYOUTS[layout])
+
+
+def train_steps(trainer: MegatronTrainer, first: int, last: int) -> list[dict[str, float]]:
+    """Optimizer steps `first`..`last - 1`, each on its own data."""
+    return [trainer.train([shard_of(trainer, seed=step)])[0] for step in range(first, last)]
+
+
+def curve(rows: list[dict[str, float]]) -> list[tuple[float, float, float]]:
+    return [(row["loss/total"], row["grad_norm"], row["lr"]) for row in rows]
+
+
+def draws(trainer: MegatronTrainer) -> list[float]:
+    """The next numbers of every generator of this rank."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        inside = float(torch.rand(()))
+    return [random.random(), float(np.random.random()), float(torch.rand(())), inside]
+
+
+def _uninterrupted(trainer: MegatronTrainer) -> tuple[Any, dict[str, torch.Tensor]]:
+    rows = train_steps(trainer, 0, STEPS)
+    return curve(rows), {k: v.clone() for k, v in to_hf(trainer, dict(trainer.named_local_params())).items()}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Loss curve and final weights of one process that was never interrupted."""
+    path = tmp_path_factory.mktemp("uninterrupted") / "run.pt"
+    torch.save(run_trainers(_uninterrupted, config_of("one", model, path.parent))[0], path)
+    return path
+
+
+def _train_and_save(trainer: MegatronTrainer, directory: Path) -> Any:
+    rows = train_steps(trainer, 0, SAVED)
+    random.random(), np.random.random(), torch.rand(5)
+    trainer.save(directory, EXTRA)
+    return curve(rows), draws(trainer)
+
+
+def _load_and_train(trainer: MegatronTrainer, directory: Path, uninterrupted: Path) -> dict[str, Any]:
+    extra = trainer.load(directory)
+    drawn = draws(trainer)
+    step = trainer.step
+    rows = train_steps(trainer, SAVED, STEPS)
+    weights = torch.load(uninterrupted)[1]
+    return {
+        "extra": extra,
+        "draws": drawn,
+        "step": step,
+        "curve": curve(rows),
+        "weights": largest_difference(trainer, dict(trainer.named_local_params()), weights),
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Any]]]:
+    """A checkpoint saved after two steps under a layout, and what its ranks saw; made once a layout."""
+    made: dict[str, tuple[Path, list[Any]]] = {}
+
+    def make(layout: str) -> tuple[Path, list[Any]]:
+        if layout not in made:
+            root = tmp_path_factory.mktemp(f"saved-{layout}")
+            directory = step_directory(root, SAVED)
+            made[layout] = directory, run_trainers(_train_and_save, config_of(layout, model, root), directory)
+        return made[layout]
+
+    return make
+
+
+RESUMES = [
+    ("one", "one"),
+    ("tp2_ep2", "one"),
+    ("one", "tp2_ep2"),
+    ("tp2_ep2_distopt", "tp2_ep2_distopt"),
+    ("tp2_ep2_distopt", "one_distopt"),
+    ("one_distopt", "dp2_ep2_distopt"),
+    ("dp2_ep2_distopt", "pp2_vpp2_distopt"),
+    ("pp2_vpp2_distopt", "tp2_ep2_distopt"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), RESUMES, ids=lambda name: name)
+def test_a_resumed_run_continues_the_uninterrupted_loss_curve(
+    before: str, after: str, model: Path, saved: Any, uninterrupted: Path, tmp_path: Path
+) -> None:
+    directory, ranks_before = saved(before)
+    expected = torch.load(uninterrupted)[0]
+    results = run_trainers(_load_and_train, config_of(after, model, tmp_path), directory, uninterrupted)
+    for result in results:
+        assert result["extra"] == EXTRA
+        assert result["step"] == SAVED
+        np.testing.assert_allclose(ranks_before[0][0], expected[:SAVED], atol=2e-4, rtol=2e-4)
+        np.testing.assert_allclose(result["curve"], expected[SAVED:], atol=2e-4, rtol=2e-4)
+        assert result["weights"] < 1e-4
+    if before == after:
+        assert [r["draws"] for r in results] == [r[1] for r in ranks_before], (
+            "each rank goes on with its own generators"
+        )
+
+
+def test_a_resume_in_one_process_is_bit_exact(model: Path, saved: Any, uninterrupted: Path, tmp_path: Path) -> None:
+    directory, _ = saved("one")
+    result = run_trainers(_load_and_train, config_of("one", model, tmp_path), directory, uninterrupted)[0]
+    assert result["curve"] == torch.load(uninterrupted)[0][SAVED:]
+    assert result["weights"] == 0.0
+
+
+def test_another_layout_starts_its_generators_from_the_seed(
+    model: Path, saved: Any, uninterrupted: Path, tmp_path: Path
+) -> None:
+    directory, _ = saved("tp2_ep2")
+    resumed = run_trainers(_load_and_train, config_of("one", model, tmp_path), directory, uninterrupted)[0]
+    assert resumed["draws"] == run_trainers(draws, config_of("one", model, tmp_path))[0]
+
+
+def test_the_driver_reads_extra_without_a_trainer(saved: Any) -> None:
+    directory, _ = saved("tp2_ep2")
+    assert read_extra(directory) == EXTRA
+    assert read_manifest(directory).layout == "TP2 EP2"
+    assert latest_complete(directory.parent) == directory
+
+
+def _load_only(trainer: MegatronTrainer, directory: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        trainer.load(directory)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "no manifest"])
+def test_a_damaged_checkpoint_is_refused_on_every_rank_by_file(
+    damage: str, model: Path, saved: Any, tmp_path: Path
+) -> None:
+    directory = step_directory(tmp_path, SAVED)
+    shutil.copytree(saved("tp2_ep2")[0], directory)
+    victim = max(directory.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    if damage == "missing":
+        victim.unlink()
+    elif damage == "truncated":
+        os.truncate(victim, victim.stat().st_size // 2)
+    else:
+        victim = directory / "manifest.json"
+        victim.unlink()
+    messages = run_trainers(_load_only, config_of("tp2_ep2", model, tmp_path), directory)
+    assert all(victim.name in message and "way out" in message for message in messages)
+    assert latest_complete(tmp_path) is None
+
+
+def test_rubbish_of_the_right_size_is_refused_on_every_rank(model: Path, saved: Any, tmp_path: Path) -> None:
+    directory = step_directory(tmp_path, SAVED)
+    shutil.copytree(saved("tp2_ep2")[0], directory)
+    for victim in directory.glob("__1_*.distcp"):
+        victim.write_bytes(b"\x13" * victim.stat().st_size)
+    messages = run_trainers(_load_only, config_of("tp2_ep2", model, tmp_path), directory)
+    assert all("must be a readable checkpoint" in message for message in messages)
+
+
+def test_a_checkpoint_of_another_model_is_refused(saved: Any, tmp_path: Path) -> None:
+    other = make_tiny_qwen3_moe(tmp_path / "other", moe_intermediate_size=48)
+    message = run_trainers(_load_only, config_of("one", other, tmp_path), saved("one")[0])[0]
+    assert "must be a readable checkpoint of the model that is trained" in message
+
+
+def _save_on_small_disk(trainer: MegatronTrainer, directory: Path, limited_rank: int) -> str:
+    """One rank may write no more than 100 kB a file, as on a file system that fills up under it."""
+    train_steps(trainer, 0, 1)
+    if trainer.place.rank == limited_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    with pytest.raises(CheckpointError) as error:
+        trainer.save(directory, EXTRA)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("limited_rank", [0, 1])
+def test_a_disk_that_fills_up_while_saving_leaves_the_previous_checkpoint(
+    limited_rank: int, model: Path, saved: Any, tmp_path: Path
+) -> None:
+    previous = step_directory(tmp_path, SAVED)
+    shutil.copytree(saved("tp2_ep2")[0], previous)
+    directory = step_directory(tmp_path, SAVED + 1)
+    messages = run_trainers(_save_on_small_disk, config_of("tp2_ep2", model, tmp_path), directory, limited_rank)
+    for message in messages:
+        assert str(directory) in message and "bytes free" in message and "File too large" in message
+    assert latest_complete(tmp_path) == previous
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == [previous.name], "nothing is left behind"
+
+
+def _save_without_space(trainer: MegatronTrainer, directory: Path) -> str:
+    def fake_nearly_full_disk(path: Any) -> Any:
+        return shutil._ntuple_diskusage(10**9, 10**9 - 4096, 4096)  # type: ignore[attr-defined]
+
+    shutil.disk_usage = fake_nearly_full_disk
+    with pytest.raises(CheckpointError) as error:
+        trainer.save(directory, EXTRA)
+    return str(error.value)
+
+
+def test_a_disk_without_enough_space_is_noticed_before_writing(model: Path, tmp_path: Path) -> None:
+    directory = step_directory(tmp_path, 1)
+    message = run_trainers(_save_without_space, config_of("one", model, tmp_path), directory)[0]
+    assert "4096 bytes free" in message and str(directory) in message
+    assert not list(tmp_path.glob("*step*"))
+
+
+def _save_for_ever(trainer: MegatronTrainer, root: Path) -> None:
+    train_steps(trainer, 0, 1)
+    (root / "pid").write_text(str(os.getpid()))
+    for step in range(10_000):
+        trainer.save(step_directory(root, step), {"step": step})
+
+
+def _kill_while_saving(root: Path, after_s: float) -> None:
+    """SIGKILL to the process that `_save_for_ever` named, some time after its first checkpoint."""
+    deadline = time.monotonic() + 60
+    while latest_complete(root) is None:
+        assert time.monotonic() < deadline, "no first checkpoint"
+        time.sleep(0.01)
+    time.sleep(after_s)
+    os.kill(int((root / "pid").read_text()), signal.SIGKILL)
+
+
+def _load_newest(trainer: MegatronTrainer, root: Path) -> int:
+    newest = latest_complete(root)
+    assert newest is not None
+    return trainer.load(newest)["step"]
+
+
+def test_a_kill_in_mid_save_leaves_only_complete_checkpoints(model: Path, tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    config = config_of("one", model, tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        for attempt in range(3):
+            root = tmp_path / f"attempt{attempt}"
+            root.mkdir()
+            killer = pool.submit(_kill_while_saving, root, 0.013 * (attempt + 1))
+            with pytest.raises(AssertionError, match="died"):
+                run_trainers(_save_for_ever, config, root)
+            killer.result()
+            named = [path for path in root.iterdir() if path.name.startswith("step_")]
+            for directory in named:
+                read_manifest(directory)
+            steps = {json.loads((path / "manifest.json").read_text())["extra"]["step"] for path in named}
+            assert steps == set(range(len(named))), "every save before the kill is there, none is half there"
+            assert run_trainers(_load_newest, config, root) == [max(steps)]
