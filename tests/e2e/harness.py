@@ -1,0 +1,128 @@
+"""Running `mslime train` as a user does: a process of its own, watched from outside, with everything it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Run:
+    """A started run.
+
+    Attributes:
+        process: the driver.
+        directory: where the run writes.
+        seen: every process that was found below the driver so far.
+    """
+
+    process: subprocess.Popen[str]
+    directory: Path
+    output: Path
+    seen: dict[int, psutil.Process] = field(default_factory=dict)
+
+    def look(self) -> list[psutil.Process]:
+        """Processes below the driver now; remembered for `left_over`."""
+        try:
+            found = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        self.seen.update({p.pid: p for p in found})
+        return found
+
+    def find(self, title: str) -> psutil.Process:
+        """The one process below the driver whose command line contains `title`."""
+        matches = [p for p in self.look() if title in " ".join(_command(p))]
+        assert matches, f"no process {title!r} among {[_command(p)[:3] for p in self.look()]}"
+        return matches[0]
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Poll until `condition`; fails when the run ends or time is up first."""
+        end = time.monotonic() + seconds
+        while not condition():
+            self.look()
+            assert self.process.poll() is None, f"the run ended early:\n{self.text()}"
+            assert time.monotonic() < end, f"nothing within {seconds} s:\n{self.text()}"
+            time.sleep(0.2)
+
+    def finish(self, seconds: float) -> int:
+        """Exit status; fails when the run takes longer."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None:
+            self.look()
+            assert time.monotonic() < end, f"still running after {seconds} s:\n{self.text()}"
+            time.sleep(0.2)
+        return self.process.returncode
+
+    def left_over(self, grace_s: float = 15.0) -> list[str]:
+        """What still lives of everything this run started, after a moment's grace."""
+        end = time.monotonic() + grace_s
+        while (alive := [p for p in self.seen.values() if _alive(p)]) and time.monotonic() < end:
+            time.sleep(0.2)
+        return [" ".join(_command(p))[:200] for p in alive]
+
+    def text(self) -> str:
+        """Everything the driver printed."""
+        return self.output.read_text()
+
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl so far."""
+        path = self.directory / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def stop(self) -> None:
+        """End everything, for the end of a test that failed."""
+        for process in [*self.look(), *self.seen.values()]:
+            if _alive(process):
+                process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+def start_run(values: dict[str, Any], directory: Path, *flags: str) -> Run:
+    """`mslime train` on these settings, with logs and outputs under `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    values = {"name": "run", "output_dir": str(directory), **values}
+    config = directory / "run.yaml"
+    config.write_text(yaml.safe_dump(values))
+    output = directory / f"driver{len(list(directory.glob('driver*')))}.log"
+    with output.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "mslime.cli", "train", str(config), *flags],
+            stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    return Run(process, directory / "run", output)
+
+
+def interrupt(run: Run) -> None:
+    """What Ctrl-C does on a terminal: SIGINT to the driver's whole process group."""
+    os.killpg(run.process.pid, signal.SIGINT)
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []

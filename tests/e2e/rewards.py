@@ -1,0 +1,16 @@
+"""Rewards for the end-to-end tests: they score random models, so that groups differ."""
+
+from __future__ import annotations
+
+from mslime.data.sample import Sample
+
+
+def even_tokens(sample: Sample) -> float:
+    """Share of even token ids in the response."""
+    response = sample.tokens[sample.prompt_length :]
+    return float((response % 2 == 0).mean()) if len(response) else 0.0
+
+
+def raises(sample: Sample) -> float:
+    """Always fails."""
+    raise RuntimeError(f"no score for sample {sample.index}")

@@ -1,0 +1,175 @@
+"""Whole runs on the real engines, started and watched from outside as a user would."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mslime.observe.names import is_known
+from mslime.observe.report import write_report
+from tests.e2e.harness import Run, interrupt, start_run
+
+START_S, STEP_S = 240.0, 120.0
+"""Generous: CI has two cores. They bound a hang, they do not measure anything."""
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(24)))
+    return path
+
+
+def settings(model_path: Path, prompts: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "model": {"path": str(model_path)},
+        "data": {"prompts": [str(prompts)]},
+        "cluster": {"device": "cpu"},
+        "rollout": {"groups_per_step": 4, "group_size": 4, "max_response_tokens": 24},
+        "reward": {"kind": "custom", "function": "tests.e2e.rewards:even_tokens"},
+        "train": {"num_steps": 2, "lr": 1e-3},
+        "deadlines": {"engine_control_s": 60, "weight_sync_s": 60, "train_step_s": 100, "rollout_step_s": 200},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return values
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    """Runs started by a test; whatever still lives of them afterwards is ended."""
+    started: list[Run] = []
+    yield started
+    for run in started:
+        run.stop()
+
+
+TP2_EP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
+
+
+@pytest.mark.timeout(900)
+def test_a_run_trains_resumes_in_another_layout_and_reports(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    evals = {"eval_sets": [{"name": "held_out", "path": f"{prompts}@[:4]"}]}
+    values = settings(tiny_qwen3_moe, prompts, megatron=TP2_EP2, data=evals, checkpoint={"save_every": 1})
+    first = start_run(values, tmp_path)
+    runs.append(first)
+    assert first.finish(START_S + 2 * STEP_S) == 0, first.text()
+    assert first.left_over() == []
+    assert "bit for bit" in first.text()
+    rows = first.rows()
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    assert all(is_known(name) for row in rows for name in row)
+    for row in rows[1:]:
+        assert row["replay/coverage"] == 1.0 and row["replay/agreement"] == 1.0
+        assert row["mismatch/abs_max"] < 1e-3 and row["mismatch/kl"] < 1e-7
+        assert row["ledger/trained_tokens"] > 0 and row["staleness/max"] == 0
+    assert rows[0]["eval/held_out/accuracy"] is not None
+    assert (first.directory / "hf" / "config.json").is_file()
+
+    # Two pipeline stages instead of TP2 EP2: the checkpoint is resharded, the metrics go on.
+    resumed = settings(
+        tiny_qwen3_moe, prompts, megatron={"pipeline_model_parallel_size": 2}, data=evals, train={"num_steps": 3}
+    )
+    second = start_run(resumed, tmp_path)
+    runs.append(second)
+    assert second.finish(START_S + STEP_S) == 0, second.text()
+    assert "continuing from" in second.text()
+    rows = second.rows()
+    assert [r["step"] for r in rows] == [0, 1, 2, 3] and rows[-1]["replay/coverage"] == 1.0
+    assert second.left_over() == []
+
+    page = write_report(second.directory).read_text()
+    assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.timeout(600)
+def test_an_asynchronous_run_recycles_partial_rollouts_within_the_staleness_bound(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    rollout = {"max_staleness": 2, "over_sampling": 2.0, "max_response_tokens": 160, "groups_per_step": 2}
+    run = start_run(settings(tiny_qwen3_moe, prompts, rollout=rollout, train={"num_steps": 4}), tmp_path)
+    runs.append(run)
+    assert run.finish(START_S + 4 * STEP_S) == 0, run.text()
+    rows = run.rows()
+    assert len(rows) == 4 and all(r["staleness/max"] <= 2 for r in rows)
+    assert sum(r["rollout/aborted"] for r in rows) > 0 and sum(r["rollout/recycled"] for r in rows) > 0
+    assert all(r["replay/coverage"] == 1.0 for r in rows)
+    assert run.left_over() == []
+
+
+@pytest.mark.timeout(600)
+def test_ctrl_c_in_mid_run_leaves_no_process_behind(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    run = start_run(settings(tiny_qwen3_moe, prompts, train={"num_steps": 500}), tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
+    run.look()
+    interrupt(run)
+    assert run.finish(60) == 130, run.text()
+    assert run.left_over() == []
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_trainer_rank_ends_the_run_with_its_log_path(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    run = start_run(settings(tiny_qwen3_moe, prompts, megatron=TP2_EP2, train={"num_steps": 500}), tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
+    run.find("ray::TrainerActor").kill()
+    assert run.finish(120) == 2, run.text()
+    assert "trainer rank" in run.text() and "trainer_rank" in run.text()
+    assert run.left_over() == []
+
+
+@pytest.mark.timeout(600)
+def test_a_killed_engine_ends_the_run_and_names_its_log(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    rollout = {"max_response_tokens": 1500, "groups_per_step": 2}
+    run = start_run(settings(tiny_qwen3_moe, prompts, rollout=rollout, train={"num_steps": 500}), tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: "bit for bit" in run.text(), START_S)
+    run.find("sglang.launch_server").kill()
+    assert run.finish(120) == 2, run.text()
+    assert "engine0" in run.text() and "engine0.log" in run.text()
+    assert run.left_over() == []
+
+
+@pytest.mark.timeout(600)
+def test_a_reward_that_raises_ends_the_run_with_its_own_words(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    reward = {"kind": "custom", "function": "tests.e2e.rewards:raises"}
+    run = start_run(settings(tiny_qwen3_moe, prompts, reward=reward), tmp_path)
+    runs.append(run)
+    assert run.finish(START_S + STEP_S) == 2, run.text()
+    assert "no score for sample" in run.text() and "tests.e2e.rewards:raises" in run.text()
+    assert run.left_over() == []
+
+
+@pytest.mark.timeout(600)
+def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    train = {"task": "sft", "num_steps": 6, "lr": 1e-3, "sft_batch_size": 8}
+    run = start_run(settings(tiny_qwen3_moe, prompts, train=train, checkpoint={"save_every": 6}), tmp_path)
+    runs.append(run)
+    assert run.finish(START_S) == 0, run.text()
+    losses = [r["loss/nll"] for r in run.rows()]
+    assert len(losses) == 6 and losses[-1] < losses[0]
+    assert (run.directory / "hf" / "model.safetensors.index.json").exists() or list(
+        (run.directory / "hf").glob("*.safetensors")
+    )
+    again = start_run(settings(tiny_qwen3_moe, prompts, train={**train, "num_steps": 8}), tmp_path)
+    runs.append(again)
+    assert again.finish(START_S) == 0, again.text()
+    assert [r["step"] for r in again.rows()] == list(range(1, 9))
+    assert again.left_over() == []
