@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from mslime.backends.sglang.client import EngineDied, GenerateRequest, GenerateResult
-from mslime.config.errors import EngineError
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample, SampleStatus

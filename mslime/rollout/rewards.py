@@ -21,7 +21,6 @@ from mslime.rollout.reward_worker import HEADER, encode
 START_SECONDS = 120.0  # importing a user's module may load a model
 GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
 ASYNC_SLOTS = 64  # samples that one worker's async function may be awaiting at once
-ATTEMPTS = 3  # a sample may lose its worker to another sample's fault, not forever
 
 
 class WorkerLostError(Exception):
@@ -32,20 +31,17 @@ class Worker:
     """One reward process.
 
     Attributes:
-        pending: samples it is working on.
         concurrent: whether its function is async.
+        claims: samples that were given to it and are not back.
+        reserved: it works on one sample and takes no other.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, concurrent: bool) -> None:
         self._process, self.concurrent = process, concurrent
         self._waiting: dict[int, asyncio.Future[tuple[float, str]]] = {}
         self._count = 0
+        self.claims, self.reserved = 0, False
         self._reader = asyncio.create_task(self._read())
-
-    @property
-    def pending(self) -> int:
-        """Samples in hand."""
-        return len(self._waiting)
 
     @property
     def alive(self) -> bool:
@@ -116,34 +112,29 @@ async def _read_message(stream: asyncio.StreamReader) -> Any:
 
 
 class WorkerPool:
-    """Keeps `workers` processes for one function, and replaces those that end."""
+    """Keeps `workers` processes for one function, and replaces those that end.
+
+    A synchronous function gets one sample at a time. An async one gets many, so when its process is stuck or dies,
+    nobody knows whose fault it was: every sample it held is then tried once more, alone with a process.
+    """
 
     def __init__(self, function: str, setting: str, workers: int, limit_s: float) -> None:
         self._function, self._setting, self._size, self._limit_s = function, setting, workers, limit_s
         self._workers: list[Worker] = []
-        self._lock = asyncio.Lock()
         self._freed = asyncio.Condition()
+        self._turns: asyncio.Semaphore | None = None
+        self._want_alone = 0
 
     async def score(self, sample: Sample) -> tuple[float, str]:
         """(reward, error) of a sample. Raises ConfigError when the function cannot be imported."""
-        reason = ""
-        for _ in range(ATTEMPTS):
-            worker = await self._claim()
-            try:
-                return await worker.call(sample, self._limit_s)
-            except TimeoutError:
-                await worker.kill()
-                return 0.0, f"took longer than {self._limit_s:g} s; its process was killed"
-            except (WorkerLostError, BrokenPipeError, ConnectionResetError) as error:
-                reason = str(error) or "its process ended"
-            finally:
-                async with self._freed:
-                    self._freed.notify_all()
-        return 0.0, f"{reason}, {ATTEMPTS} times in a row"
+        async with await self._queue():
+            result = await self._try(sample, alone=False) or await self._try(sample, alone=True)
+        assert result is not None, "a sample that is alone with its process gets a verdict"
+        return result
 
     async def start(self) -> None:
         """Start all processes now, so that a function that cannot be imported is known early. Raises ConfigError."""
-        await self._fill()
+        await self._queue()
 
     async def close(self) -> None:
         """End all processes."""
@@ -151,22 +142,54 @@ class WorkerPool:
             await worker.kill()
         self._workers.clear()
 
-    async def _claim(self) -> Worker:
-        """A worker with a free slot; its `call` must follow without an await in between."""
-        while True:
-            await self._fill()
-            free = [w for w in self._workers if w.alive and w.pending < (ASYNC_SLOTS if w.concurrent else 1)]
-            if free:
-                return min(free, key=lambda w: w.pending)
+    async def _queue(self) -> asyncio.Semaphore:
+        """The line in which samples wait; as many leave it as all processes together can work on."""
+        async with self._freed:
+            if self._turns is None:
+                await self._fill()
+                slots = ASYNC_SLOTS if self._workers[0].concurrent else 1
+                self._turns = asyncio.Semaphore(slots * self._size)
+            return self._turns
+
+    async def _try(self, sample: Sample, alone: bool) -> tuple[float, str] | None:
+        """(reward, error) from one process; None when another sample may be to blame that there is neither."""
+        worker = await self._claim(alone)
+        alone = alone or not worker.concurrent
+        try:
+            return await worker.call(sample, self._limit_s)
+        except TimeoutError:
+            await worker.kill()
+            return (0.0, f"took longer than {self._limit_s:g} s; its process was killed") if alone else None
+        except (WorkerLostError, BrokenPipeError, ConnectionResetError) as error:
+            return (0.0, str(error) or "its process ended") if alone else None
+        finally:
+            worker.claims -= 1
+            worker.reserved = False
             async with self._freed:
-                await asyncio.wait_for(self._freed.wait(), self._limit_s + GRACE_SECONDS + START_SECONDS)
+                self._freed.notify_all()
+
+    async def _claim(self, alone: bool) -> Worker:
+        """A process with a free slot, or one that works on nothing else; waits while others keep to their limits."""
+        self._want_alone += alone
+        try:
+            async with self._freed:
+                while True:
+                    await self._fill()
+                    worker = min(self._workers, key=lambda w: (w.reserved, w.claims))
+                    room = ASYNC_SLOTS if worker.concurrent and not alone and not self._want_alone else 1
+                    if not worker.reserved and worker.claims < room:
+                        worker.claims += 1
+                        worker.reserved = alone
+                        return worker
+                    await self._freed.wait()
+        finally:
+            self._want_alone -= alone
 
     async def _fill(self) -> None:
-        """Start workers until the pool is full."""
-        async with self._lock:
-            self._workers = [w for w in self._workers if w.alive]
-            while len(self._workers) < self._size:
-                self._workers.append(await Worker.start(self._function, self._setting, self._limit_s))
+        """Start processes until the pool is full. The caller holds `_freed`."""
+        self._workers = [w for w in self._workers if w.alive]
+        while len(self._workers) < self._size:
+            self._workers.append(await Worker.start(self._function, self._setting, self._limit_s))
 
 
 class RewardScorer:

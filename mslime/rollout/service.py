@@ -231,6 +231,14 @@ class RolloutService:
         """Write `state_dict` to `path` (.npz without pickle), whole or not at all."""
         save_state(path, *self.state_dict())
 
+    async def checkpoint(self, path: Path) -> None:
+        """`save` with the tokens that engines hold at this moment: interrupts them, saves, and goes on."""
+        was_open = self._traffic.open
+        await self.drain()
+        self.save(path)
+        if was_open:
+            self._open_gate()
+
     def load(self, path: Path) -> None:
         """Continue from a file of `save`. Raises CheckpointError when it cannot be read."""
         self.load_state_dict(*load_state(path))

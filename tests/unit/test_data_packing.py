@@ -14,7 +14,7 @@ from mslime.data.sample import Sample
 
 
 def make_sample(group: int, index: int, prompt: int, response: int, masked: int = 0, *, routes: bool = False) -> Sample:
-    """A sample whose tokens, log-probs and routes are recognisable numbers; the first `masked` response tokens are stale."""
+    """A sample whose tokens, log-probs and routes are recognisable; its first `masked` response tokens are stale."""
     sample = Sample.from_prompt(group, index, list(range(1, prompt + 1)))
     if routes:
         sample.routes = Routes.empty((1, 3), 2, 8)

@@ -1,0 +1,185 @@
+"""Engines, scorers and prompts that only pretend, to provoke orders of events that real ones show too rarely."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mslime.backends.sglang.client import EngineDied, GenerateRequest, GenerateResult
+from mslime.config.errors import EngineError
+from mslime.config.loader import build
+from mslime.config.schema import RunConfig
+from mslime.data.sample import Sample
+from mslime.data.source import PromptSource
+from mslime.rollout.protocols import ModelInfo
+from mslime.rollout.service import RolloutService
+
+LAYERS, MOE_LAYERS, TOP_K, EXPERTS = 4, (1, 3), 2, 8
+MODEL = ModelInfo(MOE_LAYERS, EXPERTS, TOP_K, 256)
+
+
+class FakeTokenizer:
+    """One token per character."""
+
+    eos_token_id = 0
+    vocab_size = 200
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        return [ord(c) for c in text]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        return self.encode(
+            "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>", special_tokens=False
+        )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(str(i) for i in ids)
+
+
+class FakeSlowEngine:
+    """Generates one token a tick, until a length that depends on the prompt and the sample alone.
+
+    The token at position t is 100 + t, its log-prob -t/1000 - version, its experts (t + layer) % 8 and (t + 1) % 8, so
+    that a test can tell what was kept and what was made again.
+
+    Attributes:
+        lengths: (group number, sample index) -> response length.
+        requests: everything that was asked, in order.
+    """
+
+    def __init__(self, lengths: Callable[[str, int], int], tick_s: float = 0.001) -> None:
+        self.lengths, self.tick_s = lengths, tick_s
+        self.version = 0
+        self.clients: list[object] = [self]
+        self.dead: dict[str, EngineError] = {}
+        self.requests: list[GenerateRequest] = []
+        self.most_running = self.running = 0
+        self.paused: str | None = None
+        self.flushes = 0
+        self._aborts = 0
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.requests.append(request)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return await self._generate(request)
+        finally:
+            self.running -= 1
+
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+        group, index, _ = request.rid.rsplit("-", 2)
+        start, aborts = len(request.input_ids), self._aborts
+        prompt = next(i for i, t in enumerate([*request.input_ids, 100]) if t >= 100)
+        goal = prompt + self.lengths(group, int(index))
+        versions: list[int] = []
+        while start + len(versions) < goal and len(versions) < request.max_new_tokens and aborts == self._aborts:
+            await asyncio.sleep(self.tick_s)
+            await self.before_token(request)
+            if self.paused is None and aborts == self._aborts:
+                versions.append(self.version)
+        done = "stop" if start + len(versions) == goal else "length"
+        return self._result(request, versions, "abort" if aborts != self._aborts else done)
+
+    async def before_token(self, request: GenerateRequest) -> None:
+        """For those that die."""
+
+    def _result(self, request: GenerateRequest, versions: list[int], finish: Any) -> GenerateResult:
+        start, n = len(request.input_ids), len(versions)
+        positions = np.arange(start, start + n)
+        log_probs = (-positions / 1000 - np.asarray(versions)).astype(np.float32)
+        edges = [i for i in range(n) if i == 0 or versions[i] != versions[i - 1]]
+        spans = tuple((versions[a], a, b) for a, b in zip(edges, [*edges[1:], n], strict=True))
+        routes = None
+        if request.want_routes:
+            t = np.arange(request.routes_start, start + n - 1)[:, None]
+            first = (t + np.arange(LAYERS)) % EXPERTS
+            routes = np.stack([first, np.broadcast_to((t + 1) % EXPERTS, first.shape)], -1).astype(np.int32)
+            routes[:, [0, 2]] = 0  # dense layers
+        ids = (100 + positions).astype(np.int32)
+        return GenerateResult(ids, log_probs, finish, spans, routes if n else None, None, 0, "", "fake")
+
+    async def abort(self) -> None:
+        self._aborts += 1
+
+    async def pause(self, mode: str) -> None:
+        self.paused = mode
+
+    async def resume(self) -> None:
+        self.paused = None
+
+    async def flush_cache(self) -> None:
+        self.flushes += 1
+
+
+class FakeDyingEngines(FakeSlowEngine):
+    """Two engines, of which one dies at the `deaths`-th token, and the other at the second number, if there is one."""
+
+    def __init__(self, lengths: Callable[[str, int], int], deaths: Sequence[int]) -> None:
+        super().__init__(lengths)
+        self.clients = [self, self]
+        self._deaths, self._tokens = list(deaths), 0
+
+    async def before_token(self, request: GenerateRequest) -> None:
+        self._tokens += 1
+        if self._deaths and self._tokens >= self._deaths[0]:
+            self._deaths.pop(0)
+            name = f"fake {len(self.dead)}"
+            self.dead[name] = EngineDied(name, request.rid, "was told to die", "do not tell it")
+            raise self.dead[name]
+        if len(self.dead) == 2:
+            raise self.dead["fake 1"]
+
+
+class FakeScorer:
+    """Rewards by a function of the sample."""
+
+    def __init__(self, reward: Callable[[Sample], float | None] = lambda s: float(s.index % 2)) -> None:
+        self.reward = reward
+        self.scored = 0
+
+    async def score(self, sample: Sample) -> float | None:
+        self.scored += 1
+        await asyncio.sleep(0)
+        return self.reward(sample)
+
+
+def write_prompts(path: Path, count: int = 40) -> Path:
+    """JSONL prompts `P0`, `P1`, ... with labels."""
+    path.write_text("".join(json.dumps({"prompt": f"P{i}", "label": str(i)}) + "\n" for i in range(count)))
+    return path
+
+
+def run_config(directory: Path, **rollout: Any) -> RunConfig:
+    """A small run over `prompts.jsonl` in `directory`; keywords go to `rollout`, `deadlines` to its own section."""
+    deadlines = rollout.pop("deadlines", {"rollout_step_s": 20, "engine_control_s": 5})
+    settings = {"groups_per_step": 4, "group_size": 2, "max_response_tokens": 64, **rollout}
+    return build({
+        "model": {"path": str(directory)},
+        "data": {"prompts": [str(write_prompts(directory / "prompts.jsonl"))], "shuffle": False},
+        "rollout": settings,
+        "deadlines": deadlines,
+    })  # fmt: skip
+
+
+def make_service(
+    config: RunConfig, engines: FakeSlowEngine, scorer: Any = None, version: int = 0, **hooks: Any
+) -> RolloutService:
+    """A service over pretended engines, at `version`."""
+    tokenizer = FakeTokenizer()
+    source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
+    service = RolloutService(config, engines, source, tokenizer, scorer or FakeScorer(), MODEL, **hooks)
+    service.version = engines.version = version
+    return service
+
+
+async def publish(service: RolloutService, engines: FakeSlowEngine, version: int) -> None:
+    """What the loop does after a training step."""
+    await service.pause_for_update()
+    engines.version = version
+    await service.resume_after_update(version)

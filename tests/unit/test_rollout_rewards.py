@@ -1,0 +1,184 @@
+"""Rewards: right answers, and functions that raise, hang, die or return nonsense without stopping the others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from mslime.config.errors import ConfigError, RewardError
+from mslime.config.schema import RewardConfig
+from mslime.data.sample import Group, Sample
+from mslime.rollout.evaluate import pass_at_k, summarise
+from mslime.rollout.filters import load_filter
+from mslime.rollout.rewards import RewardScorer
+
+USER = "tests.unit.user_rewards"
+
+
+def sample(response: str, label: Any = None, index: int = 0, **metadata: Any) -> Sample:
+    s = Sample.from_prompt(4, index, [1], label)
+    s.response, s.metadata = response, metadata
+    return s
+
+
+def score(function: str | None, *samples: Sample, kind: str = "custom", **config: Any) -> list[Any]:
+    """Rewards of the samples, all asked for at once; a RewardError stands for itself."""
+
+    async def work() -> list[Any]:
+        settings = {"timeout_s": 0.5, "workers": 2, **config}
+        scorer = RewardScorer(RewardConfig(kind=kind, function=function and f"{USER}:{function}", **settings))
+        try:
+            return await asyncio.gather(*(scorer.score(s) for s in samples), return_exceptions=True)
+        finally:
+            await scorer.close()
+
+    return asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_exact_match_ignores_blanks_around_and_compares_numbers_as_text():
+    pairs = [(" 12\n", "12", 1.0), ("12", 12, 1.0), ("12.0", 12, 0.0), ("", "12", 0.0), ("1 2", "12", 0.0)]
+    assert score(None, *(sample(r, label) for r, label, _ in pairs), kind="exact") == [w for *_, w in pairs]
+
+
+MATH = [
+    ("The answer is \\boxed{\\frac{1}{2}}.", "0.5", 1.0),
+    ("so $x = 3$", "3", 1.0),
+    ("\\boxed{2\\sqrt{2}}", "\\sqrt{8}", 1.0),
+    ("\\boxed{4}", "5", 0.0),
+    ("no idea", "5", 0.0),
+    ("", "1/2", 0.0),
+    ("\\boxed{(1, 2)}", "$(1,2)$", 1.0),
+    ("7", 7, 1.0),
+]
+
+
+def test_mathematical_equivalence():
+    responses = [sample(r, label) for r, label, _ in MATH]
+    assert score(None, *responses, kind="math", timeout_s=20) == [want for *_, want in MATH]
+
+
+def test_a_label_without_an_answer_is_an_error_of_the_row():
+    (error,) = score(None, sample("1", ""), kind="math", timeout_s=20)
+    assert isinstance(error, RewardError) and "no mathematical answer can be read from the label" in str(error)
+
+
+def test_a_users_function_sees_response_and_metadata():
+    assert score("length", sample("abc"), sample("abc", bonus=2)) == [3.0, 5.0]
+
+
+def test_async_functions_wait_together():
+    began = time.monotonic()
+    assert score("slow_length", *(sample("x" * i) for i in range(40)), workers=1, timeout_s=5) == list(range(40))
+    assert time.monotonic() - began < 40 * 0.3 / 2
+
+
+@pytest.mark.parametrize("function", ["moody", "moody_async"])
+def test_every_way_to_fail_is_reported_and_the_others_are_scored(function: str):
+    ways = {
+        "raise": r"raised KeyError: 'score' (",
+        "hang": "took longer than 0.5 s",
+        "exit": "ended with exit code 3",
+        "nan": "returned nan, which is not finite",
+        "inf": "returned inf, which is not finite",
+        "none": "returned None, which is not a number",
+        "text": "returned '1.0', which is not a number",
+        "list": "returned [1.0], which is not a number",
+    }
+    if function == "moody_async":
+        ways["await"] = "took longer than 0.5 s"
+    asked = [s for i, way in enumerate(ways) for s in (sample(way, index=i), sample("fine", index=i))]
+    results = score(function, *asked)
+    for i, (way, message) in enumerate(ways.items()):
+        assert results[2 * i + 1] == 1.0, f"the sample beside {way}"
+        error = results[2 * i]
+        assert isinstance(error, RewardError), way
+        assert message in error.rule and error.field == f"reward {USER}:{function}"
+        assert f"group 4, sample {i}" in error.value and way in error.value and "on_error" in error.way_out
+
+
+def test_a_function_that_spins_is_killed_and_its_worker_replaced():
+    results = score("moody", sample("spin"), *(sample("fine", index=i) for i in range(1, 6)), workers=1)
+    assert isinstance(results[0], RewardError) and results[1:] == [1.0] * 5
+
+
+@pytest.mark.parametrize(("on_error", "value"), [("zero", 0.0), ("drop", None)])
+def test_errors_count_zero_or_drop_the_sample_as_configured(on_error: str, value: float | None):
+    bad = sample("raise")
+    assert score("moody", bad, sample("fine"), on_error=on_error) == [value, 1.0]
+    assert "raised KeyError" in bad.error
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("tests.unit.no_such_module:score", "cannot be imported"),
+        (f"{USER}:lenght", "no function 'lenght' did you mean 'length'"),
+        (f"{USER}:NOT_A_FUNCTION", "no function 'NOT_A_FUNCTION'"),
+        ("length", "named `module:function`"),
+    ],
+)
+def test_a_function_that_cannot_be_found_is_known_before_generation(function: str, message: str):
+    async def work() -> None:
+        scorer = RewardScorer(RewardConfig(kind="custom", function=function))
+        with pytest.raises(ConfigError, match=message) as caught:
+            await scorer.start()
+        assert caught.value.field == "reward.function"
+        await scorer.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def group(number: int, rewards: list[float]) -> Group:
+    samples = [sample("x", index=i) for i in range(len(rewards))]
+    for s, r in zip(samples, rewards, strict=True):
+        s.reward = r
+    return Group(number, samples)
+
+
+def test_the_zero_variance_filter_keeps_groups_that_teach():
+    _, keep = load_filter("zero_variance")
+    assert keep is not None
+    assert not keep(group(0, [0, 0, 0])) and not keep(group(0, [0.3, 0.3 + 1e-9])) and keep(group(0, [0, 0, 1]))
+    assert load_filter("none") == ("none", None)
+
+
+def test_a_users_filter_decides_and_its_mistakes_are_named():
+    name, keep = load_filter(f"{USER}:keep_even")
+    assert name == "filter" and keep is not None and keep(group(2, [0])) and not keep(group(3, [0]))
+    _, confused = load_filter(f"{USER}:confused")
+    assert confused is not None
+    with pytest.raises(ConfigError, match="must return True"):
+        confused(group(1, [0]))
+    with pytest.raises(ConfigError, match="raised IndexError: list index out of range for group 0"):
+        confused(group(0, [0]))
+    with pytest.raises(ConfigError, match=r"rollout.dynamic_filter = 'zero_varianse'"):
+        load_filter("zero_varianse")
+
+
+def brute_force_pass_at_k(n: int, right: int, k: int) -> float:
+    """Share of all subsets of k responses that hold a right one."""
+    from itertools import combinations
+
+    subsets = list(combinations(range(n), k))
+    return sum(any(i < right for i in s) for s in subsets) / len(subsets)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
+    for n in range(1, 8):
+        for right in range(n + 1):
+            for k in range(1, n + 1):
+                assert pass_at_k(n, right, k) == pytest.approx(brute_force_pass_at_k(n, right, k), abs=1e-12)
+
+
+def test_a_held_out_set_is_summarised_by_prompt():
+    groups = [group(0, [1, 0, 0, 0, 0, 0]).samples, group(1, [1] * 6).samples, group(2, [0] * 6).samples]
+    result = summarise("sums", groups, 2.0)
+    assert result.accuracy == result.mean_reward == pytest.approx(7 / 18)
+    assert result.pass_at == pytest.approx({1: (1 / 6 + 1) / 3, 2: (1 / 3 + 1) / 3, 4: (4 / 6 + 1) / 3})
+    assert set(result.metrics()) == {
+        f"eval/sums/{n}"
+        for n in ("accuracy", "response_len_mean", "truncated", "seconds", "pass@1", "pass@2", "pass@4")
+    }

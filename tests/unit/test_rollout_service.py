@@ -1,0 +1,429 @@
+"""One loop for every staleness: what is submitted, interrupted, continued, masked and trained. Engines are fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mslime.config.errors import DataError, EngineError, RewardError
+from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
+from mslime.rollout.protocols import StepBatch
+from mslime.rollout.service import RolloutService
+from tests.unit.rollout_fakes import (
+    EXPERTS,
+    MOE_LAYERS,
+    FakeDyingEngines,
+    FakeScorer,
+    FakeSlowEngine,
+    make_service,
+    publish,
+    run_config,
+)
+
+DEADLINE_S = 30
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+def short(group: str, index: int) -> int:
+    return 3 + index
+
+
+def uneven(group: str, index: int) -> int:
+    """Every third group is ten times longer."""
+    return (40 if int(group[1:]) % 3 == 2 else 4) + index
+
+
+def tokens_of(groups: list[Group]) -> int:
+    return sum(s.trainable_tokens for g in groups for s in g.samples)
+
+
+def check_sample(sample: Sample) -> None:
+    """Tokens, log-probs, routes and segments of a sample are those that FakeSlowEngine made at these positions."""
+    check_invariants(sample)
+    n, p = len(sample), sample.prompt_length
+    assert sample.tokens[p:].tolist() == [100 + t for t in range(p, n)]
+    for segment in sample.segments[1:]:
+        t = np.arange(segment.start, segment.end)
+        np.testing.assert_allclose(sample.log_probs[t], -t / 1000 - segment.version, rtol=1e-5)
+    assert sample.routes is not None and len(sample.routes) == n - 1
+    for column, layer in enumerate(MOE_LAYERS):
+        expected = [[(t + layer) % EXPERTS, (t + 1) % EXPERTS] for t in range(n - 1)]
+        assert sample.routes.experts[:, column].tolist() == expected
+
+
+def test_synchronous_steps_are_on_policy_and_hold_every_prompt_once(tmp_path: Path):
+    async def work() -> None:
+        engine = FakeSlowEngine(short)
+        service = make_service(run_config(tmp_path, max_staleness=0), engine)
+        seen: list[str] = []
+        for step in range(3):
+            batch = await service.take(step)
+            assert (batch.step, batch.version, len(batch.groups)) == (step, step, 4)
+            assert engine.running == 0, "nothing is generated while the trainer works"
+            assert {seg.version for s in batch.samples for seg in s.segments[1:]} == {step}
+            assert batch.metrics["staleness/max"] == 0 and batch.metrics["ledger/pending_tokens"] == 0
+            assert batch.metrics["ledger/trained_tokens"] == tokens_of(batch.groups) == 4 * (3 + 4)
+            for sample in batch.samples:
+                check_sample(sample)
+            seen += [g.source.rsplit(":", 1)[1] for g in batch.groups]
+            await publish(service, engine, step + 1)
+        assert seen == [str(i) for i in range(1, 13)]
+        assert engine.flushes == 3 and engine.paused is None
+
+    run(work)
+
+
+def test_left_over_groups_are_interrupted_and_continued_with_their_old_columns(tmp_path: Path):
+    async def work() -> None:
+        engine = FakeSlowEngine(uneven)
+        config = run_config(tmp_path, max_staleness=0, over_sampling=1.5, concurrency=100)
+        service = make_service(config, engine)
+        first = await service.take(0)
+        assert engine.running == 0 and first.metrics["rollout/aborted"] == 4
+        assert first.metrics["ledger/pending_tokens"] > 0
+        await publish(service, engine, 1)
+        asked = len(engine.requests)
+        second = await service.take(1)
+        continued = [r for r in engine.requests[asked:] if r.routes_start > 0]
+        assert len(continued) == 4 and second.metrics["rollout/recycled"] == 4
+        for request in continued:
+            assert request.routes_start == len(request.input_ids) - 1, "only the missing routes are asked for"
+            old = request.max_new_tokens + len(request.input_ids)
+            assert old == 64 + next(i for i, t in enumerate(request.input_ids) if t >= 100), (
+                "the limit counts all parts"
+            )
+        crossed = [s for s in second.samples if len(s.segments) == 3]
+        assert crossed, "a response that began under version 0 ended under version 1"
+        for sample in crossed:
+            check_sample(sample)
+            assert [seg.version for seg in sample.segments] == [None, 0, 1] and sample.aborts == 1
+            assert [seg.trainable for seg in sample.segments] == [False, False, True], "version 0 is too old to train"
+        assert second.metrics["staleness/max"] == 0 and second.metrics["ledger/masked/stale_tokens"] > 0
+
+    run(work)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_asynchronous_steps_work_ahead_within_the_gate_and_train_nothing_older(tmp_path: Path, max_staleness: int):
+    async def work() -> None:
+        engine = FakeSlowEngine(uneven)
+        service = make_service(run_config(tmp_path, max_staleness=max_staleness), engine)
+        ages: list[float] = []
+        for step in range(6):
+            batch = await service.take(step)
+            assert (step + 1) * 4 <= service._next_group_id <= (step + 1 + max_staleness) * 4
+            ages.append(batch.metrics["staleness/max"])
+            for sample in batch.samples:
+                check_sample(sample)
+            await asyncio.sleep(0.05)  # the trainer works, and so do the engines
+            await publish(service, engine, step + 1)
+        assert max(ages) == max_staleness, ages
+        await service.close()
+
+    run(work)
+
+
+def test_a_weight_update_interrupts_with_pause_mode_abort_and_spans_versions_with_in_place(tmp_path: Path):
+    async def work(mode: str) -> None:
+        engine = FakeSlowEngine(lambda group, index: 10 if group in ("g0", "g1") else 60)
+        config = run_config(tmp_path, max_staleness=1, pause_mode=mode, groups_per_step=2)
+        service = make_service(config, engine)
+        batch = await service.take(0)
+        await asyncio.sleep(0.01)
+        await service.pause_for_update()
+        assert engine.paused == ("retract" if mode == "abort" else mode)
+        assert (engine.running == 0) == (mode == "abort")
+        before = len(engine.requests)
+        engine.version = 1
+        await asyncio.sleep(0.01)
+        assert len(engine.requests) == before, "no request reaches a paused engine"
+        await service.resume_after_update(1)
+        assert engine.flushes == (0 if mode == "in_place" else 1)
+        batch = await service.take(1)
+        for sample in batch.samples:
+            check_sample(sample)
+            assert [seg.version for seg in sample.segments] == [None, 0, 1]
+            assert sample.aborts == (1 if mode == "abort" else 0)
+        assert batch.metrics["rollout/aborted"] == (4 if mode == "abort" else 0)
+        await service.close()
+
+    for mode in ("abort", "in_place", "retract"):
+        run(lambda mode=mode: work(mode))
+
+
+async def _with_a_stale_group(tmp_path: Path, on_stale: str) -> tuple[StepBatch, RolloutService, FakeSlowEngine]:
+    """Group 1 is slow; it is interrupted at version 0 and goes on at version 1, where 0 is too old."""
+    engine = FakeSlowEngine(lambda group, index: 12 if group == "g1" else 4)
+    config = run_config(tmp_path, max_staleness=0, over_sampling=2.0, groups_per_step=2, on_stale=on_stale)
+    service = make_service(config, engine)
+    await service.take(0)
+    await publish(service, engine, 1)
+    for step in range(1, 8):
+        batch = await service.take(step)
+        found = [g for g in batch.groups if g.group_id == 1]
+        if found or on_stale == "drop":
+            return batch, service, engine
+        await publish(service, engine, step + 1)
+    raise AssertionError("group 1 never came back")
+
+
+def test_stale_tokens_are_masked(tmp_path: Path):
+    async def work() -> None:
+        batch, service, _ = await _with_a_stale_group(tmp_path, "mask")
+        for sample in next(g for g in batch.groups if g.group_id == 1).samples:
+            assert [s.trainable for s in sample.segments][:2] == [False, False]
+            assert sample.segments[-1].trainable and sample.segments[-1].version == service.version
+        assert service.ledger.masked["stale"] > 0
+
+    run(work)
+
+
+def test_stale_samples_are_generated_again(tmp_path: Path):
+    async def work() -> None:
+        engine = FakeSlowEngine(lambda group, index: 12 if group == "g1" else 4)
+        config = run_config(tmp_path, max_staleness=0, over_sampling=2.0, groups_per_step=2, on_stale="reroll")
+        service = make_service(config, engine)
+        await service.take(0)
+        await publish(service, engine, 1)
+        engine.lengths = lambda group, index: 4
+        batch = await service.take(1)
+        group = next(g for g in batch.groups if g.group_id == 1)
+        for sample in group.samples:
+            check_sample(sample)
+            assert [s.version for s in sample.segments] == [None, 1] and sample.response_length == 4
+        assert batch.metrics["ledger/dropped/stale_tokens"] > 0 and batch.metrics["rollout/recycled"] == 0
+
+    run(work)
+
+
+def test_stale_groups_are_dropped(tmp_path: Path):
+    async def work() -> None:
+        batch, service, _ = await _with_a_stale_group(tmp_path, "drop")
+        assert batch.metrics["ledger/dropped/stale_tokens"] > 0
+        assert all(g.group_id != 1 for g in service._held()) and all(g.group_id != 1 for g in batch.groups)
+
+    run(work)
+
+
+def test_without_partial_rollouts_interrupted_groups_begin_again(tmp_path: Path):
+    async def work() -> None:
+        engine = FakeSlowEngine(uneven)
+        service = make_service(run_config(tmp_path, over_sampling=1.5, partial=False), engine)
+        first = await service.take(0)
+        assert first.metrics["ledger/dropped/aborted_tokens"] > 0 and first.metrics["ledger/pending_tokens"] == 0
+        await publish(service, engine, 1)
+        for sample in (await service.take(1)).samples:
+            assert [s.version for s in sample.segments] == [None, 1]
+
+    run(work)
+
+
+def test_zero_variance_groups_are_replaced_by_others_and_booked(tmp_path: Path):
+    async def work() -> None:
+        engine = FakeSlowEngine(short)
+        scorer = FakeScorer(lambda s: float(s.index) if s.group_id % 2 else 0.5)
+        config = run_config(tmp_path, dynamic_filter="zero_variance", over_sampling=2.0)
+        service = make_service(config, engine, scorer)
+        batch = await service.take(0)
+        assert all(g.group_id % 2 for g in batch.groups) and len(batch.groups) == 4
+        assert batch.metrics["rollout/filtered_groups"] >= 3 and batch.metrics["reward/zero_variance_groups"] == 0
+        assert batch.metrics["ledger/dropped/zero_variance_tokens"] == 7 * batch.metrics["rollout/filtered_groups"]
+
+    run(work)
+
+
+def test_the_number_of_requests_at_the_engines_is_bounded(tmp_path: Path):
+    async def work() -> None:
+        engine = FakeSlowEngine(short)
+        service = make_service(run_config(tmp_path, concurrency=3, groups_per_step=8), engine)
+        await service.take(0)
+        assert engine.most_running == 3
+
+    run(work)
+
+
+def test_a_dead_engine_hands_its_requests_to_the_other_and_nothing_held_is_lost(tmp_path: Path):
+    async def work() -> None:
+        engines = FakeDyingEngines(short, [10])
+        service = make_service(run_config(tmp_path, max_staleness=0), engines)
+        batch = await service.take(0)
+        assert len(batch.groups) == 4 and len(engines.dead) == 1
+        for sample in batch.samples:
+            check_sample(sample)
+
+    run(work)
+
+
+def test_when_no_engine_is_left_the_call_fails_and_finished_groups_stay(tmp_path: Path):
+    async def work() -> None:
+        engines = FakeDyingEngines(uneven, [20, 60])
+        service = make_service(run_config(tmp_path, groups_per_step=6), engines)
+        with pytest.raises(EngineError, match="told to die"):
+            await service.take(0)
+        finished = list(service._accepted)
+        assert finished and service.ledger.pending == tokens_of(list(service._held()))
+        engines.dead, engines._deaths = {}, []  # somebody started them again
+        batch = await service.take(0)
+        assert sorted(g.group_id for g in batch.groups) == [0, 1, 2, 3, 4, 5]
+        assert all(any(g is old for g in batch.groups) for old in finished)
+
+    run(work)
+
+
+def test_a_failing_reward_ends_the_step_and_keeps_the_responses(tmp_path: Path):
+    async def work() -> None:
+        failing = [True]
+
+        def reward(sample: Sample) -> float:
+            if failing[0] and sample.group_id == 2:
+                raise RewardError("reward rules:score", f"sample {sample.index}", "raised KeyError", "mend it")
+            return float(sample.index)
+
+        engine = FakeSlowEngine(short)
+        service = make_service(run_config(tmp_path), engine, FakeScorer(reward))
+        with pytest.raises(RewardError, match="KeyError"):
+            await service.take(0)
+        failing[0] = False
+        batch = await service.take(0)
+        assert len(batch.groups) == 4
+        assert sum(r.rid.startswith("g2-0-") for r in engine.requests) == 1, "scored again, not generated again"
+
+    run(work)
+
+
+def test_samples_whose_reward_is_dropped_leave_their_group(tmp_path: Path):
+    async def work() -> None:
+        scorer = FakeScorer(lambda s: None if s.index == 0 or s.group_id == 1 else float(s.index))
+        service = make_service(run_config(tmp_path, group_size=3), FakeSlowEngine(short), scorer)
+        batch = await service.take(0)
+        assert [g.group_id for g in batch.groups] == [0, 2, 3, 4], "group 1 had nothing left"
+        assert all([s.index for s in g.samples] == [1, 2] for g in batch.groups)
+        assert batch.metrics["ledger/dropped/reward_tokens"] == 4 * 3 + (3 + 4 + 5)
+
+    run(work)
+
+
+def test_a_step_that_cannot_be_filled_ends_at_its_deadline_and_says_what_is_missing(tmp_path: Path):
+    async def work() -> None:
+        config = run_config(tmp_path, dynamic_filter="zero_variance", deadlines={"rollout_step_s": 0.3})
+        service = make_service(config, FakeSlowEngine(short), FakeScorer(lambda s: 1.0))
+        with pytest.raises(EngineError, match=r"(?s)0 of 4 groups.*refused by the dynamic filter"):
+            await service.take(0)
+        await service.close()
+
+    run(work)
+
+
+def test_an_engine_that_ignores_aborts_is_reported(tmp_path: Path):
+    class FakeDeafEngine(FakeSlowEngine):
+        async def abort(self) -> None:
+            return None
+
+    async def work() -> None:
+        config = run_config(tmp_path, over_sampling=1.5, max_response_tokens=5000, deadlines={"engine_control_s": 0.2})
+        service = make_service(config, FakeDeafEngine(lambda group, index: 4000 if group == "g5" else 3))
+        with pytest.raises(EngineError, match=r"2 requests.*did not stop"):
+            await service.take(0)
+        assert len(service._accepted) >= 4
+        await service.close()
+
+    run(work)
+
+
+def test_a_cancelled_take_loses_nothing(tmp_path: Path):
+    async def work() -> None:
+        engine = FakeSlowEngine(uneven)
+        service = make_service(run_config(tmp_path, over_sampling=1.5), engine)
+        waiting = asyncio.create_task(service.take(0))
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        batch = await service.take(0)
+        assert len(batch.groups) == 4
+        assert sorted(g.group_id for g in [*batch.groups, *service._held()]) == list(range(6))
+
+    run(work)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_resumed_service_continues_with_every_group_and_the_same_prompts(tmp_path: Path, max_staleness: int):
+    async def work() -> None:
+        config = run_config(tmp_path, max_staleness=max_staleness, over_sampling=1.5)
+        engine = FakeSlowEngine(uneven)
+        service = make_service(config, engine)
+        taken = await service.take(0)
+        await publish(service, engine, 1)
+        await asyncio.sleep(0.01)
+        await service.checkpoint(tmp_path / "rollouts.npz")
+        held = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in service._held()}
+        assert held and any(s.response_length for g in service._held() for s in g.samples)
+
+        other = make_service(config, FakeSlowEngine(uneven), version=1)
+        other.load(tmp_path / "rollouts.npz")
+        again = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in other._held()}
+        assert again == held and other.ledger.pending == service.ledger.pending and other.version == 1
+        await service.close()
+
+        seen = [g.group_id for g in taken.groups]
+        engine = other._engines
+        assert isinstance(engine, FakeSlowEngine)
+        for step in range(1, 5):
+            batch = await other.take(step)
+            for sample in batch.samples:
+                check_sample(sample)
+            seen += [g.group_id for g in batch.groups]
+            await publish(other, engine, step + 1)
+        rest = [g.group_id for g in other._held()]
+        lost = set(range(other._next_group_id)) - {*seen, *rest}
+        assert len(seen) == len(set(seen)) == 20
+        assert len(lost) == other._counters.total["stale_groups"], "a group is trained, held, or counted as too old"
+        await other.close()
+
+    run(work)
+
+
+def test_a_prompt_without_room_for_a_response_is_named(tmp_path: Path):
+    async def work() -> None:
+        service = make_service(run_config(tmp_path, max_total_tokens=2, max_response_tokens=1), FakeSlowEngine(short))
+        with pytest.raises(DataError, match=r"prompts.jsonl:1 = .*no room for a response"):
+            await service.take(0)
+
+    run(work)
+
+
+def test_responses_end_at_the_length_limit(tmp_path: Path):
+    async def work() -> None:
+        service = make_service(run_config(tmp_path, max_response_tokens=5), FakeSlowEngine(lambda group, index: 50))
+        batch = await service.take(0)
+        assert all(s.status is SampleStatus.TRUNCATED and s.response_length == 5 for s in batch.samples)
+        assert batch.metrics["rollout/truncated"] == 1 and batch.metrics["rollout/response_len_max"] == 5
+
+    run(work)
+
+
+def test_progress_and_spans_are_told(tmp_path: Path):
+    async def work() -> None:
+        counts: list[dict[str, int]] = []
+        spans: list[tuple[str, str, float, float, int]] = []
+        service = make_service(
+            run_config(tmp_path),
+            FakeSlowEngine(short),
+            on_progress=lambda **c: counts.append(c),
+            on_span=lambda *span: spans.append(span),
+        )
+        await service.take(0)
+        assert counts[-1] == {"needed": 4, "accepted": 0, "running": 0, "done": 0, "aborted": 0}, "a new step begins"
+        assert max(c["running"] for c in counts) == 4 and max(c["accepted"] for c in counts) == 4
+        assert max(c["done"] for c in counts) == 8
+        assert sum(name == "generate" for _, name, *_ in spans) == 8
+        assert all(start <= end and step == 0 for *_, start, end, step in spans)
+
+    run(work)

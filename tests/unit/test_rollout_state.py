@@ -1,0 +1,112 @@
+"""Groups survive the way to disk and back, and damaged or half-written files are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mslime.config.errors import CheckpointError, DataError
+from mslime.data.routes import Routes
+from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
+from mslime.rollout.state import load_state, pack_groups, save_state, unpack_groups
+
+
+def sample(group: int, index: int, response: int, *, routes: bool, supports: bool) -> Sample:
+    s = Sample.from_prompt(group, index, [5, 6, 7], {"answer": [1, 2]}, difficulty=3)
+    if routes:
+        s.routes = Routes.empty((1, 3), 2, 300)
+    rows = np.full((2 + response, 2, 2), 299) if routes and response else None
+    ids = list(range(10, 10 + response))
+    spans = [(3, 0, response)] if response else []
+    kept = [[i, i + 1][: 1 + i % 2] for i in ids] if supports else None
+    s.extend(ids, log_probs=[-0.5] * response, versions=spans, engine="e0", routes=rows, supports=kept)
+    s.status = SampleStatus.ABORTED if index else SampleStatus.COMPLETED
+    s.reward, s.response, s.aborts = (None if index else 0.25), "é", index
+    return s
+
+
+def equal(a: Sample, b: Sample) -> bool:
+    plain = [n for n in vars(a) if n not in ("tokens", "loss_mask", "log_probs", "routes", "supports")]
+    assert all(vars(a)[n] == vars(b)[n] for n in plain)
+    for name in ("tokens", "loss_mask", "log_probs"):
+        x, y = vars(a)[name], vars(b)[name]
+        assert x.dtype == y.dtype and np.array_equal(x, y), name
+    for name, columns in (("routes", ("experts", "mask")), ("supports", ("ids", "offsets"))):
+        x, y = vars(a)[name], vars(b)[name]
+        assert (x is None) == (y is None), name
+        for column in columns if x is not None else ():
+            left, right = vars(x)[column], vars(y)[column]
+            assert left.dtype == right.dtype and np.array_equal(left, right), (name, column)
+        assert x is None or name == "supports" or x.layer_ids == y.layer_ids
+    return True
+
+
+@pytest.mark.parametrize("routes", [True, False])
+@pytest.mark.parametrize("supports", [True, False])
+def test_groups_come_back_as_they_were(tmp_path: Path, routes: bool, supports: bool):
+    groups = [
+        Group(g, [sample(g, i, 4 * i + (g == 1), routes=routes, supports=supports) for i in range(3)], f"file:{g}")
+        for g in (1, 4)
+    ]
+    headers, arrays = pack_groups(groups)
+    save_state(tmp_path / "s.npz", {"groups": headers, "x": 1}, arrays)
+    state, arrays = load_state(tmp_path / "s.npz")
+    back = unpack_groups(state["groups"], arrays)
+    assert state["x"] == 1 and [(g.group_id, g.source) for g in back] == [(1, "file:1"), (4, "file:4")]
+    for old, new in zip(groups, back, strict=True):
+        for a, b in zip(old.samples, new.samples, strict=True):
+            assert equal(a, b)
+            check_invariants(b)
+            b.extend([1], log_probs=[-1.0], versions=[(9, 0, 1)], engine="e1",
+                     routes=np.zeros((len(b) - len(b.routes), 2, 2), int) if b.routes is not None else None,
+                     supports=[[1]] if supports else None)  # fmt: skip
+            check_invariants(b)
+
+
+def test_an_empty_service_can_be_saved(tmp_path: Path):
+    headers, arrays = pack_groups([])
+    save_state(tmp_path / "s.npz", {"groups": headers}, arrays)
+    assert unpack_groups(*[load_state(tmp_path / "s.npz")[i] if i else [] for i in (0, 1)]) == []
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "s.npz"
+    save_state(path, {"x": 1}, {})
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mslime.rollout.state.os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        save_state(path, {"x": 2}, {})
+    assert load_state(path)[0]["x"] == 1 and [p.name for p in tmp_path.iterdir()] == ["s.npz"]
+
+
+def test_damaged_files_are_refused(tmp_path: Path):
+    path = tmp_path / "s.npz"
+    with pytest.raises(CheckpointError, match="not readable"):
+        load_state(path)
+    save_state(path, {"x": 1}, {"a": np.arange(1000)})
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="not readable"):
+        load_state(path)
+    np.savez(path, header=np.frombuffer(json.dumps({"format": 99}).encode(), np.uint8))
+    with pytest.raises(CheckpointError, match="another format"):
+        load_state(path)
+
+
+def test_a_pickle_inside_is_never_opened(tmp_path: Path):
+    np.savez(tmp_path / "s.npz", header=np.array([{"format": 1}], dtype=object))
+    with pytest.raises(CheckpointError, match="not readable"):
+        load_state(tmp_path / "s.npz")
+
+
+def test_metadata_that_is_no_json_is_named(tmp_path: Path):
+    s = Sample.from_prompt(0, 0, [1], b"bytes")
+    headers, arrays = pack_groups([Group(0, [s])])
+    with pytest.raises(DataError, match="must be JSON values"):
+        save_state(tmp_path / "s.npz", {"groups": headers}, arrays)
