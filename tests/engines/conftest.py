@@ -1,15 +1,88 @@
-"""Session fixtures of the engine tests: one tiny checkpoint and one real SGLang server on it."""
+"""Session fixtures of the engine tests: one tiny checkpoint and one real SGLang server on it.
+
+The server is shared by every test of the session. A test that pauses it resumes it, and a test that changes its weights
+puts them back with `SharedServer.restore`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mslime.backends.sglang.client import EngineClient, ServedModel
+from mslime.backends.sglang.server import EngineAddress, ServerProcess
+from mslime.config.schema import DeadlineConfig, RunConfig
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+
+DEADLINES = {"engine_start_s": 240, "engine_request_s": 60, "engine_control_s": 30, "weight_sync_s": 60}
+
+
+def cpu_run(model: Path, **sections: Mapping[str, Any]) -> RunConfig:
+    """A run on CPU with `model`; `sections` are merged over it."""
+    values: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "data": {"prompts": ["unused.jsonl"]},
+        "cluster": {"device": "cpu"},
+        "sglang": {"max_total_tokens": 16384, "max_running_requests": 64},
+        "deadlines": DEADLINES,
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return RunConfig.model_validate(values)
+
+
+@dataclass(frozen=True)
+class SharedServer:
+    """A running server and the checkpoint it was started with."""
+
+    address: EngineAddress
+    checkpoint: Path
+    model: ServedModel
+    process: ServerProcess
+
+    @property
+    def url(self) -> str:
+        """`http://127.0.0.1:port`."""
+        return self.address.url
+
+    def client(self) -> EngineClient:
+        """A client; `async with` it."""
+        deadlines = DeadlineConfig.model_validate(DEADLINES)
+        return EngineClient(self.url, self.address.name, deadlines, self.model, self.address.log_path)
+
+    def restore(self) -> None:
+        """Load the checkpoint's weights again, as version 0."""
+
+        async def load() -> None:
+            async with self.client() as client:
+                await client.update_weights_from_disk(self.checkpoint, 0)
+
+        asyncio.run(load())
+
+
+def serve(checkpoint: Path, log_dir: Path, **sections: Mapping[str, Any]) -> SharedServer:
+    """Start a server and wait for it; the caller stops `process`."""
+    process = ServerProcess(cpu_run(checkpoint, **sections), 0, log_dir)
+    address = process.start()
+    config = json.loads((checkpoint / "config.json").read_text())
+    return SharedServer(address, checkpoint, ServedModel.from_config(config), process)
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random fp32 Qwen3-MoE checkpoint with its tokenizer."""
     return make_tiny_qwen3_moe(tmp_path_factory.mktemp("checkpoints") / "tiny-qwen3-moe")
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
+    """A real SGLang server that serves `tiny_qwen3_moe` on CPU, with routes, log-probs and sampling masks."""
+    server = serve(tiny_qwen3_moe, tmp_path_factory.mktemp("sglang"))
+    yield server
+    server.process.stop()
