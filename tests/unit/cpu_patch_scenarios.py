@@ -25,7 +25,7 @@ import transformers  # noqa: F401  imported once, here, for the checkpoint reade
 
 from mslime.backends.cpu.megatron import PATCHES, install
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 AT_ONCE = 2
 
 

@@ -43,7 +43,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.cpu_patch_scenarios", str(work)],
-        capture_output=True, text=True, timeout=200, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+        capture_output=True, text=True, timeout=300, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

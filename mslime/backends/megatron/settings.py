@@ -7,10 +7,11 @@ Everything that megatron.training would have set from flags is set here, once, w
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ from mslime.config.errors import ConfigError
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family
+
+T = TypeVar("T")
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -75,7 +78,7 @@ def transformer_config(config: RunConfig, hf_config: Mapping[str, object], devic
     if architecture.get("num_moe_experts"):
         values |= _moe_fields(config, device)
     kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
-    return kind(**values | passthrough(config.megatron.extra, kind))
+    return _construct(kind, values, config.megatron.extra)
 
 
 def _refuse_unequal_allgather(config: RunConfig) -> None:
@@ -160,13 +163,14 @@ def optimizer_config(config: RunConfig, device: torch.device) -> OptimizerConfig
         "adam_beta1": t.adam_beta1,
         "adam_beta2": t.adam_beta2,
         "adam_eps": t.adam_eps,
-        "clip_grad": t.clip_grad,
+        # With 0 megatron-core would not measure the norm either.
+        "clip_grad": t.clip_grad or math.inf,
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
         "use_distributed_optimizer": config.megatron.use_distributed_optimizer,
         "overlap_param_gather": config.megatron.overlap_param_gather,
     }
-    return OptimizerConfig(**values | passthrough(config.megatron.extra, OptimizerConfig))
+    return _construct(OptimizerConfig, values, config.megatron.extra)
 
 
 def ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
@@ -178,7 +182,19 @@ def ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
         "overlap_param_gather": m.overlap_param_gather,
         "use_distributed_optimizer": m.use_distributed_optimizer,
     }
-    return DistributedDataParallelConfig(**values | passthrough(m.extra, DistributedDataParallelConfig))
+    return _construct(DistributedDataParallelConfig, values, m.extra)
+
+
+def _construct(kind: type[T], values: Mapping[str, Any], extra: Mapping[str, Any]) -> T:
+    """A megatron-core object from our values and the user's; what it refuses becomes a ConfigError."""
+    further = passthrough(extra, kind)
+    try:
+        return kind(**{**values, **further})
+    except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise ConfigError(
+            "megatron", further, f"megatron-core's {kind.__name__} refuses these settings: {error}",
+            "change the field that the message names",
+        ) from error  # fmt: skip
 
 
 def passthrough(extra: Mapping[str, Any], kind: type) -> dict[str, Any]:

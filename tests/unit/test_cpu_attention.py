@@ -1,0 +1,117 @@
+"""CPU core attention against a float64 softmax written out, packed and not, with MLA's head sizes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mslime.backends.cpu.megatron import install
+
+install()
+
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from mslime.backends.cpu.attention import CpuCoreAttention, causal_attention  # noqa: E402
+
+
+def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> np.ndarray:
+    """[s, heads, dv] float64, for [s, heads or groups, d] of one sequence."""
+    query, key, value = (x.detach().double().numpy() for x in (q, k, v))
+    repeats = query.shape[1] // key.shape[1]
+    out = np.zeros((*query.shape[:2], value.shape[2]))
+    offset = len(key) - len(query)
+    for head in range(query.shape[1]):
+        for row in range(len(query)):
+            seen = offset + row + 1
+            scores = key[:seen, head // repeats] @ query[row, head] * scale
+            weights = np.exp(scores - scores.max())
+            out[row, head] = weights @ value[:seen, head // repeats] / weights.sum()
+    return out
+
+
+def tensors(
+    queries: int, keys: int, heads: int, groups: int, size: int, value_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(queries + 10 * keys)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return draw(queries, heads, size), draw(keys, groups, size), draw(keys, groups, value_size)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (3, 9), (1, 5), (130, 130)])
+@pytest.mark.parametrize(("groups", "value_size"), [(4, 8), (2, 8), (1, 8), (4, 5)], ids=["mha", "gqa", "mqa", "mla"])
+def test_each_query_attends_to_itself_and_everything_before(
+    queries: int, keys: int, groups: int, value_size: int
+) -> None:
+    q, k, v = tensors(queries, keys, 4, groups, 8, value_size)
+    out = causal_attention(q[:, None], k[:, None], v[:, None], scale=0.3)[:, 0]
+    np.testing.assert_allclose(out.numpy(), by_hand(q, k, v, 0.3), rtol=0, atol=2e-6)
+
+
+def attention() -> CpuCoreAttention:
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+    return CpuCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)  # type: ignore[arg-type]
+
+
+def packed_params(lengths: list[int]) -> PackedSeqParams:
+    cumulative = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cumulative, cu_seqlens_kv=cumulative)
+
+
+def test_packed_sequences_do_not_see_each_other_and_gradients_stay_inside() -> None:
+    lengths = [5, 1, 9]
+    q, k, v = (x.requires_grad_() for x in tensors(15, 15, 4, 2, 8, 8))
+    out = attention()(q, k, v, None, packed_seq_params=packed_params(lengths))
+    assert out.shape == (15, 32)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        expected = by_hand(q[rows], k[rows], v[rows], 8**-0.5).reshape(length, -1)
+        np.testing.assert_allclose(out[rows].detach().numpy(), expected, rtol=0, atol=2e-6)
+        start += length
+    out[5].sum().backward()
+    for x in (q, k, v):
+        touched = x.grad.abs().sum((1, 2)) > 0  # type: ignore[union-attr]
+        assert not touched[:5].any() and not touched[6:].any()
+
+
+def test_unpacked_input_is_sequence_first() -> None:
+    q, k, v = tensors(6, 6, 4, 2, 8, 8)
+    out = attention()(q[:, None], k[:, None], v[:, None], None, AttnMaskType.causal)
+    assert out.shape == (6, 1, 32)
+    np.testing.assert_allclose(out[:, 0].numpy(), by_hand(q, k, v, 8**-0.5).reshape(6, -1), rtol=0, atol=2e-6)
+
+
+def test_memory_does_not_grow_with_the_square_of_the_packed_batch() -> None:
+    """64 sequences of 64 tokens: one mask over all of them would have 16.8 million entries."""
+    q, k, v = tensors(4096, 4096, 4, 2, 8, 8)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple) else (out,):
+                if isinstance(tensor, torch.Tensor):
+                    largest = max(largest, tensor.numel())
+            return out
+
+    with Watch():
+        attention()(q, k, v, None, packed_seq_params=packed_params([64] * 64))
+    assert largest <= q.numel(), largest
+
+
+def test_masks_and_windows_are_refused() -> None:
+    q, k, v = (x[:, None] for x in tensors(4, 4, 4, 2, 8, 8))
+    with pytest.raises(AssertionError, match="causal mask"):
+        attention()(q, k, v, torch.zeros(1, 1, 4, 4, dtype=torch.bool))
+    with pytest.raises(AssertionError):
+        attention()(q, k, v, None, AttnMaskType.no_mask)
