@@ -38,7 +38,12 @@ MOE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["mo
 
 
 def make_config(
-    checkpoint: Path, output: Path, dp: int = 1, train: Mapping[str, Any] | None = None, **sizes: Any
+    checkpoint: Path,
+    output: Path,
+    dp: int = 1,
+    train: Mapping[str, Any] | None = None,
+    rollout: Mapping[str, Any] | None = None,
+    **sizes: Any,
 ) -> RunConfig:
     """A run on `checkpoint`; sizes by the short names of `PARALLEL`, other keywords are fields of `megatron`."""
     megatron = {PARALLEL.get(key, key): value for key, value in sizes.items()}
@@ -50,6 +55,7 @@ def make_config(
             "output_dir": output,
             "cluster": {"device": "cpu", "trainer_ranks": ranks},
             "megatron": {"use_distributed_optimizer": False, **megatron},
+            "rollout": dict(rollout or {}),
             "train": {"lr": 1e-2, "adam_eps": 1e-5, "num_steps": 10, **(train or {})},
             "deadlines": {"trainer_start_s": 60, "train_step_s": 60, "weight_sync_s": 60},
         }

@@ -1,0 +1,112 @@
+"""The trainer that replays a real engine's routes computes the log-probs that the engine sampled with."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.sglang.client import GenerateRequest
+from mslime.config.layout import ParallelLayout
+from mslime.data.packing import build_shards
+from mslime.data.routes import Routes
+from mslime.data.sample import Sample, check_invariants
+from mslime.data.shard import TrainShard
+from tests.engines.conftest import SharedServer
+from tests.engines.trainer_ranks import make_config, run_trainers
+
+pytestmark = pytest.mark.timeout(400)
+
+TEMPERATURE = 0.8
+PROMPTS = [[7], list(range(3, 36)), [(i * 37) % 250 for i in range(90)], [5, 5, 5, 5], list(range(200, 120, -3))]
+
+
+@pytest.fixture(scope="module")
+def samples(sglang_server: SharedServer) -> list[Sample]:
+    """Responses in two parts, as after an abort: the second request asks for the rows that are not held yet."""
+
+    async def generate() -> list[Sample]:
+        made = [Sample.from_prompt(i, 0, prompt) for i, prompt in enumerate(PROMPTS)]
+        async with sglang_server.client() as client:
+            for part, new_tokens in enumerate((9, 14)):
+                await asyncio.gather(*(_continue(client, sample, part, new_tokens) for sample in made))
+        return made
+
+    return asyncio.run(asyncio.wait_for(generate(), 120))
+
+
+async def _continue(client: Any, sample: Sample, part: int, new_tokens: int) -> None:
+    sample.routes = sample.routes or Routes.empty(range(4), 2, 8)
+    request = GenerateRequest(
+        rid=f"{sample.group_id}-{part}",
+        input_ids=sample.tokens,
+        max_new_tokens=new_tokens,
+        temperature=TEMPERATURE,
+        ignore_eos=True,
+        want_routes=True,
+        routes_start=len(sample.routes),
+    )
+    result = await client.generate(request)
+    sample.extend(
+        result.output_ids,
+        log_probs=result.log_probs,
+        versions=result.versions,
+        engine=result.engine,
+        routes=result.routes,
+    )
+    check_invariants(sample)
+
+
+def _replayed(trainer: MegatronTrainer, shard: TrainShard) -> dict[str, Any]:
+    mine = shard.stage_slice(trainer.moe_layer_ids)
+    log_probs = trainer.log_probs(mine, replay=True).numpy()
+    report = trainer.routing.report(mine)
+    metrics = trainer.train([mine])[0]
+    assert report is not None
+    return {"log_probs": log_probs, "report": report, "metrics": metrics}
+
+
+def largest_difference(log_probs: NDArray[np.float32], shard: TrainShard) -> float:
+    return float(np.abs(log_probs - shard.behaviour_log_probs)[shard.loss_mask].max())
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 1}], ids=["one", "tp2_ep2", "pp2"])
+def test_log_probs_match_the_engine_on_every_generated_token(
+    sizes: dict[str, int], samples: list[Sample], sglang_server: SharedServer, tmp_path: Path
+) -> None:
+    layout = ParallelLayout(tp=sizes.get("tp", 1), ep=sizes.get("ep", 1), pp=sizes.get("pp", 1))
+    shard = build_shards(samples, [1.0, -1.0, 0.5, 1.0, -0.5], layout, token_budget=128)[0][0]
+    assert shard.loss_mask.sum() == len(PROMPTS) * (9 + 14)
+    train = {"max_tokens_per_micro_batch": 128}
+    config = make_config(sglang_server.checkpoint, tmp_path, train=train, rollout={"temperature": TEMPERATURE}, **sizes)
+    for result in run_trainers(_replayed, config, shard):
+        assert largest_difference(result["log_probs"], shard) < 1e-4
+        report = result["report"]
+        assert report.coverage == 1.0
+        assert report.agreement == {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}
+        assert report.rows == 4 * (len(shard.tokens) - len(PROMPTS)), "every row but those of newest tokens"
+        assert result["metrics"]["replay/coverage"] == result["metrics"]["replay/agreement"] == 1.0
+
+
+def _with_other_experts(trainer: MegatronTrainer, shard: TrainShard) -> dict[str, Any]:
+    assert shard.routes is not None
+    other = Routes((shard.routes.experts + 3) % 8, shard.routes.mask, shard.routes.layer_ids)
+    shard = replace(shard, routes=other)
+    return {"log_probs": trainer.log_probs(shard, replay=True).numpy(), "report": trainer.routing.report(shard)}
+
+
+def test_other_routes_are_seen_in_log_probs_and_agreement(
+    samples: list[Sample], sglang_server: SharedServer, tmp_path: Path
+) -> None:
+    """Otherwise the test above would pass with routes that nobody uses."""
+    shard = build_shards(samples, [1.0] * len(samples), ParallelLayout(), token_budget=128)[0][0]
+    config = make_config(sglang_server.checkpoint, tmp_path, rollout={"temperature": TEMPERATURE})
+    result = run_trainers(_with_other_experts, config, shard)[0]
+    assert largest_difference(result["log_probs"], shard) > 1e-2
+    assert max(result["report"].agreement.values()) < 0.6
