@@ -132,3 +132,29 @@ def test_replay_changes_the_loss(reference: Path) -> None:
     alone = torch.load(reference, weights_only=False)
     assert abs(alone["loss"] - alone["natural_loss"]) > 1e-3
     assert alone["recorded_loss"] == alone["natural_loss"]
+
+
+def _with_dense_layers(trainer: MegatronTrainer, path: Path | None) -> dict[str, Any]:
+    shard = shard_of(trainer, layers=(1, 3))
+    with trainer.routing.gradient_pass(shard, 0) as routes:
+        loss, gradients = loss_and_gradients(trainer, shard, routes)
+    report = trainer.routing.report(shard)
+    if path is None:
+        return {"loss": loss, "gradients": to_hf(trainer, gradients), "report": report, "layers": trainer.moe_layer_ids}
+    alone = torch.load(path, weights_only=False)
+    largest = largest_difference(trainer, gradients, alone["gradients"])
+    return {"loss": loss, "gradient": largest, "report": report, "layers": trainer.moe_layer_ids}
+
+
+def test_dense_layers_between_do_not_shift_the_routes(tmp_path: Path) -> None:
+    """Layers 0 and 2 are dense; with interleaved stages each rank then holds one kind of layer only."""
+    model = make_tiny_qwen3_moe(tmp_path / "model", mlp_only_layers=[0, 2])
+    alone = run_trainers(_with_dense_layers, make_config(model, tmp_path), None)[0]
+    torch.save(alone, tmp_path / "alone.pt")
+    config = make_config(model, tmp_path, pp=2, vpp=2, **FULL_RECOMPUTE)
+    results = run_trainers(_with_dense_layers, config, tmp_path / "alone.pt")
+    assert alone["layers"] == (1, 3) and [r["layers"] for r in results] == [(), (1, 3)]
+    for result in results:
+        assert result["report"].fingerprint == alone["report"].fingerprint
+        assert set(result["report"].agreement) == {1, 3}
+        assert abs(result["loss"] - alone["loss"]) < 1e-5 and result["gradient"] < 2e-5

@@ -98,7 +98,7 @@ def make_shard(
         )
     trained = sum(int(c["mask"].sum()) for c in columns)
     members = range(8)[dp_rank::dp]
-    per_batch = 2 if packed else 1
+    per_batch = 3 if packed else 1  # three packed micro-batches: interleaved stages need an empty fourth
 
     def joined(key: str) -> Any:
         return np.concatenate([columns[i][key] for i in members])
@@ -111,7 +111,7 @@ def make_shard(
         weights=joined("mask").astype(np.float32) / trained,
         advantages=joined("advantages"),
         behaviour_log_probs=joined("behaviour"),
-        micro_batches=tuple(tuple(range(i, i + per_batch)) for i in range(0, len(members), per_batch)),
+        micro_batches=tuple(tuple(range(len(members)))[i : i + per_batch] for i in range(0, len(members), per_batch)),
         routes=Routes(joined("experts"), joined("known"), layers),
     )
 

@@ -20,12 +20,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # is
 from mslime.backends.megatron.batches import RowLayout, SequenceSlicer
 from mslime.backends.megatron.replay import (
     LayerReplay,
+    ShardRoutes,
     check_routes,
     refuse_bypass,
-    rollout_rows,
     row_hashes,
     scored_rows,
-    shard_fingerprint,
     token_keys,
 )
 from mslime.config.errors import ConfigError, EngineError
@@ -236,6 +235,10 @@ def test_an_expert_that_does_not_exist_or_another_top_k_is_refused() -> None:
         check_routes(make_shard(), EXPERTS, 3)
 
 
+def fingerprint(shard: TrainShard, layers: Any) -> int:
+    return ShardRoutes.from_rollout(shard, layers).fingerprint()
+
+
 def layouts() -> list[list[RowLayout]]:
     """All ranks of some layouts."""
     cut = [(1, 1), (1, 2), (2, 1), (2, 2), (4, 2)]
@@ -248,15 +251,15 @@ def test_every_layout_consumes_the_same_rows_exactly_once(ranks: list[RowLayout]
     total = 0
     for rank in ranks:
         slicer = SequenceSlicer.build(shard.spans(), rank)
-        rows = rollout_rows(shard, slicer, (1, 3), torch.device("cpu"))
+        rows = ShardRoutes.from_rollout(shard, (1, 3)).rows(slicer, torch.device("cpu"))
         total += int((row_hashes(rows.experts, rows.keys, (1, 3)) * rows.mask[:, None]).sum())
-    assert (total - shard_fingerprint(shard, (1, 3))) % 2**64 == 0
+    assert (total - fingerprint(shard, (1, 3))) % 2**64 == 0
 
 
 def test_stages_of_a_pipeline_sum_to_the_whole() -> None:
     shard = make_shard()
-    parts = sum(shard_fingerprint(shard.stage_slice([layer]), [layer]) for layer in (1, 3))
-    assert (parts - shard_fingerprint(shard, (1, 3))) % 2**64 == 0
+    parts = sum(fingerprint(shard.stage_slice([layer]), [layer]) for layer in (1, 3))
+    assert (parts - fingerprint(shard, (1, 3))) % 2**64 == 0
 
 
 def swap_tokens(experts: Any, mask: Any) -> None:
@@ -277,7 +280,7 @@ def lose_one(experts: Any, mask: Any) -> None:
 
 @pytest.mark.parametrize("change", [swap_tokens, swap_layers, swap_order, lose_one])
 def test_the_fingerprint_notices(change: Any) -> None:
-    assert shard_fingerprint(with_routes(change), (1, 3)) != shard_fingerprint(make_shard(), (1, 3))
+    assert fingerprint(with_routes(change), (1, 3)) != fingerprint(make_shard(), (1, 3))
 
 
 def test_token_keys_are_unique_over_sequences_and_never_those_of_padding() -> None:

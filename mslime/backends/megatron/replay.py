@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mslime.backends.megatron.batches import PADDING, SequenceSlicer
+from mslime.backends.megatron.batches import SequenceSlicer
 from mslime.config.errors import ConfigError, EngineError
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
@@ -140,29 +140,55 @@ def _place(shard: TrainShard, row: int) -> str:
     return f"sequence {shard.sequence_ids[sequence]}, position {row - start}"
 
 
-def rollout_rows(
-    shard: TrainShard, slicer: SequenceSlicer, layer_ids: Sequence[int], device: torch.device
-) -> RouteRows:
-    """R3: what the routers of this rank replay in one micro-batch of `shard`."""
-    assert shard.routes is not None
-    routes = _layers_of(shard.routes, layer_ids)
-    narrow = np.uint8 if routes.experts.dtype == np.uint8 else np.int16
-    return RouteRows(
-        experts=torch.from_numpy(slicer.at_layer_rows(routes.experts, 0).astype(narrow)).to(device),
-        mask=torch.from_numpy(slicer.at_layer_rows(routes.mask, False)).to(device),
-        scored=torch.from_numpy(slicer.at_layer_rows(scored_rows(shard), False)).to(device),
-        keys=torch.from_numpy(slicer.at_layer_rows(token_keys(shard), 0)).to(device),
-    )
+@dataclass(frozen=True)
+class ShardRoutes:
+    """What replay needs of a shard, as columns over its N tokens; made once a pass, cut for every micro-batch.
 
+    Attributes:
+        layer_ids: the stage's MoE layers.
+        experts: [N, layers, top-k], uint8 or int16; None when the trainer records its own (r2).
+        mask, scored, keys: [N], see `RouteRows`; without experts every token is in the mask.
+    """
 
-def shard_fingerprint(shard: TrainShard, layer_ids: Sequence[int]) -> int:
-    """What all ranks together must have consumed of this shard's routes in one pass, over the given layers."""
-    assert shard.routes is not None
-    routes = _layers_of(shard.routes, layer_ids)
-    hashes = row_hashes(
-        torch.from_numpy(routes.experts.astype(np.int64)), torch.from_numpy(token_keys(shard)), layer_ids
-    )
-    return int(hashes[torch.from_numpy(routes.mask)].sum())
+    layer_ids: tuple[int, ...]
+    experts: NDArray[np.integer] | None
+    mask: NDArray[np.bool_]
+    scored: NDArray[np.bool_]
+    keys: NDArray[np.int64]
+
+    @classmethod
+    def from_rollout(cls, shard: TrainShard, layer_ids: Sequence[int]) -> ShardRoutes:
+        """R3: the routes that came with the shard."""
+        assert shard.routes is not None
+        routes = _layers_of(shard.routes, layer_ids)
+        narrow = np.uint8 if routes.experts.dtype == np.uint8 else np.int16
+        experts = routes.experts.astype(narrow)
+        return cls(tuple(layer_ids), experts, routes.mask, scored_rows(shard), token_keys(shard))
+
+    @classmethod
+    def to_record(cls, shard: TrainShard, layer_ids: Sequence[int]) -> ShardRoutes:
+        """R2: the experts come from `RoutingReplay.recorded`."""
+        return cls(tuple(layer_ids), None, np.ones(len(shard.tokens), np.bool_), scored_rows(shard), token_keys(shard))
+
+    def rows(self, slicer: SequenceSlicer, device: torch.device, recorded: Tensor | None = None) -> RouteRows:
+        """One micro-batch as the routers of this rank see it; `recorded` was recorded under the same slicer."""
+        if self.experts is None:
+            assert recorded is not None and len(recorded) == len(slicer.layer_rows), "recorded under another layout"
+            experts = recorded
+        else:
+            experts = torch.from_numpy(slicer.at_layer_rows(self.experts, 0)).to(device)
+        return RouteRows(
+            experts=experts,
+            mask=torch.from_numpy(slicer.at_layer_rows(self.mask, False)).to(device),
+            scored=torch.from_numpy(slicer.at_layer_rows(self.scored, False)).to(device),
+            keys=torch.from_numpy(slicer.at_layer_rows(self.keys, 0)).to(device),
+        )
+
+    def fingerprint(self) -> int:
+        """What all ranks of a stage and data-parallel rank together must consume in one pass (r3)."""
+        assert self.experts is not None
+        hashes = row_hashes(torch.from_numpy(self.experts), torch.from_numpy(self.keys), self.layer_ids)
+        return int(hashes[torch.from_numpy(self.mask)].sum())
 
 
 def _layers_of(routes: Routes, layer_ids: Sequence[int]) -> Routes:
@@ -345,25 +371,17 @@ class RoutingReplay:
             self.records[micro_batch][:, self.layer_ids.index(layer.layer_id)] = indices.to(torch.int16)
             layer.clear_indices()
 
-    def recorded_rows(self, micro_batch: Hashable, shard: TrainShard, slicer: SequenceSlicer) -> RouteRows:
-        """R2: the rows kept as `micro_batch`, which must have been cut by the same slicer."""
+    def recorded(self, micro_batch: Hashable) -> Tensor:
+        """R2: [rows, layers, top-k] int16, what was kept as `micro_batch`."""
         experts = self.records[micro_batch]
-        real = torch.from_numpy(slicer.layer_rows != PADDING).to(experts.device)
-        assert len(experts) == len(real) and int(experts.min()) >= 0, (
-            "recorded by another layout, or not by every chunk"
-        )
-        return RouteRows(
-            experts=experts,
-            mask=real,
-            scored=torch.from_numpy(slicer.at_layer_rows(scored_rows(shard), False)).to(experts.device),
-            keys=torch.from_numpy(slicer.at_layer_rows(token_keys(shard), 0)).to(experts.device),
-        )
+        assert experts.numel() == 0 or int(experts.min()) >= 0, "not recorded in every model chunk"
+        return experts
 
     def report(self, expected: int | None, group: dist.ProcessGroup | None = None) -> ReplayReport:
         """Sum what happened in the last pass over all trainer ranks. A collective.
 
         Args:
-            expected: this rank's share of what must have been consumed (`shard_fingerprint` on one rank of each
+            expected: this rank's share of what must have been consumed (`ShardRoutes.fingerprint` on one rank of each
                 data-parallel rank and pipeline stage, 0 on the others); None to leave it unchecked (R2).
             group: all trainer ranks; None for the default group.
 

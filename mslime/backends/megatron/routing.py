@@ -1,7 +1,7 @@
 """Which routes each pass of a step uses: the rollout's (r3), the trainer's own from its first pass (r2), or none.
 
-Binds `replay.RoutingReplay` to shards and passes. In r3 and r2 the old-log-prob pass and the gradient pass of a shard use
-the same experts; a reference policy always routes by itself.
+Binds `replay.RoutingReplay` to shards and passes. In r3 and r2 a shard's old-log-prob pass and gradient pass use the
+same experts; a reference policy always routes by itself.
 """
 
 from __future__ import annotations
@@ -17,14 +17,7 @@ from torch import Tensor
 
 from mslime.backends.megatron.batches import MicroBatch
 from mslime.backends.megatron.parallel import Place
-from mslime.backends.megatron.replay import (
-    ReplayReport,
-    RouteRows,
-    RoutingReplay,
-    check_routes,
-    rollout_rows,
-    shard_fingerprint,
-)
+from mslime.backends.megatron.replay import ReplayReport, RouteRows, RoutingReplay, ShardRoutes, check_routes
 from mslime.backends.megatron.step import RouteHooks
 from mslime.convert.families import ModelFields
 from mslime.data.shard import TrainShard
@@ -113,22 +106,17 @@ class Routing:
         assert replay is not None
         if self.mode == "r3":
             check_routes(shard, self.model.num_experts, self.model.top_k)
-            rows_of = self._rollout_rows(shard)
+            routes = ShardRoutes.from_rollout(shard, replay.layer_ids)
         else:
             replay.records = self._recorded.pop(step)
-            rows_of = self._recorded_rows(shard)
+            routes = ShardRoutes.to_record(shard, replay.layer_ids)
+
+        def rows_of(batch: MicroBatch) -> RouteRows:
+            recorded = replay.recorded(batch.index) if self.mode == "r2" else None
+            return routes.rows(batch.slicer, self.device, recorded)
+
         with replay.replaying(gradient=gradient):
             yield _LayOut(replay, rows_of)
-
-    def _rollout_rows(self, shard: TrainShard) -> Callable[[MicroBatch], RouteRows]:
-        assert self.replay is not None
-        layers = self.replay.layer_ids
-        return lambda batch: rollout_rows(shard, batch.slicer, layers, self.device)
-
-    def _recorded_rows(self, shard: TrainShard) -> Callable[[MicroBatch], RouteRows]:
-        replay = self.replay
-        assert replay is not None
-        return lambda batch: replay.recorded_rows(batch.index, shard, batch.slicer)
 
     def report(self, shard: TrainShard) -> ReplayReport | None:
         """What the last gradient pass replayed, over all ranks; None when off. A collective.
@@ -141,4 +129,5 @@ class Routing:
         if self.mode == "r2":
             return self.replay.report(None)
         speaks = self.place.tp_rank == 0 and self.place.rows.cp_rank == 0
-        return self.replay.report(shard_fingerprint(shard, self.replay.layer_ids) if speaks else 0)
+        routes = ShardRoutes.from_rollout(shard, self.replay.layer_ids)
+        return self.replay.report(routes.fingerprint() if speaks else 0)
