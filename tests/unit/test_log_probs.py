@@ -22,7 +22,7 @@ def reference(logits: Tensor, labels: Tensor, vocab: int, temperature: float) ->
 
 
 def make_case(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits over a padded vocabulary (the padding huge, so that leaking is seen), labels, and two upstream gradients."""
+    """Logits over a padded vocabulary (huge padding, so that leaking is seen), labels, and two upstream gradients."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(ROWS, PADDED, generator=generator) * 4
     logits[:, VOCAB:] = 50.0
