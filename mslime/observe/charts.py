@@ -14,6 +14,8 @@ Row = Mapping[str, Any]
 
 MAX_POINTS = 400
 MAX_HEAT_COLUMNS = 120
+DERIVED = ("rest", "idle/engines", "idle/trainers")
+"""Names that the report computes itself, from the step's parts and from the timeline."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,7 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
                 Series("replay/coverage", "coverage", GREY, dashed=True),
             ),
             y_min=None,
+            y_max=1.0,
         ),
     ),
     "Tokens": (
@@ -227,11 +230,12 @@ SECTIONS: dict[str, tuple[Chart, ...]] = {
             ),
         ),
         Chart(
-            "rollout-time",
-            "Rollout time",
-            "From the first request to the last accepted group; may overlap training.",
-            "seconds",
-            series=(Series("perf/rollout_seconds", "rollout", BLUE),),
+            "idle",
+            "Idle time",
+            "Mean share of a step in which an engine or a trainer rank did nothing.",
+            "share of the step",
+            series=(Series("idle/engines", "engines", BLUE), Series("idle/trainers", "trainers", RED)),
+            y_max=1.0,
         ),
         Chart(
             "throughput",
@@ -306,7 +310,8 @@ def _series_data(series: Series, rows: Sequence[Row]) -> dict[str, Any]:
 
 def _with_eval_sets(chart: Chart, rows: Sequence[Row]) -> Chart:
     """One line for each held-out set's accuracy, and for its pass@k."""
-    names = dict.fromkeys(name for row in rows for name in row if re.fullmatch(r"eval/[^/]+/(accuracy|pass@\d+)", name))
+    shown = r"eval/[^/]+/(accuracy|pass@(?!1$)\d+)"
+    names = dict.fromkeys(name for row in rows for name in row if re.fullmatch(shown, name))
     sets = list(dict.fromkeys(name.split("/")[1] for name in names))
     series: list[Series] = []
     for name in names:

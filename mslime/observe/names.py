@@ -76,7 +76,6 @@ METRICS: dict[str, tuple[str, str]] = {
     "weights/pause_seconds": ("s", "time in which the engines did not generate"),
     "weights/buckets": ("buckets", "sent in the sync"),
     "perf/step_seconds": ("s", "wall time of the step"),
-    "perf/rollout_seconds": ("s", "generation of the step's samples; overlaps with training when asynchronous"),
     "perf/wait_seconds": ("s", "trainer waits for samples"),
     "perf/log_prob_seconds": ("s", "old and reference log-prob passes"),
     "perf/train_seconds": ("s", "forward, backward and optimizer"),

@@ -77,13 +77,12 @@
 
   function xAxis(svg, area, x, first, last) {
     el("line", { class: "axis", x1: area.left, x2: area.right, y1: area.bottom, y2: area.bottom }, svg);
-    const room = Math.floor((area.right - area.left - 40) / 70);
+    const room = Math.floor((area.right - area.left) / 70);
     const marks = ticks(first, Math.max(last, first + 1), room).filter((t) => Number.isInteger(t) && t <= last);
     for (const t of marks) {
-      if (x(t) > area.right - 44) continue;
       el("text", { x: x(t), y: area.bottom + 18, "text-anchor": "middle" }, svg, format(t));
     }
-    el("text", { class: "unit", x: area.right, y: area.bottom + 18, "text-anchor": "end" }, svg, "step");
+    el("text", { class: "unit", x: 0, y: area.bottom + 18 }, svg, "step");
   }
 
   function follow(chart, plot, view, describe) {
@@ -159,7 +158,7 @@
     if (chart.log) return [10 ** Math.floor(Math.log10(low)), 10 ** Math.ceil(Math.log10(high) + 1e-9)];
     if (chart.yMin !== null) low = Math.min(low, chart.yMin);
     if (chart.yMax !== null) high = Math.max(high, chart.yMax);
-    if (high - low < 1e-12) { high += Math.abs(high) * 0.05 || 1; low = chart.yMin === null ? low - (Math.abs(low) * 0.05 || 1) : low; }
+    if (high - low < 1e-12) { if (high !== chart.yMax) high += Math.abs(high) * 0.05 || 1; low = chart.yMin === null ? low - (Math.abs(low) * 0.05 || 1) : low; }
     const marks = ticks(low, high, 5);
     const gap = marks.length > 1 ? marks[1] - marks[0] : high - low;
     if (chart.yMin === null || low < chart.yMin) low = Math.floor(low / gap + 1e-6) * gap;
@@ -216,7 +215,7 @@
     const marks = ticks(0, high, 5);
     const view = frame(chart, plot, 216, [0, high * 1.02], axisWidth(marks), marks);
     const slot = (view.area.right - view.area.left) / chart.steps.length;
-    const width = Math.max(slot > 4 ? slot - Math.min(2, slot * 0.25) : slot + 0.3, 0.8);
+    const width = Math.min(48, slot > 4 ? slot - Math.min(2, slot * 0.25) : slot + 0.3);
     chart.steps.forEach((step, i) => {
       let below = 0;
       for (const series of chart.series) {

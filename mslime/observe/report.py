@@ -21,12 +21,11 @@ from mslime.config.schema import RunConfig
 from mslime.observe import metrics, timeline
 from mslime.observe.charts import SECTIONS, Chart, Row, chart_data
 from mslime.observe.progress import format_seconds
-from mslime.observe.timeline import STEP, Span, idle_shares, step_window
+from mslime.observe.timeline import STEP, Span, idle_shares, merge_spans, step_window
 
 FILE_NAME = "report.html"
 MAX_TIMELINE_STEPS = 60
 MAX_LANES = 12
-MERGE_GAP_SECONDS = 0.002
 
 
 def write_report(run_dir: Path) -> Path:
@@ -72,8 +71,10 @@ def _rows(run_dir: Path) -> list[Row]:
 
 def _parts(run_dir: Path, rows: Sequence[Row], config_text: str) -> dict[str, str]:
     drawings: list[dict[str, Any]] = []
-    sections = "".join(_section(title, charts, rows, drawings) for title, charts in SECTIONS.items())
     spans = timeline.read_spans(run_dir)
+    idle = timeline.idle_by_step(spans)
+    rows = [{**row, **idle.get(row["step"], {})} for row in rows]
+    sections = "".join(_section(title, charts, rows, drawings) for title, charts in SECTIONS.items())
     steps = _timeline_data(spans)
     config = _config(config_text)
     return {
@@ -262,18 +263,10 @@ def _lane_order(lane: str) -> tuple[int, int, str]:
 
 
 def _lane_spans(spans: Sequence[Span], lane: str, window: tuple[float, float]) -> list[list[Any]]:
-    """[name, start, end, step] of a lane, cut to the window; overlapping or touching spans of a name become one."""
-    merged: list[list[Any]] = []
-    open_by_name: dict[str, list[Any]] = {}
-    for span in (s for s in spans if s.lane == lane):
-        start, end = max(span.start, window[0]) - window[0], min(span.end, window[1]) - window[0]
-        last = open_by_name.get(span.name)
-        if last is not None and start <= last[2] + MERGE_GAP_SECONDS and last[3] == span.step:
-            last[2] = max(last[2], round(end, 4))
-            continue
-        open_by_name[span.name] = [span.name, round(start, 4), round(end, 4), span.step]
-        merged.append(open_by_name[span.name])
-    return merged
+    """[name, start, end, step] of a lane, cut to the window and counted from its start."""
+    start, end = window
+    own = merge_spans(s for s in spans if s.lane == lane)
+    return [[s.name, round(max(s.start, start) - start, 4), round(min(s.end, end) - start, 4), s.step] for s in own]
 
 
 # Files

@@ -1,7 +1,8 @@
 """Who worked when: spans of time on lanes, in `timeline.jsonl`, for the report's picture of a step.
 
 Lanes are what can work at the same time: `engine 0`, `engine 1`, ..., `trainer`, `weights`, `driver`. The driver's
-span named `step` bounds a step. Recording a span costs one short line to a buffered file.
+span named `step` bounds a step. Recording costs an append to a list; at the end of a step overlapping spans of one kind
+(the requests that an engine serves side by side) become one, and the step is written.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -20,6 +22,7 @@ from mslime.observe.metrics import read_rows
 
 FILE_NAME = "timeline.jsonl"
 STEP = "step"
+MERGE_GAP_SECONDS = 0.002
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Timeline:
         if torn:
             self._file.write("\n")
         self._lock = threading.Lock()
+        self._pending: list[Span] = []
         self._epoch = time.time() - time.monotonic()
         self._attempt = round(time.time(), 3)
 
@@ -62,12 +66,16 @@ class Timeline:
 
     def record(self, lane: str, name: str, start: float, end: float, step: int) -> None:
         """Add a span; times as given by `now` or, from other processes, `time.time`."""
-        row = {"lane": lane, "name": name, "start": round(start, 4), "end": round(end, 4), "step": step}
-        line = json.dumps({**row, "attempt": self._attempt}) + "\n"
+        span = Span(lane, name, round(start, 4), round(end, 4), step, self._attempt)
         with self._lock:
-            self._file.write(line)
+            self._pending.append(span)
             if name == STEP:
-                self._file.flush()
+                self._write()
+
+    def _write(self) -> None:
+        self._file.writelines(json.dumps(asdict(span)) + "\n" for span in merge_spans(self._pending))
+        self._file.flush()
+        self._pending = []
 
     @contextmanager
     def span(self, lane: str, name: str, step: int) -> Iterator[None]:
@@ -81,6 +89,7 @@ class Timeline:
     def close(self) -> None:
         """Write what is buffered."""
         with self._lock:
+            self._write()
             self._file.close()
 
     def __enter__(self) -> Timeline:
@@ -108,6 +117,40 @@ def read_spans(run_dir: Path) -> list[Span]:
     for span in spans:
         last[span.step] = max(last.get(span.step, 0.0), span.attempt)
     return sorted((s for s in spans if s.attempt == last[s.step]), key=lambda s: s.start)
+
+
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
+    """By start time, with overlapping or touching spans of the same lane, name and step made one."""
+    merged: list[Span] = []
+    last: dict[tuple[str, str, int], int] = {}
+    for span in sorted(spans, key=lambda s: s.start):
+        key = (span.lane, span.name, span.step)
+        before = last.get(key)
+        if before is not None and span.start <= merged[before].end + MERGE_GAP_SECONDS:
+            merged[before] = replace(merged[before], end=max(merged[before].end, span.end))
+            continue
+        last[key] = len(merged)
+        merged.append(span)
+    return merged
+
+
+def idle_by_step(spans: Sequence[Span]) -> dict[int, dict[str, float]]:
+    """Mean idle share of the engines and of the trainers in each step, as `idle/engines` and `idle/trainers`.
+
+    Args:
+        spans: sorted by start, as `read_spans` returns them.
+    """
+    starts = [s.start for s in spans]
+    longest = max((s.end - s.start for s in spans), default=0.0)
+    out: dict[int, dict[str, float]] = {}
+    for bound in (s for s in spans if s.name == STEP):
+        near = spans[bisect_left(starts, bound.start - longest) : bisect_left(starts, bound.end)]
+        shares = idle_shares((s for s in near if s.end > bound.start), (bound.start, bound.end))
+        for kind in ("engine", "trainer"):
+            own = [share for lane, share in shares.items() if lane.startswith(kind)]
+            if own:
+                out.setdefault(bound.step, {})[f"idle/{kind}s"] = sum(own) / len(own)
+    return out
 
 
 def step_window(spans: Iterable[Span], step: int) -> tuple[float, float] | None:
