@@ -62,7 +62,7 @@ def vocab_parallel_log_probs(
     assert temperature > 0 and chunk > 0, (temperature, chunk)
     if labels.numel():
         low, high = (int(x) for x in labels.aminmax())
-        assert 0 <= low and high < vocab_size, f"labels span [{low}, {high}], the vocabulary has {vocab_size} ids"
+        assert low >= 0 and high < vocab_size, f"labels span [{low}, {high}], the vocabulary has {vocab_size} ids"
     shard = _Shard(vocab_start, min(max(vocab_size - vocab_start, 0), logits.shape[1]), temperature, chunk)
     log_probs, entropy = _VocabParallelLogProbs.apply(logits, labels, tp_group, shard, with_entropy)
     return LogProbs(log_probs, entropy)
