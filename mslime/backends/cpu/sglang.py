@@ -199,8 +199,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "absorbed_mla",
         "sglang.srt.models.deepseek_common.attention_backend_handler",
-        "torch_native has no MLA handler and inherits one that prefills with expanded heads while the backend reads the "
-        "latent cache: silently wrong logits",
+        "torch_native has no MLA handler and inherits one that prefills with expanded heads while the backend reads "
+        "the latent cache: silently wrong logits",
         _absorbed_mla,
     ),
     Patch(
@@ -332,10 +332,25 @@ def _stub_last(name: str) -> Callable[[], None]:
     return lambda: sys.meta_path.append(_StubFinder(name))
 
 
-def _stub_triton() -> None:
-    """Reuse the mock of Triton that sglang ships for Apple machines, completed with what torch 2.13 asks for."""
-    if importlib.util.find_spec("triton") is not None:
-        return
+class _TritonFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Last on sys.meta_path: puts the mock in place when triton is first imported.
+
+    Not earlier, because sglang's stubs import torch, which processes that never touch triton need not pay for.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if fullname == "triton" else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        sys.meta_path.remove(self)
+        return _mock_triton()
+
+    def exec_module(self, module: ModuleType) -> None:
+        """The mock is complete."""
+
+
+def _mock_triton() -> ModuleType:
+    """The mock of Triton that sglang ships for Apple machines, completed with what torch 2.13 asks for."""
     stubs = _load_sglang_platform_stubs()
     triton = stubs._make_mock("triton")
     triton.__version__ = "3.0.0"
@@ -351,6 +366,7 @@ def _stub_triton() -> None:
         setattr(triton.runtime.autotuner, name, type(name, (Exception,), {}))
     triton.runtime.cache.triton_key = triton.compiler.compiler.triton_key = stubs._triton_key
     sys.meta_path.append(stubs._TritonFinder())
+    return triton
 
 
 def _remember_value(self: Any, value: Any = None) -> None:
@@ -402,7 +418,11 @@ STUBS: tuple[Stub, ...] = (
         "imported by sglang's model configs; its PyPI wheel needs a CUDA torch and breaks transformers without one",
         _stub_last("torchvision"),
     ),
-    Stub("triton", "kernels are defined at import; none runs on CPU, and the wheel takes 1 GB", _stub_triton),
+    Stub(
+        "triton",
+        "kernels are defined at import; none runs on CPU, and the wheel takes 1 GB",
+        lambda: sys.meta_path.append(_TritonFinder()),
+    ),
 )
 
 

@@ -6,8 +6,8 @@ is an `EngineError` that names the engine and its log. Every request has a deadl
 without harm are retried, and only when the connection failed.
 
 Which log-prob is the behaviour policy's (read in sglang/srt/layers/sampler.py, kept by tests):
-`output_token_logprobs` is log softmax(logits / temperature), that is, temperature is in it. Top-k and top-p are not, so a
-restricted draw asks for the sampling mask and uses `output_token_sampling_logprobs`, which is renormalised over the
+`output_token_logprobs` is log softmax(logits / temperature), that is, temperature is in it. Top-k and top-p are not, so
+a restricted draw asks for the sampling mask and uses `output_token_sampling_logprobs`, which is renormalised over the
 kept ids. Greedy requests (temperature 0) report log softmax(logits).
 """
 
@@ -504,7 +504,7 @@ class EngineClient:
         return await retrying(self._call, method, path, body, timeout_s)
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> dict[str, Any]:
-        """One HTTP exchange; `{}` for empty or plain-text answers. Raises EngineError for everything that goes wrong."""
+        """One HTTP exchange; `{}` for empty and plain-text answers. Raises EngineError for all that goes wrong."""
         data = None if body is None else orjson.dumps(body)
         try:
             async with self._open().request(

@@ -103,19 +103,15 @@ def command_line(fields: Mapping[str, Any]) -> list[str]:
     return command
 
 
-def environment(
-    base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None, tmp: Path
-) -> dict[str, str]:
+def environment(base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None) -> dict[str, str]:
     """The server's environment variables.
 
     Args:
         base: the environment to start from.
         ranks: tensor-parallel processes of the server.
         gpus: devices it may see (CUDA_VISIBLE_DEVICES); None leaves that to `base`.
-        tmp: directory for the server's sockets.
     """
     env = dict(base)
-    env["TMPDIR"] = str(tmp)
     env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would cost a timeout
     env["TOKENIZERS_PARALLELISM"] = "false"
     env["NO_PROXY"] = ",".join(filter(None, [env.get("NO_PROXY"), "127.0.0.1,localhost"]))

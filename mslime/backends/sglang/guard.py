@@ -1,9 +1,9 @@
 """Runs a command and ends it, with every process it started, as soon as whoever asked for it is gone.
 
-`python -m mslime.backends.sglang.guard FD -- COMMAND...`: FD is the read end of a pipe whose write end the owner keeps. The
-kernel closes that end however the owner ends (exit, crash, SIGKILL), which no handler in the owner could promise. The
-guard is a subreaper, so processes that outlive their parent become its children and are found. It exits with the
-command's status. Standard library only.
+`python -m mslime.backends.sglang.guard FD -- COMMAND...`: FD is the read end of a pipe whose write end the owner keeps.
+The kernel closes that end however the owner ends (exit, crash, SIGKILL), which no handler in the owner could promise.
+The guard is a subreaper, so processes that outlive their parent become its children and are found. It exits with the
+command's status. The command's TMPDIR is a directory of its own that goes with it. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,21 +69,31 @@ def _end(child: subprocess.Popen[bytes]) -> int:
     return child.wait()
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command until it ends or the owner does; return its exit status (128 + signal when killed)."""
-    owner, command = int(argv[0]), argv[2:]
-    assert argv[1] == "--", "usage: guard FD -- COMMAND..."
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def _watch(owner: int, command: Sequence[str], tmp: str) -> int:
+    """Run the command until it ends, the owner does, or a signal asks for it; return its wait status."""
     asked = {"to end": False}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: asked.update({"to end": True}))
     # The guard has no threads, which is what makes preexec_fn safe.
-    child = subprocess.Popen(command, preexec_fn=_die_with_guard, stdin=subprocess.DEVNULL)  # noqa: PLW1509
+    child = subprocess.Popen(
+        command,
+        env={**os.environ, "TMPDIR": tmp},
+        preexec_fn=_die_with_guard,  # noqa: PLW1509
+        stdin=subprocess.DEVNULL,
+    )
     while child.poll() is None and not asked["to end"]:
         readable, _, _ = select.select([owner], [], [], 0.2)
         if readable:  # nobody writes to the pipe: readable means closed
             break
-    status = _end(child)
+    return _end(child)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Guard a command; return its exit status (128 + signal when it was killed)."""
+    assert argv[1] == "--", "usage: guard FD -- COMMAND..."
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    with tempfile.TemporaryDirectory(prefix="mslime-", ignore_cleanup_errors=True) as tmp:
+        status = _watch(int(argv[0]), argv[2:], tmp)
     return status if status >= 0 else 128 - status
 
 

@@ -12,7 +12,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -171,7 +170,6 @@ class ServerProcess:
         self.cpu = runs_on_cpu(config)
         self._skip = tuple(skip_patches)
         self._process: SupervisedProcess | None = None
-        self._tmp: Path | None = None
 
     def start(self) -> EngineAddress:
         """Launch the server and wait until it serves.
@@ -220,17 +218,13 @@ class ServerProcess:
         return [self._process.pid, *descendants(self._process.pid)] if self._process is not None else []
 
     def stop(self) -> None:
-        """End the server and all its processes, and remove its sockets. Safe to call twice."""
+        """End the server and all its processes. Safe to call twice."""
         if self._process is not None:
             self._process.stop()
-        if self._tmp is not None:
-            shutil.rmtree(self._tmp, ignore_errors=True)
-            self._tmp = None
 
     def _launch(self, port: int) -> None:
-        self._tmp = Path(tempfile.mkdtemp(prefix="mslime-"))
         fields = server_fields(self.config, self.index, self.host, port, self.cpu)
-        env = environment(os.environ, cpu=self.cpu, ranks=self.config.sglang.tp_size, gpus=self.gpus, tmp=self._tmp)
+        env = environment(os.environ, cpu=self.cpu, ranks=self.config.sglang.tp_size, gpus=self.gpus)
         if self._skip:
             env["MSLIME_SGLANG_SKIP"] = " ".join(self._skip)
         self._process = SupervisedProcess(self.name, command_line(fields), env, self.log_path)

@@ -1,0 +1,211 @@
+"""Starting, supervising and updating a real SGLang server; what happens when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from mslime.backends.sglang.client import EngineClient, EngineDied, GenerateRequest, ServedModel
+from mslime.backends.sglang.handshake import Needs, handshake
+from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.server import ServerProcess, free_port
+from mslime.config.errors import EngineError
+from tests.engines.conftest import SharedServer, cpu_run, serve
+from tests.fixtures.tiny_models import make_tiny_deepseek_v3
+
+ALL_NEEDS = Needs(routes=True, supports=True, architectures=("Qwen3MoeForCausalLM",))
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 120))
+
+
+def greedy_log_probs(server: SharedServer, rid: str) -> tuple[list[int], np.ndarray]:
+    """Twelve greedy tokens after a fixed prompt, with their log-probs."""
+
+    async def ask() -> tuple[list[int], np.ndarray]:
+        async with server.client() as client:
+            result = await client.generate(GenerateRequest(rid, [9, 8, 7], 12, temperature=0.0, ignore_eos=True))
+            return result.output_ids.tolist(), result.log_probs
+
+    return run(ask())
+
+
+def reference_log_probs(checkpoint: Path, ids: list[int]) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    whole = torch.tensor([[9, 8, 7, *ids]])
+    with torch.no_grad():
+        logits = model(whole).logits[0].double()
+    return torch.log_softmax(logits, -1)[2:-1].gather(1, whole[0, 3:, None])[:, 0].numpy()
+
+
+def test_the_handshake_passes_on_the_real_server(sglang_server: SharedServer) -> None:
+    async def shake() -> bool:
+        async with sglang_server.client() as client:
+            await handshake(client, ALL_NEEDS)
+            return await client.ready()
+
+    assert run(shake())
+
+
+def test_the_handshake_names_another_model(sglang_server: SharedServer) -> None:
+    async def shake() -> None:
+        async with sglang_server.client() as client:
+            await handshake(client, Needs(True, False, ("LlamaForCausalLM",)))
+
+    with pytest.raises(EngineError, match="the model LlamaForCausalLM"):
+        run(shake())
+
+
+def test_weights_arrive_through_a_session_and_the_version_with_them(
+    sglang_server: SharedServer, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in load_file(sglang_server.checkpoint / "model.safetensors").items()
+    }
+    changed = tmp_path / "changed"
+    shutil.copytree(sglang_server.checkpoint, changed)
+    from safetensors.torch import save_file
+
+    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
+
+    def send(buffer: torch.Tensor) -> None:
+        from mslime.weights.transport import join_group
+
+        group = join_group(store, "gloo", 2, 0, "mslime", timedelta(seconds=60))
+        dist.broadcast(buffer, src=0, group=group)
+
+    async def update() -> tuple[int, bool]:
+        flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
+        async with sglang_server.client() as client:
+            before = await client.checksum()
+            sender = threading.Thread(target=send, args=(flat,), daemon=True)
+            sender.start()
+            await client.init_weights_update_group("127.0.0.1", port, 1, 2, "gloo")
+            shapes = [list(t.shape) for t in tensors.values()]
+            await client.begin_weight_update()
+            await client.update_weights_from_distributed(
+                list(tensors), ["float32"] * len(tensors), shapes, version=7, flush_cache=True
+            )
+            await client.end_weight_update()
+            sender.join(60)
+            assert not sender.is_alive()
+            await client.destroy_weights_update_group()
+            after = await client.checksum()
+            return await client.version(), all(before[name] != after[name] for name in before)
+
+    try:
+        assert run(update()) == (7, True)
+        ids, log_probs = greedy_log_probs(sglang_server, "changed")
+        np.testing.assert_allclose(log_probs, reference_log_probs(changed, ids), atol=1e-5, rtol=0)
+    finally:
+        sglang_server.restore()
+    ids, log_probs = greedy_log_probs(sglang_server, "restored")
+    np.testing.assert_allclose(log_probs, reference_log_probs(sglang_server.checkpoint, ids), atol=1e-5, rtol=0)
+
+
+def test_weights_outside_a_session_are_refused(sglang_server: SharedServer) -> None:
+    async def send() -> None:
+        async with sglang_server.client() as client:
+            await client.update_weights_from_distributed(["model.norm.weight"], ["float32"], [[64]])
+
+    with pytest.raises(EngineError, match="update_weights_from_distributed"):
+        run(send())
+
+
+def test_an_engine_killed_in_mid_generation_fails_its_requests_and_leaves_no_process(
+    tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
+    server = serve(tiny_qwen3_moe, tmp_path)
+    pids = server.process.pids
+    scheduler = next(p for p in pids if "scheduler" in psutil.Process(p).name())
+
+    async def kill() -> tuple[list[BaseException], float]:
+        pool = EnginePool([server.client()], 8)
+        requests = [GenerateRequest(f"k{i}", [1, 2, i], 1900, ignore_eos=True) for i in range(4)]
+        running = [asyncio.create_task(pool.generate(r)) for r in requests]
+        while (await pool.clients[0].loads()).running < 4:
+            await asyncio.sleep(0.02)
+        os.kill(scheduler, signal.SIGKILL)
+        started = time.monotonic()
+        failures = await asyncio.gather(*running, return_exceptions=True)
+        seconds = time.monotonic() - started
+        with pytest.raises(EngineDied):
+            await pool.generate(GenerateRequest("after", [1], 1))
+        await pool.close()
+        return failures, seconds
+
+    try:
+        failures, seconds = run(kill())
+        assert seconds < 30, "SGLang waits 5 s before it gives up; we must not add to that"
+        for failure in failures:
+            assert isinstance(failure, EngineDied)
+            assert "engine0" in str(failure) and str(server.address.log_path) in str(failure)
+        deadline = time.monotonic() + 30
+        while server.process.alive and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with pytest.raises(EngineError, match=r"engine0.*ended"):
+            server.process.check()
+    finally:
+        server.process.stop()
+    assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+
+
+def test_an_engine_that_dies_at_start_says_why(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_qwen3_moe, broken)
+    config = json.loads((broken / "config.json").read_text())
+    config["architectures"] = ["NoSuchModel"]
+    (broken / "config.json").write_text(json.dumps(config))
+    process = ServerProcess(cpu_run(broken), 3, tmp_path)
+    with pytest.raises(EngineError, match="NoSuchModel") as caught:
+        process.start()
+    assert caught.value.field == "engine3" and str(tmp_path / "engine3.log") in caught.value.way_out
+    assert not process.alive
+
+
+def test_an_engine_that_misses_its_start_deadline_is_stopped(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    process = ServerProcess(cpu_run(tiny_qwen3_moe, deadlines={"engine_start_s": 0.5}), 0, tmp_path)
+    with pytest.raises(EngineError, match="engine_start_s"):
+        process.start()
+    assert not process.alive and process.pids[1:] == []
+
+
+def test_deepseek_mla_is_served_as_transformers_computes_it(tmp_path: Path) -> None:
+    """Covers the rope and MLA patches end to end: without `absorbed_mla` the log-probs are off by several nats."""
+    checkpoint = make_tiny_deepseek_v3(tmp_path / "deepseek")
+    server = serve(checkpoint, tmp_path)
+    try:
+        ids, log_probs = greedy_log_probs(server, "mla")
+    finally:
+        server.process.stop()
+    np.testing.assert_allclose(log_probs, reference_log_probs(checkpoint, ids), atol=5e-5, rtol=0)
+
+
+def test_an_attached_server_needs_no_process(sglang_server: SharedServer) -> None:
+    async def ask() -> int:
+        model = ServedModel(4, 2, 320)
+        async with EngineClient(sglang_server.url, "attached", model=model) as client:
+            return len((await client.generate(GenerateRequest("attached", [1], 3, ignore_eos=True))).output_ids)
+
+    assert run(ask()) == 3
