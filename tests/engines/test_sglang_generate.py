@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from mslime.backends.sglang.client import EngineClient, GenerateRequest, Generat
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer
 
-T = TypeVar("T")
 PROMPTS = [[7], list(range(3, 36)), [(i * 37) % 250 for i in range(100)]]
 
 
