@@ -1,0 +1,192 @@
+"""One probe for each CPU patch of SGLang, run in a process of its own with some of the patches left out.
+
+`python sglang_patch_probes.py "skipped names" probe...` prints one JSON object: probe -> "ok", or what went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from mslime.backends.cpu import sglang as platform
+
+
+def host_alloc() -> None:
+    import torch
+    from sglang.srt.mem_cache.pool_host import common
+
+    allocate = common.ALLOC_MEMORY_FUNCS["cpu"]
+    tensor = allocate((4, 2), torch.int32, "cpu", True, common.HostTensorAllocator(), registration_granularity_bytes=8)
+    assert tensor.shape == (4, 2) and tensor.dtype == torch.int32
+
+
+def shared_expert_gate() -> None:
+    import torch
+    from sglang.kernels.ops.elementwise.elementwise import fused_gate_sigmoid_mul_add
+
+    hidden, gate = torch.randn(3, 8), torch.randn(1, 8)
+    shared, output = torch.randn(3, 8), torch.randn(3, 8)
+    expected = output.double() + shared.double() / (1 + torch.exp(-(hidden.double() * gate.double()).sum(-1, True)))
+    fused_gate_sigmoid_mul_add(hidden, gate, shared, output)
+    torch.testing.assert_close(output.double(), expected, atol=1e-6, rtol=0)
+
+
+def plain_rope() -> None:
+    from sglang.srt.layers.rotary_embedding import factory
+
+    seen: list[str] = []
+    factory.get_rope = lambda *args: seen.append("plain")
+    factory.get_rope_cpu = lambda *args: seen.append("deepseek_yarn")
+    factory.get_rope_wrapper(16, 16, 64, 10000, device="cpu")
+    factory.get_rope_wrapper(16, 16, 64, 10000, rope_scaling={"rope_type": "default"}, device="cpu")
+    factory.get_rope_wrapper(16, 16, 64, 10000, rope_scaling={"rope_type": "deepseek_yarn"}, device="cpu")
+    assert seen == ["plain", "plain", "deepseek_yarn"], seen
+
+
+def absorbed_mla() -> None:
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    handler = handlers.AttentionBackendRegistry.get_handler("torch_native")
+    # A long prompt without a cached prefix: what the handler of triton would expand per head.
+    mode = SimpleNamespace(
+        is_extend_without_speculative=lambda: True,
+        is_extend=lambda: True,
+        is_target_verify=lambda: False,
+        is_draft_extend_v2=lambda: False,
+        is_decode=lambda: False,
+    )
+    batch = SimpleNamespace(forward_mode=mode, extend_prefix_lens_cpu=[0], extend_seq_lens_cpu=[4096])
+    method = handler(SimpleNamespace(use_dsa=False, current_attention_backend="torch_native"), batch)
+    assert method is handlers.AttnForwardMethod.MLA, method
+
+
+def remote_experts() -> None:
+    import torch
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+
+    torch.manual_seed(0)
+    layer = SimpleNamespace(num_experts=2, w13_weight=torch.randn(2, 12, 8), w2_weight=torch.randn(2, 8, 6))
+    x, ids = torch.randn(5, 8), torch.tensor([[0, -1], [1, 0], [-1, -1], [1, -1], [0, 1]])
+    weights = torch.rand(5, 2)
+
+    class TopK(SimpleNamespace):
+        def __iter__(self) -> Any:
+            return iter((self.topk_weights, self.topk_ids, None))
+
+    config = SimpleNamespace(activation="silu", gemm1_alpha=None, apply_router_weight_on_input=False)
+    got = moe_forward_native(layer, x, TopK(topk_ids=ids, topk_weights=weights), config)
+    expected = torch.zeros(5, 8, dtype=torch.float64)
+    for token in range(5):
+        for slot in range(2):
+            expert = int(ids[token, slot])
+            if expert >= 0:
+                gate, up = (layer.w13_weight[expert].double() @ x[token].double()).chunk(2)
+                inner = gate / (1 + torch.exp(-gate)) * up
+                expected[token] += weights[token, slot].double() * (layer.w2_weight[expert].double() @ inner)
+    torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def deterministic_choices() -> None:
+    from sglang.srt.arg_groups import choices
+
+    assert "torch_native" in choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES
+    assert "torch_native" in choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND
+
+
+def no_triton_matmuls() -> None:
+    import torch
+    from sglang.srt import batch_invariant_ops
+
+    batch_invariant_ops.enable_batch_invariant_mode()
+    a, b = torch.randn(4, 8), torch.randn(8, 3)
+    torch.testing.assert_close(torch.mm(a, b).double(), a.double() @ b.double(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.log_softmax(a, -1).exp().sum(-1), torch.ones(4))
+
+
+def murmur_hash() -> None:
+    import torch
+    from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
+
+    seeds, positions, columns = [1, 2**40 + 3], [0, 17], [0, 5, 319]
+    got = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns))
+    expected = [
+        [_murmur3([s & 0xFFFFFFFF, s >> 32, p, c]) for c in columns] for s, p in zip(seeds, positions, strict=True)
+    ]
+    assert got.tolist() == expected, (got.tolist(), expected)
+
+
+def _murmur3(words: list[int]) -> int:
+    """MurmurHash3 (x86, 32 bit) of 32-bit words with seed 0, in plain integers."""
+    h, limit = 0, 0xFFFFFFFF
+    for word in words:
+        k = word * 0xCC9E2D51 & limit
+        k = (k << 15 | k >> 17) & limit
+        h ^= k * 0x1B873593 & limit
+        h = (h << 13 | h >> 19) & limit
+        h = (h * 5 + 0xE6546B64) & limit
+    h ^= 4 * len(words)
+    h = (h ^ h >> 16) * 0x85EBCA6B & limit
+    h = (h ^ h >> 13) * 0xC2B2AE35 & limit
+    return h ^ h >> 16
+
+
+def sgl_kernel() -> None:
+    import sgl_kernel
+
+    assert sgl_kernel.anything is not None
+
+
+def torchvision() -> None:
+    import torchvision.transforms
+    from transformers.utils import import_utils
+
+    assert torchvision.transforms is not None
+    assert not import_utils.is_torchvision_available(), "transformers must not believe that it is installed"
+
+
+def triton() -> None:
+    import triton.language
+
+    @triton.jit
+    def kernel(block: triton.language.constexpr) -> int:
+        return 3
+
+    assert kernel(1) == 3 and triton.cdiv(7, 2) == 4
+
+
+PROBES: dict[str, Callable[[], None]] = {
+    probe.__name__: probe
+    for probe in (
+        sgl_kernel,
+        torchvision,
+        triton,
+        host_alloc,
+        shared_expert_gate,
+        plain_rope,
+        absorbed_mla,
+        remote_experts,
+        deterministic_choices,
+        no_triton_matmuls,
+        murmur_hash,
+    )
+}
+
+
+def main(skip: list[str], probes: list[str]) -> dict[str, str]:
+    """Install the platform and run the probes, each reported on its own."""
+    platform.install(skip)
+    found: dict[str, str] = {}
+    for name in probes:
+        try:
+            PROBES[name]()
+            found[name] = "ok"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+if __name__ == "__main__":
+    print("\n" + json.dumps(main(sys.argv[1].split(), sys.argv[2:])))
