@@ -63,6 +63,7 @@ FAILURES = (
     OSError,
     RuntimeError,
     ValueError,
+    TypeError,
     KeyError,
     EOFError,
     UnpicklingError,
@@ -96,7 +97,8 @@ def save_checkpoint(
     saving, fail = checkpoints.saving_directory(directory), _cannot_write(directory)
     try:
         _together(lambda: _on_rank_0(lambda: checkpoints.begin(directory)), fail)
-        tensors, common = _split(_state(chunks, optimizer, schedule, is_loading=False))
+        state = _together(lambda: _state(chunks, optimizer, schedule, is_loading=False), fail)
+        tensors, common = _together(lambda: _split(state), fail)
         _check_space(directory, tensors)
         _together(lambda: get_default_save_common_strategy().save_common(common, saving), fail)
         _together(lambda: _save_rng(saving), fail)
@@ -121,7 +123,7 @@ def load_checkpoint(
         CheckpointError: on every rank, when the checkpoint is not complete (naming the file) or is of another model.
     """
     fail = _cannot_read(directory)
-    written = _together(lambda: checkpoints.read_manifest(directory), fail)
+    written = _together(lambda: checkpoints.read_manifest(directory, check_files=dist.get_rank() == 0), fail)
     state = _together(lambda: _load_state(directory, chunks, optimizer, schedule), fail)
     for key, chunk in _named(chunks):
         chunk.load_state_dict(state[key], strict=True)
@@ -129,7 +131,7 @@ def load_checkpoint(
     schedule.load_state_dict(state["schedule"])
     if written.layout == layout and written.world_size == dist.get_world_size():
         _together(lambda: _load_rng(directory), fail)
-    return checkpoints.read_extra(directory)
+    return _together(lambda: checkpoints.extra_of(directory, written), fail)
 
 
 def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
