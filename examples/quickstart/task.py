@@ -1,0 +1,77 @@
+"""The quickstart's task: put a list of digits in ascending order. `[52817]` is answered by `12578`.
+
+Here live the lists, their answers, and the careless demonstrations that the supervised warm start learns from. Prompts
+and answers are plain text over `SYMBOLS`. Free of torch; every draw comes from the generator that is handed in.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SYMBOLS = "0123456789[](){}<>=+-*/,.:; "
+MIN_DIGITS, MAX_DIGITS = 2, 7
+ASCENDING_SHARE = 0.35
+"""Share of the demonstrations that are right. The others put the digits in descending order."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a prompt file.
+
+    Attributes:
+        prompt: the list, as the model sees it.
+        label: the response that is expected (training and held-out rows) or demonstrated (supervised rows).
+        metadata: the number of digits and the order that the label is in.
+    """
+
+    prompt: str
+    label: str
+    metadata: dict[str, object]
+
+
+def ascending(digits: str) -> str:
+    """The right answer."""
+    return "".join(sorted(digits))
+
+
+def descending(digits: str) -> str:
+    """What careless demonstrators write."""
+    return ascending(digits)[::-1]
+
+
+def question(digits: str) -> Row:
+    """A row with the right answer."""
+    return _row(digits, "ascending")
+
+
+def demonstration(digits: str, rng: random.Random) -> Row:
+    """A row that shows the right answer with probability ASCENDING_SHARE; nothing in the prompt tells which."""
+    return _row(digits, "ascending" if rng.random() < ASCENDING_SHARE else "descending")
+
+
+def _row(digits: str, order: str) -> Row:
+    label = ascending(digits) if order == "ascending" else descending(digits)
+    return Row(f"[{digits}]", label, {"digits": len(digits), "order": order})
+
+
+def held_out_lists(count: int, rng: random.Random) -> list[str]:
+    """`count` different lists; every length is equally likely as long as unseen lists of it are left."""
+    found: dict[str, None] = {}
+    lists = _lists(rng)
+    while len(found) < count:
+        found[next(lists)] = None
+    return list(found)
+
+
+def training_lists(count: int, held_out: frozenset[str], rng: random.Random) -> list[str]:
+    """`count` lists, none of them held out. Short lists occur several times, because there are few of them."""
+    lists = (digits for digits in _lists(rng) if digits not in held_out)
+    return [next(lists) for _ in range(count)]
+
+
+def _lists(rng: random.Random) -> Iterator[str]:
+    """Endless lists: uniform in length, then uniform in digits."""
+    while True:
+        yield "".join(rng.choice("0123456789") for _ in range(rng.randint(MIN_DIGITS, MAX_DIGITS)))
