@@ -49,7 +49,9 @@ def plain_rope() -> None:
 def absorbed_mla() -> None:
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
-    handler = handlers.AttentionBackendRegistry.get_handler("torch_native")
+    registry = handlers.AttentionBackendRegistry
+    handler = registry.get_handler("torch_native")
+    assert handler is not registry.get_handler("triton"), "it inherits the handler of triton"
     # A long prompt without a cached prefix: what the handler of triton would expand per head.
     mode = SimpleNamespace(
         is_extend_without_speculative=lambda: True,

@@ -23,15 +23,8 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT), "SGLANG_USE_CPU_ENGINE": "1", "OMP
 
 def probe(skip: list[str], probes: list[str]) -> dict[str, str]:
     """Results of probes in a fresh process."""
-    script = str(ROOT / "tests/unit/sglang_patch_probes.py")
-    done = subprocess.run(
-        [sys.executable, script, " ".join(skip), *probes],
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    command = [sys.executable, str(ROOT / "tests/unit/sglang_patch_probes.py"), " ".join(skip), *probes]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
