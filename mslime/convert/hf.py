@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,11 +190,11 @@ class ShardWriter:
 
     def _flush(self) -> None:
         from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 
         file = f"model-{self._part}-{len(set(self._weight_map.values())):05d}.safetensors"
         try:
-            save_file(self._pending, self._directory / file, metadata={"format": "pt"})
+            save_file(self._pending, self._directory / file, {"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 str(self._directory / file), str(error), "the checkpoint shard could not be written",
@@ -243,7 +243,7 @@ def publish(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_directory(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path) -> Generator[Path]:
     """A fresh staging directory that becomes `target` when the block ends, and vanishes when it raises."""
     staging = staging_directory(target)
     shutil.rmtree(staging, ignore_errors=True)

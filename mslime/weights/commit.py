@@ -11,13 +11,12 @@ before `end`, while the parameters lie as loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from mslime.weights.errors import sync_error
 from mslime.weights.image import EngineLayout
-from mslime.weights.transport import EngineInfo, post
+from mslime.weights.transport import EngineInfo, in_thread, post
 
 Digests = Sequence[Mapping[str, str]]
 
@@ -30,9 +29,8 @@ class Commit:
     deadline_s: float
 
     def _all(self, path: str, body: Mapping[str, object], phase: str) -> list[dict[str, Any]]:
-        with ThreadPoolExecutor(len(self.engines)) as threads:
-            calls = [threads.submit(post, e.url, path, body, self.deadline_s, phase) for e in self.engines]
-            return [call.result() for call in calls]
+        calls = [in_thread(post, engine.url, path, body, self.deadline_s, phase) for engine in self.engines]
+        return [call.result() for call in calls]
 
     def begin(self) -> None:
         """Open a weight-update session on every engine. Raises WeightSyncError, as all methods here do."""

@@ -8,6 +8,7 @@ here in plain torch operations, so that the trainer needs neither SGLang nor Tri
 from __future__ import annotations
 
 import hashlib
+from typing import cast
 
 import torch
 
@@ -28,7 +29,7 @@ def engine_digest(tensor: torch.Tensor) -> str:
 def sha_hash(tensor: torch.Tensor) -> int:
     """First 64 bits (big-endian) of SHA-256 over the bytes of a CPU tensor."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return int.from_bytes(hashlib.sha256(memoryview(flat.numpy())).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(cast("bytes", flat.numpy())).digest()[:8], "big")
 
 
 def tiled_hash(tensor: torch.Tensor) -> int:
@@ -55,8 +56,12 @@ def tiled_hash(tensor: torch.Tensor) -> int:
         high = _mix((_tile_sums(first) & _M32) ^ nbytes)
         low = _mix((_tile_sums(second) & _M32) ^ nbytes)
         # Python integers: a sum of 64-bit values does not fit int64.
-        total += sum((h << 32) | w for h, w in zip(high.tolist(), low.tolist(), strict=True))
+        total += sum((h << 32) | w for h, w in zip(_integers(high), _integers(low), strict=True))
     return _splitmix64(total & _M64)
+
+
+def _integers(values: torch.Tensor) -> list[int]:
+    return cast("list[int]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _tile_sums(values: torch.Tensor) -> torch.Tensor:

@@ -74,9 +74,15 @@ def make_groups(layout: ParallelLayout, backend: str, timeout_s: float) -> SyncG
         for name, size in (("tensor", layout.tp), ("expert", layout.ep * layout.etp)):
             ranks = list(range(stage * per_stage, stage * per_stage + size))
             # Every rank makes every group, in the same order; a group of one needs none.
-            group = dist.new_group(ranks, timeout=timeout, backend=backend) if size > 1 else None
-            if isinstance(group, dist.ProcessGroup) and rank in ranks:
+            group = _new_group(ranks, backend, timeout) if size > 1 else None
+            if group is not None and rank in ranks:
                 mine[name] = group
-    control = dist.new_group(list(range(layout.world_size)), timeout=timeout, backend="gloo")
-    assert isinstance(control, dist.ProcessGroup), "every rank is in the control group"
+    control = _new_group(list(range(layout.world_size)), "gloo", timeout)
+    assert control is not None, "every rank is in the control group"
     return SyncGroups(layout, rank, mine.get("tensor"), mine.get("expert"), control)
+
+
+def _new_group(ranks: list[int], backend: str, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The group on its members, None elsewhere (torch returns an integer there)."""
+    group = dist.new_group(ranks, timeout=timeout, backend=backend)  # pyright: ignore[reportUnknownMemberType]
+    return group if isinstance(group, dist.ProcessGroup) else None

@@ -125,7 +125,9 @@ class WeightSender:
         """Every rank's value, in rank order."""
         everyone: list[_T] = [mine] * self._groups.layout.world_size
         try:
-            dist.all_gather_object(everyone, mine, group=self._groups.control)
+            dist.all_gather_object(  # pyright: ignore[reportUnknownMemberType]
+                everyone, mine, group=self._groups.control
+            )
         except RuntimeError as error:
             raise sync_error("exchange", f"trainer rank {self._groups.rank}", f"another trainer rank is gone: {error}",
                              "read the log of the first trainer rank that stopped") from error  # fmt: skip

@@ -8,22 +8,26 @@ has a deadline, and an engine that answers with an error ends the wait at once, 
 from __future__ import annotations
 
 import socket
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import httpx
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from mslime.weights.errors import WeightSyncError, sync_error
 from mslime.weights.image import EngineLayout
 from mslime.weights.plan import Bucket
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,20 @@ class Transport(Protocol):
     def disconnect(self) -> None:
         """Leave the engines; safe to call twice."""
         ...
+
+
+def in_thread(call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
+    """`call(*args)` in a daemon thread: an abandoned wait must not keep the process from ending, as a pool's would."""
+    future: Future[_R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=f"weights-{call.__name__}").start()
+    return future
 
 
 def post(url: str, path: str, body: Mapping[str, object], timeout_s: float, phase: str) -> dict[str, Any]:
@@ -120,12 +138,11 @@ def join_group(
 
     Torch has no public way to make one beside an existing default group; the private helper is what SGLang calls too.
     """
-    group, _ = c10d._new_process_group_helper(  # pyright: ignore[reportPrivateUsage]
-        world_size, rank, [], c10d.Backend(backend), c10d.PrefixStore(name, store),
-        group_name=c10d.GroupName(name), timeout=timeout,
+    make: Callable[..., tuple[dist.ProcessGroup, Store]] = cast(Any, c10d)._new_process_group_helper
+    group, _ = make(
+        world_size, rank, [], c10d.Backend(backend), PrefixStore(name, store), group_name=name, timeout=timeout
     )  # fmt: skip
-    assert isinstance(group, dist.ProcessGroup), group
-    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}  # pyright: ignore[reportPrivateUsage]
+    cast(Any, c10d)._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 
 
@@ -143,7 +160,6 @@ class BroadcastTransport:
         self._engines: tuple[EngineInfo, ...] = ()
         self._group: dist.ProcessGroup | None = None
         self._store: Store | None = None
-        self._threads: ThreadPoolExecutor | None = None
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
         """Make the process group: every engine is asked to join while this rank waits in it.
@@ -153,7 +169,6 @@ class BroadcastTransport:
         """
         assert self._group is None, "connected already"
         self._engines = tuple(engines)
-        self._threads = ThreadPoolExecutor(len(engines), thread_name_prefix="weights-http")
         world_size = 1 + sum(engine.ranks for engine in engines)
         timeout = timedelta(seconds=self._deadline_s)
         host = own_address(engines[0].url)
@@ -166,20 +181,13 @@ class BroadcastTransport:
             joins.append(self._submit(engine, "/init_weights_update_group", body, "connect"))
             offset += engine.ranks
         self._store = store
-        joined = self._threads_once(store, world_size, timeout)
+        # In a thread of its own, so that an engine's refusal is heard while this rank still waits for it.
+        joined = in_thread(join_group, store, self._backend, world_size, 0, self._name, timeout)
         self._await([joined, *joins], "connect", f"{len(engines)} engines", self._deadline_s)
         self._group = joined.result()
 
-    def _threads_once(self, store: Store, world_size: int, timeout: timedelta) -> Future[dist.ProcessGroup]:
-        """Join from a thread of its own, so that an engine's refusal is heard while this rank still waits."""
-        joiner = ThreadPoolExecutor(1, thread_name_prefix="weights-join")
-        future = joiner.submit(join_group, store, self._backend, world_size, 0, self._name, timeout)
-        joiner.shutdown(wait=False)
-        return future
-
     def _submit(self, engine: EngineInfo, path: str, body: Mapping[str, object], phase: str) -> Future[dict[str, Any]]:
-        assert self._threads is not None, "not connected"
-        return self._threads.submit(post, engine.url, path, body, self._deadline_s, phase)
+        return in_thread(post, engine.url, path, body, self._deadline_s, phase)
 
     @staticmethod
     def _await(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s: float) -> None:
@@ -205,8 +213,7 @@ class BroadcastTransport:
             "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
         }
         answers = [self._submit(engine, "/update_weights_from_distributed", body, "send") for engine in self._engines]
-        work = dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=0, async_op=True)
-        assert work is not None
+        work = cast("dist.Work", dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=0, async_op=True))
         return PendingBroadcast(bucket, flat, work, answers, self._deadline_s)
 
     def disconnect(self) -> None:
@@ -219,9 +226,6 @@ class BroadcastTransport:
         if group is not None:
             dist.destroy_process_group(group)
         wait(leaving, timeout=self._deadline_s)
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
-            self._threads = None
         self._store = None
 
 

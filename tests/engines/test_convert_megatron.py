@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint
 from tests.engines.trainer_ranks import make_config, make_shard, run_trainers, shard_of
 from tests.fixtures.tiny_models import make_tiny_qwen3_dense, make_tiny_qwen3_moe
@@ -140,9 +141,12 @@ def mbridge_export(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
 
 def perturb_and_export(trainer: MegatronTrainer, directory: Path) -> list[str]:
     """Change every parameter, export with both, and name every tensor in which a bit differs."""
+    from mslime.backends.megatron.naming import named_local_params
+
+    rules = get_family(trainer.hf_config).rules(trainer.hf_config)
     with torch.no_grad():
-        for name, parameter in trainer.named_local_params():
-            parameter.add_(0.01 * (1 + zlib.crc32(name.encode()) % 7))
+        for name, parameter in named_local_params(trainer.chunks):  # the copy of a tied embedding included
+            parameter.add_(0.01 * (1 + zlib.crc32(rules.bind(name).hf_names[0].encode()) % 7))
     trainer.weight_sender().export(directory, trainer.config.model.path)
     oracle = mbridge_export(trainer)
     ours = HFCheckpoint(directory)

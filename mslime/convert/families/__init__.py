@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.families.family import Family, ModelFields
+from mslime.convert.families.family import Family, ModelFields, as_list, as_object
 from mslime.convert.families.qwen3 import Qwen3
 from mslime.convert.families.qwen3_moe import Qwen3Moe
 
@@ -23,7 +23,7 @@ def get_family(hf_config: Mapping[str, object]) -> Family:
         CheckpointError: the architecture is not one that mslime converts.
     """
     named = hf_config.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else None
+    architecture = next(iter(as_list(named) or ()), None)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise CheckpointError(
             "config.json: architectures", named, f"supported architectures are {', '.join(sorted(FAMILIES))}",
@@ -40,7 +40,7 @@ def read_hf_config(directory: Path) -> dict[str, object]:
     """
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        parsed: object = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(
             str(path),
@@ -50,8 +50,9 @@ def read_hf_config(directory: Path) -> dict[str, object]:
         ) from error
     except json.JSONDecodeError as error:
         raise CheckpointError(str(path), str(error), "config.json is valid JSON", "download the file again") from error
-    if not isinstance(config, dict):
+    config = as_object(parsed)
+    if config is None:
         raise CheckpointError(
-            str(path), type(config).__name__, "config.json is a JSON object", "download the file again"
+            str(path), type(parsed).__name__, "config.json is a JSON object", "download the file again"
         )
     return config

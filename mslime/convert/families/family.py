@@ -8,11 +8,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.table import RuleTable
 
 HFConfig = Mapping[str, object]
+
+
+def as_list(value: object) -> list[object] | None:
+    """A JSON array, or None."""
+    return cast("list[object]", value) if isinstance(value, list) else None
+
+
+def as_object(value: object) -> dict[str, object] | None:
+    """A JSON object, or None."""
+    return cast("dict[str, object]", value) if isinstance(value, dict) else None
 
 
 @dataclass(frozen=True)
@@ -119,11 +130,12 @@ def rotary(config: HFConfig) -> tuple[float, float]:
         value = config.get(name)
         if value is None:
             continue
-        if not isinstance(value, Mapping):
+        section = as_object(value)
+        if section is None:
             raise CheckpointError(
                 f"config.json: {name}", value, "must be an object", "use the config.json of the checkpoint"
             )
-        parameters.update({str(key): entry for key, entry in value.items()})
+        parameters.update(section)
         scaling = parameters.get("rope_type", parameters.get("type", "default"))
         if scaling != "default":
             raise CheckpointError(

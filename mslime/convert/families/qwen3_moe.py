@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.families.family import HFConfig, ModelFields, flag, refuse_unless, required_int
+from mslime.convert.families.family import HFConfig, ModelFields, as_list, flag, refuse_unless, required_int
 from mslime.convert.families.qwen3 import Qwen3, assemble, dense_mlp_rules
 from mslime.convert.kinds import GatedMLP, Replicated, Row
 from mslime.convert.table import Rule, RuleTable
@@ -67,10 +67,13 @@ def moe_layer_ids(config: HFConfig) -> tuple[int, ...]:
         CheckpointError: no layer routes, or `mlp_only_layers` is not a list.
     """
     step = required_int(config, "decoder_sparse_step") if config.get("decoder_sparse_step") is not None else 1
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
+    dense = as_list(config.get("mlp_only_layers") or [])
+    if dense is None:
         raise CheckpointError(
-            "config.json: mlp_only_layers", dense, "must be a list of layer ids", "use the checkpoint's own"
+            "config.json: mlp_only_layers",
+            config["mlp_only_layers"],
+            "must be a list of layer ids",
+            "use the checkpoint's own",
         )
     layers = range(required_int(config, "num_hidden_layers"))
     routed = tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0)

@@ -1,0 +1,218 @@
+"""Weights sent by real Megatron ranks arrive in a real SGLang server, bit for bit, under the version they carry."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import torch.distributed as dist
+
+from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.sglang.server import free_port
+from mslime.weights.commit import Commit
+from mslime.weights.errors import WeightSyncError
+from mslime.weights.plan import Bucket
+from mslime.weights.sync import WeightSender
+from mslime.weights.transport import Pending, Transport
+from tests.engines.conftest import SharedServer
+from tests.engines.trainer_ranks import make_config, run_trainers
+
+pytestmark = pytest.mark.timeout(240)
+
+PROMPT = list(range(40, 90))
+BUCKETS = {"weights": {"bucket_mib": 0.05}}  # many buckets for a small model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_qwen3_moe: Path) -> Path:
+    return tiny_qwen3_moe
+
+
+@pytest.fixture(scope="module")
+def engine(sglang_server: SharedServer) -> Iterator[str]:
+    """URL of the shared server, which gets its own weights back afterwards."""
+    yield sglang_server.url
+    sglang_server.restore()
+
+
+def config_of(checkpoint: Path, output: Path, **sizes: Any) -> Any:
+    config = make_config(checkpoint, output, **sizes)
+    return config.model_copy(update={"weights": config.weights.model_copy(update=BUCKETS["weights"])})
+
+
+def change_weights(trainer: MegatronTrainer, amount: float) -> None:
+    """Scale every tensor by a factor of its own, the same on every rank that holds a part of it."""
+    with torch.no_grad():
+        for name, parameter in trainer.named_local_params():
+            parameter.mul_(1 + amount * (1 + zlib.crc32(name.encode()) % 5))
+
+
+def publish(sender: WeightSender, version: int, rank: int, check: bool = True) -> int:
+    """begin, send, check, end, stamp, as control drives them; the number of parameters compared."""
+    commit, compared = Commit(sender.engines, 60), 0
+    if rank == 0:
+        commit.begin()
+    dist.barrier()
+    try:
+        report = sender.send(version, verify=check)
+        if rank == 0 and check:
+            compared = commit.check(report.expected)
+    finally:
+        if rank == 0:
+            commit.end()
+    if rank == 0:
+        commit.stamp(version)
+    return compared
+
+
+def sync_twice(trainer: MegatronTrainer, url: str, version: int, export: Path) -> tuple[int, int]:
+    """Two syncs over one connection, the second with newer weights, which are also exported; (compared, buckets)."""
+    rank, sender = trainer.place.rank, trainer.weight_sender()
+    sender.connect([url])
+    change_weights(trainer, 0.01)
+    publish(sender, version - 1, rank, check=False)
+    change_weights(trainer, -0.004 * version)
+    compared = publish(sender, version, rank)
+    sender.disconnect()
+    sender.export(export, trainer.config.model.path)
+    return compared, len(sender.plan.buckets)
+
+
+def engine_log_probs(url: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    """log p of PROMPT's tokens from the second on, as the engine computes them now."""
+    body = {
+        "input_ids": PROMPT,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    }
+    httpx.post(url + "/flush_cache", timeout=60).raise_for_status()
+    meta = httpx.post(url + "/generate", json=body, timeout=60).raise_for_status().json()["meta_info"]
+    return torch.tensor([entry[0] for entry in meta["input_token_logprobs"][1:]]), meta
+
+
+def transformers_log_probs(path: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        return model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("version", "sizes"),
+    [(2, {}), (4, {"tp": 2, "ep": 2}), (6, {"pp": 2}), (8, {"dp": 2, "ep": 2})],
+    ids=["1 process", "tp2 ep2", "pp2", "dp2 ep2"],
+)
+def test_the_engine_serves_the_trainers_weights_under_their_version(
+    checkpoint: Path, engine: str, tmp_path: Path, version: int, sizes: dict[str, Any]
+) -> None:
+    before, _ = engine_log_probs(engine)
+    config = config_of(checkpoint, tmp_path, **sizes)
+    results = run_trainers(sync_twice, config, engine, version, tmp_path / "exported")
+    compared, buckets = results[0]
+    assert buckets > 5 and compared == 3 + 4 * 9, "embedding, norm, head, and nine parameters a layer"
+    after, meta = engine_log_probs(engine)
+    expected = transformers_log_probs(tmp_path / "exported")
+    assert float((after - expected).abs().max()) < 1e-4
+    assert float((after - before).abs().max()) > 1e-3, "the weights changed enough to tell"
+    assert meta["weight_version"] == str(version)
+
+
+class BitFlippingTransport:
+    """Breaks one bit of one tensor on its way; everything else goes to the real transport."""
+
+    def __init__(self, real: Transport, tensor: str) -> None:
+        self._real, self._tensor = real, tensor
+
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
+        for entry in bucket.entries:
+            if entry.name == self._tensor:
+                flat = flat.clone()
+                flat.view(torch.int32)[entry.offset + entry.numel // 2] ^= 1
+        return self._real.start(bucket, flat)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+FLIPPED = {
+    "model.layers.1.mlp.experts.5.down_proj.weight": "model.layers.1.mlp.experts.w2_weight",
+    "model.layers.2.self_attn.v_proj.weight": "model.layers.2.self_attn.qkv_proj.weight",
+    "model.layers.0.mlp.experts.0.up_proj.weight": "model.layers.0.mlp.experts.w13_weight",
+    "model.layers.3.mlp.gate.weight": "model.layers.3.mlp.gate.weight",
+    "model.embed_tokens.weight": "model.embed_tokens.weight",
+    "model.layers.3.self_attn.k_norm.weight": "model.layers.3.self_attn.k_norm.weight",
+}
+
+
+def flip_and_repair(trainer: MegatronTrainer, url: str) -> dict[str, str]:
+    """What `check` says with one bit of each tensor broken in turn; at last everything is sent unbroken."""
+    sender = trainer.weight_sender()
+    sender.connect([url])
+    real, said = sender._transport, {}
+    assert real is not None
+    for tensor in FLIPPED:
+        sender._transport = BitFlippingTransport(real, tensor)
+        with pytest.raises(WeightSyncError) as caught:
+            publish(sender, 99, 0)
+        said[tensor] = str(caught.value)
+    sender._transport = real
+    publish(sender, 10, 0)
+    sender.disconnect()
+    return said
+
+
+def test_one_flipped_bit_in_one_tensor_is_found_and_the_version_is_not_stamped(
+    checkpoint: Path, engine: str, tmp_path: Path
+) -> None:
+    said = run_trainers(flip_and_repair, config_of(checkpoint, tmp_path), engine)[0]
+    for tensor, message in said.items():
+        assert f"{engine} rank 0: {FLIPPED[tensor]}" in message and "1 of 39 parameters differ" in message
+    assert engine_log_probs(engine)[1]["weight_version"] == "10"
+
+
+def refused(trainer: MegatronTrainer, url: str) -> tuple[str, float]:
+    """Send without an open session, which SGLang refuses; then a whole sync on the same connection's successor."""
+    sender = trainer.weight_sender()
+    sender.connect([url])
+    begin = time.monotonic()
+    with pytest.raises(WeightSyncError) as caught:
+        sender.send(11)
+    seconds = time.monotonic() - begin
+    sender.disconnect()
+    sender.connect([url])
+    publish(sender, 12, trainer.place.rank)
+    sender.disconnect()
+    return str(caught.value), seconds
+
+
+def test_a_refusal_is_raised_on_every_rank_with_the_engines_words_and_a_new_connection_works(
+    checkpoint: Path, engine: str, tmp_path: Path
+) -> None:
+    for message, seconds in run_trainers(refused, config_of(checkpoint, tmp_path, tp=2, ep=2), engine):
+        assert "weights.send = 'trainer rank 0': bucket 0 (stage 0" in message, message
+        assert "must run between begin_weight_update() and end_weight_update()" in message
+        assert seconds < 20
+    assert engine_log_probs(engine)[1]["weight_version"] == "12"
+
+
+def unreachable(trainer: MegatronTrainer, url: str) -> str:
+    sender = trainer.weight_sender()
+    with pytest.raises(WeightSyncError) as caught:
+        sender.connect([url])
+    sender.disconnect()
+    return str(caught.value)
+
+
+def test_an_engine_that_is_not_there_is_named_on_every_rank(checkpoint: Path, tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    for message in run_trainers(unreachable, config_of(checkpoint, tmp_path, tp=2, ep=2), url):
+        assert "weights.connect" in message and url in message
