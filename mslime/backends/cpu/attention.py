@@ -3,7 +3,7 @@
 Megatron-core's own non-TE attention refuses packed sequences (thd), context parallelism and multi-latent attention.
 This module does all three with torch's scaled-dot-product attention: one call per sequence (per half sequence under
 context parallelism), so that no mask over the whole packed batch is ever built. Causal attention without windows,
-biases or sinks only; anything else is an assertion. Import `megatron.core` only after `backends.cpu.megatron.install()`.
+biases or sinks only; anything else is an assertion. To be imported after `backends.cpu.megatron.install()`.
 """
 
 from __future__ import annotations

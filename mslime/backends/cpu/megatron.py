@@ -233,7 +233,7 @@ def _(overrides: _Overrides) -> None:
     overrides.cuda.update(
         Stream=_Stream,
         Event=_Event,
-        stream=lambda stream: contextlib.nullcontext(stream),
+        stream=contextlib.nullcontext,
         current_stream=lambda device=None: stream,
         default_stream=lambda device=None: stream,
     )
@@ -360,7 +360,7 @@ def _(overrides: _Overrides) -> None:
         without.sequence_parallel = False
         norm = original(cls, without, hidden_size, eps, *args, **options)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
 
     WrappedTorchNorm.__new__ = staticmethod(marked)
@@ -396,7 +396,7 @@ def _(overrides: _Overrides) -> None:
                 }
         return original(self, model_state, is_loading, *args, **options)
 
-    DistributedOptimizer.sharded_state_dict = with_state
+    DistributedOptimizer.sharded_state_dict = with_state  # type: ignore[method-assign,assignment]
 
 
 @_patch(

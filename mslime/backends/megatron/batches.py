@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -118,8 +117,7 @@ class SequenceSlicer:
     def scatter_targets(self, values: Tensor, out: Tensor) -> None:
         """Write per-row predictions [T] to the tokens they are about in `out` [N], in place.
 
-        Other context-parallel ranks write the other tokens: start from zeros and sum over the group at the end
-        (`reassemble`).
+        Other context-parallel ranks write the other tokens: start from zeros and sum over the group at the end.
         """
         known = np.flatnonzero(self.targets != PADDING)
         index = torch.from_numpy(self.targets[known]).to(out.device)
@@ -134,13 +132,6 @@ class SequenceSlicer:
         known = np.flatnonzero(rows != PADDING)
         index = torch.from_numpy(rows[known]).to(out.device)
         out[index] = values[torch.from_numpy(known).to(values.device)].to(out.dtype)
-
-
-def reassemble(column: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum `column` [N, ...] over `group` in place: each entry was written by one rank and is zero on the others."""
-    if group is not None and group.size() > 1:
-        dist.all_reduce(column, group=group)
-    return column
 
 
 def _padded_lengths(lengths: list[int], layout: RowLayout) -> list[int]:
@@ -172,7 +163,7 @@ class MicroBatch:
         loss_mask: [T] bool.
         weights, advantages, behaviour_log_probs: [T] float32.
         old_log_probs, reference_log_probs: [T] float32, None when the shard has none.
-        sequence_index: [T] int64 in [0, num_sequences), the same numbering on all context-parallel ranks; 0 for padding.
+        sequence_index: [T] int64 in [0, num_sequences), numbered alike on all context-parallel ranks; 0 for padding.
         num_sequences: sequences of the micro-batch, at least 1.
     """
 

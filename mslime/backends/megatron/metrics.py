@@ -1,4 +1,4 @@
-"""From each rank's statistics of a step to numbers that are the same on every rank, and the check that they are finite."""
+"""From each rank's statistics of a step to numbers that are the same on every rank, and whether they are finite."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from mslime.algorithms.losses import PolicyLossInputs, policy_loss
@@ -45,10 +44,15 @@ def refuse_not_finite(what: str, value: float, step: int, own: float, rank: int,
     )  # fmt: skip
 
 
-def normalising_scale(shard: TrainShard, algorithm: AlgorithmConfig, device: torch.device) -> float:
+def normalising_scale(
+    shard: TrainShard, algorithm: AlgorithmConfig, device: torch.device, group: dist.ProcessGroup
+) -> float:
     """1 / mean correction weight over the step, when the correction asks for it, else 1. A collective when it does.
 
     Every rank of a data-parallel rank's model holds the whole columns, so each sums its sequences in one piece.
+
+    Args:
+        group: the data-parallel group.
     """
     if not algorithm.correction.normalise:
         return 1.0
@@ -70,4 +74,4 @@ def normalising_scale(shard: TrainShard, algorithm: AlgorithmConfig, device: tor
         old_log_probs=old,
     )
     statistics = policy_loss(inputs, algorithm).statistics
-    return 1.0 / mean_weight(over_all_ranks(statistics, parallel_state.get_data_parallel_group()))
+    return 1.0 / mean_weight(over_all_ranks(statistics, group))

@@ -13,6 +13,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mslime.backends.megatron.naming import named_local_params
+from mslime.backends.megatron.parallel import tensor_shard
 from mslime.backends.megatron.specs import block_spec
 from mslime.convert.families import ModelFields, get_family
 from mslime.convert.hf import HFCheckpoint
@@ -68,13 +69,7 @@ def load_hf_weights(chunks: Sequence[GPTModel], hf_config: Mapping[str, object],
 
 def _local_shard(rules: RuleTable, checkpoint: HFCheckpoint, name: str, shape: torch.Size) -> torch.Tensor:
     rule = rules.bind(name)
-    if rule.is_expert:
-        rank = parallel_state.get_expert_tensor_parallel_rank()
-        size = parallel_state.get_expert_tensor_parallel_world_size()
-    else:
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        size = parallel_state.get_tensor_model_parallel_world_size()
-    shard = rule.to_megatron(checkpoint.view, rank, size)
+    shard = rule.to_megatron(checkpoint.view, *tensor_shard(rule.is_expert))
     assert shard.shape == shape, f"{name}: the rule gives {tuple(shard.shape)}, the model has {tuple(shape)}"
     return shard
 

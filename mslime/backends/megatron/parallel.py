@@ -10,11 +10,13 @@ import math
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from mslime.backends.megatron.batches import RowLayout
@@ -58,7 +60,7 @@ def start_process_groups(config: RunConfig, rank: int, world_size: int, init_met
     _seed(config.seed)
 
 
-def _meet(init_method: str, rank: int, world_size: int, seconds: float) -> dist.Store:
+def _meet(init_method: str, rank: int, world_size: int, seconds: float) -> Store:
     """The store through which the ranks find each other, once all have come."""
     try:
         return next(rendezvous(init_method, rank, world_size, timeout=timedelta(seconds=seconds)))[0]
@@ -96,6 +98,7 @@ class Place:
         is_last_stage: this rank computes the loss.
         counts: exactly one rank of each (data-parallel, context-parallel) pair speaks for its tokens' statistics.
         rows: how a micro-batch's rows are spread.
+        tp_group, cp_group, dp_group, pp_group: its tensor, context, data and pipeline parallel groups.
     """
 
     rank: int
@@ -105,6 +108,10 @@ class Place:
     is_last_stage: bool
     counts: bool
     rows: RowLayout
+    tp_group: dist.ProcessGroup
+    cp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    pp_group: dist.ProcessGroup
 
     @classmethod
     def here(cls, sequence_parallel: bool) -> Place:
@@ -118,15 +125,45 @@ class Place:
             sp=tp_size if sequence_parallel else 1,
             sp_rank=tp_rank if sequence_parallel else 0,
         )
-        return cls(dist.get_rank(), dist.get_world_size(), tp_rank, tp_size, last, last and tp_rank == 0, rows)
-
-
-def broadcast_from_last_stage(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` of the last pipeline stage, written into every stage's, in place."""
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        dist.broadcast(
-            tensor,
-            parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
+        return cls(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            is_last_stage=last,
+            counts=last and tp_rank == 0,
+            rows=rows,
+            tp_group=_one_group(parallel_state.get_tensor_model_parallel_group()),
+            cp_group=_one_group(parallel_state.get_context_parallel_group()),
+            dp_group=_one_group(parallel_state.get_data_parallel_group()),
+            pp_group=_one_group(parallel_state.get_pipeline_model_parallel_group()),
         )
-    return tensor
+
+    def sum_over_context_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums, in place, over the ranks that hold other rows of the same sequences."""
+        if self.cp_group.size() > 1:
+            dist.all_reduce(values, group=self.cp_group)
+        return values
+
+    def broadcast_from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` of the last pipeline stage, written into every stage's, in place."""
+        if self.pp_group.size() > 1:
+            dist.broadcast(tensor, parallel_state.get_pipeline_model_parallel_last_rank(), group=self.pp_group)
+        return tensor
+
+
+def tensor_shard(expert: bool) -> tuple[int, int]:
+    """(rank, size) of this rank among those that share a weight: tensor parallel, or expert-tensor parallel."""
+    if expert:
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        size = parallel_state.get_expert_tensor_parallel_world_size()
+    else:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
+    return cast("int", rank), cast("int", size)
+
+
+def _one_group(group: object) -> dist.ProcessGroup:
+    """megatron-core's getters may return other things for layouts that are not used here."""
+    assert isinstance(group, dist.ProcessGroup), group
+    return group

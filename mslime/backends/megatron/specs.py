@@ -6,6 +6,7 @@ This is the only place above `backends.cpu` where the device decides about code.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -37,7 +38,7 @@ def _cpu_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfor
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     for layer in spec.layer_specs or []:
-        attention = layer.submodules.self_attention.submodules
+        attention = cast("Any", layer.submodules).self_attention.submodules
         attention.core_attention = CpuCoreAttention
         if config.multi_latent_attention:
             attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear

@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -22,10 +20,10 @@ from torch import Tensor
 
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, sft_loss
 from mslime.algorithms.statistics import LossStatistics
-from mslime.backends.megatron.batches import MicroBatch, build_micro_batch, reassemble
+from mslime.backends.megatron.batches import MicroBatch, build_micro_batch
 from mslime.backends.megatron.log_probs import LogProbs, vocab_parallel_log_probs
 from mslime.backends.megatron.naming import unwrap
-from mslime.backends.megatron.parallel import Place, broadcast_from_last_stage
+from mslime.backends.megatron.parallel import Place
 from mslime.config.schema import RunConfig
 from mslime.data.shard import TrainShard
 
@@ -80,8 +78,8 @@ class StepRunner:
 
         self._run(self._micro_batches(shard), collect, routes, progress, forward_only=True)
         if self.place.is_last_stage:
-            reassemble(out, parallel_state.get_context_parallel_group())
-        return broadcast_from_last_stage(out).cpu()
+            self.place.sum_over_context_ranks(out)
+        return self.place.broadcast_from_last_stage(out).cpu()
 
     def loss_and_gradients(
         self,
@@ -100,7 +98,7 @@ class StepRunner:
         """
         batches = self._micro_batches(shard)
         # The schedule divides by micro-batches and multiplies by CP; the data-parallel wrapper divides by DP x CP.
-        undo_averages = len(batches) * parallel_state.get_data_parallel_world_size()
+        undo_averages = len(batches) * self.place.dp_group.size()
         total = LossStatistics.zeros(self.device)
 
         def loss(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -185,7 +183,7 @@ class StepRunner:
         return vocab_parallel_log_probs(
             logits,
             batch.labels,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            tp_group=self.place.tp_group,
             vocab_start=self.place.tp_rank * logits.shape[-1],
             vocab_size=self.vocab_size,
             temperature=self.temperature,
@@ -198,8 +196,10 @@ class StepRunner:
             found = self._token_log_probs(batch, logits, with_entropy=False)
             return sft_loss(found.log_probs, batch.weights, batch.loss_mask)
         found = self._token_log_probs(batch, logits, with_entropy=True)
-        # A detached entropy is reported and costs no backward pass.
-        bonus = self.run.algorithm.entropy_coef != 0 or found.entropy is None
+        entropy = found.entropy
+        assert entropy is not None
+        if self.run.algorithm.entropy_coef == 0:
+            entropy = entropy.detach()  # reported only: costs no backward pass
         inputs = PolicyLossInputs(
             log_probs=found.log_probs,
             behaviour_log_probs=batch.behaviour_log_probs,
@@ -210,9 +210,9 @@ class StepRunner:
             num_sequences=batch.num_sequences,
             old_log_probs=batch.old_log_probs,
             reference_log_probs=batch.reference_log_probs,
-            entropy=found.entropy if bonus else found.entropy.detach(),
+            entropy=entropy,
         )
-        return policy_loss(inputs, self.run.algorithm, _sum_over_context_ranks, weight_scale)
+        return policy_loss(inputs, self.run.algorithm, self.place.sum_over_context_ranks, weight_scale)
 
 
 def _packed(batch: MicroBatch) -> PackedSeqParams:
@@ -224,11 +224,3 @@ def _packed(batch: MicroBatch) -> PackedSeqParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-
-
-def _sum_over_context_ranks(values: Tensor) -> Tensor:
-    """Sums over the ranks that hold other rows of the same sequences."""
-    group = parallel_state.get_context_parallel_group()
-    if group.size() > 1:
-        dist.all_reduce(values, group=group)
-    return values

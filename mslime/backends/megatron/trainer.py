@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
@@ -93,7 +92,7 @@ class MegatronTrainer:
         transformer.finalize_model_grads_func = finalize_model_grads
         transformer.grad_scale_func = self.optimizer.scale_loss
         if config.megatron.overlap_grad_reduce:
-            no_sync = [chunk.no_sync for chunk in self.wrapped]
+            no_sync: Any = [chunk.no_sync for chunk in self.wrapped]  # interleaved stages want the list
             transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.runner = StepRunner(self.wrapped, transformer, config, self.place, self.device, self.model.vocab_size)
         self.step = 0
@@ -213,17 +212,16 @@ class MegatronTrainer:
     def _optimizer_step(self, shard: TrainShard, index: int) -> dict[str, float]:
         begin = time.perf_counter()
         self.step += 1
-        scale = normalising_scale(shard, self.config.algorithm, self.device) if self.config.train.task == "rl" else 1.0
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.routing.gradient_pass(shard, index) as routes:
-            own = self.runner.loss_and_gradients(shard, routes, scale, self.on_micro_batch)
+            own = self.runner.loss_and_gradients(shard, routes, self._weight_scale(shard), self.on_micro_batch)
         own_loss = finalise(own)["loss/total"]
         metrics = finalise(over_all_ranks(own))
         refuse_not_finite("loss", metrics["loss/total"], self.step, own_loss, self.place.rank, self.device)
         self.schedule.step(1)
-        _, norm, _ = self.optimizer.step()
+        _, norm, _ = cast("tuple[bool, float, object]", self.optimizer.step())
         grad_norm = float(norm)
         own_norm = grad_norm if math.isfinite(grad_norm) else self._own_gradient_size()
         refuse_not_finite("grad_norm", grad_norm, self.step, own_norm, self.place.rank, self.device)
@@ -236,16 +234,26 @@ class MegatronTrainer:
             **self._speed(shard, time.perf_counter() - begin),
         }
 
+    def _weight_scale(self, shard: TrainShard) -> float:
+        """What the off-policy correction's weights are multiplied by in this step."""
+        if self.config.train.task == "sft":
+            return 1.0
+        return normalising_scale(shard, self.config.algorithm, self.device, self.place.dp_group)
+
     def _own_gradient_size(self) -> float:
         """Sum of |gradient| of this rank: not finite when one of its gradients is not."""
-        return sum(float(p.main_grad.abs().sum()) for chunk in self.wrapped for p in chunk.parameters())
+        return sum(
+            float(p.main_grad.abs().sum())  # type: ignore[attr-defined]
+            for chunk in self.wrapped
+            for p in chunk.parameters()
+        )
 
     def _speed(self, shard: TrainShard, seconds: float) -> dict[str, float]:
         """Seconds of the slowest rank, and tokens of all data-parallel ranks over them."""
         slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         tokens = torch.tensor(float(len(shard.tokens)), dtype=torch.float64, device=self.device)
-        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+        dist.all_reduce(tokens, group=self.place.dp_group)
         return {
             "perf/train_seconds": float(slowest),
             "perf/train_tokens_per_s": float(tokens / slowest),
