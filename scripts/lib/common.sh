@@ -35,8 +35,7 @@ need_disk() {
 explain_pip() {
   if grep -qi 'no space left' "$1"; then
     fail "the disk filled up during the installation (log: $1)" "free some space and run this again; it starts over cleanly"
-  elif grep -qiE 'connection|name resolution|timed out|SSLError|ProxyError|HTTP error|403|404|could not fetch|cannot connect' "$1" &&
-    grep -qiE 'no matching distribution|could not find a version|max retries|connection|timed out|HTTP error' "$1"; then
+  elif grep -qiE 'connection (broken|refused|aborted|reset)|name resolution|timed out|SSLError|ProxyError|HTTP error|from versions: none' "$1"; then
     fail "a package could not be downloaded: $(last_error "$1") (log: $1)" \
       "check the network, the proxy settings and pip's index (pip config list), then run this again"
   elif grep -qiE 'no matching distribution|could not find a version' "$1"; then
@@ -46,7 +45,10 @@ explain_pip() {
   fail "pip failed: $(last_error "$1") (log: $1)" "read the log; running this again starts over cleanly"
 }
 
-last_error() { grep -iE '^ *(error|fatal)' "$1" | tail -n 1 | sed -E 's/^ *(ERROR|error): *//' | cut -c 1-240; }
+# last_error LOG: the last thing pip complained about, in its own words.
+last_error() {
+  grep -iE '^ *(error|fatal)' "$1" | grep -v 'subprocess-exited-with-error' | tail -n 1 | sed -E 's/^ *(ERROR|error): *//' | cut -c 1-240
+}
 
 # quietly LOG COMMAND...: output into the log; a pip failure is explained.
 quietly() {

@@ -1,0 +1,201 @@
+"""scripts/install.sh: every way in which it gives up is one clear sentence, and a second run has nothing to do."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+INPUTS = ("pyproject.toml", "requirements/cpu-constraints.txt", "scripts/install.sh", "scripts/lib/common.sh")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """The files that an installation depends on, and an empty package, away from the real project."""
+    root = tmp_path / "project"
+    for name in INPUTS:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    (root / "mslime").mkdir()
+    (root / "mslime/__init__.py").write_text("")
+    (root / "README.md").write_text("mslime\n")
+    return root
+
+
+def install(project: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the script from the project's parent."""
+    return subprocess.run(
+        ["bash", str(project / "scripts/install.sh"), *arguments],
+        cwd=project.parent,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def assert_one_clear_sentence(done: subprocess.CompletedProcess[str], says: str) -> None:
+    """A failing exit, and on stderr only `error: ...` with a way out."""
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 2 and lines[0].startswith("error: ") and lines[1].startswith("  way out: "), done.stderr
+    assert re.search(says, done.stderr), done.stderr
+
+
+def fake_program(directory: Path, name: str, script: str) -> Path:
+    """An executable shell script."""
+    directory.mkdir(exist_ok=True)
+    path = directory / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_wrong_python_is_named(project: Path, tmp_path: Path) -> None:
+    old = fake_program(tmp_path / "bin", "python3.9", "echo 3.9.2")
+    assert_one_clear_sentence(install(project, "--cpu", PYTHON=str(old)), r"3\.11 or 3\.12.*python3\.9 is 3\.9\.2")
+
+
+def test_no_python_at_all_is_said(project: Path) -> None:
+    assert_one_clear_sentence(install(project, "--cpu", PYTHON="/nowhere/python"), "no Python was found")
+
+
+def test_too_little_disk_is_refused_before_anything_is_written(project: Path) -> None:
+    done = install(project, "--cpu", "--venv", "env", MSLIME_MIN_FREE_GIB="1000000")
+    assert_one_clear_sentence(done, r"GiB free and the installation needs 1000000")
+    assert not (project.parent / "env").exists()
+
+
+def test_a_failed_download_is_explained_and_leaves_no_stamp(project: Path) -> None:
+    closed = "http://127.0.0.1:9/simple"
+    done = install(
+        project,
+        *("--cpu", "--venv", "env"),
+        PIP_CONFIG_FILE=os.devnull,
+        PIP_INDEX_URL=closed,
+        PIP_EXTRA_INDEX_URL="",
+        PIP_FIND_LINKS="",
+        PIP_RETRIES="0",
+        PIP_DEFAULT_TIMEOUT="2",
+        MSLIME_MIN_FREE_GIB="1",
+    )
+    assert_one_clear_sentence(done, r"could not be downloaded.*log: .*install\.log")
+    assert "network" in done.stderr
+    assert not (project.parent / "env/.mslime-installed").exists()
+
+
+def test_a_full_disk_during_the_installation_is_explained(project: Path) -> None:
+    done = pip_log_sentence(project, "ERROR: Could not install packages: [Errno 28] No space left on device")
+    assert_one_clear_sentence(done, "disk filled up")
+
+
+def test_a_pin_that_the_index_does_not_have_is_explained(project: Path) -> None:
+    log = "ERROR: Could not find a version (from versions: 2.9.0, 2.9.1)\nERROR: No matching distribution for torch==2.13.0"
+    assert_one_clear_sentence(
+        pip_log_sentence(project, log), r"what mslime pins: No matching distribution for torch==2"
+    )
+
+
+def test_an_unreachable_index_is_explained(project: Path) -> None:
+    log = "WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution for torch"
+    assert_one_clear_sentence(pip_log_sentence(project, log), "could not be downloaded: No matching distribution")
+
+
+def pip_log_sentence(project: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """What `explain_pip` makes of a log that ends with `line`."""
+    log = project / "pip.log"
+    log.write_text(f"Collecting torch\n{line}\n")
+    return subprocess.run(
+        ["bash", "-c", f"source {project}/scripts/lib/common.sh; explain_pip {log}"],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=False,
+    )
+
+
+def fake_python(directory: Path) -> Path:
+    """A Python whose environments contain a pip that does nothing and takes note, so that runs can be counted."""
+    return fake_program(
+        directory,
+        "python3.11",
+        """case "$*" in
+*"-m venv"*) for target; do :; done; mkdir -p "$target/bin"; cp "$0" "$target/bin/python" ;;
+*"-m pip"*show*) exit 1 ;;
+*"-m pip"*) echo "$*" >> "$(dirname "$0")/calls" ;;
+*version_info*) echo 3.11.9 ;;
+esac""",
+    )
+
+
+def test_a_second_run_skips_and_a_changed_pin_does_not(project: Path, tmp_path: Path) -> None:
+    python, calls = str(fake_python(tmp_path / "bin")), tmp_path / "env/bin/calls"
+    options = ("--cpu", "--dev", "--venv", "env")
+    first = install(project, *options, PYTHON=python)
+    assert first.returncode == 0, first.stderr
+    lines = calls.read_text().splitlines()
+    assert any("-e .[cpu,dev]" in line for line in lines), lines
+    assert any("--no-deps" in line and "sglang==0.5.23" in line for line in lines), lines
+    assert "CUDA packages" in first.stdout, "the reason for --no-deps is printed"
+
+    started = time.monotonic()
+    second = install(project, *options, PYTHON=python)
+    assert second.returncode == 0 and "already installed" in second.stdout
+    assert time.monotonic() - started < 5 and calls.read_text().splitlines() == lines
+
+    with (project / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    assert install(project, *options, PYTHON=python).returncode == 0
+    assert len(calls.read_text().splitlines()) == 2 * len(lines)
+
+
+def test_other_extras_are_another_installation(project: Path, tmp_path: Path) -> None:
+    python, calls = str(fake_python(tmp_path / "bin")), tmp_path / "env/bin/calls"
+    assert install(project, "--cpu", "--venv", "env", PYTHON=python).returncode == 0
+    before = len(calls.read_text().splitlines())
+    assert install(project, "--cpu", "--dev", "--venv", "env", PYTHON=python).returncode == 0
+    assert len(calls.read_text().splitlines()) > before
+
+
+def test_a_further_torch_index_is_handed_to_pip(project: Path, tmp_path: Path) -> None:
+    python = str(fake_python(tmp_path / "bin"))
+    done = install(project, "--cpu", "--venv", "env", PYTHON=python, MSLIME_TORCH_INDEX="file:///wheels")
+    assert done.returncode == 0
+    assert "--extra-index-url file:///wheels" in (tmp_path / "env/bin/calls").read_text()
+
+
+def test_unknown_options_are_refused(project: Path) -> None:
+    assert_one_clear_sentence(install(project, "--cuda"), "unknown option --cuda")
+    assert install(project, "--help").returncode == 0
+
+
+def test_apex_and_torchvision_are_no_dependency() -> None:
+    """`apex` on PyPI is an unrelated project; torchvision's wheel breaks transformers beside a CPU torch."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(d for group in project["optional-dependencies"].values() for d in group)]
+    names = {re.split(r"[\[=<> ;]", d)[0].lower() for d in wanted}
+    assert not names & {"apex", "torchvision"}
+    constrained = (ROOT / "requirements/cpu-constraints.txt").read_text().lower()
+    assert "torchvision" not in constrained and "\napex" not in constrained
+
+
+def test_every_cpu_pin_is_also_the_constrained_version() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "requirements/cpu-constraints.txt").read_text().lower().splitlines()
+    constrained = dict(line.split("==") for line in lines if "==" in line)
+    extras = project["optional-dependencies"]
+    for requirement in [*project["dependencies"], *extras["cpu"], *extras["dev"]]:
+        name, _, version = re.sub(r"\[.*?\]", "", requirement).lower().partition("==")
+        known = constrained.get(name, constrained.get(name.replace("-", "_")))
+        assert not version or known in (None, version), f"{requirement} against {known}"
