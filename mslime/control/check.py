@@ -198,7 +198,7 @@ def _batch_table(config: RunConfig) -> Table:
         [
             (
                 "rollout",
-                f"{r.groups_per_step} groups x {r.group_size} responses = {responses}, <= {r.max_response_tokens} tokens each",
+                f"{r.groups_per_step} groups x {r.group_size} responses, at most {r.max_response_tokens} tokens each",
             ),
             (
                 "optimizer",
@@ -206,7 +206,7 @@ def _batch_table(config: RunConfig) -> Table:
             ),
             (
                 "engines",
-                f"{engines} x TP{config.sglang.tp_size}, {r.concurrency} requests each; at most {in_flight} groups in flight",
+                f"{engines} x TP{config.sglang.tp_size}, {r.concurrency} requests each; <= {in_flight} groups in flight",
             ),
             ("run", f"{t.num_steps} steps = {t.num_steps * responses:,} responses"),
         ],

@@ -137,7 +137,7 @@ class Cluster:
 
 
 def remote_class(cls: type, **options: Any) -> Any:
-    """`cls` as a Ray actor class. Untyped on purpose: calls on its handles return references, not what the methods do."""
+    """`cls` as a Ray actor class. Untyped on purpose: calls on its handles return references."""
     return ray.remote(**options)(cls) if options else ray.remote(cls)
 
 

@@ -60,7 +60,7 @@ class RolloutActor:
             state: of `save`, when resuming.
             version: weight version that the trainer starts with.
         """
-        from mslime.backends.sglang.client import EngineClient
+        from mslime.backends.sglang.client import EngineClient, ServedModel
         from mslime.backends.sglang.handshake import Needs, handshake_all
         from mslime.backends.sglang.pool import EnginePool
         from mslime.data.source import PromptSource
@@ -71,8 +71,8 @@ class RolloutActor:
 
         config, model = self._config, self._run.model
         self._layers = layers
-        shape = (model.num_layers, model.top_k) if model.num_experts else None
-        clients = [EngineClient(a.url, a.name, config.deadlines, shape, a.log_path) for a in addresses]
+        served = ServedModel(model.num_layers, model.top_k, model.vocab_size)
+        clients = [EngineClient(a.url, a.name, config.deadlines, served, a.log_path) for a in addresses]
         architectures = (self._run.family.architecture,)
         await handshake_all(clients, Needs(config.train.replay == "r3", supports=False, architectures=architectures))
         self._pool = EnginePool(clients, config.rollout.concurrency)

@@ -110,7 +110,7 @@ class Session:
         self._layers = self._trainers.start()
         addresses = self._engines.finish_start(starting)
         self._progress.note("engines: " + ", ".join(a.url for a in addresses))
-        self._rollouts = RolloutHandle(self._run, cluster, logs / "rollouts.log")
+        self._rollouts = RolloutHandle(self._run, logs / "rollouts.log")
         self._stack.callback(self._rollouts.stop)
         state = self._extra.get("rollouts") if self.first_step else None
         self._rollouts.start(addresses, self._layers, state, self.first_step)
