@@ -23,7 +23,7 @@ from mslime.weights.transport import Pending, Transport
 from tests.engines.conftest import SharedServer
 from tests.engines.trainer_ranks import make_config, run_trainers
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(240, func_only=True)  # the first test waits for the server
 
 PROMPT = list(range(40, 90))
 BUCKETS = {"weights": {"bucket_mib": 0.05}}  # many buckets for a small model
