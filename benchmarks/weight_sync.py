@@ -1,7 +1,7 @@
 """Weight sync: flat buckets against one broadcast per tensor, and against a raw broadcast of the same bytes.
 
-    python -m benchmarks.weight_sync                               # stand-in engine in its own process, all three ways
-    python -m benchmarks.weight_sync --engine URL --model DIR      # a running SGLang server of DIR, the first two ways
+    python benchmarks/weight_sync.py                               # stand-in engine in its own process, all three ways
+    python benchmarks/weight_sync.py --engine URL --model DIR      # a running SGLang server of DIR, the first two ways
 
 All ways run over the same process group in one run, interleaved, and the medians are compared. "Flat" and "per tensor"
 include packing, conversion, the HTTP calls and what the receiver does to store the tensors; "raw" is the broadcast
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,9 @@ from mslime.weights.buckets import convert, named_tensors, pack
 from mslime.weights.commit import Commit
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.transport import BroadcastTransport, EngineInfo, describe_engine, in_thread, post
-from tests.fixtures.stand_in_engine import StandInEngine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.fixtures.stand_in_engine import StandInEngine  # noqa: E402
 
 DEADLINE_S = 300.0
 
