@@ -1,0 +1,192 @@
+"""The engine client: what it asks, what it accepts, and how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mslime.backends.sglang.client import (
+    EngineClient,
+    EngineDied,
+    GenerateRequest,
+    ServedModel,
+    decode_routes,
+    format_version,
+    parse_generation,
+    parse_version,
+)
+from mslime.config.errors import EngineError
+from mslime.config.schema import DeadlineConfig
+from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
+
+MODEL = ServedModel(LAYERS, TOP_K, VOCABULARY)
+
+
+def client(url: str, **deadlines: float) -> EngineClient:
+    limits = DeadlineConfig.model_validate({"engine_request_s": 10, "engine_control_s": 10, **deadlines})
+    return EngineClient(url, "engine0", limits, MODEL, Path("/logs/engine0.log"))
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+def generate(request: GenerateRequest, **spoilt: Any) -> Any:
+    """One request to a fake engine with some attributes set."""
+
+    async def work() -> Any:
+        async with FakeEngine() as engine:
+            vars(engine).update(spoilt)
+            async with client(engine.url, engine_request_s=1.0) as asking:
+                return await asking.generate(request)
+
+    return run(work())
+
+
+def test_versions_are_integers_and_the_engine_s_own_weights_are_version_zero() -> None:
+    assert [parse_version(format_version(v)) for v in (0, 7, 10**9)] == [0, 7, 10**9]
+    assert parse_version("default") == 0
+
+
+def test_routes_are_decoded_in_c_order_without_a_copy() -> None:
+    routes = np.arange(5 * 3 * 2, dtype=np.int32).reshape(5, 3, 2)
+    decoded = decode_routes(base64.b64encode(routes.tobytes()).decode(), 5, (3, 2))
+    np.testing.assert_array_equal(decoded, routes)
+    assert decoded.base is not None and not decoded.flags.writeable
+
+
+def test_a_result_carries_tokens_log_probs_routes_and_spans() -> None:
+    result = generate(GenerateRequest("a", [9, 9, 9], 4, want_routes=True, routes_start=2, want_support=True))
+    assert result.output_ids.tolist() == [1, 2, 3, 4] and result.output_ids.dtype == np.int32
+    assert result.log_probs.tolist() == [-1.0] * 4 and result.log_probs.dtype == np.float32
+    assert result.routes.shape == (3 + 4 - 1 - 2, LAYERS, TOP_K) and result.supports == [[]] * 4
+    assert (result.versions, result.finish, result.engine) == (((0, 0, 4),), "length", "engine0")
+
+
+def test_a_restricted_draw_uses_the_renormalised_log_probs() -> None:
+    result = generate(GenerateRequest("a", [9], 2, top_p=0.9, top_k=5, want_support=True))
+    assert result.log_probs.tolist() == [-0.5, -0.5] and result.supports == [[1, 2], [2, 3]]
+
+
+def test_a_greedy_request_is_not_restricted() -> None:
+    assert not GenerateRequest("a", [1], 1, temperature=0.0, top_p=0.5, top_k=3).restricted
+
+
+def test_top_p_without_top_k_is_refused_with_a_way_out() -> None:
+    with pytest.raises(EngineError, match="top_k") as caught:
+        GenerateRequest("a", [1], 1, top_p=0.9).payload()
+    assert caught.value.field == "rollout.top_p"
+
+
+def test_a_token_beyond_the_vocabulary_never_reaches_the_engine() -> None:
+    with pytest.raises(EngineError, match="vocabulary"):
+        generate(GenerateRequest("a", [1, VOCABULARY], 1))
+
+
+def test_routes_with_a_row_too_many_are_an_error_and_not_a_result() -> None:
+    with pytest.raises(EngineError, match="does not add up"):
+        generate(GenerateRequest("a", [1, 2], 3, want_routes=True), routes_rows_off=1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda m: m["output_token_logprobs"].pop(), "log-probs"),
+        (lambda m: m["output_token_logprobs"].__setitem__(0, [-1.0, 42, None]), "other tokens"),
+        (lambda m: m["output_token_logprobs"].__setitem__(0, [float("nan"), 1, None]), "log-probs"),
+        (lambda m: m["weight_versions"][0].update(end=2), "version spans"),
+        (lambda m: m.pop("routed_experts"), "no routed experts"),
+    ],
+)
+def test_an_answer_that_does_not_add_up_is_refused(spoil: Any, why: str) -> None:
+    request = GenerateRequest("a", [1, 2], 3, want_routes=True)
+    answer = FakeEngine().answer(request.payload())
+    assert len(parse_generation(request, answer, "engine0", MODEL).output_ids) == 3
+    spoil(answer["meta_info"])
+    with pytest.raises(AssertionError, match=why):
+        parse_generation(request, answer, "engine0", MODEL)
+
+
+def test_an_aborted_request_without_routes_gives_up_its_tokens() -> None:
+    request = GenerateRequest("a", [1, 2], 3, want_routes=True)
+    answer = FakeEngine().answer(request.payload())
+    answer["meta_info"]["finish_reason"] = {"type": "abort"}
+    assert len(parse_generation(request, answer, "engine0", MODEL).output_ids) == 3
+    del answer["meta_info"]["routed_experts"]
+    result = parse_generation(request, answer, "engine0", MODEL)
+    assert (len(result.output_ids), result.versions, result.finish) == (0, (), "abort")
+
+
+def test_an_engine_that_does_not_answer_in_time_is_dead() -> None:
+    started = time.monotonic()
+    with pytest.raises(EngineDied, match=r"no answer within 1 s") as caught:
+        generate(GenerateRequest("a", [1], 1), delay_s=20.0)
+    assert time.monotonic() - started < 10 and "/logs/engine0.log" in str(caught.value)
+
+
+def test_a_broken_connection_names_the_engine_and_its_log() -> None:
+    with pytest.raises(EngineDied, match="connection broke") as caught:
+        generate(GenerateRequest("a", [1], 1), drop_connections=True)
+    assert caught.value.field == "engine0" and "/logs/engine0.log" in caught.value.way_out
+
+
+def test_a_refusal_carries_the_engine_s_own_words() -> None:
+    async def work() -> None:
+        async with FakeEngine() as engine, client(engine.url) as asking:
+            engine.broken.add("/begin_weight_update")
+            await asking.begin_weight_update()
+
+    with pytest.raises(EngineError, match="HTTP 500: told to fail") as caught:
+        run(work())
+    assert not isinstance(caught.value, EngineDied)
+
+
+def test_only_calls_that_may_be_repeated_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    calls: list[str] = []
+    original = EngineClient._call
+
+    async def counted(self: EngineClient, method: str, path: str, body: Any, timeout_s: float) -> Any:
+        calls.append(path)
+        return await original(self, method, path, body, timeout_s)
+
+    monkeypatch.setattr(EngineClient, "_call", counted)
+
+    async def work() -> None:
+        async with client(closed) as asking:
+            for attempt in (asking.generate(GenerateRequest("a", [1], 1)), asking.begin_weight_update()):
+                with pytest.raises(EngineDied):
+                    await attempt
+            with pytest.raises(EngineDied):
+                await asking.abort("a")
+
+    run(work())
+    assert calls == ["/generate", "/begin_weight_update"] + ["/abort_request"] * 3
+
+
+def test_set_version_leaves_running_requests_alone() -> None:
+    async def work() -> tuple[Any, int]:
+        async with FakeEngine() as engine, client(engine.url) as asking:
+            await asking.set_version(12)
+            return engine.seen[-1], await asking.version()
+
+    assert run(work()) == (("/update_weight_version", {"new_version": "12", "abort_all_requests": False}), 12)
+
+
+def test_a_version_that_is_not_ours_is_an_error() -> None:
+    async def work() -> None:
+        async with FakeEngine() as engine, client(engine.url) as asking:
+            engine.model["weight_version"] = "somebody-else"
+            await asking.version()
+
+    with pytest.raises(EngineError, match="somebody-else"):
+        run(work())

@@ -1,0 +1,69 @@
+"""The capability handshake fails with the name of what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mslime.backends.sglang.client import EngineClient, ServedModel
+from mslime.backends.sglang.handshake import DECLARED, Needs, handshake
+from mslime.config.errors import EngineError
+from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
+
+ALL = Needs(routes=True, supports=True, architectures=("Qwen3MoeForCausalLM",))
+
+
+def shake(spoil: Callable[[FakeEngine], Any], needs: Needs = ALL) -> None:
+    async def work() -> None:
+        async with FakeEngine() as engine:
+            spoil(engine)
+            model = ServedModel(LAYERS, TOP_K, VOCABULARY)
+            async with EngineClient(engine.url, "engine0", model=model) as client:
+                await handshake(client, needs)
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_a_complete_engine_passes() -> None:
+    shake(lambda engine: None)
+
+
+@pytest.mark.parametrize("declared", DECLARED, ids=lambda d: d.route.strip("/") + ":" + d.feature)
+def test_a_missing_route_is_named_by_its_feature(declared: Any) -> None:
+    with pytest.raises(EngineError, match=f"needs the engine feature '{declared.feature}'|'log-probs'"):
+        shake(lambda engine: engine.schema["paths"].pop(declared.route))
+
+
+@pytest.mark.parametrize(
+    ("feature", "spoil"),
+    [
+        ("sglang 0.5.23", lambda e: e.info.update(version="0.5.9")),
+        ("the model Qwen3MoeForCausalLM", lambda e: e.model.update(architectures=["LlamaForCausalLM"])),
+        ("routed experts", lambda e: e.info.update(enable_return_routed_experts=False)),
+        ("routed experts", lambda e: setattr(e, "routes_rows_off", -1)),
+        ("routed experts", lambda e: fields(e, "/generate").pop("return_routed_experts")),
+        ("sampling mask", lambda e: fields(e, "/generate").pop("return_sampling_mask")),
+        ("flattened buckets", lambda e: fields(e, "/update_weights_from_distributed").pop("load_format")),
+        ("pause modes", lambda e: fields(e, "/pause_generation")["mode"]["enum"].remove("in_place")),
+        ("pause modes", lambda e: setattr(e, "pause_works", False)),
+        ("weight-update sessions", lambda e: e.broken.add("/begin_weight_update")),
+    ],
+)
+def test_what_is_missing_is_named(feature: str, spoil: Callable[[FakeEngine], Any]) -> None:
+    with pytest.raises(EngineError) as caught:
+        shake(spoil)
+    assert caught.value.field == "engine0" and caught.value.value == f"without {feature}"
+
+
+def test_features_that_the_run_does_not_use_are_not_demanded() -> None:
+    def spoil(engine: FakeEngine) -> None:
+        engine.info["enable_return_routed_experts"] = False
+
+    shake(spoil, Needs(routes=False, supports=False))
+
+
+def fields(engine: FakeEngine, route: str) -> dict[str, Any]:
+    return engine.schema["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]["properties"]

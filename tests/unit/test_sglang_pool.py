@@ -1,0 +1,154 @@
+"""The engine pool: balance, session affinity, limits, and engines that die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from mslime.backends.sglang.client import EngineClient, EngineDied, GenerateRequest, ServedModel
+from mslime.backends.sglang.pool import EnginePool
+from mslime.config.errors import EngineError
+from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
+
+
+def with_pool(work: Callable[[EnginePool, list[FakeEngine]], Awaitable[Any]], engines: int = 2, limit: int = 64) -> Any:
+    """Run `work` with a pool over fake engines."""
+
+    async def main() -> Any:
+        async with contextlib.AsyncExitStack() as stack:
+            fakes = [await stack.enter_async_context(FakeEngine()) for _ in range(engines)]
+            model = ServedModel(LAYERS, TOP_K, VOCABULARY)
+            pool = EnginePool([EngineClient(f.url, f"e{i}", model=model) for i, f in enumerate(fakes)], limit)
+            stack.push_async_callback(pool.close)
+            return await work(pool, fakes)
+
+    return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def request(index: int, session: str = "") -> GenerateRequest:
+    return GenerateRequest(f"r{index}", [1, 2], 2, session_id=session)
+
+
+def test_requests_go_to_the_least_busy_engine() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> list[int]:
+        for fake in fakes:
+            fake.delay_s = 0.2
+        await asyncio.gather(*(pool.generate(request(i)) for i in range(12)))
+        return [len(fake.seen) for fake in fakes]
+
+    assert with_pool(work, engines=3) == [4, 4, 4]
+
+
+def test_a_session_stays_on_its_engine() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> set[str]:
+        first = await pool.generate(request(0, "s"))
+        fakes[int(first.engine[1])].delay_s = 0.3
+        busy = [asyncio.create_task(pool.generate(request(i, "s"))) for i in range(1, 6)]
+        return {(await task).engine for task in busy} | {first.engine}
+
+    assert len(with_pool(work)) == 1
+
+
+def test_a_session_moves_when_its_engine_dies() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[str, str]:
+        first = (await pool.generate(request(0, "s"))).engine
+        pool.mark_dead(first, EngineError(first, "exit status 1", "ended", "read the log"))
+        return first, (await pool.generate(request(1, "s"))).engine
+
+    first, second = with_pool(work)
+    assert first != second
+
+
+def test_no_more_requests_run_on_an_engine_than_allowed() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> int:
+        fakes[0].delay_s = 0.05
+        await asyncio.gather(*(pool.generate(request(i)) for i in range(10)))
+        return fakes[0].most_running
+
+    assert with_pool(work, engines=1, limit=3) == 3
+
+
+def test_a_dead_engine_fails_running_and_waiting_requests_at_once() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[list[Any], float]:
+        fakes[0].delay_s = 20.0
+        running = [asyncio.create_task(pool.generate(request(i))) for i in range(4)]
+        await asyncio.sleep(0.2)
+        started = time.monotonic()
+        pool.mark_dead("e0", EngineError("e0", "exit status -9", "the server ended", "read e0.log"))
+        return await asyncio.gather(*running, return_exceptions=True), time.monotonic() - started
+
+    failures, seconds = with_pool(work, engines=1, limit=2)
+    assert seconds < 1 and [type(f) for f in failures] == [EngineError] * 4
+    assert {f.value for f in failures} == {"exit status -9"}
+
+
+def test_a_broken_connection_marks_the_engine_dead_and_the_others_go_on() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[list[str], set[str], int]:
+        fakes[0].drop_connections = True
+        with pytest.raises(EngineDied):
+            await pool.generate(request(0))
+        engines = {(await pool.generate(request(i))).engine for i in range(1, 5)}
+        return list(pool.dead), engines, len(pool)
+
+    assert with_pool(work) == (["e0"], {"e1"}, 1)
+
+
+def test_a_refused_request_does_not_kill_its_engine() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> int:
+        with pytest.raises(EngineError, match="vocabulary"):
+            await pool.generate(GenerateRequest("a", [VOCABULARY], 1))
+        return len(pool)
+
+    assert with_pool(work) == 2
+
+
+def test_without_a_live_engine_the_first_death_is_reported() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
+        pool.mark_dead("e0", EngineError("e0", "exit status 3", "the server ended", "read e0.log"))
+        await pool.generate(request(0))
+
+    with pytest.raises(EngineError, match="exit status 3"):
+        with_pool(work, engines=1)
+
+
+def test_control_calls_reach_every_live_engine() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[list[list[str]], dict[str, int]]:
+        pool.mark_dead("e2", EngineError("e2", "exit status 1", "ended", "read the log"))
+        await pool.pause("retract")
+        await pool.set_version(4)
+        await pool.flush_cache()
+        await pool.resume()
+        await pool.abort("r1")
+        return [[path for path, _ in fake.seen] for fake in fakes], await pool.versions()
+
+    paths, versions = with_pool(work, engines=3)
+    calls = ["/pause_generation", "/update_weight_version", "/flush_cache", "/continue_generation", "/abort_request"]
+    assert paths == [calls, calls, []] and versions == {"e0": 4, "e1": 4}
+
+
+def test_a_failing_control_call_is_raised_after_all_have_answered() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> list[int]:
+        fakes[0].broken.add("/pause_generation")
+        with pytest.raises(EngineError, match="told to fail"):
+            await pool.pause("retract")
+        return [len(fake.seen) for fake in fakes]
+
+    assert with_pool(work) == [1, 1]
+
+
+def test_a_cancelled_request_frees_its_place() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[dict[str, int], str]:
+        fakes[0].delay_s = 5.0
+        task = asyncio.create_task(pool.generate(request(0)))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        fakes[0].delay_s = 0.0
+        return pool.assigned, (await pool.generate(request(1))).engine
+
+    assert with_pool(work, engines=1, limit=1) == ({"e0": 0}, "e0")
