@@ -2,9 +2,9 @@
 
     python examples/quickstart/make_task.py --out outputs/quickstart/task --seed 1234
 
-writes `model/` (config.json, model.safetensors, generation_config.json, tokenizer), `sft.jsonl` (demonstrations, most of
-them wrong), `train.jsonl` (prompts for reinforcement learning) and `heldout.jsonl` (prompts that are in neither). The
-same seed makes the same files.
+writes `model/` (config.json, model.safetensors, generation_config.json, tokenizer), `sft.jsonl` (demonstrations, most
+of them wrong), `train.jsonl` (prompts for reinforcement learning) and `heldout.jsonl` (prompts that are in neither).
+The same seed makes the same files.
 """
 
 from __future__ import annotations
