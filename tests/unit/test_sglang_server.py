@@ -1,0 +1,277 @@
+"""Supervision of a child process without an engine: guard, logs, ports, flags and environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mslime.backends.cpu.sglang import SITE_DIR
+from mslime.backends.sglang.flags import command_line, environment, read_model_config, server_fields
+from mslime.backends.sglang.server import (
+    ServerProcess,
+    SupervisedProcess,
+    attach,
+    free_port,
+    log_tail,
+    port_in_use,
+)
+from mslime.config.errors import CheckpointError, EngineError
+from mslime.config.schema import RunConfig
+
+ROOT = Path(__file__).parents[2]
+ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+# Ignores SIGTERM, has a child, and a grandchild in another session whose parent is gone: as stubborn as engines get.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "300"])
+subprocess.run([sys.executable, "-c", "import subprocess; subprocess.Popen(['setsid', 'sleep', '301'])"])
+print("up", flush=True)
+time.sleep(300)
+"""
+
+
+def wait_for(condition: Any, seconds: float = 30) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def supervise(tmp_path: Path, code: str) -> SupervisedProcess:
+    return SupervisedProcess("engine0", [sys.executable, "-c", code], ENV, tmp_path / "engine0.log")
+
+
+def family(process: SupervisedProcess) -> list[int]:
+    return [process.pid, *(p.pid for p in psutil.Process(process.pid).children(recursive=True))]
+
+
+def test_stop_ends_every_process_however_stubborn(tmp_path: Path) -> None:
+    process = supervise(tmp_path, STUBBORN)
+    assert wait_for(lambda: "up" in process.log_text().splitlines() and len(family(process)) == 4), process.log_text()
+    pids = family(process)
+    process.stop()
+    process.stop()
+    assert process.poll() is not None and not [pid for pid in pids if alive(pid)]
+
+
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
+    owner_code = f"""
+import os, sys, time
+from pathlib import Path
+from mslime.backends.sglang.server import SupervisedProcess
+log = Path({str(tmp_path)!r}) / "log"
+p = SupervisedProcess("engine0", [sys.executable, "-c", {STUBBORN!r}], dict(os.environ), log)
+print(p.pid, flush=True)
+time.sleep(300)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", owner_code], env=ENV, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    guard = int(owner.stdout.readline())
+    assert wait_for(lambda: len(psutil.Process(guard).children(recursive=True)) == 3)
+    pids = [guard, *(p.pid for p in psutil.Process(guard).children(recursive=True))]
+    owner.kill()
+    owner.wait(10)
+    assert wait_for(lambda: not [pid for pid in pids if alive(pid)]), [pid for pid in pids if alive(pid)]
+
+
+def test_the_command_dies_when_its_guard_is_killed(tmp_path: Path) -> None:
+    process = supervise(tmp_path, "import time; print('up', flush=True); time.sleep(300)")
+    assert wait_for(lambda: "up" in process.log_text().splitlines())
+    command = family(process)[1]
+    os.kill(process.pid, signal.SIGKILL)
+    assert wait_for(lambda: not alive(command))
+    process.stop()
+
+
+def test_a_dead_process_is_reported_with_status_and_the_end_of_its_log(tmp_path: Path) -> None:
+    process = supervise(tmp_path, "import sys; print('first words'); print('last words'); sys.exit(3)")
+    assert wait_for(lambda: process.poll() is not None)
+    error = process.died()
+    assert error.value == "exit status 3" and "last words" in error.rule and str(tmp_path) in error.way_out
+    process.stop()
+
+
+def test_sockets_and_other_temporary_files_go_with_the_process(tmp_path: Path) -> None:
+    process = supervise(tmp_path, "import tempfile; print('dir', tempfile.mkdtemp(), flush=True)")
+    assert wait_for(lambda: process.poll() is not None)
+    (made,) = [line.split()[1] for line in process.log_text().splitlines() if line.startswith("dir ")]
+    assert "mslime-" in made and not Path(made).exists() and not Path(made).parent.exists()
+    process.stop()
+
+
+def test_a_new_process_does_not_report_the_log_of_the_one_before(tmp_path: Path) -> None:
+    for word in ("old", "new"):
+        process = supervise(tmp_path, f"print('{word} words')")
+        assert wait_for(lambda p=process: p.poll() is not None)
+        process.stop()
+    assert "new words" in process.log_text() and "old words" not in process.log_text()
+
+
+def test_the_tail_of_a_log_is_short_and_its_absence_is_said(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert "no log" in log_tail(log)
+    log.write_text("\n\n".join(f"line {i}" for i in range(50000)))
+    assert log_tail(log, 2) == "line 49998\nline 49999"
+
+
+# ------------------------------------------------------------------------------------------------ ports and URLs
+
+
+def test_a_port_in_use_is_an_error_that_names_it(tiny_run: RunConfig, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert port_in_use("127.0.0.1", port)
+        with pytest.raises(EngineError, match=f"127.0.0.1:{port}.*another process listens"):
+            ServerProcess(tiny_run, 0, tmp_path, port=port).start()
+    assert not port_in_use("127.0.0.1", free_port())
+
+
+def test_a_port_lost_while_starting_is_replaced_by_another(
+    tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the server: it loses its port once, and serves on the next."""
+    count = tmp_path / "count"
+    code = f"""
+import http.server, pathlib, sys
+count = pathlib.Path({str(count)!r})
+count.write_text(count.read_text() + "x" if count.exists() else "x")
+if len(count.read_text()) == 1:
+    sys.exit("OSError: [Errno 98] address already in use")
+class Ready(http.server.BaseHTTPRequestHandler):
+    def do_GET(self): self.send_response(200); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
+"""
+    monkeypatch.setattr(
+        "mslime.backends.sglang.server.command_line",
+        lambda fields: [sys.executable, "-c", code, str(fields["port"])],
+    )
+    server = ServerProcess(tiny_run, 0, tmp_path)
+    address = server.start()
+    assert server.alive and address.url.startswith("http://127.0.0.1:") and count.read_text() == "xx"
+    server.stop()
+    assert not server.alive
+
+
+def test_attaching_needs_a_url() -> None:
+    assert attach("http://host:1234/", 2).url == "http://host:1234"
+    assert attach("http://host:1234/", 2).name == "engine2"
+    with pytest.raises(EngineError, match="write http://host:port"):
+        attach("host:1234", 0)
+
+
+# ----------------------------------------------------------------------------------------- flags and environment
+
+
+@pytest.fixture
+def tiny_run(tmp_path: Path) -> RunConfig:
+    """A run whose checkpoint is a config.json only."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"num_experts": 8, "architectures": ["Qwen3MoeForCausalLM"]}))
+    return RunConfig.model_validate(
+        {
+            "seed": 10,
+            "model": {"path": str(model)},
+            "data": {"prompts": ["p.jsonl"]},
+            "cluster": {"device": "cpu"},
+            "sglang": {"extra": {"enable_deterministic_inference": True, "watchdog_timeout": 60.0}},
+        }
+    )
+
+
+def test_every_flag_is_known_to_the_installed_server_and_keeps_its_value(tiny_run: RunConfig) -> None:
+    """Parsed by SGLang's own parser, in a process with the CPU platform."""
+    fields = server_fields(tiny_run, 2, "127.0.0.1", 3333, cpu=True)
+    fields |= {
+        "fp8_gemm_runner_backend": "auto",
+        "lora_strict_loading": False,
+        "dllm_fdfo": False,
+        "disable_radix_cache": False,
+        "json_model_override_args": {"a": 1},
+        "cuda_graph_bs_decode": [1, 2],
+    }
+    code = """
+import json, sys
+from mslime.backends.cpu import sglang
+sglang.install()
+import argparse
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+negatable = sorted(a.dest for a in parser._actions if isinstance(a, argparse.BooleanOptionalAction))
+flags = {o for a in parser._actions for o in a.option_strings}
+odd = sorted(a.dest for a in parser._actions if "--" + a.dest.replace("_", "-") not in flags)
+print("\\n" + json.dumps([vars(parser.parse_args(sys.argv[1:])), negatable, odd], default=str))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command_line(fields)[3:]],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    parsed, negatable, odd = json.loads(done.stdout.splitlines()[-1])
+    for name, value in fields.items():
+        if value is None:
+            continue
+        expected = json.dumps(value) if isinstance(value, dict) else value
+        assert parsed[name] == expected, name
+    from mslime.backends.sglang import flags
+
+    assert set(negatable) == flags._NEGATABLE and set(odd) == set(flags._FLAG_NAMES)
+
+
+def test_the_server_s_fields_follow_the_run(tiny_run: RunConfig) -> None:
+    fields = server_fields(tiny_run, 2, "127.0.0.1", 3333, cpu=True)
+    assert fields["random_seed"] == 12 and fields["weight_version"] == "0" and fields["watchdog_timeout"] == 60.0
+    assert fields["dtype"] == "float32" and fields["sleep_on_idle"] and fields["enable_return_routed_experts"]
+    on_gpu = server_fields(tiny_run, 0, "127.0.0.1", 3333, cpu=False)
+    assert on_gpu["dtype"] == "auto" and on_gpu["device"] == "cuda" and on_gpu["max_total_tokens"] is None
+
+
+def test_routes_are_returned_exactly_when_they_are_replayed(tiny_run: RunConfig) -> None:
+    replay_off = tiny_run.model_copy(update={"train": tiny_run.train.model_copy(update={"replay": "off"})})
+    assert not server_fields(replay_off, 0, "h", 1, cpu=True)["enable_return_routed_experts"]
+    (tiny_run.model.path / "config.json").write_text("{}")
+    assert not server_fields(tiny_run, 0, "h", 1, cpu=True)["enable_return_routed_experts"], "a dense model"
+
+
+def test_a_checkpoint_without_a_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"a": 1,\n')
+    with pytest.raises(CheckpointError, match="not JSON"):
+        read_model_config(tmp_path)
+
+
+def test_the_environment_carries_the_platform_on_cpu_only() -> None:
+    base = {"PYTHONPATH": "/mine", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NO_PROXY": "a"}
+    cpu = environment(base, cpu=True, ranks=2, gpus=None)
+    assert cpu["SGLANG_USE_CPU_ENGINE"] == "1" and cpu["PYTHONPATH"].split(os.pathsep)[0] == str(SITE_DIR)
+    assert cpu["PYTHONPATH"].endswith("/mine") and len(cpu["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+    assert cpu["NO_PROXY"] == "a,127.0.0.1,localhost" and cpu["HF_HUB_OFFLINE"] == "1"
+    gpu = environment(base, cpu=False, ranks=2, gpus=["4", "5"])
+    assert "SGLANG_USE_CPU_ENGINE" not in gpu and str(SITE_DIR) not in gpu["PYTHONPATH"]
+    assert gpu["CUDA_VISIBLE_DEVICES"] == "4,5" and "PYTORCH_CUDA_ALLOC_CONF" not in gpu
+    assert base == {"PYTHONPATH": "/mine", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NO_PROXY": "a"}
