@@ -149,6 +149,6 @@ def test_a_cancelled_request_frees_its_place() -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         fakes[0].delay_s = 0.0
-        return pool.assigned, (await pool.generate(request(1))).engine
+        return pool.assigned, (await asyncio.wait_for(pool.generate(request(1)), 2)).engine
 
     assert with_pool(work, engines=1, limit=1) == ({"e0": 0}, "e0")
