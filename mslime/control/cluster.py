@@ -74,6 +74,8 @@ class Cluster:
             if not self._cuda:
                 local |= {"object_store_memory": _LOCAL_OBJECT_STORE}
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Ray would run its workers, our trainer ranks among them, at niceness 15, behind the engines on the same cores.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(
             address=config.cluster.ray_address or "local",
             log_to_driver=False,
