@@ -168,6 +168,11 @@ def test_the_driver_reads_extra_without_a_trainer(saved: Any) -> None:
     assert latest_complete(directory.parent) == directory
 
 
+def test_each_rank_writes_one_file(saved: Any) -> None:
+    """With a second writer thread torch loses what that thread raises, and with it a part of the checkpoint."""
+    assert len(list(saved("tp2_ep2")[0].glob("*.distcp"))) == 2
+
+
 def _load_only(trainer: MegatronTrainer, directory: Path) -> str:
     with pytest.raises(CheckpointError) as error:
         trainer.load(directory)
