@@ -30,7 +30,7 @@ from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.transport import BroadcastTransport, EngineInfo, describe_engine, in_thread, post
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.fixtures.stand_in_engine import StandInEngine  # noqa: E402
+from tests.fixtures.stand_in_engine import StandInEngine
 
 DEADLINE_S = 300.0
 

@@ -3,7 +3,9 @@
 SGLang fuses and shards the tensors that it loads (qkv_proj, gate_up_proj, w13_weight, ...). This module builds the same
 parameters from what the trainer sends, shard by shard, and keeps only their digests: comparing them with the engine's
 own digests compares every bit of every parameter. The layouts are those of unquantised SGLang 0.5.23 models between
-`begin_weight_update` and `end_weight_update`, when no backend has repacked them.
+`begin_weight_update` and `end_weight_update`, when no backend has repacked them. Not foreseen: the zero padding of a
+CPU server with TP > 1 whose heads or MLP sizes are no multiples of 32 x TP, that of the flashinfer_trtllm MoE backend,
+and SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED. There the comparison fails although the weights are right.
 """
 
 from __future__ import annotations

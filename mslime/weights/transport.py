@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
@@ -245,16 +244,12 @@ class PendingBroadcast:
         Raises:
             WeightSyncError: from the engine that refused it, or when the deadline passes.
         """
-        until = time.monotonic() + self.deadline_s
         waiting = set(self.answers)
-        while waiting:
-            # An engine that never receives is only waited for until one of them says why, or the deadline.
-            done, waiting = wait(waiting, timeout=max(until - time.monotonic(), 0), return_when=FIRST_EXCEPTION)
+        while waiting:  # each request keeps the deadline; the first that fails ends the wait for all
+            done, waiting = wait(waiting, return_when=FIRST_EXCEPTION)
             for answer in done:
                 if (error := answer.exception()) is not None:
                     raise self._name_bucket(error)
-            if waiting and time.monotonic() >= until:
-                raise sync_error("send", self.bucket.describe(), f"not delivered within {self.deadline_s:.0f} s")
         try:
             self.work.wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
