@@ -107,18 +107,26 @@ def test_supervised_loss_is_the_mean_cross_entropy_of_transformers_and_falls(tin
 
 
 def test_a_warm_up_begins_above_zero_and_a_decay_ends_at_the_minimum(tiny_qwen3_moe: Path) -> None:
-    (rates,) = run_ranks(learning_rates, 1, tiny_qwen3_moe)
+    ((rates, moves),) = run_ranks(learning_rates, 1, tiny_qwen3_moe)
     assert rates == pytest.approx([0.5e-3, 1e-3, 0.55e-3, 0.1e-3])
+    # Adam's first step moves the weights with the largest gradients by the learning rate itself.
+    assert moves[0] == pytest.approx(rates[0], rel=0.02)
 
 
-def learning_rates(rank: int, world_size: int, init_method: str, checkpoint: Path) -> list[float]:
+def learning_rates(rank: int, world_size: int, init_method: str, checkpoint: Path) -> tuple[list[float], list[float]]:
+    """Reported rate and largest change of a weight, for four steps."""
     from mslime.backends.megatron.trainer import MegatronTrainer
 
     schedule = {"lr_decay_style": "linear", "lr_warmup_steps": 2, "num_steps": 4, "optimizer_steps_per_rollout": 1}
-    case = Case(1, train=schedule)
+    case = Case(1, train={**schedule, "weight_decay": 0.0})
     trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
     shard = make_shards(case, 1, 0, None)[0]
-    return [trainer.train([shard])[0]["lr"] for _ in range(4)]
+    rates, moves = [], []
+    for _ in range(4):
+        before = {name: tensor.clone() for name, tensor in trainer.named_local_params()}
+        rates.append(trainer.train([shard])[0]["lr"])
+        moves.append(max(float((t - before[n]).abs().max()) for n, t in trainer.named_local_params()))
+    return rates, moves
 
 
 def test_a_normalised_correction_has_mean_one_over_all_ranks(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
