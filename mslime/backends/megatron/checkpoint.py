@@ -276,28 +276,28 @@ def _on_rank_0(work: Callable[[], object]) -> None:
 
 
 def _together(work: Callable[[], T], describe: Callable[[str], CheckpointError]) -> T:
-    """Run `work` on every rank; when it fails on one, fail on all, with what `describe` makes of the first reason."""
-    result, reason, error = None, None, None
+    """Run `work` on every rank; when it fails on one, fail on all, with what `describe` made of its reason there."""
+    result, mistake, cause = None, None, None
     try:
         result = work()
-    except CheckpointError as mistake:
-        reason, error = mistake, mistake
-    except FAILURES as failure:
-        reason, error = f"rank {dist.get_rank()}: {_root_cause(failure)}", failure
-    reasons: list[str | CheckpointError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reasons, reason)
-    first = next((r for r in reasons if r is not None), None)
+    except CheckpointError as error:
+        mistake = error
+    except FAILURES as error:
+        mistake, cause = describe(_root_cause(error)), error
+    mistakes: list[CheckpointError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(mistakes, mistake)
+    first = next((m for m in mistakes if m is not None), None)
     if first is not None:
-        raise (first if isinstance(first, CheckpointError) else describe(first)) from error
+        raise first from cause
     return cast(T, result)
 
 
 def _root_cause(failure: BaseException) -> str:
     """One line; torch's collective exceptions carry the failures of all ranks."""
+    rank = dist.get_rank()
     if isinstance(failure, CheckpointException) and failure.failures:
-        rank, (inner, _) = next(iter(failure.failures.items()))
-        return f"{type(inner).__name__} on rank {rank}: {inner}"
-    return f"{type(failure).__name__}: {failure}"
+        rank, (failure, _) = next(iter(failure.failures.items()))
+    return f"{type(failure).__name__} on rank {rank}: {failure}"
 
 
 def _cannot_write(directory: Path) -> Callable[[str], CheckpointError]:
