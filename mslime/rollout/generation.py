@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+import uuid
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ class Generator:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
         self._on_request = on_request
         self._slots = asyncio.Semaphore(config.rollout.concurrency * len(engines.clients))
+        self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run
         self._numbers = itertools.count()
         self.cached_tokens = 0
         self.ready = asyncio.Event()
@@ -134,7 +136,7 @@ class Generator:
         """The request that continues `sample` by at most `room` tokens."""
         rollout = self._config.rollout
         return GenerateRequest(
-            rid=f"{session}-{sample.index}-{next(self._numbers)}",
+            rid=f"{self._run}-{session}-{sample.index}-{next(self._numbers)}",
             input_ids=sample.tokens,
             max_new_tokens=room,
             temperature=sampling.temperature,

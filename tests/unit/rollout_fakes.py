@@ -73,7 +73,7 @@ class FakeSlowEngine:
             self.running -= 1
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
-        group, index, _ = request.rid.rsplit("-", 2)
+        _, group, index, _ = request.rid.split("-")
         start, aborts = len(request.input_ids), self._aborts
         prompt = next(i for i, t in enumerate([*request.input_ids, 100]) if t >= 100)
         goal = prompt + self.lengths(group, int(index))

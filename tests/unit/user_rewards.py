@@ -49,3 +49,8 @@ def confused(group: Group) -> object:
 
 
 NOT_A_FUNCTION = 3
+
+
+def parity(sample: Sample) -> float:
+    """1 for responses of an odd number of tokens: a coin for random models."""
+    return float(sample.response_length % 2)

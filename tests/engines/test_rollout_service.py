@@ -1,0 +1,286 @@
+"""The rollout service on a real SGLang server: every token it hands out is scored again by transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from mslime.backends.sglang.pool import EnginePool
+from mslime.config.schema import EvalSetConfig, RunConfig
+from mslime.data.sample import Sample, check_invariants
+from mslime.data.source import PromptSource
+from mslime.data.tokenizer import HFTokenizer, load_tokenizer
+from mslime.rollout.protocols import ModelInfo
+from mslime.rollout.rewards import RewardScorer
+from mslime.rollout.service import RolloutService
+from tests.engines.conftest import SharedServer, cpu_run, serve
+from tests.engines.test_sglang_generate import Reference, log_softmax
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+
+DEADLINE_S = 240
+MODEL = ModelInfo((0, 1, 2, 3), 8, 2, 2048)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(sglang_server: SharedServer) -> HFTokenizer:
+    return load_tokenizer(sglang_server.checkpoint)
+
+
+@pytest.fixture(scope="module")
+def reference(sglang_server: SharedServer) -> Reference:
+    return Reference(sglang_server.checkpoint)
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3_moe(tmp_path_factory.mktemp("checkpoints") / "other", seed=1)
+
+
+@pytest.fixture
+def fresh(sglang_server: SharedServer) -> Iterator[SharedServer]:
+    """The shared server; idle, and with its own weights at version 0, before and after."""
+    yield sglang_server
+
+    async def calm() -> None:
+        async with sglang_server.client() as client:
+            await client.resume()
+            await client.drain()
+
+    asyncio.run(calm())
+    sglang_server.restore()
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+def config_for(server: SharedServer, directory: Path, stop_ids: int = 12, **rollout: Any) -> RunConfig:
+    """Responses of a random model end when one of `stop_ids` + 1 of its 320 tokens comes, so their lengths differ."""
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{i} + {i % 7} = ", "label": "x"}) + "\n" for i in range(60)))
+    settings = {"groups_per_step": 3, "group_size": 3, "max_response_tokens": 200, **rollout}
+    settings["stop_token_ids"] = list(range(32, 32 + stop_ids))
+    return cpu_run(
+        server.checkpoint,
+        data={"prompts": [str(path)], "shuffle": False},
+        rollout=settings,
+        reward={"kind": "custom", "function": "tests.unit.user_rewards:parity"},
+        deadlines={"rollout_step_s": 90},
+    )
+
+
+@asynccontextmanager
+async def service_for(config: RunConfig, tokenizer: HFTokenizer, *servers: SharedServer):
+    """A service over real clients and a real reward process; everything is closed afterwards."""
+    clients = [server.client() for server in servers]
+    for number, client in enumerate(clients):
+        client.name = f"engine{number}"
+    pool, scorer = EnginePool(clients, config.rollout.concurrency), RewardScorer(config.reward)
+    source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
+    service = RolloutService(config, pool, source, tokenizer, scorer, MODEL)
+    try:
+        yield service, pool
+    finally:
+        await service.close()
+        await pool.abort()
+        await scorer.close()
+        await pool.close()
+
+
+async def publish(service: RolloutService, pool: EnginePool, version: int, weights: Path | None = None) -> None:
+    """A weight update: new weights from disk, or only a new number for the old ones."""
+    await service.pause_for_update()
+    if weights is None:
+        await pool.set_version(version)
+    else:
+        await pool.broadcast(lambda client: client.update_weights_from_disk(weights, version))
+    await service.resume_after_update(version)
+
+
+def scores(reference: Reference, sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Log-prob of every token but the first, and sorted routes of every token, of the whole sequence."""
+    ids = sample.tokens.tolist()
+    logits, routes = reference(ids)
+    return log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]], np.sort(routes, -1)
+
+
+def assert_scored(sample: Sample, by_version: dict[int, Reference], routes_before: int | None = None) -> None:
+    """Each segment's log-probs and routes are those of the weights of its version, read over the whole sequence.
+
+    Args:
+        routes_before: version whose weights made the routes of older segments, where that is not the segment's own.
+    """
+    check_invariants(sample)
+    assert sample.routes is not None and len(sample.routes) == len(sample) - 1 and sample.routes.mask.all()
+    held = np.sort(sample.routes.experts.astype(np.int64), -1)
+    expected = {version: scores(reference, sample) for version, reference in by_version.items()}
+    for segment in sample.segments[1:]:
+        assert segment.version is not None
+        log_probs, _ = expected[segment.version]
+        span = slice(segment.start, segment.end)
+        np.testing.assert_allclose(sample.log_probs[span], log_probs[segment.start - 1 : segment.end - 1], atol=2e-5)
+    # Row t is made when token t is read, by the weights that sampled token t + 1.
+    for t in range(len(held)):
+        maker = next(s.version for s in sample.segments[1:] if t + 1 < s.end)
+        assert maker is not None
+        version = maker if routes_before is None else max(maker, routes_before)
+        np.testing.assert_array_equal(held[t], expected[version][1][t], err_msg=f"row {t}, version {version}")
+
+
+def test_interrupted_responses_are_those_of_one_uninterrupted_pass(
+    fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, tmp_path: Path
+):
+    async def work() -> None:
+        config = config_for(fresh, tmp_path, stop_ids=4, over_sampling=3.0, dynamic_filter="zero_variance")
+        async with service_for(config, tokenizer, fresh) as (service, pool):
+            continued, filtered = 0, 0.0
+            for step in range(3):
+                batch = await service.take(step)
+                assert len(batch.groups) == 3 and batch.version == step
+                assert batch.metrics["staleness/max"] == 0 and batch.metrics["reward/zero_variance_groups"] == 0
+                filtered += batch.metrics["rollout/filtered_groups"]
+                for sample in batch.samples:
+                    versions = [s.version for s in sample.segments[1:]]
+                    assert versions == sorted({v for v in versions if v is not None})
+                    assert all(s.trainable == (s.version == step) for s in sample.segments[1:])
+                    continued += len(versions) > 1
+                    assert_scored(sample, dict.fromkeys(range(step + 1), reference))
+                    assert sample.reward == sample.response_length % 2
+                await publish(service, pool, step + 1)
+            assert continued, "nothing was interrupted and continued"
+            assert service.ledger.masked["stale"] > 0
+            assert bool(filtered) == bool(service.ledger.dropped["zero_variance"])
+
+    run(work)
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_a_response_that_crosses_a_weight_update_holds_what_each_version_made(
+    fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path, mode: str
+):
+    async def work() -> None:
+        config = config_for(fresh, tmp_path, stop_ids=3, max_staleness=1, pause_mode=mode, group_size=2)
+        async with service_for(config, tokenizer, fresh) as (service, pool):
+            await service.take(0)
+            await publish(service, pool, 1, None if mode == "in_place" else other_weights)
+            crossed = [s for s in (await service.take(1)).samples if len(s.segments) == 3]
+            assert crossed, "no response was under way"
+            newer = Reference(other_weights)
+            for sample in crossed:
+                assert [s.version for s in sample.segments] == [None, 0, 1]
+                assert all(s.trainable for s in sample.segments[1:]) and sample.aborts == (mode == "abort")
+                # Weights that change in place leave old caches under new tokens, so only the number changes there.
+                weights = {0: reference, 1: reference if mode == "in_place" else newer}
+                assert_scored(sample, weights, routes_before=1 if mode == "retract" else None)
+
+    run(work)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_one_loop_serves_every_staleness(
+    fresh: SharedServer, tokenizer: HFTokenizer, tmp_path: Path, max_staleness: int
+):
+    async def work() -> None:
+        config = config_for(fresh, tmp_path, max_staleness=max_staleness, group_size=2)
+        async with service_for(config, tokenizer, fresh) as (service, pool):
+            ages: list[float] = []
+            totals = dict.fromkeys(("generated", "trained", "masked", "dropped"), 0.0)
+            for step in range(4):
+                batch = await service.take(step)
+                ages.append(batch.metrics["staleness/max"])
+                for name in totals:
+                    totals[name] += batch.metrics[f"ledger/{name}_tokens"]
+                spent = totals["trained"] + totals["masked"] + totals["dropped"]
+                assert totals["generated"] == spent + batch.metrics["ledger/pending_tokens"]
+                await asyncio.sleep(0.1)  # training
+                await publish(service, pool, step + 1)
+            assert max(ages) <= max_staleness and (max(ages) > 0) == (max_staleness > 0), ages
+
+    run(work)
+
+
+def test_a_resumed_service_continues_what_was_interrupted(
+    fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, tmp_path: Path
+):
+    async def work() -> None:
+        config = config_for(fresh, tmp_path, stop_ids=3, max_staleness=1)
+        async with service_for(config, tokenizer, fresh) as (service, _):
+            first = await service.take(0)
+            await asyncio.sleep(0.2)
+            await service.checkpoint(tmp_path / "rollouts.npz")
+            held = {s.group_id * 10 + s.index: s.tokens for g in service._held() for s in g.samples}
+        async with service_for(config, tokenizer, fresh) as (service, pool):
+            service.load(tmp_path / "rollouts.npz")
+            await publish(service, pool, 1)
+            batch = await service.take(1)
+            assert not {g.group_id for g in first.groups} & {g.group_id for g in batch.groups}
+            grown = 0
+            for sample in batch.samples:
+                old = held.get(sample.group_id * 10 + sample.index, sample.tokens[:0])
+                np.testing.assert_array_equal(sample.tokens[: len(old)], old)
+                grown += sample.prompt_length < len(old) < len(sample)
+                assert_scored(sample, {0: reference, 1: reference})
+            assert grown, "no partial response was continued"
+
+    run(work)
+
+
+def test_evaluation_reports_accuracy_and_pass_at_k_beside_running_rollouts(
+    fresh: SharedServer, tokenizer: HFTokenizer, tmp_path: Path
+):
+    async def work() -> None:
+        config = config_for(fresh, tmp_path, max_staleness=1, max_response_tokens=60)
+        sampled = EvalSetConfig(name="s", path=f"{config.data.prompts[0]}@[:6]", samples_per_prompt=5, temperature=1.0)
+        greedy = EvalSetConfig(name="g", path=f"{config.data.prompts[0]}@[-4:]", max_response_tokens=7)
+        async with service_for(config, tokenizer, fresh) as (service, _):
+            await service.take(0)
+            generated = service.ledger.generated
+            several, one = await asyncio.gather(service.evaluate(sampled), service.evaluate(greedy))
+            assert several.prompts == 6 and list(several.pass_at) == [1, 2, 4]
+            assert several.pass_at[1] == pytest.approx(several.accuracy) and 0 < several.accuracy < 1
+            assert several.accuracy <= several.pass_at[2] <= several.pass_at[4]
+            again = await service.evaluate(greedy)
+            assert (one.accuracy, one.response_len_mean, one.truncated) == (
+                again.accuracy,
+                again.response_len_mean,
+                again.truncated,
+            ), "greedy responses repeat"
+            assert one.response_len_mean <= 7 and list(one.pass_at) == [1] and service.ledger.generated >= generated
+            batch = await service.take(1)
+            assert batch.metrics["ledger/trained_tokens"] == sum(s.trainable_tokens for s in batch.samples)
+
+    run(work)
+
+
+def test_an_engine_killed_in_mid_generation_hands_over_and_loses_nothing_held(
+    fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, tmp_path: Path
+):
+    doomed = serve(fresh.checkpoint, tmp_path / "doomed")
+    try:
+
+        async def work() -> None:
+            config = config_for(fresh, tmp_path, stop_ids=0, groups_per_step=4, group_size=2)
+            async with service_for(config, tokenizer, fresh, doomed) as (service, pool):
+                waiting = asyncio.create_task(service.take(0))
+                while min(pool.assigned.values()) == 0:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.1)
+                doomed.process.stop()
+                batch = await waiting
+                assert list(pool.dead) == ["engine1"] and len(batch.groups) == 4
+                for sample in batch.samples:
+                    assert_scored(sample, {0: reference})
+                await publish(service, pool, 1)
+                assert len((await service.take(1)).groups) == 4
+
+        run(work)
+    finally:
+        doomed.process.stop()
