@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from mslime.algorithms.advantages import grpo_advantages
 from mslime.config.schema import RunConfig
 from mslime.data.packing import build_shards
@@ -40,9 +38,9 @@ def assemble_supervised(samples: Sequence[Sample], config: RunConfig) -> list[li
 
 
 def _advantages(group: Group, config: RunConfig) -> list[float]:
-    rewards = [s.reward for s in group.samples]
-    assert None not in rewards, f"group {group.group_id} has unscored samples"
-    return grpo_advantages(torch.tensor([rewards]), config.algorithm.normalise_std)[0].tolist()
+    rewards = [s.reward for s in group.samples if s.reward is not None]
+    assert len(rewards) == len(group.samples), f"group {group.group_id} has unscored samples"
+    return grpo_advantages([rewards], config.algorithm.normalise_std)[0].tolist()
 
 
 def _pack(samples: Sequence[Sample], advantages: Sequence[float], config: RunConfig) -> list[list[TrainShard]]:

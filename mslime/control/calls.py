@@ -54,7 +54,7 @@ def gather(
                 what,
                 ", ".join(stuck),
                 f"no answer within {deadline_s:.0f} s",
-                f"read {logs}; `py-spy dump` shows where a live rank waits; raise the deadlines.* setting if it was slow",
+                f"read {logs}; `py-spy dump` shows where a live rank waits; raise the deadline if it was slow",
             )
     return {name: results[name] for name in refs}
 

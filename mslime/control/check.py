@@ -206,7 +206,7 @@ def _batch_table(config: RunConfig) -> Table:
             ),
             (
                 "engines",
-                f"{engines} x TP{config.sglang.tp_size}, {r.concurrency} requests each; <= {in_flight} groups in flight",
+                f"{engines} x TP{config.sglang.tp_size}, {r.concurrency} requests each; {in_flight} groups in flight",
             ),
             ("run", f"{t.num_steps} steps = {t.num_steps * responses:,} responses"),
         ],

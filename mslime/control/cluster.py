@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -79,7 +80,7 @@ class Cluster:
         ray.init(
             address=config.cluster.ray_address or "local",
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             **local,
             runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
         )

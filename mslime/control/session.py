@@ -52,6 +52,7 @@ class Session:
         self.first_step: int = self._extra["next_step"] if own else 0
         self._verified = False
         self._step = self.first_step
+        self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
 
     @property
     def _checkpoints(self) -> Path:
@@ -130,7 +131,7 @@ class Session:
     def step(self, step: int) -> Iterator[dict[str, float]]:
         """One step (0-based): times it, and logs what was recorded when it ends well."""
         self._step = step + 1
-        begin, record = self._timeline.now(), {}
+        begin, record, self._carried = self._timeline.now(), self._carried, {}
         yield record
         end = self._timeline.now()
         self._timeline.record("driver", STEP, begin, end, step + 1)
@@ -153,7 +154,9 @@ class Session:
         """Optimizer steps on the shards; metrics averaged over them."""
         metrics, spans = self._trainers.train(shards, self._progress.train)
         self._record_ranks("train", spans)
-        return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+        # An optimizer step leaves out what it had no tokens for.
+        found = {name: [m[name] for m in metrics if name in m] for m in metrics for name in m}
+        return {name: sum(values) / len(values) for name, values in found.items()}
 
     def publish_weights(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's weights under a new version; generation goes on under it afterwards.
@@ -191,7 +194,8 @@ class Session:
         begin = self._timeline.now()
         metrics = self._rollouts.evaluate()
         end = self._timeline.now()
-        self._timeline.record("engine 0", "evaluate", begin, end, step)
+        for address in self._engines.addresses:
+            self._timeline.record(address.name, "evaluate", begin, end, step)
         metrics["perf/eval_seconds"] = end - begin
         if step == 0:
             self._metrics.log(0, {**metrics, "version": 0.0})
@@ -218,7 +222,9 @@ class Session:
             extra["source"] = self._source.state_dict()
         self._trainers.save(directory, extra)
         prune(self._checkpoints, self.config.checkpoint.keep)
-        self._timeline.record("trainer", "save", begin, self._timeline.now(), next_step)
+        end = self._timeline.now()
+        self._carried["perf/checkpoint_seconds"] = end - begin
+        self._record_ranks("save", [(begin, end)] * self.config.layout.world_size)
         self._progress.note(f"saved {directory}")
 
     def finish(self) -> None:
