@@ -185,12 +185,20 @@ def open_progress(
 def summary_line(metrics: Mapping[str, float]) -> str:
     """The few numbers of a step that one line holds; what was not recorded is left out."""
     parts = [f"{label} {form.format(metrics[name])}" for label, name, form in _SHOWN if name in metrics]
-    evals = [f"{name} {value:.3f}" for name, value in metrics.items() if name.startswith("eval/") and _is_score(name)]
-    return "  ".join(evals + parts)
+    return "  ".join(_scores(metrics) + parts)
 
 
-def _is_score(name: str) -> bool:
-    return name.endswith("/accuracy") or "/pass@" in name
+def _scores(metrics: Mapping[str, float]) -> list[str]:
+    """Of each held-out set the accuracy, and pass@k for the largest k when several responses were drawn."""
+    shown: list[str] = []
+    for name, accuracy in metrics.items():
+        held_out, _, kind = name.removeprefix("eval/").rpartition("/")
+        if name.startswith("eval/") and kind == "accuracy":
+            ks = [int(n.rpartition("@")[2]) for n in metrics if n.startswith(f"eval/{held_out}/pass@")]
+            best = max(ks, default=1)
+            more = f" (pass@{best} {metrics[f'eval/{held_out}/pass@{best}']:.3f})" if best > 1 else ""
+            shown.append(f"{held_out} {accuracy:.3f}{more}")
+    return shown
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -8,7 +8,14 @@ import pytest
 from rich.console import Console
 
 from mslime.observe import progress
-from mslime.observe.progress import LiveProgress, PlainProgress, RolloutCounts, format_seconds, open_progress
+from mslime.observe.progress import (
+    LiveProgress,
+    PlainProgress,
+    RolloutCounts,
+    format_seconds,
+    open_progress,
+    summary_line,
+)
 
 ROW = {"reward/mean": 0.5, "eval/held_out/accuracy": 0.75, "mismatch/kl": 1.2e-4, "perf/step_seconds": 4.2}
 
@@ -37,7 +44,7 @@ def test_without_a_terminal_each_step_is_one_line_without_control_characters() -
     run_two_steps("auto", to)
     lines = written(to).splitlines()
     assert lines[0] == "starting" and len(lines) == 3
-    assert lines[1].startswith("step 1/10  eval/held_out/accuracy 0.750  reward 0.500  kl 1.2e-04  step 4.2s  eta ")
+    assert lines[1].startswith("step 1/10  held_out 0.750  reward 0.500  kl 1.2e-04  step 4.2s  eta ")
     assert "\x1b" not in written(to)
 
 
@@ -52,7 +59,7 @@ def test_on_a_terminal_bars_show_groups_micro_batches_buckets_and_steps() -> Non
         bars.weights(1, 4)
         bars._live.refresh()
         text = written(to)
-    for part in ("7/16", "9 running, 3 done, 2 aborted", "3/8", "1/4", "1/10", "eta", "step 1/10  eval"):
+    for part in ("7/16", "9 running, 3 done, 2 aborted", "3/8", "1/4", "1/10", "eta", "step 1/10  held_out"):
         assert part in text, part
 
 
@@ -98,3 +105,14 @@ def test_square_brackets_in_a_note_are_not_markup() -> None:
     to = console(terminal=False)
     open_progress("auto", 1, console=to).note("prompts.jsonl@[0:20] [bold]")
     assert written(to) == "prompts.jsonl@[0:20] [bold]\n"
+
+
+def test_a_line_shows_each_held_out_set_once_with_its_largest_pass_at_k() -> None:
+    row = {
+        "eval/a/accuracy": 0.5,
+        "eval/a/pass@1": 0.5,
+        "eval/b/accuracy": 0.25,
+        "eval/b/pass@1": 0.25,
+        "eval/b/pass@8": 0.75,
+    }
+    assert summary_line(row) == "a 0.500  b 0.250 (pass@8 0.750)"
