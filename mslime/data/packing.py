@@ -1,7 +1,7 @@
 """Samples to trainer shards: denominators, micro-batches under a token budget, and balance over data-parallel ranks.
 
-Denominators are computed over a whole optimizer step before anything is split, so a token's weight does not depend on the
-layout. Every rank gets the same number of micro-batches, and micro-batches of the same index cost about the same on all
+Denominators are computed over a whole optimizer step before anything is split, so a token's weight does not depend on
+the layout. Every rank gets the same number of micro-batches, and micro-batches of the same index cost about the same on all
 ranks: with experts spread over data-parallel ranks they wait for each other in every MoE layer.
 """
 
@@ -40,14 +40,14 @@ def build_shards(
     Args:
         samples: the groups of a rollout; those of a group share `group_id` and stay in one optimizer step.
         advantages: one number per sample, or one [T] array per sample.
-        token_budget: tokens of a micro-batch per context-parallel rank; a longer sequence gets a micro-batch of its own.
+        token_budget: tokens of a micro-batch per context-parallel rank; a longer sequence gets one of its own.
         loss_aggregation: token: mean over all trainable tokens of the step. sequence: mean of per-response means.
             group: mean of per-group token means. Sequences and groups without a trainable token do not count.
         packed: False puts one sequence into each micro-batch.
         steps: optimizer steps to spread the groups over.
         multiple_of: the number of micro-batches per rank is a multiple of it (interleaved pipelines need this).
-        quadratic_tokens: sequence length at which attention costs as much as everything else, for balance; None balances
-            by tokens.
+        quadratic_tokens: sequence length at which attention costs as much as everything else, for balance; None
+            balances by tokens.
 
     Returns:
         [steps][dp] shards. `sequence_ids` are indices into `samples`.

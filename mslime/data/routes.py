@@ -51,7 +51,7 @@ class Routes:
         """These routes followed by `experts` [new rows, MoE layers, top-k]; rows may be replayed unless masked."""
         assert experts.shape[1:] == self.experts.shape[1:], (experts.shape, self.experts.shape)
         top = int(experts.max(initial=0))
-        assert 0 <= int(experts.min(initial=0)) and top <= np.iinfo(self.experts.dtype).max, f"expert id {top}"
+        assert int(experts.min(initial=0)) >= 0 and top <= np.iinfo(self.experts.dtype).max, f"expert id {top}"
         keep = np.ones(len(experts), np.bool_) if mask is None else mask
         return Routes(
             np.concatenate([self.experts, experts.astype(self.experts.dtype)]),

@@ -78,7 +78,7 @@ class Sample:
     routes: Routes | None = None
     supports: Supports | None = None
     label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     reward: float | None = None
     status: SampleStatus = SampleStatus.PENDING
     response: str = ""
@@ -160,7 +160,8 @@ class Sample:
             assert len(supports) == n, f"{len(supports)} supports for {n} tokens"
             self.supports = (self.supports or Supports.empty(old)).append(supports)
         elif self.supports is not None:
-            self.supports = self.supports.append([[]] * n)
+            unrecorded: list[list[int]] = [[]] * n
+            self.supports = self.supports.append(unrecorded)
         self.tokens = np.concatenate([self.tokens, np.asarray(tokens, np.int32)])
         self.loss_mask = np.concatenate([self.loss_mask, np.full(n, sampled)])
         new = np.asarray(log_probs, np.float32) if log_probs is not None else np.zeros(n, np.float32)

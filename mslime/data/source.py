@@ -1,13 +1,14 @@
 """Prompts from JSONL and parquet files, drawn in a resumable order.
 
-Opening a source reads every selected row once and refuses the first bad one by file and line, so that a broken row ends
-a run before it starts and not days into it. Afterwards JSONL rows stay on disk behind an index of byte offsets, and of a
-parquet file only the columns in use are held. The order of an epoch is a permutation drawn from (seed, epoch), so an
-epoch number and a cursor are the whole state.
+Opening a source reads every selected row once and refuses the first bad one by file and line, so that a broken row
+ends a run before it starts and not days into it. Afterwards JSONL rows stay on disk behind an index of byte offsets,
+and of a parquet file only the columns in use are held. The order of an epoch is a permutation drawn from (seed, epoch),
+so an epoch number and a cursor are the whole state.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -88,7 +89,9 @@ class JsonlFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        offsets, lines, crc, position = [], [], 0, 0
+        offsets: list[int] = []
+        lines: list[int] = []
+        crc, position = 0, 0
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
@@ -134,20 +137,20 @@ class ParquetFile:
     """The wanted columns of a parquet file, held as compact arrow arrays. Raises DataError on a missing column."""
 
     def __init__(self, path: Path, keys: Sequence[str]) -> None:
-        from pyarrow import parquet
-
+        # pyarrow has no type stubs.
+        parquet: Any = importlib.import_module("pyarrow.parquet")
         self._path = path
         try:
-            columns = cast("list[str]", cast("Any", parquet).read_schema(path).names)
+            columns = cast("list[str]", parquet.read_schema(path).names)
             for key in keys:
                 if key not in columns:
                     raise _missing_key(str(path), key, columns)
-            self._table: Any = cast("Any", parquet).read_table(path, columns=list(keys))
+            self._table: Any = parquet.read_table(path, columns=list(keys))
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
             if isinstance(error, DataError):
                 raise
             raise DataError(str(path), path.stat().st_size, f"is not a readable parquet file ({error})",
-                            "write it again, or give a JSONL file")  # fmt: skip
+                            "write it again, or give a JSONL file") from error  # fmt: skip
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -185,8 +188,8 @@ def _open(path: Path, keys: Sequence[str]) -> RowFile:
 class PromptSource:
     """Rows of several files, one epoch after the other, every row exactly once an epoch.
 
-    Raises DataError while opening for a missing file, a bad slice, a broken line, a missing key, a prompt that is neither
-    text nor messages, and for an empty selection; while drawing when every prompt of an epoch is too long.
+    Raises DataError while opening for a missing file, a bad slice, a broken line, a missing key, a prompt that is
+    neither text nor messages, and for an empty selection; while drawing when every prompt of an epoch is too long.
 
     Attributes:
         epoch: epochs completed. cursor: rows of the present epoch already drawn. skipped: rows left out so far because
@@ -245,8 +248,9 @@ class PromptSource:
             if len(prompt.tokens) <= limit:
                 return prompt
             self.skipped += 1
-        raise DataError("data.max_prompt_tokens", self._config.max_prompt_tokens, f"every one of the {len(self)} prompts "
-                        "is longer", "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
+        rule = f"every one of the {len(self)} prompts is longer"
+        raise DataError("data.max_prompt_tokens", self._config.max_prompt_tokens, rule,
+                        "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
 
     def __iter__(self) -> Iterator[Prompt]:
         """Every row once in file order, whatever its length; the cursor does not move."""
@@ -274,7 +278,7 @@ class PromptSource:
                     mine[key],
                     f"the run was saved with other prompts or another order ({key} was {state[key]!r}), so the saved "
                     "position means nothing here",
-                    "resume with the same files, slices, seed and shuffle, or start a new run (checkpoint.resume: never)",
+                    "resume with the same files, slices, seed and shuffle, or start a run under another name",
                 )
         self.epoch, self.cursor, self.skipped = state["epoch"], state["cursor"], state["skipped"]
         self._order = self._epoch_order(self.epoch)
@@ -286,7 +290,7 @@ class PromptSource:
         return np.random.default_rng([self._seed, epoch]).permutation(len(self))
 
     def _fields(self, index: int) -> tuple[str | list[dict[str, Any]], Any, dict[str, Any], str]:
-        """Prompt, label, metadata and `file:line` of a row. Raises DataError when one of them is not what it must be."""
+        """Prompt, label, metadata and `file:line` of a row. Raises DataError when one is not what it must be."""
         file_index, row_index = (int(i) for i in self._rows[index])
         file, config = self._files[file_index], self._config
         row, where = file[row_index], file.where(row_index)
@@ -317,10 +321,10 @@ def _is_chat(value: object) -> bool:
 
 
 def supervised_sample(prompt: Prompt, index: int, tokenizer: Tokenizer) -> Sample:
-    """A prompt with its label as the response, EOS at the end, trainable throughout: one row of a supervised warm start.
+    """A prompt with its label as the response and EOS at the end, all of it trainable: a row of a supervised warm start.
 
-    Behaviour log-probs are 0 and the version is 0: nobody sampled it. Raises DataError when the label is not text or the
-    tokenizer has no EOS.
+    Behaviour log-probs are 0 and the version is 0: nobody sampled it. Raises DataError when the label is not text or
+    the tokenizer has no EOS.
     """
     if not isinstance(prompt.label, str) or not prompt.label:
         raise DataError(prompt.where, prompt.label, "supervised training needs the response as text in data.label_key",

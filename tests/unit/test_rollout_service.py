@@ -342,7 +342,8 @@ def test_a_cancelled_take_loses_nothing(tmp_path: Path):
         engine = FakeSlowEngine(uneven)
         service = make_service(run_config(tmp_path, over_sampling=1.5), engine)
         waiting = asyncio.create_task(service.take(0))
-        await asyncio.sleep(0.02)
+        while not engine.running:
+            await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
