@@ -1,7 +1,7 @@
 """Samples to trainer shards: denominators, micro-batches under a token budget, and balance over data-parallel ranks.
 
 Denominators are computed over a whole optimizer step before anything is split, so a token's weight does not depend on
-the layout. Every rank gets the same number of micro-batches, and micro-batches of the same index cost about the same on all
+the layout. Every rank gets the same number of micro-batches, and those of the same index cost about the same on all
 ranks: with experts spread over data-parallel ranks they wait for each other in every MoE layer.
 """
 

@@ -321,7 +321,7 @@ def _is_chat(value: object) -> bool:
 
 
 def supervised_sample(prompt: Prompt, index: int, tokenizer: Tokenizer) -> Sample:
-    """A prompt with its label as the response and EOS at the end, all of it trainable: a row of a supervised warm start.
+    """A prompt with its label as the response and EOS at the end, all of it trainable: a row of supervised training.
 
     Behaviour log-probs are 0 and the version is 0: nobody sampled it. Raises DataError when the label is not text or
     the tokenizer has no EOS.
