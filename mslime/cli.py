@@ -38,18 +38,10 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     argparse cannot do this: it would take a setting's value for the optional YAML file.
     """
     start = next(
-        (
-            i
-            for i, word in enumerate(argv)
-            if word.startswith("--") and word not in _OWN_OPTIONS
-        ),
+        (i for i, word in enumerate(argv) if word.startswith("--") and word not in _OWN_OPTIONS),
         len(argv),
     )
-    return (
-        (argv, [])
-        if argv[:1] not in (["train"], ["check"], ["convert"])
-        else (argv[:start], argv[start:])
-    )
+    return (argv, []) if argv[:1] not in (["train"], ["check"], ["convert"]) else (argv[:start], argv[start:])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,9 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser(
-        "train", help="run the training of RUN.yaml", epilog=_OVERRIDES
-    )
+    train = commands.add_parser("train", help="run the training of RUN.yaml", epilog=_OVERRIDES)
     train.add_argument(
         "config",
         nargs="?",
@@ -69,9 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         help="YAML file, before any flag; optional when everything is given as flags",
     )
     train.set_defaults(run=_train)
-    check = commands.add_parser(
-        "check", help="validate RUN.yaml without starting an engine", epilog=_OVERRIDES
-    )
+    check = commands.add_parser("check", help="validate RUN.yaml without starting an engine", epilog=_OVERRIDES)
     check.add_argument("config", nargs="?", type=Path)
     check.add_argument(
         "--fields",
@@ -82,9 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write one HTML page about a run")
     report.add_argument("run_dir", type=Path, help="outputs/NAME")
     report.set_defaults(run=_report)
-    convert = commands.add_parser(
-        "convert", help="write the Hugging Face checkpoint of a training checkpoint"
-    )
+    convert = commands.add_parser("convert", help="write the Hugging Face checkpoint of a training checkpoint")
     convert.add_argument("config", type=Path, help="the run's config.yaml")
     convert.add_argument(
         "--checkpoint",
@@ -93,9 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("--out", type=Path, required=True, help="directory to write")
     convert.set_defaults(run=_convert)
-    env = commands.add_parser(
-        "env", help="print versions and devices, for a bug report"
-    )
+    env = commands.add_parser("env", help="print versions and devices, for a bug report")
     env.set_defaults(run=_env)
     return parser
 
@@ -158,9 +142,7 @@ def _env(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
 def _no_flags(flags: Sequence[str]) -> None:
     if flags:
-        raise UserError(
-            "command line", " ".join(flags), "unknown arguments", "see --help"
-        )
+        raise UserError("command line", " ".join(flags), "unknown arguments", "see --help")
 
 
 if __name__ == "__main__":

@@ -41,8 +41,12 @@ def _table(evals: list[dict[str, float]], steps: list[dict[str, float]]) -> Tabl
             table.add_row(f"held-out pass@{k}, sampled", f"{first[name]:.1%}", f"{last[name]:.1%}")
     table.add_row("reward of a step", f"{steps[0]['reward/mean']:.2f}", f"{steps[-1]['reward/mean']:.2f}")
     total = sum(r["perf/step_seconds"] for r in steps)
-    parts = {"waiting for rollouts": "perf/wait_seconds", "training": "perf/train_seconds", "weight sync": "weights/seconds",
-             "evaluation": "perf/eval_seconds"}  # fmt: skip
+    parts = {
+        "waiting for rollouts": "perf/wait_seconds",
+        "training": "perf/train_seconds",
+        "weight sync": "weights/seconds",
+        "evaluation": "perf/eval_seconds",
+    }
     for label, name in parts.items():
         spent = sum(r.get(name, 0.0) for r in steps)
         table.add_row(f"time {label}", "", f"{spent:.0f} s ({spent / total:.0%})")

@@ -40,8 +40,8 @@ class ParallelLayout:
             raise ConfigError(
                 "megatron.expert_model_parallel_size",
                 self.ep,
-                f"expert-parallel x expert-tensor-parallel = {self.ep} x {self.etp} must divide the {per_stage} ranks of "
-                f"a pipeline stage (TP {self.tp} x CP {self.cp} x DP {self.dp})",
+                f"expert-parallel x expert-tensor-parallel = {self.ep} x {self.etp} must divide the {per_stage} ranks "
+                f"of a pipeline stage (TP {self.tp} x CP {self.cp} x DP {self.dp})",
                 "lower the expert sizes, or give the trainer more GPUs",
             )
         if self.vpp > 1 and self.pp == 1:

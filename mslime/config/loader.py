@@ -7,7 +7,7 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -21,7 +21,7 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `1e-4` as a string; people mean a number."""
 
 
-_Loader.add_implicit_resolver(
+cast("Any", _Loader).add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 
@@ -46,7 +46,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             str(path), type(values).__name__, "the file must hold a mapping of sections", "start with `model:`"
         )
-    return typing.cast(dict[str, Any], values)
+    return cast("dict[str, Any]", values)
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
@@ -79,11 +79,12 @@ def _assign(values: dict[str, Any], name: str, words: list[str]) -> None:
         parsed = True if not items else items[0] if len(items) == 1 else items
     target = values
     for section in sections:
-        target = target.setdefault(section, {})
-        if not isinstance(target, dict):
+        inner: Any = target.setdefault(section, {})
+        if not isinstance(inner, dict):
             raise ConfigError(
                 f"--{name}", words, f"{section} is given as a value and as a section", "use one of the two"
             )
+        target = cast("dict[str, Any]", inner)
     target[leaf] = parsed
 
 
@@ -91,8 +92,9 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`over` wins, section by section; lists are replaced whole."""
     merged = dict(base)
     for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = merge(merged[key], value) if both else value
+        below = merged.get(key)
+        both = isinstance(value, dict) and isinstance(below, dict)
+        merged[key] = merge(cast("dict[str, Any]", below), cast("dict[str, Any]", value)) if both else value
     return merged
 
 
@@ -111,7 +113,7 @@ def build(values: dict[str, Any]) -> RunConfig:
 
 
 def _wrap_lists(values: dict[str, Any]) -> dict[str, Any]:
-    """A flag with one value cannot know that it is a list: wrap strings given for list fields of `data` and `sglang`."""
+    """A flag with one value cannot know that it is a list: wrap single values given for fields that are lists."""
     for section, key in (
         ("data", "prompts"),
         ("sglang", "urls"),

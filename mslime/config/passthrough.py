@@ -74,7 +74,10 @@ _SIMPLE: dict[str, type] = {
 }
 
 
-def _read_annotation(node: ast.expr) -> tuple[set[type], set[object], bool, bool]:
+_Read = tuple[set[type], set[object], bool, bool]
+
+
+def _read_annotation(node: ast.expr) -> _Read:
     """(types, literal values, None accepted, fully understood) of an annotation."""
     match node:
         case ast.Constant(value=None):
@@ -101,14 +104,14 @@ def _read_annotation(node: ast.expr) -> tuple[set[type], set[object], bool, bool
             return set(), set(), False, False
 
 
-def _merge(parts: list[ast.expr]) -> tuple[set[type], set[object], bool, bool]:
-    read = [_read_annotation(p) for p in parts]
-    return (
-        set().union(*(r[0] for r in read)),
-        set().union(*(r[1] for r in read)),
-        any(r[2] for r in read),
-        all(r[3] for r in read),
-    )
+def _merge(parts: list[ast.expr]) -> _Read:
+    types, choices, optional, known = set[type](), set[object](), False, True
+    for part in parts:
+        more_types, more_choices, may_be_none, understood = _read_annotation(part)
+        types |= more_types
+        choices |= more_choices
+        optional, known = optional or may_be_none, known and understood
+    return types, choices, optional, known
 
 
 def _fields_of_class(node: ast.ClassDef) -> dict[str, EngineField]:
@@ -117,7 +120,7 @@ def _fields_of_class(node: ast.ClassDef) -> dict[str, EngineField]:
         if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and not item.target.id.startswith("_"):
             types, choices, optional, known = _read_annotation(item.annotation)
             if not known:
-                types, choices, optional = set(), set(), True
+                types, choices, optional = set[type](), set[object](), True
             found[item.target.id] = EngineField(item.target.id, node.name, tuple(types), tuple(choices), optional)
     return found
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
 
 MEGATRON_RESERVED: dict[str, str] = {
-    "calculate_per_token_loss": "denominators are computed over the whole step before micro-batching; megatron-core 0.16.1 "
-    "also scales auxiliary losses by 1/TP with it",
+    "calculate_per_token_loss": "denominators are computed over the whole step before micro-batching; megatron-core "
+    "0.16.1 also scales auxiliary losses by 1/TP with it",
     "moe_enable_routing_replay": "it follows train.replay",
     "variable_seq_lengths": "it follows train.packed",
     "pipeline_dtype": "it follows megatron.params_dtype",

@@ -147,7 +147,7 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     shuffle: bool = True
     max_prompt_tokens: int | None = Field(default=None, ge=1, description="Longer prompts are skipped, and counted.")
-    eval_sets: list[EvalSetConfig] = Field(default_factory=list)
+    eval_sets: list[EvalSetConfig] = Field(default_factory=list[EvalSetConfig])
 
 
 class RolloutConfig(Section):
@@ -179,13 +179,13 @@ class RolloutConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=-1, description="-1: off.")
     stop: list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list[int])
     concurrency: int = Field(default=256, ge=1, description="Requests in flight per engine.")
     pause_mode: Literal["abort", "retract", "in_place"] = Field(
         default="abort",
-        description="What running requests do during a weight update when max_staleness > 0. abort: they return what they "
-        "have and are continued under the new weights. retract and in_place: the engine continues them itself; retract "
-        "re-routes old tokens under new weights, in_place keeps a cache of old weights.",
+        description="What running requests do during a weight update when max_staleness > 0. abort: they return what "
+        "they have and are continued under the new weights. retract and in_place: the engine continues them itself; "
+        "retract re-routes old tokens under new weights, in_place keeps a cache of old weights.",
     )
 
 

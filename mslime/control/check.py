@@ -23,6 +23,7 @@ from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.source import PromptSource, supervised_sample
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from mslime.rollout.gate import SubmitGate
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def _batch_table(config: RunConfig) -> Table:
     per_step = r.groups_per_step // t.optimizer_steps_per_rollout
     engines = len(config.sglang.urls) or config.sglang.num_engines
     budget = t.max_tokens_per_micro_batch * config.layout.cp
-    in_flight = int((1 + r.max_staleness) * r.groups_per_step * r.over_sampling)
+    in_flight = SubmitGate(r.groups_per_step, r.max_staleness, r.over_sampling).limit(0)
     return _grid(
         "One step",
         [
