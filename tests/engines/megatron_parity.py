@@ -33,6 +33,7 @@ class Case:
         plan: micro-batches of every data-parallel rank, as indices into LENGTHS; default: packed_plan/unpacked_plan.
         train, algorithm: further fields of those sections.
         routes: give the shards random routes of this (layers, experts, top-k).
+        lengths: of the sequences. Ragged ones make a mixed-up micro-batch crash; equal ones let it pass in silence.
     """
 
     world: int = 1
@@ -42,6 +43,7 @@ class Case:
     train: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, Any] = field(default_factory=dict)
     routes: tuple[int, int, int] | None = None
+    lengths: tuple[int, ...] = LENGTHS
 
 
 PACKED_PLANS = {
@@ -105,9 +107,10 @@ def make_shards(case: Case, dp: int, dp_rank: int, behaviour: list[np.ndarray] |
 
 def _whole_step(step: int, case: Case, behaviour: np.ndarray | None) -> TrainShard:
     rng = np.random.default_rng(step)
-    n = sum(LENGTHS)
+    lengths = case.lengths
+    n = sum(lengths)
     mask = rng.random(n) > 0.3
-    mask[np.cumsum((0, *LENGTHS[:-1]))] = False
+    mask[np.cumsum((0, *lengths[:-1]))] = False
     routes = None
     if case.routes is not None:
         layers, experts, top_k = case.routes
@@ -115,13 +118,13 @@ def _whole_step(step: int, case: Case, behaviour: np.ndarray | None) -> TrainSha
         routes = Routes(chosen, np.ones(n, np.bool_), tuple(range(layers)))
     return TrainShard(
         tokens=rng.integers(0, VOCAB, n).astype(np.int32),
-        lengths=np.array(LENGTHS, np.int64),
-        sequence_ids=np.arange(len(LENGTHS), dtype=np.int64),
+        lengths=np.array(lengths, np.int64),
+        sequence_ids=np.arange(len(lengths), dtype=np.int64),
         loss_mask=mask,
         weights=(mask / mask.sum()).astype(np.float32),
-        advantages=np.repeat(rng.normal(size=len(LENGTHS)), LENGTHS).astype(np.float32),
+        advantages=np.repeat(rng.normal(size=len(lengths)), lengths).astype(np.float32),
         behaviour_log_probs=np.zeros(n, np.float32) if behaviour is None else behaviour,
-        micro_batches=(tuple(range(len(LENGTHS))),),
+        micro_batches=(tuple(range(len(lengths))),),
         routes=routes,
     )
 
@@ -177,16 +180,17 @@ def compare(rank: int, world_size: int, init_method: str, checkpoint: Path, case
     trainer = MegatronTrainer(config, rank, world_size, init_method)
     layout = config.layout
     shards = make_shards(case, layout.dp, layout.dp_rank(rank), kept["behaviour"])
-    rows = np.concatenate([_rows(i) for i in shards[0].sequence_ids])
+    rows = np.concatenate([_rows(case.lengths, i) for i in shards[0].sequence_ids])
     found = [trainer.log_probs(shard, replay=case.routes is not None) for shard in shards]
     loss, gradients = _gradients(trainer, shards[0])
-    if config.megatron.use_distributed_optimizer:
-        gradients = {}  # each rank holds pieces of them only; the gradient norm and the weights speak for them
+    # A distributed optimizer leaves each rank with pieces of gradients only: their norm and the weights speak for them.
+    whole_gradients = not config.megatron.use_distributed_optimizer
     metrics = trainer.train(shards)
     return {
         "log_probs": max(float((a - b[rows]).abs().max()) for a, b in zip(found, kept["log_probs"], strict=True)),
         "loss": abs(loss - kept["loss"]),
-        "gradients": _largest_difference(gradients, kept["gradients"], trainer),
+        "gradients": _largest_difference(gradients, kept["gradients"], trainer) if whole_gradients else None,
+        "compared": len(gradients),
         "weights": _largest_difference(dict(trainer.named_local_params()), kept["weights"], trainer),
         "metrics": metrics,
         "recorded": kept["metrics"],
@@ -202,9 +206,9 @@ def log_probs(rank: int, world_size: int, init_method: str, checkpoint: Path, ca
     return trainer.log_probs(make_shards(case, 1, 0, None)[0])
 
 
-def _rows(sequence: int) -> np.ndarray:
-    stop = int(np.cumsum(LENGTHS)[sequence])
-    return np.arange(stop - LENGTHS[sequence], stop)
+def _rows(lengths: tuple[int, ...], sequence: int) -> np.ndarray:
+    stop = int(np.cumsum(lengths)[sequence])
+    return np.arange(stop - lengths[sequence], stop)
 
 
 def _gradients(trainer: Any, shard: TrainShard) -> tuple[float, dict[str, torch.Tensor]]:
@@ -239,6 +243,7 @@ def _largest_difference(local: dict[str, torch.Tensor], whole: dict[str, torch.T
     from mslime.convert.families import get_family
 
     rules = get_family(trainer.hf_config).rules(trainer.hf_config)
+    assert local, "nothing to compare"
     largest = 0.0
     for name, tensor in local.items():
         rule = rules.bind(name)
