@@ -121,12 +121,10 @@ class _Packer:
             when there are fewer sequences than micro-batches.
         """
         order = np.argsort(-lengths, kind="stable")
-        count = self._rounded(self._first_fit(lengths[order]))
-        bins = self._balance(order, lengths, count)
-        while bins is None:  # balancing is greedy and may need more room than first-fit-decreasing did
-            count += self.dp * self.multiple_of
-            bins = self._balance(order, lengths, count)
-        return self._deal(bins, lengths)
+        fitted = self._first_fit(order, lengths)
+        count = self._rounded(len(fitted))
+        balanced = self._balance(order, lengths, count)  # greedy: may find no room where first-fit-decreasing did
+        return self._deal(balanced or fitted + [[] for _ in range(count - len(fitted))], lengths)
 
     def _cost(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         """Estimated work of a sequence, in tokens."""
@@ -138,18 +136,19 @@ class _Packer:
         step = self.dp * self.multiple_of
         return -(-bins // step) * step
 
-    def _first_fit(self, descending: NDArray[np.int64]) -> int:
-        """Bins that first-fit-decreasing needs for these lengths; a sequence over the budget fills one alone."""
-        room = np.zeros(len(descending), np.int64)
-        used = 0
-        for length in descending:
-            fits = np.flatnonzero(room[:used] >= length)
-            if len(fits):
-                room[fits[0]] -= length
-            else:
-                room[used] = max(self.budget - int(length), 0)
-                used += 1
-        return used
+    def _first_fit(self, order: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[list[int]]:
+        """First-fit-decreasing: each sequence into the first bin with room; one over the budget fills a bin alone."""
+        room = np.zeros(len(order), np.int64)
+        bins: list[list[int]] = []
+        for index in order:
+            fits = np.flatnonzero(room[: len(bins)] >= lengths[index])
+            if not len(fits):
+                room[len(bins)] = self.budget
+                bins.append([])
+            chosen = int(fits[0]) if len(fits) else len(bins) - 1
+            bins[chosen].append(int(index))
+            room[chosen] -= lengths[index]
+        return bins
 
     def _balance(self, order: NDArray[np.int64], lengths: NDArray[np.int64], count: int) -> list[list[int]] | None:
         """Longest first, each into the least loaded of `count` bins that has room; None when one finds no room."""

@@ -87,6 +87,7 @@ class RolloutService:
         self._traffic = Traffic()  # of training groups; closed between steps when max_staleness is 0
         self._moved = asyncio.Event()
         self._failure: BaseException | None = None
+        self._forgiven: set[int] = set()  # groups in flight when a failure was raised: theirs is the same one
         self._step = 0
         self._last_take = time.monotonic()
 
@@ -160,6 +161,9 @@ class RolloutService:
                 await self._everywhere(self._engines.abort)
                 next_abort = time.monotonic() + ABORT_EVERY_S
             await asyncio.sleep(POLL_S)
+        settling = [task for group, task in self._running.values() if not group.finished]
+        if settling:  # into the buffer, unless a sample of the group is still being scored
+            await asyncio.wait(settling, timeout=POLL_S)
 
     async def evaluate(self, eval_set: EvalSetConfig) -> EvalResult:
         """Accuracy, pass@k and lengths on a held-out set, with the weights that the engines serve now.
@@ -304,8 +308,9 @@ class RolloutService:
                 self._shelve(group)
             else:
                 self._complete(group)
-            for error in errors:
+            for error in errors if group.group_id not in self._forgiven else []:
                 self._fail(error)
+            self._forgiven.discard(group.group_id)
             self._moved.set()
         self._pump()
 
@@ -404,6 +409,7 @@ class RolloutService:
             self._moved.clear()
             if self._failure is not None:
                 failure, self._failure = self._failure, None
+                self._forgiven = set(self._running)
                 if living(self._engines):
                     await self.drain()
                 self._traffic.open = False

@@ -73,10 +73,10 @@ class FakeSlowEngine:
             self.running -= 1
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
-        _, group, index, _ = request.rid.split("-")
+        _, *group, index, _ = request.rid.split("-")
         start, aborts = len(request.input_ids), self._aborts
         prompt = next(i for i, t in enumerate([*request.input_ids, 100]) if t >= 100)
-        goal = prompt + self.lengths(group, int(index))
+        goal = prompt + self.lengths("-".join(group), int(index))
         versions: list[int] = []
         while start + len(versions) < goal and len(versions) < request.max_new_tokens and aborts == self._aborts:
             await asyncio.sleep(self.tick_s)

@@ -170,3 +170,20 @@ def test_a_step_without_a_trainable_token_weighs_nothing():
     samples = [make_sample(0, 0, 2, 4, masked=4), make_sample(0, 1, 2, 3, masked=3)]
     for aggregation in ("token", "sequence", "group"):
         assert all((w == 0).all() for w in token_weights(samples, aggregation))
+
+
+def micro_batch_tokens(shards: list) -> list[list[int]]:
+    return [[sum(int(s.lengths[i]) for i in mb) for mb in s.micro_batches] for s in shards]
+
+
+def test_a_tight_budget_is_kept_where_balancing_alone_would_break_it():
+    """Longest-first into the least loaded of two bins ends with 8 and 10 tokens; 9 and 9 fit."""
+    samples = [make_sample(0, i, 1, n - 1) for i, n in enumerate([5, 4, 3, 3, 3])]
+    (shards,) = build_shards(samples, [1.0] * 5, ParallelLayout(), 9)
+    assert micro_batch_tokens(shards) == [[9, 9]]
+
+
+def test_unpacked_sequences_are_dealt_back_and_forth():
+    samples = [make_sample(0, i, 1, n - 1) for i, n in enumerate([7, 10, 8, 9])]
+    (shards,) = build_shards(samples, [1.0] * 4, ParallelLayout(dp=2), 9, packed=False)
+    assert micro_batch_tokens(shards) == [[10, 7], [9, 8]]

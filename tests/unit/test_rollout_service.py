@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mslime.config.errors import DataError, EngineError, RewardError
+from mslime.config.schema import EvalSetConfig
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.rollout.protocols import StepBatch
 from mslime.rollout.service import RolloutService
@@ -263,7 +264,7 @@ def test_a_dead_engine_hands_its_requests_to_the_other_and_nothing_held_is_lost(
 
 def test_when_no_engine_is_left_the_call_fails_and_finished_groups_stay(tmp_path: Path):
     async def work() -> None:
-        engines = FakeDyingEngines(uneven, [20, 60])
+        engines = FakeDyingEngines(uneven, [20, 100])
         service = make_service(run_config(tmp_path, groups_per_step=6), engines)
         with pytest.raises(EngineError, match="told to die"):
             await service.take(0)
@@ -292,7 +293,7 @@ def test_a_failing_reward_ends_the_step_and_keeps_the_responses(tmp_path: Path):
             await service.take(0)
         failing[0] = False
         batch = await service.take(0)
-        assert len(batch.groups) == 4
+        assert [s.reward for s in batch.samples] == [0, 1] * 4
         assert sum("-g2-0-" in r.rid for r in engine.requests) == 1, "scored again, not generated again"
 
     run(work)
@@ -387,6 +388,39 @@ def test_a_resumed_service_continues_with_every_group_and_the_same_prompts(tmp_p
         assert len(seen) == len(set(seen)) == 20
         assert len(lost) == other._counters.total["stale_groups"], "a group is trained, held, or counted as too old"
         await other.close()
+
+    run(work)
+
+
+def test_the_state_holds_groups_in_flight(tmp_path: Path):
+    async def work() -> None:
+        config = run_config(tmp_path, max_staleness=2)
+        service = make_service(config, FakeSlowEngine(uneven))
+        taken = {g.group_id for g in (await service.take(0)).groups}
+        assert service._running
+        everything = sorted(g.group_id for g in service._held())
+        service.save(tmp_path / "rollouts.npz")
+        other = make_service(config, FakeSlowEngine(uneven))
+        other.load(tmp_path / "rollouts.npz")
+        assert sorted(g.group_id for g in other._held()) == everything == sorted({*range(12)} - taken)
+        await service.close()
+
+    run(work)
+
+
+def test_an_evaluation_waits_for_a_weight_update(tmp_path: Path):
+    async def work() -> None:
+        engine = FakeSlowEngine(short)
+        config = run_config(tmp_path)
+        service = make_service(config, engine)
+        await service.pause_for_update()
+        evaluation = asyncio.create_task(
+            service.evaluate(EvalSetConfig(name="e", path=f"{config.data.prompts[0]}@[:3]"))
+        )
+        await asyncio.sleep(0.02)
+        assert not engine.requests, "no request reaches a paused engine"
+        await service.resume_after_update(1)
+        assert (await evaluation).prompts == 3 and service.ledger.generated == 0
 
     run(work)
 

@@ -100,9 +100,14 @@ def test_damaged_files_are_refused(tmp_path: Path):
 
 
 def test_a_pickle_inside_is_never_opened(tmp_path: Path):
-    np.savez(tmp_path / "s.npz", header=np.array([{"format": 1}], dtype=object))
+    class Bomb:
+        def __reduce__(self) -> tuple[object, tuple[Path]]:
+            return Path.touch, (tmp_path / "went off",)
+
+    np.savez(tmp_path / "s.npz", header=np.array([Bomb()], dtype=object))
     with pytest.raises(CheckpointError, match="not readable"):
         load_state(tmp_path / "s.npz")
+    assert not (tmp_path / "went off").exists()
 
 
 def test_metadata_that_is_no_json_is_named(tmp_path: Path):
