@@ -18,12 +18,20 @@ from mslime.config.schema import RunConfig
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-4` as a string; people mean a number."""
+    """YAML as people mean it: `1e-4` is a number, and only true and false are booleans (`replay: off` is a word)."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
-cast("Any", _Loader).add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_RESOLVERS = {
+    "tag:yaml.org,2002:float": (r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$", "-+0123456789"),
+    "tag:yaml.org,2002:bool": (r"^(true|True|TRUE|false|False|FALSE)$", "tTfF"),
+}
+for _tag, (_pattern, _first) in _RESOLVERS.items():
+    cast("Any", _Loader).add_implicit_resolver(_tag, re.compile(_pattern), list(_first))
 
 
 def parse_yaml(text: str, source: str) -> Any:

@@ -46,6 +46,8 @@ def resolve(config: RunConfig) -> ResolvedRun:
     table.check_layout(config.layout)
     table.check_hf(HFCheckpoint(config.model.path).shapes, str(config.model.path))
     check_model(config, derived)
+    if config.train.task == "rl":
+        family.refuse_for_engine(hf_config)
     _check_lengths(config, model)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
         raise ConfigError(

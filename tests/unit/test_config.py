@@ -41,6 +41,11 @@ def test_scientific_notation_without_a_dot_is_a_number() -> None:
     assert load("--train.lr", "5e-5").train.lr == 5e-5
 
 
+def test_off_is_a_word_and_true_is_a_boolean() -> None:
+    config = load("--train.replay", "off", "--train.packed", "false", "--observe.progress", "on")
+    assert (config.train.replay, config.train.packed, config.observe.progress) == ("off", False, "on")
+
+
 def test_flags_parse_booleans_lists_and_equals_signs() -> None:
     parsed = parse_flags(["--a.b-c=1", "--d.flag", "--d.no-other", "--e.list", "x", "2"])
     assert parsed == {"a": {"b_c": 1}, "d": {"flag": True, "other": False}, "e": {"list": ["x", 2]}}

@@ -72,6 +72,9 @@ class Family(ABC):
     def model_fields(self, hf_config: HFConfig) -> ModelFields:
         """What lies outside TransformerConfig. Raises like `transformer_fields`."""
 
+    def refuse_for_engine(self, hf_config: HFConfig) -> None:  # noqa: B027  most families have nothing to refuse
+        """Raise CheckpointError when SGLang, at the pinned version, would serve another function of these weights."""
+
     @abstractmethod
     def rules(self, hf_config: HFConfig) -> RuleTable:
         """The conversion table of this model. Raises like `transformer_fields`."""

@@ -45,6 +45,16 @@ class Qwen3Moe(Qwen3):
             top_k=required_int(hf_config, "num_experts_per_tok"),
         )
 
+    def refuse_for_engine(self, hf_config: HFConfig) -> None:
+        routed, layers = moe_layer_ids(hf_config), required_int(hf_config, "num_hidden_layers")
+        if len(routed) < layers:
+            raise CheckpointError(
+                "config.json: mlp_only_layers",
+                [layer for layer in range(layers) if layer not in routed],
+                "SGLang 0.5.23 builds every Qwen3-MoE layer with experts and drops the weights of dense ones",
+                "train it with train.task: sft, or use a checkpoint whose layers all route",
+            )
+
     def rules(self, hf_config: HFConfig) -> RuleTable:
         hidden, ffn = required_int(hf_config, "hidden_size"), required_int(hf_config, "moe_intermediate_size")
         experts, routed = _experts(hf_config), moe_layer_ids(hf_config)

@@ -1,0 +1,134 @@
+"""`mslime check` on real files: what it prints, and what it refuses before anything is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mslime.cli import main
+from tests.fixtures.tiny_models import make_tiny_qwen3_dense, make_tiny_qwen3_moe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3_moe(tmp_path_factory.mktemp("check") / "model")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("check") / "prompts.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
+    return path
+
+
+def check(capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, *flags: str) -> tuple[int, str, str]:
+    base = [
+        "check",
+        "--model.path",
+        str(checkpoint),
+        "--data.prompts",
+        str(prompts),
+        "--rollout.max-response-tokens",
+        "32",
+    ]
+    status = main([*base, *flags])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_a_good_run_prints_layout_batch_and_switches(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path
+) -> None:
+    flags = [
+        "--megatron.tensor-model-parallel-size",
+        "2",
+        "--megatron.expert-model-parallel-size",
+        "2",
+        "--rollout.max-staleness",
+        "1",
+    ]
+    status, out, _ = check(capsys, checkpoint, prompts, *flags)
+    assert status == 0
+    for part in (
+        "TP2 EP2",
+        "Qwen3MoeForCausalLM",
+        "max_staleness 1",
+        "routing replay",
+        "32 groups x 8 responses",
+        "correction",
+    ):
+        assert part in out, part
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--megatron.tensor-model-parallel-size", "3"], "megatron.tensor_model_parallel_size"),
+        (["--megatron.hidden-size", "96"], "contradicts the checkpoint"),
+        (["--rollout.max-response-tokens", "4096"], "rollout.max_response_tokens"),
+        (["--rollout.max-total-tokens", "999999"], "rollout.max_total_tokens"),
+        (["--model.path", "/nowhere"], "/nowhere"),
+        (["--data.prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--data.label-key", "answer"], "answer"),
+        (["--observe.wandb-project", "x"], "observe.wandb"),
+        (["--rolout.group-size", "4"], "did you mean 'rollout'"),
+    ],
+)
+def test_mistakes_end_with_status_2_and_name_the_setting(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, flags: list[str], named: str
+) -> None:
+    status, _, err = check(capsys, checkpoint, prompts, *flags)
+    assert status == 2 and named in err and "way out" in err
+
+
+def test_a_dense_model_needs_replay_off(capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path) -> None:
+    dense = make_tiny_qwen3_dense(tmp_path / "dense")
+    status, _, err = check(capsys, dense, prompts)
+    assert status == 2 and "train.replay" in err
+    assert check(capsys, dense, prompts, "--train.replay", "off")[0] == 0
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(
+    capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path
+) -> None:
+    path = make_tiny_qwen3_moe(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["MambaForCausalLM"]}))
+    status, _, err = check(capsys, path, prompts)
+    assert status == 2 and "MambaForCausalLM" in err and "Qwen3MoeForCausalLM" in err
+
+
+def test_dense_layers_that_the_engine_would_drop_are_refused_for_rl(
+    capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path
+) -> None:
+    path = make_tiny_qwen3_moe(tmp_path / "model", mlp_only_layers=[0])
+    status, _, err = check(capsys, path, prompts)
+    assert status == 2 and "mlp_only_layers" in err
+    assert check(capsys, path, prompts, "--train.task", "sft")[0] == 0
+
+
+def test_the_launch_script_for_qwen3_30b_passes_check(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    # The 30B's own layout on a tiny model with enough heads and experts for it.
+    model = make_tiny_qwen3_moe(tmp_path / "model", num_experts=8, max_position_embeddings=32768)
+    env = {**os.environ, "MODEL": str(model), "PROMPTS": str(prompts), "HELD_OUT": str(prompts), "CHECK_ONLY": "1"}
+    script = ["bash", "scripts/run-qwen3-30B-A3B.sh"]
+    done = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "TP2 DP2 EP4" in done.stdout
+
+
+def test_every_pass_through_field_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--fields", "megatron"]) == 0
+    assert "megatron.recompute_granularity" in capsys.readouterr().out
+
+
+def test_env_prints_the_versions_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert "megatron-core: 0.16.1" in out and "sglang: 0.5.23" in out
