@@ -55,7 +55,8 @@ def alive(pid: int) -> bool:
 
 
 def supervise(tmp_path: Path, code: str) -> SupervisedProcess:
-    return SupervisedProcess("engine0", [sys.executable, "-c", code], ENV, tmp_path / "engine0.log")
+    env = {**ENV, "TMPDIR": str(tmp_path)}  # a guard that is killed leaves its directory behind
+    return SupervisedProcess("engine0", [sys.executable, "-c", code], env, tmp_path / "engine0.log")
 
 
 def family(process: SupervisedProcess) -> list[int]:
