@@ -353,7 +353,8 @@ class RolloutService:
             self._fail(error)
             return
         if kept:
-            self._accepted.append(group)
+            if self._young_enough(group):
+                self._accepted.append(group)
         else:
             self._counters.add("filtered_groups")
             self._drop(group, self._filter_name)

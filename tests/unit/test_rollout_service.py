@@ -186,6 +186,38 @@ def test_stale_tokens_are_masked(tmp_path: Path):
     run(work)
 
 
+def test_a_stale_group_that_is_scored_while_the_step_is_closed_is_masked_too(tmp_path: Path):
+    """Its reward arrives between the decision that the step has enough and the taking."""
+
+    async def work() -> None:
+        closing = asyncio.Event()
+
+        class FakeSlowAbort(FakeSlowEngine):
+            async def abort(self) -> None:
+                await super().abort()
+                if self.version == 1:
+                    closing.set()
+                    await asyncio.sleep(0.02)
+
+        class FakeLateScorer(FakeScorer):
+            async def score(self, sample: Sample) -> float | None:
+                if sample.group_id == 1:
+                    await closing.wait()
+                return await super().score(sample)
+
+        engine = FakeSlowAbort(lambda group, index: {"g1": 6, "g5": 60}.get(group, 4))
+        service = make_service(run_config(tmp_path, over_sampling=3.0, groups_per_step=2), engine, FakeLateScorer())
+        await service.take(0)
+        await publish(service, engine, 1)
+        batch = await service.take(1)
+        assert closing.is_set() and 1 in [g.group_id for g in [*batch.groups, *service._accepted]]
+        assert batch.metrics["staleness/max"] == 0
+        for sample in batch.samples:
+            assert all(s.trainable == (s.version == 1) for s in sample.segments[1:])
+
+    run(work)
+
+
 def test_stale_samples_are_generated_again(tmp_path: Path):
     async def work() -> None:
         engine = FakeSlowEngine(lambda group, index: 12 if group == "g1" else 4)
