@@ -182,10 +182,6 @@ def _cpu_limits(config: RunConfig) -> None:
         raise ConfigError(
             "megatron.moe_token_dispatcher_type", "flex", "DeepEP needs CUDA, and cluster.device is cpu", "use alltoall"
         )
-    if config.cluster.colocate:
-        raise ConfigError(
-            "cluster.colocate", True, "trainer and engine share GPUs, and cluster.device is cpu", "remove it"
-        )
 
 
 def _overlap(config: RunConfig) -> None:
@@ -196,17 +192,6 @@ def _overlap(config: RunConfig) -> None:
             True,
             "needs use_distributed_optimizer and overlap_grad_reduce",
             "turn both on, or remove it",
-        )
-
-
-def _staleness(config: RunConfig) -> None:
-    r = config.rollout
-    if config.cluster.colocate and r.max_staleness:
-        raise ConfigError(
-            "rollout.max_staleness",
-            r.max_staleness,
-            "colocated engines sleep while the trainer works, so nothing can be generated ahead",
-            "set it to 0, or give the engines their own GPUs",
         )
 
 
@@ -290,7 +275,6 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _recompute,
     _cpu_limits,
     _overlap,
-    _staleness,
     _group_size,
     _sampling,
     _filters,

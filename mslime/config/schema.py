@@ -36,7 +36,6 @@ class ClusterConfig(Section):
     )
     trainer_ranks: int | None = Field(default=None, ge=1, description="Trainer processes; default TP x PP x CP.")
     gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine, for placement.")
-    colocate: bool = Field(default=False, description="Trainer and engines share GPUs (needs max_staleness 0).")
     ray_address: str | None = Field(default=None, description="Existing Ray cluster; default: start a local one.")
     trainer_threads: int = Field(default=1, ge=1, description="Intra-op CPU threads of a trainer rank.")
 

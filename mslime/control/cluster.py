@@ -85,9 +85,7 @@ class Cluster:
             runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
         )
         self._trainers = self._place("cluster.trainer_ranks", [self._bundle(1) for _ in range(world)])
-        if config.cluster.colocate:
-            self._engines = self._trainers
-        elif engines:
+        if engines:
             self._engines = self._place(
                 "sglang.num_engines",
                 [self._bundle(config.sglang.tp_size) for _ in range(engines)],
@@ -118,9 +116,7 @@ class Cluster:
     def engine_options(self, index: int) -> dict[str, Any]:
         """Actor options that put engine `index` into its bundle."""
         assert self._engines is not None
-        per_engine = self._config.sglang.tp_size if self._config.cluster.colocate else 1
-        gpus = 0 if self._config.cluster.colocate else self._config.sglang.tp_size
-        return self._options(self._engines, index * per_engine, gpus)
+        return self._options(self._engines, index, gpus=self._config.sglang.tp_size)
 
     def _options(self, group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -147,6 +143,11 @@ def remote_class(cls: type, **options: Any) -> Any:
 def _python_path() -> str:
     """The driver's import path, so that workers find mslime and the user's reward modules as it does."""
     return os.pathsep.join([str(Path.cwd()), *(p for p in sys.path if p)])
+
+
+def own_host(config: RunConfig) -> str:
+    """The address under which this process's services are found: loopback unless the cluster may span machines."""
+    return "127.0.0.1" if config.cluster.ray_address is None else ray.util.get_node_ip_address()
 
 
 def redirect_output(log_path: Path) -> None:

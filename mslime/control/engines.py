@@ -10,7 +10,7 @@ import ray
 from mslime.config.errors import EngineError
 from mslime.config.schema import RunConfig
 from mslime.control.calls import gather
-from mslime.control.cluster import Cluster, redirect_output, remote_class
+from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress
@@ -25,7 +25,7 @@ class EngineActor:
         redirect_output(Path(log_dir) / f"engine{index}_actor.log")
         from mslime.backends.sglang.server import ServerProcess
 
-        self._server = ServerProcess(config, index, Path(log_dir))
+        self._server = ServerProcess(config, index, Path(log_dir), host=own_host(config))
 
     def start(self) -> EngineAddress:
         """Launch and wait until it serves."""

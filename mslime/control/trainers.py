@@ -12,7 +12,7 @@ import ray
 
 from mslime.config.schema import RunConfig
 from mslime.control.calls import call, gather
-from mslime.control.cluster import Cluster, redirect_output, remote_class
+from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class
 
 if TYPE_CHECKING:
     from mslime.data.shard import TrainShard
@@ -31,7 +31,7 @@ class TrainerActor:
 
     def address(self) -> str:
         """`tcp://host:port` that the other ranks can reach: the rendezvous, asked of rank 0."""
-        host = "127.0.0.1" if self._config.cluster.ray_address is None else ray.util.get_node_ip_address()
+        host = own_host(self._config)
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"tcp://{host}:{probe.getsockname()[1]}"

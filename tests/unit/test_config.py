@@ -161,7 +161,6 @@ def test_silent_corruptions_are_refused(name: str) -> None:
 
 SENSELESS = {
     "group of one": (["--rollout.group-size", "1"], "rollout.group_size"),
-    "colocate and async": (["--cluster.colocate", "--rollout.max-staleness", "1"], "rollout.max_staleness"),
     "custom reward without function": (["--reward.kind", "custom"], "reward.function"),
     "function for another kind": (["--reward.function", "m:f"], "reward.function"),
     "function not named module:function": (["--reward.kind", "custom", "--reward.function", "m.f"], "reward.function"),
