@@ -79,6 +79,7 @@ class RolloutActor:
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
         source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
         self._scorer = RewardScorer(config.reward)
+        await self._scorer.start()
         info = ModelInfo(
             model.moe_layer_ids if config.train.replay == "r3" else (),
             model.num_experts,
@@ -143,7 +144,7 @@ class RolloutActor:
 
     async def save(self) -> bytes:
         """Everything that a resume needs: position in the prompts, work in flight, ledger."""
-        return snapshot(self._service)
+        return await snapshot(self._service)
 
     async def counts(self) -> RolloutCounts:
         """Groups needed, accepted, running; answered beside the work."""
@@ -162,11 +163,11 @@ class RolloutActor:
         self._spans.append((lane, name, start, end, step + 1))
 
 
-def snapshot(service: RolloutService) -> bytes:
-    """The service's state as one blob, for a checkpoint."""
+async def snapshot(service: RolloutService) -> bytes:
+    """The service's state as one blob, for a checkpoint, with the tokens that were still inside the engines."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rollouts.npz"
-        service.save(path)
+        await service.checkpoint(path)
         return path.read_bytes()
 
 

@@ -18,7 +18,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/max": ("", "highest"),
     "reward/zero_variance_groups": ("groups", "complete groups whose rewards are all equal"),
     "reward/errors": ("responses", "rewards that raised, hung or were not finite"),
-    "eval/{set}/accuracy": ("", "mean reward on a held-out set"),
+    "eval/{set}/accuracy": ("", "share of responses to a held-out set whose reward exceeds 0.5"),
     "eval/{set}/pass@{k}": ("", "probability that one of k responses is right"),
     "eval/{set}/response_len_mean": ("tokens", "mean response length on a held-out set"),
     "eval/{set}/truncated": ("", "share of responses cut at the length limit"),
