@@ -48,8 +48,8 @@ class Session:
         self._stack = ExitStack()
         self.loaded = _checkpoint_to_load(self.config)
         self._extra = read_extra(self.loaded) if self.loaded else {}
-        own = self.loaded is not None and self.loaded.parent == self._checkpoints
-        self.first_step: int = self._extra["next_step"] if own else 0
+        self._own = self.loaded is not None and self.loaded.parent == self._checkpoints
+        self.first_step: int = self._extra["next_step"] if self._own else 0
         self._verified = False
         self._step = self.first_step
         self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
@@ -99,7 +99,7 @@ class Session:
             self._layers = self._trainers.start()
         if self.loaded is not None:
             self._progress.note(f"continuing from {self.loaded}")
-            self._trainers.load(self.loaded)
+            self._trainers.load(self.loaded, new_run=not self._own)
         if config.train.task == "sft" and not self._read_only:
             self._open_supervised()
 

@@ -80,9 +80,9 @@ class TrainerActor:
         """Write a resumable checkpoint."""
         self._trainer.save(Path(directory), extra)
 
-    def load(self, directory: str) -> dict[str, Any]:
-        """Read a checkpoint; returns its `extra`."""
-        return self._trainer.load(Path(directory))
+    def load(self, directory: str, new_run: bool) -> None:
+        """Read a checkpoint; of another run when `new_run`."""
+        self._trainer.load(Path(directory), new_run)
 
     def _report(self, done: int, total: int) -> None:
         self._done, self._total = done, total
@@ -172,13 +172,10 @@ class TrainerGroup:
             lambda a, _: a.save.remote(str(directory), extra),
         )
 
-    def load(self, directory: Path) -> dict[str, Any]:
-        """Read a checkpoint; returns its `extra`."""
-        return self._all(
-            "checkpoint load",
-            self._config.deadlines.checkpoint_s,
-            lambda a, _: a.load.remote(str(directory)),
-        )[0]
+    def load(self, directory: Path, new_run: bool) -> None:
+        """Read a checkpoint; of another run when `new_run`, which begins the learning-rate schedule anew."""
+        deadline = self._config.deadlines.checkpoint_s
+        self._all("checkpoint load", deadline, lambda a, _: a.load.remote(str(directory), new_run))
 
     def stop(self) -> None:
         """Kill every rank at once: one that hangs in a collective answers nothing else."""

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints on disk: a streaming safetensors reader, a sharded writer, and the tokenizer check.
+"""Hugging Face checkpoints on disk: a streaming safetensors reader and a sharded writer.
 
 Names, shapes and dtypes come from the file headers, without reading a weight; tensors are read row by row through a few
 open files. Whatever is missing, truncated or contradictory is a `CheckpointError` that names the file and the tensor.
@@ -253,22 +253,3 @@ def atomic_directory(target: Path) -> Generator[Path]:
         publish(target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def check_tokenizer(tokenizer_size: int, max_token_id: int, vocab_size: int) -> None:
-    """The tokenizer's ids all have a row in the model's embedding.
-
-    Args:
-        tokenizer_size: number of tokens, added ones included.
-        max_token_id: largest id that the tokenizer can produce.
-        vocab_size: rows of the embedding. It may be larger: checkpoints are padded for speed.
-
-    Raises:
-        CheckpointError: an id without a row.
-    """
-    if max_token_id >= vocab_size or tokenizer_size > vocab_size:
-        raise CheckpointError(
-            "model.tokenizer_path", f"{tokenizer_size} tokens, largest id {max_token_id}",
-            f"the model's vocabulary has {vocab_size} rows, so ids must be below it",
-            "use the tokenizer that belongs to the checkpoint",
-        )  # fmt: skip

@@ -173,3 +173,13 @@ def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
     assert again.finish(START_S) == 0, again.text()
     assert [r["step"] for r in again.rows()] == list(range(1, 9))
     assert again.left_over() == []
+
+    # Another run that begins from this one's checkpoint has a schedule of its own.
+    load = {"load": str(run.directory / "checkpoints" / "step_00000006")}
+    other = {**train, "num_steps": 2, "lr": 5e-4, "lr_decay_style": "linear"}
+    third = start_run(settings(tiny_qwen3_moe, prompts, train=other, checkpoint=load), tmp_path / "other")
+    runs.append(third)
+    assert third.finish(START_S) == 0, third.text()
+    rows = third.rows()
+    assert [r["step"] for r in rows] == [1, 2] and rows[0]["lr"] == pytest.approx(2.5e-4) and rows[1]["lr"] == 0
+    assert rows[0]["loss/nll"] < losses[0]

@@ -17,7 +17,6 @@ from mslime.convert.hf import (
     HFCheckpoint,
     ShardWriter,
     atomic_directory,
-    check_tokenizer,
     copy_side_files,
     read_header,
     write_index,
@@ -181,13 +180,3 @@ def test_header_reading_does_not_need_the_data_in_memory(tmp_path: Path) -> None
     save_file({"x": torch.zeros(7, 3)}, tmp_path / "x.safetensors")
     info = read_header(tmp_path / "x.safetensors")["x"]
     assert (info.file, info.dtype, info.shape) == ("x.safetensors", "F32", (7, 3))
-
-
-def test_a_tokenizer_that_fits_a_padded_vocabulary_is_accepted() -> None:
-    check_tokenizer(tokenizer_size=151669, max_token_id=151668, vocab_size=151936)
-
-
-@pytest.mark.parametrize(("size", "largest"), [(400, 399), (10, 320)])
-def test_a_tokenizer_with_ids_beyond_the_embedding_is_refused(size: int, largest: int) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenizer.*320 rows"):
-        check_tokenizer(size, largest, 320)

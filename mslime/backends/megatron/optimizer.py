@@ -9,7 +9,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mslime.config.errors import ConfigError
-from mslime.config.schema import RunConfig
+from mslime.config.schema import RunConfig, TrainConfig
 
 
 def build_optimizer(
@@ -48,6 +48,21 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return optimizer, schedule
+
+
+def follow_config(
+    optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, train: TrainConfig, *, restart: bool
+) -> None:
+    """Learning rates by the run's configuration after a checkpoint was loaded, which brings those of its own run.
+
+    Args:
+        restart: begin the schedule at its first step (the checkpoint is another run's).
+    """
+    for group in optimizer.param_groups:
+        group["max_lr"], group["min_lr"] = train.lr, train.min_lr
+    if restart:
+        schedule.num_steps = 0
+    schedule.step(0)
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:

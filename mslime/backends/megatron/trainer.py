@@ -25,7 +25,7 @@ from mslime.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from mslime.backends.megatron.metrics import normalising_scale, over_all_ranks, refuse_not_finite
 from mslime.backends.megatron.model import build_chunks, load_hf_weights, wrap
 from mslime.backends.megatron.naming import moe_layer_ids, named_local_params
-from mslime.backends.megatron.optimizer import build_optimizer, learning_rate
+from mslime.backends.megatron.optimizer import build_optimizer, follow_config, learning_rate
 from mslime.backends.megatron.parallel import Place, start_process_groups, stop_process_groups
 from mslime.backends.megatron.reference import ReferencePolicy
 from mslime.backends.megatron.routing import Routing
@@ -138,10 +138,15 @@ class MegatronTrainer:
         layout = self.config.layout.describe()
         save_checkpoint(directory, self.chunks, self.optimizer, self.schedule, layout=layout, extra=extra)
 
-    def load(self, directory: Path) -> dict[str, Any]:
-        """Resume from a checkpoint (`checkpoint.load_checkpoint`); returns its `extra`; on all ranks."""
+    def load(self, directory: Path, new_run: bool = False) -> dict[str, Any]:
+        """Continue from a checkpoint (`checkpoint.load_checkpoint`); returns its `extra`; on all ranks.
+
+        Args:
+            new_run: the checkpoint is another run's: take weights and optimizer state, begin the schedule anew.
+        """
         layout = self.config.layout.describe()
         extra = load_checkpoint(directory, self.chunks, self.optimizer, self.schedule, layout=layout)
+        follow_config(self.optimizer, self.schedule, self.config.train, restart=new_run)
         self.step = self.schedule.num_steps
         return extra
 
