@@ -118,21 +118,19 @@ class CpuCoreAttention(MegatronModule):
     ) -> list[torch.Tensor]:
         """One output per local chunk, in local order; `key` and `value` hold all ranks' rows, rank by rank."""
         dropout = self.dropout if self.training else 0.0
-        local = query.shape[0]
         rank = self.cp_group.rank()
-        outputs, start = [], 0
-        for length in lengths:
-            stop = start + length // size
-            q = query[start:stop]
-            k, v = (_unzigzag(x, start, stop, local, size) for x in (key, value))
+        # Split once: a slice a sequence would each fill a gradient as large as the whole micro-batch.
+        queries = query.split([length // size for length in lengths])
+        keys, values = (_in_sequence_order(x, lengths, size).split(lengths) for x in (key, value))
+        outputs = []
+        for length, q, k, v in zip(lengths, queries, keys, values, strict=True):
             if size == 1:
                 outputs.append(causal_attention(q, k, v, self.softmax_scale, dropout))
-            else:
-                chunk = length // (2 * size)
-                for part, index in zip(q.split(chunk), (rank, 2 * size - 1 - rank), strict=True):
-                    prefix = (index + 1) * chunk
-                    outputs.append(causal_attention(part, k[:prefix], v[:prefix], self.softmax_scale, dropout))
-            start = stop
+                continue
+            chunk = length // (2 * size)
+            for part, index in zip(q.split(chunk), (rank, 2 * size - 1 - rank), strict=True):
+                prefix = (index + 1) * chunk
+                outputs.append(causal_attention(part, k[:prefix], v[:prefix], self.softmax_scale, dropout))
         return outputs
 
     def sharded_state_dict(
@@ -148,15 +146,19 @@ def _padded_lengths(packed: PackedSeqParams) -> list[int]:
     return cumulative.diff().tolist()
 
 
-def _unzigzag(x: torch.Tensor, start: int, stop: int, local: int, size: int) -> torch.Tensor:
-    """Rows [start, stop) of every rank's `local` rows in `x`, put back into sequence order."""
+def _in_sequence_order(x: torch.Tensor, lengths: list[int], size: int) -> torch.Tensor:
+    """The rows of all context-parallel ranks, rank by rank in `x`, as whole sequences one after the other."""
     if size == 1:
-        return x[start:stop]
-    half = (stop - start) // 2
-    bases = [rank * local + start for rank in range(size)]
-    first = [x[base : base + half] for base in bases]
-    second = [x[base + half : base + 2 * half] for base in reversed(bases)]
-    return torch.cat(first + second)
+        return x
+    local, start = x.shape[0] // size, 0
+    order: list[torch.Tensor] = []
+    for length in lengths:
+        half = length // (2 * size)
+        bases = [rank * local + start for rank in range(size)]
+        order += [torch.arange(base, base + half) for base in bases]
+        order += [torch.arange(base + half, base + 2 * half) for base in reversed(bases)]
+        start += 2 * half
+    return x.index_select(0, torch.cat(order).to(x.device))
 
 
 class DuplicatedLinear(torch.nn.Module):
