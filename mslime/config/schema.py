@@ -268,7 +268,7 @@ class WeightsConfig(Section):
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    save_every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only at the end.")
+    save_every: int = Field(default=20, ge=0, description="Steps between checkpoints; 0: only at the end.")
     keep: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
     resume: Literal["auto", "never"] = Field(
         default="auto", description="auto: from the newest complete checkpoint, if any."

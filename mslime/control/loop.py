@@ -12,19 +12,20 @@ from mslime.control.session import Session
 def train_rl(session: Session) -> None:
     """Reinforcement learning from `session.first_step` to `train.num_steps`."""
     config = session.config
-    session.publish_weights(version=session.first_step)
-    if config.observe.eval_at_start and session.first_step == 0:
-        session.evaluate(step=0)
-    for step in range(session.first_step, config.train.num_steps):
-        with session.step(step) as record:
-            batch = session.take(step)
-            record.update(batch.metrics)
-            record.update(session.train(batch.shards))
-            record.update(session.publish_weights(version=step + 1))
-            if due(config.observe.eval_every, step, config.train.num_steps):
-                record.update(session.evaluate(step=step + 1))
-        if due(config.checkpoint.save_every, step, config.train.num_steps):
-            session.save(next_step=step + 1)
+    with session.rescuing():
+        session.publish_weights(version=session.first_step)
+        if config.observe.eval_at_start and session.first_step == 0:
+            session.evaluate(step=0)
+        for step in range(session.first_step, config.train.num_steps):
+            with session.step(step) as record:
+                batch = session.take(step)
+                record.update(batch.metrics)
+                record.update(session.train(batch.shards))
+                record.update(session.publish_weights(version=step + 1))
+                if due(config.observe.eval_every, step, config.train.num_steps):
+                    record.update(session.evaluate(step=step + 1))
+            if due(config.checkpoint.save_every, step, config.train.num_steps):
+                session.save(next_step=step + 1)
     session.finish()
 
 

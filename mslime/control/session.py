@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import ray
 
-from mslime.config.errors import CheckpointError, ConfigError
+from mslime.config.errors import CheckpointError, ConfigError, DataError, EngineError, RewardError, UserError
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble_supervised
 from mslime.control.check import ResolvedRun
@@ -50,6 +50,7 @@ class Session:
         self._extra = read_extra(self.loaded) if self.loaded else {}
         self._own = self.loaded is not None and self.loaded.parent == self._checkpoints
         self.first_step: int = self._extra["next_step"] if self._own else 0
+        self._trained = self._saved = self.first_step
         self._verified = False
         self._step = self.first_step
         self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
@@ -153,6 +154,7 @@ class Session:
     def train(self, shards: Shards) -> dict[str, float]:
         """Optimizer steps on the shards; metrics averaged over them."""
         metrics, spans = self._trainers.train(shards, self._progress.train)
+        self._trained = self._step
         self._record_ranks("train", spans)
         # An optimizer step leaves out what it had no tokens for.
         found = {name: [m[name] for m in metrics if name in m] for m in metrics for name in m}
@@ -221,11 +223,24 @@ class Session:
         else:
             extra["source"] = self._source.state_dict()
         self._trainers.save(directory, extra)
+        self._saved = next_step
         prune(self._checkpoints, self.config.checkpoint.keep)
         end = self._timeline.now()
         self._carried["perf/checkpoint_seconds"] = end - begin
         self._record_ranks("save", [(begin, end)] * self.config.layout.world_size)
         self._progress.note(f"saved {directory}")
+
+    @contextmanager
+    def rescuing(self) -> Iterator[None]:
+        """When engines, rewards or data fail inside, save what the trainer has learnt before the error ends the run."""
+        try:
+            yield
+        except (EngineError, RewardError, DataError):
+            if self._trained > self._saved:
+                self._progress.note(f"saving step {self._trained} before the run ends with an error")
+                with suppress(UserError):  # the first error is the one to report
+                    self.save(self._trained)
+            raise
 
     def finish(self) -> None:
         """The run is through: export the final weights when asked to."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mslime.data.checkpoints import latest_complete, read_manifest
 from mslime.observe.names import is_known
 from mslime.observe.report import write_report
 from tests.e2e.harness import Run, interrupt, start_run
@@ -130,16 +131,17 @@ def test_a_killed_trainer_rank_ends_the_run_with_its_log_path(
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_engine_ends_the_run_and_names_its_log(
+def test_a_killed_engine_ends_the_run_names_its_log_and_loses_no_step(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
-    rollout = {"max_response_tokens": 1500, "groups_per_step": 2}
-    run = start_run(settings(tiny_qwen3_moe, prompts, rollout=rollout, train={"num_steps": 500}), tmp_path)
+    run = start_run(settings(tiny_qwen3_moe, prompts, train={"num_steps": 500}, checkpoint={"save_every": 0}), tmp_path)
     runs.append(run)
-    run.wait_for(lambda: "bit for bit" in run.text(), START_S)
+    run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
     run.find("sglang.launch_server").kill()
     assert run.finish(120) == 2, run.text()
     assert "engine0" in run.text() and "engine0.log" in run.text()
+    saved = latest_complete(run.directory / "checkpoints")
+    assert saved is not None and read_manifest(saved).extra["next_step"] >= len(run.rows())
     assert run.left_over() == []
 
 
