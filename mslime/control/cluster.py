@@ -42,8 +42,13 @@ def resolved_device(config: RunConfig) -> RunConfig:
 class Cluster:
     """Our part of a Ray cluster: one bundle per trainer rank, one per engine. A context manager."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, engines: bool) -> None:
+        """
+        Args:
+            engines: whether the run launches engines (unless it attaches to running ones).
+        """
         self._config = config
+        self._num_engines = config.sglang.num_engines if engines and not config.sglang.urls else 0
         self._cuda = config.cluster.device == "cuda"
         self._groups: list[PlacementGroup] = []
         self._trainers: PlacementGroup | None = None
@@ -67,7 +72,7 @@ class Cluster:
 
     def _start(self) -> None:
         config, world = self._config, self._config.layout.world_size
-        engines = 0 if config.train.task == "sft" or config.sglang.urls else config.sglang.num_engines
+        engines = self._num_engines
         local: dict[str, Any] = {}
         if config.cluster.ray_address is None:
             # Logical CPUs: on a laptop there are more ranks than cores, and they take turns.

@@ -15,6 +15,7 @@ from mslime.control.check import describe, resolve, write_resolved
 from mslime.control.cluster import resolved_device
 from mslime.control.loop import train_rl, train_sft
 from mslime.control.session import Session
+from mslime.data.checkpoints import latest_complete
 
 
 def run(config: RunConfig) -> int:
@@ -37,23 +38,21 @@ def run(config: RunConfig) -> int:
 def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
     """Write the Hugging Face checkpoint of a training checkpoint, on as many ranks as the run had.
 
+    Args:
+        checkpoint: default: the newest complete one of the run.
+        out: directory to write; must not exist.
+
     Raises:
         UserError: there is no complete checkpoint, or `out` exists.
     """
     if out.exists():
         raise ConfigError("--out", str(out), "already exists", "choose a new directory")
-    load = {"load": checkpoint or config.checkpoint.load, "resume": "auto" if checkpoint is None else "never"}
-    config = config.model_copy(
-        update={
-            "checkpoint": config.checkpoint.model_copy(update=load),
-            "train": config.train.model_copy(update={"task": "sft"}),
-        }
-    )
-    with _terminate_like_ctrl_c(), Session(resolve(resolved_device(config)), read_only=True) as session:
-        if not session.loaded:
-            raise ConfigError(
-                "--checkpoint", str(config.run_dir), "holds no complete checkpoint", "name one with --checkpoint"
-            )
+    source = checkpoint or latest_complete(config.run_dir / "checkpoints")
+    if source is None:
+        raise ConfigError(
+            "--checkpoint", str(config.run_dir), "holds no complete checkpoint", "name one with --checkpoint"
+        )
+    with _terminate_like_ctrl_c(), Session(resolve(resolved_device(config)), export_from=source) as session:
         session.export_hf(out)
 
 

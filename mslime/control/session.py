@@ -40,13 +40,18 @@ class Session:
     Attributes:
         config: the resolved configuration.
         first_step: steps done before this session (after a resume).
-        loaded: the checkpoint that the trainer continued from, if any.
+        loaded: the checkpoint that the trainer continues from, if any.
     """
 
-    def __init__(self, run: ResolvedRun, read_only: bool = False) -> None:
-        self._run, self.config, self._read_only = run, run.config, read_only
+    def __init__(self, run: ResolvedRun, export_from: Path | None = None) -> None:
+        """
+        Args:
+            export_from: only load this checkpoint into the trainer, to write it in another form: no engine is started
+                and nothing of the run is written.
+        """
+        self._run, self.config, self._exporting = run, run.config, export_from is not None
         self._stack = ExitStack()
-        self.loaded = _checkpoint_to_load(self.config)
+        self.loaded = export_from or _checkpoint_to_load(self.config)
         self._extra = read_extra(self.loaded) if self.loaded else {}
         self._own = self.loaded is not None and self.loaded.parent == self._checkpoints
         self.first_step: int = self._extra["next_step"] if self._own else 0
@@ -74,7 +79,7 @@ class Session:
 
     def _start(self) -> None:
         config, logs = self.config, self.config.run_dir / "logs"
-        if not self._read_only:
+        if not self._exporting:
             self._metrics = self._stack.enter_context(
                 MetricsLogger(
                     config.run_dir,
@@ -91,17 +96,18 @@ class Session:
         self._progress.note(
             f"starting {config.layout.world_size} trainer rank(s): {config.layout.describe()}; logs in {logs}"
         )
-        cluster = self._stack.enter_context(Cluster(config))
+        generates = config.train.task == "rl" and not self._exporting
+        cluster = self._stack.enter_context(Cluster(config, generates))
         self._trainers = TrainerGroup(config, cluster, logs)
         self._stack.callback(self._trainers.stop)
-        if config.train.task == "rl":
+        if generates:
             self._start_generation(cluster, logs)
         else:
             self._layers = self._trainers.start()
         if self.loaded is not None:
             self._progress.note(f"continuing from {self.loaded}")
             self._trainers.load(self.loaded, new_run=not self._own)
-        if config.train.task == "sft" and not self._read_only:
+        if config.train.task == "sft" and not self._exporting:
             self._open_supervised()
 
     def _start_generation(self, cluster: Cluster, logs: Path) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mslime.data.checkpoints import latest_complete, read_manifest
+from mslime.convert.hf import HFCheckpoint
+from mslime.data.checkpoints import latest_complete, read_manifest, step_directory
 from mslime.observe.names import is_known
 from mslime.observe.report import write_report
-from tests.e2e.harness import Run, interrupt, start_run
+from tests.e2e.harness import ROOT, Run, interrupt, start_run
 
 START_S, STEP_S = 240.0, 120.0
 """Generous: CI has two cores. They bound a hang, they do not measure anything."""
@@ -167,17 +171,23 @@ def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
     assert run.finish(START_S) == 0, run.text()
     losses = [r["loss/nll"] for r in run.rows()]
     assert len(losses) == 6 and losses[-1] < losses[0]
-    assert (run.directory / "hf" / "model.safetensors.index.json").exists() or list(
-        (run.directory / "hf").glob("*.safetensors")
-    )
+    shutil.copytree(run.directory / "hf", tmp_path / "hf_of_step_6")
     again = start_run(settings(tiny_qwen3_moe, prompts, train={**train, "num_steps": 8}), tmp_path)
     runs.append(again)
     assert again.finish(START_S) == 0, again.text()
     assert [r["step"] for r in again.rows()] == list(range(1, 9))
     assert again.left_over() == []
 
+    # The training checkpoint of step 6 is the checkpoint that the first run exported at its end.
+    out, checkpoint = tmp_path / "converted", step_directory(run.directory / "checkpoints", 6)
+    command = [sys.executable, "-m", "mslime.cli", "convert", str(run.directory / "config.yaml"), "--out", str(out)]
+    subprocess.run([*command, "--checkpoint", str(checkpoint)], check=True, cwd=ROOT, timeout=START_S)
+    converted, exported = HFCheckpoint(out), HFCheckpoint(tmp_path / "hf_of_step_6")
+    assert set(converted.info) == set(exported.info)
+    assert all(bool((converted.tensor(n) == exported.tensor(n)).all()) for n in exported.info)
+
     # Another run that begins from this one's checkpoint has a schedule of its own.
-    load = {"load": str(run.directory / "checkpoints" / "step_00000006")}
+    load = {"load": str(step_directory(run.directory / "checkpoints", 6))}
     other = {**train, "num_steps": 2, "lr": 5e-4, "lr_decay_style": "linear"}
     third = start_run(settings(tiny_qwen3_moe, prompts, train=other, checkpoint=load), tmp_path / "other")
     runs.append(third)
