@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -51,7 +52,7 @@ class WandbSink:
         identity = run_dir / "wandb_id"
         if not identity.exists():
             run_dir.mkdir(parents=True, exist_ok=True)
-            identity.write_text(wandb.util.generate_id())
+            identity.write_text(uuid.uuid4().hex)
         self._run: Any = wandb.init(
             project=project,
             name=run_name,

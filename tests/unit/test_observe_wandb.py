@@ -1,0 +1,44 @@
+"""The W&B sink against a fake of the three calls it makes; the real package is no dependency of the tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mslime.config.schema import ObserveConfig
+from mslime.observe.metrics import MetricsLogger
+
+
+class FakeWandbRun:
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.finished = False
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        self.rows.append((step, row))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_rows_go_to_one_run_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[dict[str, Any], FakeWandbRun]] = []
+
+    def init(**arguments: Any) -> FakeWandbRun:
+        runs.append((arguments, FakeWandbRun()))
+        return runs[-1][1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    observe = ObserveConfig(wandb_project="project")
+    with MetricsLogger(tmp_path, observe, 0, "name", {"seed": 1}) as metrics:
+        metrics.log(1, {"reward/mean": 0.5, "grad_norm": float("nan")})
+    with MetricsLogger(tmp_path, observe, 2, "name", {"seed": 1}) as metrics:
+        metrics.log(2, {"reward/mean": 0.6})
+    (first, before), (second, after) = runs
+    assert first == second and first["id"] and first["resume"] == "allow" and first["project"] == "project"
+    assert before.rows == [(1, {"reward/mean": 0.5})] and after.rows == [(2, {"reward/mean": 0.6})]
+    assert before.finished and after.finished
