@@ -17,4 +17,7 @@ step ruff format --check .
 step ruff check .
 step lint-imports
 step pyright
-step python -m pytest tests --durations=15
+# Three processes: what one kind of test leaves in a process (threads, patched modules) cannot reach the others.
+step python -m pytest tests/unit --durations=5 -W ignore
+step python -m pytest tests/engines --durations=5 -W ignore
+step python -m pytest tests/e2e --durations=5 -W ignore

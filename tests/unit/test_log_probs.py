@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from mslime.backends.megatron.log_probs import LogProbs, vocab_parallel_log_probs
+from tests.engines.megatron_ranks import run_ranks
 
 ROWS, VOCAB, PADDED = 37, 50, 64
 
@@ -118,9 +116,9 @@ def test_nothing_as_large_as_the_logits_is_kept_for_backward() -> None:
     assert 0 < saved.bytes <= 2 * 4 * ROWS, "two float32 numbers a row"
 
 
-def _rank(rank: int, world: int, store: str, out: str, dtype: torch.dtype) -> None:
+def _rank(rank: int, world: int, init_method: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     logits, labels, up_log_probs, up_entropy = make_case(dtype)
     width = PADDED // world
     mine = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
@@ -130,24 +128,21 @@ def _rank(rank: int, world: int, store: str, out: str, dtype: torch.dtype) -> No
     )  # fmt: skip
     assert result.entropy is not None
     (result.log_probs * up_log_probs + result.entropy * up_entropy).sum().backward()
-    torch.save((result.log_probs.detach(), result.entropy.detach(), mine.grad), f"{out}.{rank}")
     dist.destroy_process_group()
+    return result.log_probs.detach(), result.entropy.detach(), mine.grad
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_vocabulary_split_gives_the_single_rank_result(world: int, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_vocabulary_split_gives_the_single_rank_result(world: int, dtype: torch.dtype) -> None:
     """With four ranks of 16 columns the last one holds two real columns and fourteen of padding."""
-    mp.start_processes(  # type: ignore[no-untyped-call]
-        _rank, (world, str(tmp_path / "store"), str(tmp_path / "out"), dtype), nprocs=world, start_method="fork"
-    )
+    parts = run_ranks(_rank, world, dtype)
     logits, labels, up_log_probs, up_entropy = make_case(dtype)
     whole = logits.clone().requires_grad_()
     out = single(whole, labels, temperature=0.7, with_entropy=True)
     assert out.entropy is not None
     (out.log_probs * up_log_probs + out.entropy * up_entropy).sum().backward()
-    parts = [torch.load(f"{tmp_path / 'out'}.{rank}") for rank in range(world)]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for log_probs, entropy, _ in parts:
         torch.testing.assert_close(log_probs, out.log_probs.detach(), atol=1e-5, rtol=0)
@@ -156,28 +151,25 @@ def test_every_vocabulary_split_gives_the_single_rank_result(world: int, dtype: 
     torch.testing.assert_close(torch.cat([p[2] for p in parts], 1), whole.grad, atol=tolerance, rtol=1e-2)
 
 
-def _padding_rank(rank: int, world: int, store: str, out: str) -> None:
+def _padding_rank(rank: int, world: int, init_method: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
     logits, labels, up_log_probs, _ = make_case()
     mine = (logits[:, :VOCAB] if rank == 0 else logits[:, VOCAB:]).clone().requires_grad_()
     result = vocab_parallel_log_probs(
         mine, labels, tp_group=dist.group.WORLD, vocab_start=rank * VOCAB, vocab_size=VOCAB, with_entropy=True
     )
     (result.log_probs * up_log_probs).sum().backward()
-    torch.save((result.log_probs.detach(), result.entropy, mine.grad), f"{out}.{rank}")
     dist.destroy_process_group()
+    return result.log_probs.detach(), None if result.entropy is None else result.entropy.detach(), mine.grad
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_holds_only_padding_changes_nothing(tmp_path: Path) -> None:
-    mp.start_processes(  # type: ignore[no-untyped-call]
-        _padding_rank, (2, str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2, start_method="fork"
-    )
+def test_a_rank_that_holds_only_padding_changes_nothing() -> None:
+    parts = run_ranks(_padding_rank, 2)
     logits, labels, _, _ = make_case()
     exact, entropy = reference(logits, labels, VOCAB, 1.0)
-    for rank in range(2):
-        log_probs, ours, grad = torch.load(f"{tmp_path / 'out'}.{rank}")
+    for rank, (log_probs, ours, grad) in enumerate(parts):
         torch.testing.assert_close(log_probs.double(), exact, atol=1e-5, rtol=0)
         torch.testing.assert_close(ours.double(), entropy, atol=1e-5, rtol=0)
         assert rank == 0 or grad.abs().max() == 0
