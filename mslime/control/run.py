@@ -26,10 +26,11 @@ def run(config: RunConfig) -> int:
     if config.observe.progress != "off":
         console.print(describe(resolved))
     write_resolved(config, config.run_dir / "config.yaml")
-    with _terminate_like_ctrl_c(), Session(resolved) as session:
-        if session.first_step >= config.train.num_steps:
-            console.print(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
-            return 0
+    session = Session(resolved)
+    if session.first_step >= config.train.num_steps:
+        console.print(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
+        return 0
+    with _terminate_like_ctrl_c(), session:
         (train_sft if config.train.task == "sft" else train_rl)(session)
     console.print(f"done: {config.run_dir}")
     return 0
