@@ -168,7 +168,7 @@ def test_a_response_that_crosses_a_weight_update_holds_what_each_version_made(
 ):
     async def work() -> None:
         # Long responses: on a busy machine short ones are over before the update begins.
-        long = {"stop_ids": 0, "max_response_tokens": 800}
+        long = {"stop_ids": 1, "max_response_tokens": 800}
         config = config_for(fresh, tmp_path, **long, max_staleness=1, pause_mode=mode, group_size=2)
         async with service_for(config, tokenizer, fresh) as (service, pool):
             await service.take(0)
