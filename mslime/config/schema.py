@@ -26,6 +26,9 @@ class ModelConfig(Section):
     path: Path = Field(description="Hugging Face checkpoint directory (config.json, safetensors, tokenizer).")
     tokenizer_path: Path | None = Field(default=None, description="Tokenizer directory; default: the checkpoint's own.")
     reference_path: Path | None = Field(default=None, description="Reference policy for the KL term; default: `path`.")
+    ignored_config_fields: tuple[str, ...] = Field(
+        default=(), description="Settings of config.json that mslime does not know and that change nothing."
+    )
 
 
 class ClusterConfig(Section):

@@ -18,7 +18,7 @@ from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
-from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.source import PromptSource, supervised_sample
@@ -40,6 +40,7 @@ def resolve(config: RunConfig) -> ResolvedRun:
     """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake."""
     hf_config = read_hf_config(config.model.path)
     family = get_family(hf_config)
+    refuse_unread(family, hf_config, config.model.ignored_config_fields)
     derived = family.transformer_fields(hf_config)
     model = family.model_fields(hf_config)
     table = family.rules(hf_config)

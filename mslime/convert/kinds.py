@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -42,6 +42,11 @@ def _rank_range(size: int, rank: int, ranks: int) -> slice:
     return slice(rank * step, (rank + 1) * step)
 
 
+def _features(out: int, hidden: int | None) -> Shape:
+    """Shape of a linear layer's weight, or of its bias where `hidden` is None."""
+    return (out,) if hidden is None else (out, hidden)
+
+
 class Kind(ABC):
     """The layout of one Megatron parameter.
 
@@ -68,6 +73,10 @@ class Kind(ABC):
     @abstractmethod
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The Hugging Face tensors, from the shards of all ranks in rank order."""
+
+    def shared_out(self, tp_size: int) -> dict[str, int]:
+        """What `tp_size` ranks must share evenly, by name in plain words; for the check before anything is built."""
+        return {} if self.tp_axis is None else {"features": self.full_shape[self.tp_axis]}
 
     def local_shape(self, tp_size: int) -> Shape:
         """Shape of one rank's shard."""
@@ -102,11 +111,15 @@ class Replicated(Kind):
 
 
 @dataclass(frozen=True)
-class Column(Kind):
-    """A linear layer [out, in] whose output features are shared out."""
+class Sharded(Kind):
+    """One tensor whose dimension `axis` is shared out evenly; `Column` and `Row` name the two usual ones."""
 
     shape: Shape
-    tp_axis: int | None = 0
+    axis: int
+    tp_axis: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tp_axis", self.axis)
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
@@ -117,32 +130,21 @@ class Column(Kind):
         return self.shape
 
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        return parts[0][_rank_range(self.shape[0], tp_rank, tp_size)]
+        mine = _rank_range(self.shape[self.axis], tp_rank, tp_size)
+        return parts[0][(*[slice(None)] * self.axis, mine)]
 
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [_cat(shards, 0)]
+        return [_cat(shards, self.axis)]
 
 
-@dataclass(frozen=True)
-class Row(Kind):
-    """A linear layer [out, in] whose input features are shared out."""
+def Column(shape: Shape) -> Sharded:
+    """A linear layer [out, in] (or its bias [out]) whose output features are shared out."""
+    return Sharded(shape, 0)
 
-    shape: Shape
-    tp_axis: int | None = 1
 
-    @property
-    def hf_shapes(self) -> tuple[Shape, ...]:
-        return (self.shape,)
-
-    @property
-    def full_shape(self) -> Shape:
-        return self.shape
-
-    def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        return parts[0][:, _rank_range(self.shape[1], tp_rank, tp_size)]
-
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [_cat(shards, 1)]
+def Row(shape: Shape) -> Sharded:
+    """A linear layer [out, in] whose input features are shared out; its bias [out] is `Replicated`."""
+    return Sharded(shape, 1)
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,9 @@ class Vocabulary(Kind):
     def full_shape(self) -> Shape:
         return (self.vocab_size, self.hidden)
 
+    def shared_out(self, tp_size: int) -> dict[str, int]:
+        return {}
+
     def local_shape(self, tp_size: int) -> Shape:
         return (padded_vocab_size(self.vocab_size, tp_size) // tp_size, self.hidden)
 
@@ -176,19 +181,25 @@ class Vocabulary(Kind):
 
 @dataclass(frozen=True)
 class GatedMLP(Kind):
-    """SwiGLU's first layer: gate and up projections [ffn, hidden]; every rank holds [its gate rows; its up rows]."""
+    """SwiGLU's first layer: gate and up projections [ffn, hidden]; every rank holds [its gate rows; its up rows].
+
+    With `hidden` None, the biases [ffn] of the two.
+    """
 
     ffn: int
-    hidden: int
+    hidden: int | None
     tp_axis: int | None = 0
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
-        return ((self.ffn, self.hidden), (self.ffn, self.hidden))
+        return (_features(self.ffn, self.hidden), _features(self.ffn, self.hidden))
 
     @property
     def full_shape(self) -> Shape:
-        return (2 * self.ffn, self.hidden)
+        return _features(2 * self.ffn, self.hidden)
+
+    def shared_out(self, tp_size: int) -> dict[str, int]:
+        return {"MLP features": self.ffn}
 
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
         rows = _rank_range(self.ffn, tp_rank, tp_size)
@@ -203,24 +214,29 @@ class GatedMLP(Kind):
 class FusedQKV(Kind):
     """Query, key and value projections, interleaved by key-value group: [q of group 0, k 0, v 0, q of group 1, ...].
 
-    Ranks take equal runs of rows. With more ranks than groups a run ends inside a group, and megatron-core
-    gathers the activations back (`SelfAttention.get_query_key_value_tensors`), so the row runs are the same rule.
+    With `hidden` None, the three biases. Ranks take equal runs of rows. With more ranks than groups a run ends inside a
+    group, and megatron-core gathers the activations back (`SelfAttention.get_query_key_value_tensors`), so the row runs
+    are the same rule.
     """
 
     heads: int
     groups: int
     head_dim: int
-    hidden: int
+    hidden: int | None
     tp_axis: int | None = 0
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
-        kv = (self.groups * self.head_dim, self.hidden)
-        return ((self.heads * self.head_dim, self.hidden), kv, kv)
+        kv = _features(self.groups * self.head_dim, self.hidden)
+        return (_features(self.heads * self.head_dim, self.hidden), kv, kv)
 
     @property
     def full_shape(self) -> Shape:
-        return ((self.heads + 2 * self.groups) * self.head_dim, self.hidden)
+        return _features((self.heads + 2 * self.groups) * self.head_dim, self.hidden)
+
+    def shared_out(self, tp_size: int) -> dict[str, int]:
+        whole_groups = self.groups % tp_size == 0 or tp_size % self.groups == 0
+        return {"attention heads": self.heads} | ({} if whole_groups else {"key-value groups": self.groups})
 
     def _pieces(self) -> Iterator[tuple[int, slice]]:
         """(part, rows of that part) in fused order; parts are 0 query, 1 key, 2 value."""

@@ -7,15 +7,14 @@ maps other spellings onto them). A table is pure data, expanded for one model; i
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import CheckpointError, ConfigError, nearest
 from mslime.config.layout import ParallelLayout
-from mslime.convert.kinds import FusedQKV, GatedMLP, Kind, Shape, Sliceable
+from mslime.convert.kinds import Kind, Shape, Sliceable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,8 +29,10 @@ class Rule:
         hf: Hugging Face names with the same wildcards, in the order the kind expects.
         kind: how the tensors are laid out and shared out.
         layers: global layer ids that the rule stands for; empty when the name has no `{layer}`.
-        experts: number of experts; 0 when the name has no `{expert}`.
+        experts: number of experts; 0 when the name has no `{expert}`. Where a Hugging Face name has no `{expert}`, the
+            file holds one tensor for all experts, [experts, ...]: it is stacked.
         exported: False for a copy of a tensor that another rule exports (tied embeddings on the last stage).
+        dtype: as torch names it, where the tensor keeps its own whatever the model's is (a router's correction bias).
     """
 
     megatron: str
@@ -40,13 +41,20 @@ class Rule:
     layers: tuple[int, ...] = ()
     experts: int = 0
     exported: bool = True
+    dtype: str | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the file holds one tensor for all experts."""
+        return self.experts > 0 and "{expert}" not in self.hf[0]
 
     def expand(self) -> Iterable[BoundRule]:
         """One bound rule for every layer and expert."""
+        stack = self.experts if self.stacked else 0
         for layer in self.layers if "{layer}" in self.megatron else (-1,):
             for expert in range(self.experts) if self.experts else (-1,):
                 names = [name.format(layer=layer, expert=expert) for name in (self.megatron, *self.hf)]
-                yield BoundRule(names[0], tuple(names[1:]), self.kind, layer, expert, self.exported)
+                yield BoundRule(names[0], tuple(names[1:]), self.kind, layer, expert, self.exported, stack, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,8 @@ class BoundRule:
         kind: layout.
         layer, expert: global ids, -1 where the parameter belongs to none.
         exported: whether it is written when exporting.
+        stack: number of experts that share each Hugging Face tensor, this one being slice `expert` of it; 0: none do.
+        dtype: of its own, None for the model's.
     """
 
     name: str
@@ -67,6 +77,13 @@ class BoundRule:
     layer: int
     expert: int
     exported: bool
+    stack: int = 0
+    dtype: str | None = None
+
+    @property
+    def is_mtp(self) -> bool:
+        """Whether it belongs to a multi-token-prediction layer, which training neither builds nor changes."""
+        return self.name.startswith("mtp.")
 
     @property
     def is_expert(self) -> bool:
@@ -85,8 +102,8 @@ class BoundRule:
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
-        """Shapes of `hf_names`."""
-        return self.kind.hf_shapes
+        """Shapes of the tensors `hf_names`."""
+        return tuple((self.stack, *shape) for shape in self.kind.hf_shapes) if self.stack else self.kind.hf_shapes
 
     def local_shape(self, tp_size: int) -> Shape:
         """Shape of one rank's shard, vocabulary padding included."""
@@ -99,11 +116,29 @@ class BoundRule:
             read: gives a tensor, or a lazy view of one, by Hugging Face name (`HFCheckpoint.view`).
             tp_rank, tp_size: position among tensor-parallel ranks (expert-tensor-parallel ones for an expert).
         """
-        return self.kind.shard([read(name) for name in self.hf_names], tp_rank, tp_size)
+        parts = [read(name) for name in self.hf_names]
+        return self.kind.shard([_Slice(part, self.expert) for part in parts] if self.stack else parts, tp_rank, tp_size)
 
     def to_hf(self, shards: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        """The Hugging Face tensors, from the shards of all tensor-parallel ranks in rank order."""
+        """The Hugging Face tensors, from the shards of all tensor-parallel ranks in rank order.
+
+        Of a stacked tensor, this expert's slice of it: shape `hf_shapes` without the first dimension.
+        """
         return list(zip(self.hf_names, self.kind.unshard(shards), strict=True))
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """Slice `index` of a stacked tensor, read when indexed itself."""
+
+    stack: Sliceable
+    index: int
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        mine = slice(self.index, self.index + 1)
+        if index is Ellipsis:
+            return self.stack[mine][0]
+        return self.stack[(mine, *index) if isinstance(index, tuple) else (mine, index)][0]
 
 
 @dataclass(frozen=True)
@@ -113,13 +148,26 @@ class RuleTable:
     Attributes:
         rules: the family's declaration for this model, in the order in which tensors are exported.
         ignored: Hugging Face names that a checkpoint may hold and that mean nothing (a tied output layer).
+        aliases: Hugging Face names that a checkpoint may hold beside the tensor that they repeat, and that one's name
+            (the embedding of a multi-token-prediction layer).
     """
 
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @cached_property
     def bound(self) -> Mapping[str, BoundRule]:
+        """The bound rules of all that is trained, by canonical name in model order; multi-token prediction is not."""
+        return {name: bound for name, bound in self.all_bound.items() if not bound.is_mtp}
+
+    @cached_property
+    def mtp_names(self) -> frozenset[str]:
+        """Hugging Face tensors of the multi-token-prediction layers."""
+        return frozenset(name for bound in self.all_bound.values() if bound.is_mtp for name in bound.hf_names)
+
+    @cached_property
+    def all_bound(self) -> Mapping[str, BoundRule]:
         """Every bound rule by canonical name, in model order: embedding, layer 0, layer 1, ..., head."""
         found: dict[str, BoundRule] = {}
         depth = -1  # before the first rule with layers: the embedding; after the last: the head
@@ -130,9 +178,12 @@ class RuleTable:
         for _, bound in sorted(placed, key=lambda pair: pair[0]):
             assert bound.name not in found, f"two rules for {bound.name}"
             found[bound.name] = bound
-        exported = Counter(name for bound in found.values() if bound.exported for name in bound.hf_names)
-        twice = [name for name, count in exported.items() if count > 1]
-        assert not twice, f"two rules write {twice[:3]}"
+        written: set[tuple[str, int]] = set()
+        for bound in found.values():
+            for name in bound.hf_names if bound.exported else ():
+                piece = (name, bound.expert if bound.stack else -1)
+                assert piece not in written, f"two rules write {name}"
+                written.add(piece)
         return found
 
     def bind(self, canonical_name: str) -> BoundRule:
@@ -141,9 +192,9 @@ class RuleTable:
         Raises:
             CheckpointError: no rule covers the name.
         """
-        bound = self.bound.get(canonical_name)
+        bound = self.all_bound.get(canonical_name)
         if bound is None:
-            hint = nearest(canonical_name, self.bound)
+            hint = nearest(canonical_name, self.all_bound)
             raise CheckpointError(
                 "megatron parameter", canonical_name, f"no conversion rule covers it {hint}".strip(),
                 "add a rule to the model's file in mslime/convert/families",
@@ -158,7 +209,7 @@ class RuleTable:
         """Every Hugging Face tensor that the model needs, with its shape."""
         return {
             name: shape
-            for bound in self.bound.values()
+            for bound in self.all_bound.values()
             for name, shape in zip(bound.hf_names, bound.hf_shapes, strict=True)
         }
 
@@ -191,7 +242,11 @@ class RuleTable:
         Raises:
             CheckpointError: naming the first missing, misshapen or unexpected tensor.
         """
-        for name, shape in self.hf_shapes().items():
+        expected = self.hf_shapes()
+        without_mtp = not any(name in shapes for name in self.mtp_names)
+        for name, shape in expected.items():
+            if without_mtp and name in self.mtp_names:
+                continue  # published without them, or cut off by a tool: all or none
             if name not in shapes:
                 raise CheckpointError(
                     f"{where}: {name}", None, f"the tensor is missing {nearest(name, shapes)}".strip(),
@@ -202,7 +257,13 @@ class RuleTable:
                     f"{where}: {name}", tuple(shapes[name]), f"config.json promises the shape {shape}",
                     "use the config.json that belongs to these weights",
                 )  # fmt: skip
-        known = self.hf_shapes().keys() | set(self.ignored)
+        for name, original in self.aliases.items():
+            if name in shapes and tuple(shapes[name]) != expected[original]:
+                raise CheckpointError(
+                    f"{where}: {name}", tuple(shapes[name]), f"it repeats {original}, of shape {expected[original]}",
+                    "use the config.json that belongs to these weights",
+                )  # fmt: skip
+        known = expected.keys() | set(self.ignored) | self.aliases.keys()
         for name in shapes:
             if name not in known and not name.endswith(".rotary_emb.inv_freq"):
                 raise CheckpointError(
@@ -230,14 +291,11 @@ class RuleTable:
 
 def _check_tensor_parallel(rule: Rule, size: int, field: str) -> None:
     """One rule's tensor divides over `size` ranks (the vocabulary always does: it is padded)."""
-    kind = rule.kind
-    numbers: dict[str, int] = {}
-    if isinstance(kind, FusedQKV):
-        numbers["attention heads"] = kind.heads
-        if kind.groups % size and size % kind.groups:
-            numbers["key-value groups"] = kind.groups
-    elif isinstance(kind, GatedMLP):
-        numbers["MLP features"] = kind.ffn
-    for what, number in numbers.items():
+    for what, number in rule.kind.shared_out(size).items():
         if number % size:
-            raise ConfigError(field, size, f"must divide the model's {number} {what}", f"choose a divisor of {number}")
+            raise ConfigError(
+                field,
+                size,
+                f"must divide the model's {number} {what} ({rule.megatron})",
+                f"choose a divisor of {number}",
+            )

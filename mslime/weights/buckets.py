@@ -76,15 +76,15 @@ def convert(bucket: Bucket, gathered: Sequence[torch.Tensor], table: RuleTable) 
     flat = torch.empty(bucket.hf_numel, dtype=gathered[0].dtype, device=gathered[0].device)
     ep = len(bucket.slots[0].names)
     tp_size = len(gathered) // ep
-    entries = iter(bucket.entries)
+    pieces = iter(bucket.pieces)
     for slot in bucket.slots:
         for index, name in enumerate(slot.names):
             ranks = gathered[index * tp_size : (index + 1) * tp_size]
             shards = [rank[slot.offset : slot.offset + slot.numel].view(slot.shape) for rank in ranks]
             for hf_name, tensor in table.bind(name).to_hf(shards):
-                entry = next(entries)
-                assert (entry.name, entry.shape) == (hf_name, tuple(tensor.shape)), (entry, hf_name, tensor.shape)
-                flat[entry.offset : entry.offset + entry.numel].view(entry.shape).copy_(tensor)
+                piece = next(pieces)
+                assert (piece.name, piece.shape) == (hf_name, tuple(tensor.shape)), (piece, hf_name, tensor.shape)
+                flat[piece.offset : piece.offset + piece.numel].view(piece.shape).copy_(tensor)
     return flat
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mslime.config.errors import ConfigError
@@ -18,6 +18,8 @@ from mslime.convert.kinds import Shape
 from mslime.convert.table import BoundRule, RuleTable
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+Unit = tuple[tuple[BoundRule, ...], ...]
+"""What must travel in one bucket: slots, each with the rule of every expert-parallel rank."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Entry:
-    """One Hugging Face tensor of the bucket that is sent: its name, shape and first element in the flat buffer."""
+    """A Hugging Face tensor of the bucket that is sent, or one expert's slice of a stacked one.
+
+    Attributes:
+        name: in the checkpoint.
+        shape: of the tensor or slice.
+        offset: first element in the flat buffer.
+    """
 
     name: str
     shape: Shape
@@ -64,7 +72,8 @@ class Bucket:
         expert: gathered over the expert grid (EP x ETP) instead of the tensor-parallel group.
         dtype: of every tensor on the wire, as torch names it.
         slots: what each rank packs, in order.
-        entries: what the leader sends, in order.
+        pieces: what conversion makes of the slots, in order; slices where the checkpoint stacks experts.
+        entries: what the leader sends, in order; the same as `pieces` where nothing is stacked.
     """
 
     index: int
@@ -72,6 +81,7 @@ class Bucket:
     expert: bool
     dtype: str
     slots: tuple[Slot, ...]
+    pieces: tuple[Entry, ...]
     entries: tuple[Entry, ...]
 
     @property
@@ -129,8 +139,9 @@ def build_plan(
         table: the model's conversion rules.
         layout: the trainer's parallel sizes.
         stage_layers: global layer ids of each pipeline stage (all of its virtual chunks).
-        dtype: of the tensors on the wire, as torch names it (`bfloat16`); the engine's.
-        bucket_bytes: upper bound on what a bucket sends; a single tensor (or one expert of every rank) may exceed it.
+        dtype: of the tensors on the wire, as torch names it (`bfloat16`); the engine's. Rules may pin their own.
+        bucket_bytes: upper bound on what a bucket sends; a single tensor (one expert of every rank; all experts of a
+            layer where the checkpoint stacks them) may exceed it.
 
     Raises:
         ConfigError: the dtype is not a weight dtype.
@@ -143,12 +154,13 @@ def build_plan(
     buckets: list[Bucket] = []
     for stage in range(layout.pp):
         owned = [rule for rule in table.bound.values() if rule.exported and _stage_of(rule, stage_layers) == stage]
-        shared = [(rule,) for rule in owned if not rule.is_expert]
-        experts = list(_expert_slots([rule for rule in owned if rule.is_expert], layout.ep))
-        for groups, expert in ((shared, False), (experts, True)):
+        for expert in (False, True):
             size = layout.etp if expert else layout.tp
-            for run in _fill(groups, bucket_bytes // DTYPE_BYTES[dtype]):
-                buckets.append(_bucket(len(buckets), stage, expert, dtype, run, size))
+            for wire_dtype in dict.fromkeys(rule.dtype or dtype for rule in owned):
+                rules = [rule for rule in owned if rule.is_expert == expert and (rule.dtype or dtype) == wire_dtype]
+                units: Iterable[Unit] = _expert_units(rules, layout.ep) if expert else (((rule,),) for rule in rules)
+                for run in _fill(units, bucket_bytes // DTYPE_BYTES[wire_dtype]):
+                    buckets.append(_bucket(len(buckets), stage, expert, wire_dtype, run, size))
     return WeightPlan(layout, tuple(buckets))
 
 
@@ -158,52 +170,60 @@ def _stage_of(rule: BoundRule, stage_layers: Sequence[Sequence[int]]) -> int:
     return 0 if rule.name.startswith("embedding.") else len(stage_layers) - 1
 
 
-def _expert_slots(rules: Sequence[BoundRule], ep: int) -> Iterator[tuple[BoundRule, ...]]:
-    """Groups of `ep` rules that lie at the same place on every expert-parallel rank: local expert i of each."""
+def _expert_units(rules: Sequence[BoundRule], ep: int) -> Iterator[Unit]:
+    """Slots of `ep` rules that lie at the same place on every expert-parallel rank: local expert i of each.
+
+    All slots of a stacked tensor come as one unit, because they make one tensor.
+    """
     by_place: dict[tuple[int, str], dict[int, BoundRule]] = {}
     for rule in rules:
         by_place.setdefault((rule.layer, rule.name.rsplit(f".{rule.expert}.", 1)[1]), {})[rule.expert] = rule
     experts = max((rule.expert for rule in rules), default=-1) + 1
     assert experts % ep == 0, f"{experts} experts on {ep} expert-parallel ranks"
     per_rank = experts // ep
-    layers = dict.fromkeys(rule.layer for rule in rules)
-    for layer in layers:
+    for layer in dict.fromkeys(rule.layer for rule in rules):
         places = [by_expert for (where, _), by_expert in by_place.items() if where == layer]
-        for local in range(per_rank):
-            for by_expert in places:
-                yield tuple(by_expert[rank * per_rank + local] for rank in range(ep))
+        slots = [
+            [tuple(by_expert[rank * per_rank + local] for rank in range(ep)) for local in range(per_rank)]
+            for by_expert in places
+        ]
+        yield from (tuple(place) for place in slots if place[0][0].stack)
+        loose = [place for place in slots if not place[0][0].stack]
+        yield from ((place[local],) for local in range(per_rank) for place in loose)
 
 
-def _hf_numel(rules: Sequence[BoundRule]) -> int:
-    return sum(math.prod(shape) for rule in rules for shape in rule.hf_shapes)
+def _hf_numel(unit: Unit) -> int:
+    return sum(math.prod(shape) for slot in unit for rule in slot for shape in rule.kind.hf_shapes)
 
 
-def _fill(groups: Sequence[tuple[BoundRule, ...]], limit: int) -> Iterator[list[tuple[BoundRule, ...]]]:
-    """Consecutive groups of at most `limit` elements in sum; a group that is larger stands alone."""
-    run: list[tuple[BoundRule, ...]] = []
+def _fill(units: Iterable[Unit], limit: int) -> Iterator[list[Unit]]:
+    """Consecutive units of at most `limit` elements in sum; a unit that is larger stands alone."""
+    run: list[Unit] = []
     size = 0
-    for group in groups:
-        numel = _hf_numel(group)
+    for unit in units:
+        numel = _hf_numel(unit)
         if run and size + numel > limit:
             yield run
             run, size = [], 0
-        run.append(group)
+        run.append(unit)
         size += numel
     if run:
         yield run
 
 
-def _bucket(
-    index: int, stage: int, expert: bool, dtype: str, run: Sequence[tuple[BoundRule, ...]], tp_size: int
-) -> Bucket:
+def _bucket(index: int, stage: int, expert: bool, dtype: str, run: Sequence[Unit], tp_size: int) -> Bucket:
     slots: list[Slot] = []
-    entries: list[Entry] = []
+    pieces: list[Entry] = []
+    entries: dict[str, Entry] = {}
     packed = sent = 0
-    for group in run:
-        slots.append(Slot(tuple(rule.name for rule in group), group[0].local_shape(tp_size), packed))
+    for slot in (slot for unit in run for slot in unit):
+        slots.append(Slot(tuple(rule.name for rule in slot), slot[0].local_shape(tp_size), packed))
         packed += slots[-1].numel
-        for rule in group:
-            for name, shape in zip(rule.hf_names, rule.hf_shapes, strict=True):
-                entries.append(Entry(name, shape, sent))
-                sent += entries[-1].numel
-    return Bucket(index, stage, expert, dtype, tuple(slots), tuple(entries))
+        for rule in slot:
+            for name, whole, piece in zip(rule.hf_names, rule.hf_shapes, rule.kind.hf_shapes, strict=True):
+                if name not in entries:
+                    entries[name] = Entry(name, whole, sent)
+                    sent += entries[name].numel
+                first = entries[name].offset + (rule.expert * math.prod(piece) if rule.stack else 0)
+                pieces.append(Entry(name, piece, first))
+    return Bucket(index, stage, expert, dtype, tuple(slots), tuple(pieces), tuple(entries.values()))

@@ -79,7 +79,6 @@ def test_unnormalised_top_k_weights_are_a_softmax_before_the_choice() -> None:
         ({"attention_dropout": 0.1}, "attention_dropout"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["sliding_attention"] * 48}, "layer_types"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"dual_chunk_attention_config": {}}, "dual_chunk_attention_config"),
         ({"num_experts_per_tok": 1}, "norm_topk_prob"),
         ({"num_hidden_layers": "48"}, "num_hidden_layers"),

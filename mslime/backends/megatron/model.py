@@ -46,9 +46,11 @@ def _build_chunk(config: TransformerConfig, model: ModelFields, device: torch.de
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type="rope",
+        position_embedding_type=model.position_embedding,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,  # type: ignore[arg-type]
+        rope_scaling=model.llama3_factor is not None,
+        rope_scaling_factor=model.llama3_factor or 1.0,
         vp_stage=stage,
     )
 

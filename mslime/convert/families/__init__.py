@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.families.family import Family, ModelFields, as_list, as_object
+from mslime.convert.families.family import Family, ModelFields, Support, as_list, as_object, refuse_unread
 from mslime.convert.families.qwen3 import Qwen3
 from mslime.convert.families.qwen3_moe import Qwen3Moe
 
 FAMILIES: dict[str, Family] = {family.architecture: family for family in (Qwen3(), Qwen3Moe())}
 
-__all__ = ["FAMILIES", "Family", "ModelFields", "get_family", "read_hf_config"]
+__all__ = ["FAMILIES", "Family", "ModelFields", "Support", "get_family", "read_hf_config", "refuse_unread"]
 
 
 def get_family(hf_config: Mapping[str, object]) -> Family:

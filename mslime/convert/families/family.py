@@ -6,9 +6,9 @@ A setting that changes the model's arithmetic and that mslime does not build is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.table import RuleTable
@@ -33,11 +33,14 @@ class ModelFields:
     Attributes:
         vocab_size: rows of the embedding, without padding.
         max_positions: longest sequence that the checkpoint was made for, in tokens.
-        rotary_base, rotary_percent: rotary embedding.
+        rotary_base, rotary_percent: rotary embedding; the latter is the share of a head that rotates.
         tie_embeddings: the output layer is the embedding.
         num_layers: transformer layers.
         moe_layer_ids: global ids of the layers that route.
         num_experts, top_k: 0 for a dense model.
+        position_embedding: `rope`, or `yarn` (its settings are TransformerConfig's `yarn_*`); multi-latent attention
+            makes its own and reads neither.
+        llama3_factor: factor of Llama 3's frequency scaling; None: not scaled.
     """
 
     vocab_size: int
@@ -49,6 +52,25 @@ class ModelFields:
     moe_layer_ids: tuple[int, ...]
     num_experts: int
     top_k: int
+    position_embedding: Literal["rope", "yarn"] = "rope"
+    llama3_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class Support:
+    """What is known to work with a family, for `docs/models.md`, which is generated from it.
+
+    Attributes:
+        models: published checkpoints of the family that the tests convert at full size, by their usual names.
+        not_trained: why training is refused; empty when it is not.
+        not_served: why the engine is refused or not tested; empty when generation was compared with transformers.
+        notes: what a user should know, one sentence each.
+    """
+
+    models: tuple[str, ...]
+    not_trained: str = ""
+    not_served: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class Family(ABC):
@@ -56,9 +78,14 @@ class Family(ABC):
 
     Attributes:
         architecture: name in config.json's `architectures`.
+        support: what is known to work.
+        harmless: settings of config.json that the family does not read and that change nothing in training: `HARMLESS`
+            and the family's own.
     """
 
     architecture: str
+    support: Support
+    harmless: frozenset[str] = frozenset()
 
     @abstractmethod
     def transformer_fields(self, hf_config: HFConfig) -> dict[str, object]:
@@ -78,6 +105,66 @@ class Family(ABC):
     @abstractmethod
     def rules(self, hf_config: HFConfig) -> RuleTable:
         """The conversion table of this model. Raises like `transformer_fields`."""
+
+
+HARMLESS = frozenset({
+    # What the file is and who wrote it.
+    "architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path",
+    "name_or_path", "id2label", "label2id", "problem_type", "tokenizer_class", "task_specific_params",
+    # Special tokens, and how transformers generates, initialises and regularises.
+    "pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "initializer_range", "initializer_factor",
+    "max_length", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "aux_loss_alpha",
+    "aux_loss_coef", "seq_aux", "pretraining_tp", "output_attentions", "output_hidden_states", "return_dict",
+    "use_return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "_attn_implementation", "attn_implementation",
+    "_experts_implementation", "experts_implementation",
+    # Read where checkpoints are opened, for every family.
+    "quantization_config", "compression_config",
+})  # fmt: skip
+
+
+class _Recorder(Mapping[str, object]):
+    """A config.json that remembers which of its settings were read."""
+
+    def __init__(self, config: HFConfig) -> None:
+        self._config = config
+        self.read: set[str] = set()
+
+    def __getitem__(self, name: str) -> object:
+        self.read.add(name)
+        return self._config[name]
+
+    def __contains__(self, name: object) -> bool:
+        self.read.add(str(name))
+        return name in self._config
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config)
+
+    def __len__(self) -> int:
+        return len(self._config)
+
+
+def refuse_unread(family: Family, hf_config: HFConfig, ignored: Collection[str] = ()) -> None:
+    """Every setting of config.json is one that the family reads, or one known to change nothing.
+
+    Args:
+        ignored: settings that the user vouches for (`model.ignored_config_fields`).
+
+    Raises:
+        CheckpointError: naming the first setting that nobody reads; and whatever the family itself refuses.
+    """
+    recorder = _Recorder(hf_config)
+    family.transformer_fields(recorder)
+    family.model_fields(recorder)
+    family.rules(recorder)
+    known = recorder.read | HARMLESS | family.harmless | set(ignored)
+    for name, value in hf_config.items():
+        if name not in known and value is not None:
+            raise CheckpointError(
+                f"config.json: {name}", value, f"mslime does not know what this setting does to {family.architecture}",
+                "if it changes nothing in the forward pass, name it in model.ignored_config_fields; else add it to "
+                "the family's file in mslime/convert/families",
+            )  # fmt: skip
 
 
 def required_int(config: HFConfig, *names: str) -> int:
@@ -122,30 +209,97 @@ def refuse_unless(config: HFConfig, name: str, allowed: Iterable[object]) -> Non
         )  # fmt: skip
 
 
-def rotary(config: HFConfig) -> tuple[float, float]:
-    """(base, fraction of the head that rotates) in both spellings: `rope_parameters`, or `rope_theta` + `rope_scaling`.
+@dataclass(frozen=True)
+class Rotary:
+    """The rotary embedding of a checkpoint.
+
+    Attributes:
+        base: of the frequencies.
+        percent: share of a head's features that rotate.
+        kind: `default`, or the scaling: `llama3`, `yarn`.
+        settings: the scaling's own numbers, as config.json names them.
+    """
+
+    base: float
+    percent: float
+    kind: str
+    settings: Mapping[str, object]
+
+
+_ROTARY_SETTINGS = {
+    "default": frozenset[str](),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        }
+    ),
+}
+_LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def rotary(config: HFConfig, kinds: Collection[str] = ("default",), base: float | None = None) -> Rotary:
+    """The rotary settings in both spellings: `rope_parameters`, or `rope_theta` beside `rope_scaling`.
+
+    Args:
+        kinds: scalings that the family builds.
+        base: of the family's transformers class, for files that leave it out.
 
     Raises:
-        CheckpointError: a rope scaling other than none, or no base.
+        CheckpointError: another scaling, a setting that nobody reads, or no base.
     """
-    parameters: dict[str, object] = {}
+    section: dict[str, object] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name)
         if value is None:
             continue
-        section = as_object(value)
-        if section is None:
+        given = as_object(value)
+        if given is None:
             raise CheckpointError(
                 f"config.json: {name}", value, "must be an object", "use the config.json of the checkpoint"
             )
-        parameters.update(section)
-        scaling = parameters.get("rope_type", parameters.get("type", "default"))
-        if scaling != "default":
+        section.update(given)
+    kind = str(section.pop("rope_type", section.pop("type", "default")))
+    section.pop("type", None)
+    if kind not in kinds or kind not in _ROTARY_SETTINGS:
+        raise CheckpointError(
+            "config.json: rope_scaling.rope_type", kind,
+            f"mslime builds this family with {', '.join(sorted(kinds))} only",
+            "use the checkpoint without context extension",
+        )  # fmt: skip
+    merged = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
+    merged |= {name: section.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in section}
+    settings = {name: value for name, value in section.items() if value is not None}
+    for name in settings.keys() - _ROTARY_SETTINGS[kind]:
+        raise CheckpointError(
+            f"config.json: rope_scaling.{name}", settings[name], f"nothing reads this setting of {kind!r}",
+            "use the checkpoint without context extension",
+        )  # fmt: skip
+    percent = required_number(merged, "partial_rotary_factor") if "partial_rotary_factor" in merged else 1.0
+    theta = base if base is not None and "rope_theta" not in merged else required_number(merged, "rope_theta")
+    return Rotary(theta, percent, kind, settings)
+
+
+def llama3_factor(rope: Rotary) -> float | None:
+    """Factor of Llama 3's frequency scaling, None when there is none.
+
+    megatron-core builds the scaling with the published constants (`RotaryEmbedding._apply_scaling`).
+
+    Raises:
+        CheckpointError: other constants.
+    """
+    if rope.kind != "llama3":
+        return None
+    for name, built in _LLAMA3_CONSTANTS.items():
+        if rope.settings.get(name) != built:
             raise CheckpointError(
-                f"config.json: {name}.rope_type", scaling, "mslime builds plain rotary embeddings only ('default')",
-                "use the checkpoint without context extension",
+                f"config.json: rope_scaling.{name}", rope.settings.get(name), f"megatron-core builds {built} only",
+                "use a checkpoint with Llama 3.1's constants",
             )  # fmt: skip
-    merged = {**config, **parameters}
-    share = merged.get("partial_rotary_factor")
-    percent = 1.0 if share is None else required_number(merged, "partial_rotary_factor")
-    return required_number(merged, "rope_theta"), percent
+    return required_number(rope.settings, "factor")

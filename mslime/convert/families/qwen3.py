@@ -9,6 +9,7 @@ from mslime.convert.families.family import (
     Family,
     HFConfig,
     ModelFields,
+    Support,
     flag,
     refuse_unless,
     required_int,
@@ -25,13 +26,14 @@ class Qwen3(Family):
     """The dense family; the MoE family shares its attention, norms and embeddings."""
 
     architecture = "Qwen3ForCausalLM"
+    support = Support(("Qwen3-0.6B", "Qwen3-4B", "Qwen3-8B", "Qwen3-32B"))
+    harmless = frozenset({"max_window_layers", "sliding_window"})
 
     def transformer_fields(self, hf_config: HFConfig) -> dict[str, object]:
         refuse_unless(hf_config, "hidden_act", ("silu",))
         refuse_unless(hf_config, "attention_bias", (None, False))
         refuse_unless(hf_config, "attention_dropout", (None, 0, 0.0))
         refuse_unless(hf_config, "use_sliding_window", (None, False))
-        refuse_unless(hf_config, "quantization_config", (None,))
         refuse_unless(hf_config, "dual_chunk_attention_config", (None,))
         layers = required_int(hf_config, "num_hidden_layers")
         refuse_unless(hf_config, "layer_types", (None, ["full_attention"] * layers))
@@ -56,12 +58,12 @@ class Qwen3(Family):
         }
 
     def model_fields(self, hf_config: HFConfig) -> ModelFields:
-        base, percent = rotary(hf_config)
+        rope = rotary(hf_config)
         return ModelFields(
             vocab_size=required_int(hf_config, "vocab_size"),
             max_positions=required_int(hf_config, "max_position_embeddings"),
-            rotary_base=base,
-            rotary_percent=percent,
+            rotary_base=rope.base,
+            rotary_percent=rope.percent,
             tie_embeddings=flag(hf_config, "tie_word_embeddings", False),
             num_layers=required_int(hf_config, "num_hidden_layers"),
             moe_layer_ids=(),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.families.family import HFConfig, ModelFields, as_list, flag, refuse_unless, required_int
+from mslime.convert.families.family import HFConfig, ModelFields, Support, as_list, flag, refuse_unless, required_int
 from mslime.convert.families.qwen3 import Qwen3, assemble, dense_mlp_rules
 from mslime.convert.kinds import GatedMLP, Replicated, Row
 from mslime.convert.table import Rule, RuleTable
@@ -20,6 +20,7 @@ class Qwen3Moe(Qwen3):
     """The MoE family."""
 
     architecture = "Qwen3MoeForCausalLM"
+    support = Support(("Qwen3-30B-A3B", "Qwen3-235B-A22B"))
 
     def transformer_fields(self, hf_config: HFConfig) -> dict[str, object]:
         moe_layers, top_k = moe_layer_ids(hf_config), required_int(hf_config, "num_experts_per_tok")

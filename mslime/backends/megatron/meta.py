@@ -1,0 +1,54 @@
+"""A trainer rank's model without its memory: on the meta device, in a world of which only this process exists.
+
+Used where only names and shapes matter: learning how megatron-core stores a model in a checkpoint, and checking the
+conversion rules of a full-size model in a layout of any size. Never in a process that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from mslime.backends.megatron.model import build_chunks
+from mslime.backends.megatron.settings import transformer_config
+from mslime.config.layout import ParallelLayout
+from mslime.config.schema import RunConfig
+from mslime.convert.families import get_family
+
+
+@contextmanager
+def lone_rank(layout: ParallelLayout, rank: int = 0) -> Generator[None]:
+    """Rank `rank` of a world whose other ranks are not there: groups exist, collectives must not be entered."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    assert not dist.is_initialized(), "this process already belongs to a world"
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(0)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def meta_chunks(config: RunConfig, hf_config: Mapping[str, object]) -> list[GPTModel]:
+    """The chunks that `build_chunks` would give this rank, all parameters on the meta device; within `lone_rank`."""
+    device = torch.device("cpu")
+    settings = transformer_config(config, hf_config, device)
+    settings.perform_initialization = False
+    with torch.device("meta"):
+        return build_chunks(settings, get_family(hf_config).model_fields(hf_config), torch.device("meta"))
