@@ -113,10 +113,10 @@ HARMLESS = frozenset({
     "name_or_path", "id2label", "label2id", "problem_type", "tokenizer_class", "task_specific_params",
     # Special tokens, and how transformers generates, initialises and regularises.
     "pad_token_id", "bos_token_id", "eos_token_id", "use_cache", "initializer_range", "initializer_factor",
-    "max_length", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise", "aux_loss_alpha",
-    "aux_loss_coef", "seq_aux", "pretraining_tp", "output_attentions", "output_hidden_states", "return_dict",
-    "use_return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "_attn_implementation", "attn_implementation",
-    "_experts_implementation", "experts_implementation",
+    "max_length", "output_router_logits", "router_aux_loss_coef", "router_z_loss_coef", "router_jitter_noise",
+    "aux_loss_alpha", "aux_loss_coef", "seq_aux", "pretraining_tp", "output_attentions", "output_hidden_states",
+    "return_dict", "use_return_dict", "chunk_size_feed_forward", "is_encoder_decoder",
+    "_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation",
     # Read where checkpoints are opened, for every family.
     "quantization_config", "compression_config",
 })  # fmt: skip

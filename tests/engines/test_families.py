@@ -1,0 +1,282 @@
+"""Every model family on real megatron-core: transformers' logits, the way back to disk, mbridge's export, SGLang.
+
+One run of the ranks for each case and layout answers all of its tests. What a case is, and the cases, are in
+`tests/fixtures/families`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.convert.families import FAMILIES, get_family
+from mslime.convert.hf import HFCheckpoint
+from tests.engines.conftest import serve
+from tests.engines.test_weight_sync import engine_log_probs, publish
+from tests.engines.trainer_ranks import make_config, make_shard, run_trainers, shard_of
+from tests.fixtures.families import CASES
+from tests.fixtures.families.case import ALL, FamilyCase
+
+pytestmark = pytest.mark.timeout(240)
+
+LAYOUTS = [(case.name, index) for case in CASES.values() for index in range(len(case.layouts))]
+LAYOUT_IDS = [f"{name} {CASES[name].layouts[index] or 'one process'}" for name, index in LAYOUTS]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the ranks of one layout found.
+
+    Attributes:
+        rows: logit rows compared with transformers'.
+        logits: largest difference in them.
+        exported: directory with the export of the untouched weights.
+        different_from_mbridge: tensors that differ in a bit after a change to every parameter; None: not asked.
+    """
+
+    rows: int
+    logits: float
+    exported: Path
+    different_from_mbridge: list[str] | None
+
+
+class Ran:
+    """Checkpoints, references and outcomes of this session, each made when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._checkpoints: dict[str, Path] = {}
+        self._outcomes: dict[tuple[str, int], Outcome] = {}
+
+    def checkpoint(self, case: FamilyCase) -> Path:
+        """The tiny model, with transformers' logits of `make_shard`'s sequences beside it in `logits.pt`."""
+        if case.name not in self._checkpoints:
+            directory = case.make(self._root / re.sub(r"\W+", "-", case.name))
+            shard, model = make_shard(), case.transformers_model(directory)
+            sequences = torch.from_numpy(shard.tokens).long().split(shard.lengths.tolist())
+            with torch.no_grad():
+                logits = torch.cat([model(tokens[None]).logits[0] for tokens in sequences])
+            torch.save(logits, directory / "logits.pt")
+            self._checkpoints[case.name] = directory
+        return self._checkpoints[case.name]
+
+    def outcome(self, name: str, index: int) -> Outcome:
+        """Of one case in one of its layouts."""
+        if (name, index) not in self._outcomes:
+            case = CASES[name]
+            sizes, checkpoint = case.layouts[index], self.checkpoint(case)
+            out = self._root / f"{checkpoint.name}-{index}"
+            config = make_config(checkpoint, out, **sizes)
+            ask_mbridge = case.mbridge and {**sizes, **ALL} == sizes
+            found = run_trainers(examine, config, checkpoint / "logits.pt", out / "exported", ask_mbridge)
+            rows = sum(rank["rows"] for rank in found)
+            worst = max(rank["logits"] for rank in found)
+            different = [tensor for rank in found for tensor in rank["different"]] if ask_mbridge else None
+            self._outcomes[name, index] = Outcome(rows, worst, out / "exported", different)
+        return self._outcomes[name, index]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(tmp_path_factory.mktemp("families"))
+
+
+def examine(trainer: MegatronTrainer, reference: Path, exported: Path, ask_mbridge: bool) -> dict[str, Any]:
+    """On every rank: compare logits, export, and compare the export of changed weights with mbridge's."""
+    rows, logits = worst_logit_difference(trainer, torch.load(reference))
+    trainer.weight_sender().export(exported, trainer.config.model.path)
+    different = perturb_and_export(trainer, exported.with_name("changed")) if ask_mbridge else []
+    return {"rows": rows, "logits": logits, "different": different}
+
+
+def worst_logit_difference(trainer: MegatronTrainer, expected: torch.Tensor) -> tuple[int, float]:
+    """(logit rows compared, largest |Megatron - transformers| over them) on the last stage; (0, 0) elsewhere."""
+    from megatron.core import parallel_state as groups
+
+    shard = shard_of(trainer)
+    compared, worst = 0, 0.0
+
+    def compare(batch: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        nonlocal compared, worst
+        shares = [torch.empty_like(logits) for _ in range(trainer.place.tp_size)]
+        dist.all_gather(shares, logits.contiguous(), group=groups.get_tensor_model_parallel_group())
+        whole = torch.cat(shares, -1)[:, : trainer.model.vocab_size]
+        rows = torch.from_numpy(batch.slicer.rows)
+        known = rows >= 0
+        compared += int(known.sum())
+        if known.any():  # interleaved stages get an empty micro-batch
+            worst = max(worst, float((whole[known] - expected[rows[known]]).abs().max()))
+        return logits.new_zeros(()), {}
+
+    with torch.no_grad():
+        trainer.runner._run(trainer.runner._micro_batches(shard), compare, None, None, forward_only=True)
+    assert compared in (0, len(shard.tokens))
+    return compared, worst
+
+
+class TransformerEngineNames:
+    """Shows a local-spec model under the parameter names that mbridge knows (test oracle's adapter)."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.decoder, self.config = model, model.decoder, model.config
+
+    def _name(self, name: str) -> str:
+        match = re.match(r"(decoder\.layers\.(\d+)\.)(.*)", name)
+        if match is None:
+            return name
+        prefix, layer, rest = match.groups()
+        if rest == "input_layernorm.weight":
+            return prefix + "self_attention.linear_qkv.layer_norm_weight"
+        if rest == "pre_mlp_layernorm.weight" and not hasattr(self.decoder.layers[int(layer)].mlp, "router"):
+            return prefix + "mlp.linear_fc1.layer_norm_weight"
+        if expert := re.match(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", rest):
+            return f"{prefix}mlp.experts.{expert[2]}.weight{expert[1]}"
+        return name
+
+    def named_parameters(self) -> Any:
+        return ((self._name(name), parameter) for name, parameter in self._model.named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self._name(name): value for name, value in self._model.state_dict().items()}
+
+
+def mbridge_export(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    """Every Hugging Face tensor, as mbridge exports it from this trainer's model."""
+    from mbridge import AutoBridge
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(trainer.config.model.path)
+    config.rope_theta = config.rope_parameters["rope_theta"]  # mbridge 0.15.1 reads transformers 4 configurations
+    config.rope_scaling = None
+    bridge = AutoBridge.from_config(config, dtype=torch.float32)
+    views = [TransformerEngineNames(chunk) for chunk in trainer.chunks]
+    with torch.no_grad():
+        return {name: tensor.clone() for name, tensor in bridge.export_weights(views)}
+
+
+def change_every_parameter(trainer: MegatronTrainer) -> None:
+    """Add to every parameter an amount of its own, the same on every rank that holds a part of it."""
+    rules = get_family(trainer.hf_config).rules(trainer.hf_config)
+    with torch.no_grad():
+        for name, parameter in trainer.named_local_params():  # the copy of a tied embedding included
+            parameter.add_(0.01 * (1 + zlib.crc32(rules.bind(name).hf_names[0].encode()) % 7))
+
+
+def perturb_and_export(trainer: MegatronTrainer, directory: Path) -> list[str]:
+    """Change every parameter, export with both, and name every tensor in which a bit differs."""
+    change_every_parameter(trainer)
+    trainer.weight_sender().export(directory, trainer.config.model.path)
+    oracle = mbridge_export(trainer)
+    ours = HFCheckpoint(directory)
+    assert ours.info.keys() == oracle.keys(), ours.info.keys() ^ oracle.keys()
+    return [name for name, tensor in oracle.items() if not torch.equal(ours.tensor(name), tensor)]
+
+
+def assert_same_tensors(found: Path, source: Path) -> None:
+    """Both checkpoints hold the same names with the same bits and dtypes."""
+    ours, theirs = HFCheckpoint(found), HFCheckpoint(source)
+    hf_config = json.loads((source / "config.json").read_text())
+    rules = get_family(hf_config).rules(hf_config)
+    assert ours.info.keys() == theirs.info.keys() - set(rules.ignored), ours.info.keys() ^ theirs.info.keys()
+    for name in ours.info:
+        mine, yours = ours.tensor(name), theirs.tensor(name)
+        assert mine.dtype == yours.dtype and torch.equal(mine, yours), name
+
+
+@pytest.mark.parametrize(("name", "index"), LAYOUTS, ids=LAYOUT_IDS)
+def test_megatron_logits_equal_transformers_within_1e_5(ran: Ran, name: str, index: int) -> None:
+    outcome = ran.outcome(name, index)
+    assert outcome.rows > 0 and outcome.logits <= 1e-5, outcome
+
+
+@pytest.mark.parametrize(("name", "index"), LAYOUTS, ids=LAYOUT_IDS)
+def test_a_checkpoint_comes_back_bit_for_bit(ran: Ran, name: str, index: int) -> None:
+    assert_same_tensors(ran.outcome(name, index).exported, ran.checkpoint(CASES[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [(n, i) for n, i in LAYOUTS if CASES[n].mbridge and {**CASES[n].layouts[i], **ALL} == CASES[n].layouts[i]],
+)
+def test_the_export_equals_mbridges_bit_for_bit(ran: Ran, name: str, index: int) -> None:
+    assert ran.outcome(name, index).different_from_mbridge == []
+
+
+def in_bfloat16(source: Path, target: Path) -> Path:
+    """The checkpoint rounded to bfloat16, but for tensors that the family keeps in a dtype of their own."""
+    from safetensors.torch import save_file
+
+    hf_config = json.loads((source / "config.json").read_text())
+    rules, checkpoint = get_family(hf_config).rules(hf_config), HFCheckpoint(source)
+    own = {name for rule in rules.all_bound.values() if rule.dtype for name in rule.hf_names}
+    target.mkdir()
+    tensors = {
+        name: checkpoint.tensor(name).to(torch.float32 if name in own else torch.bfloat16) for name in checkpoint.info
+    }
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    hf_config["dtype"] = "bfloat16"
+    hf_config.pop("torch_dtype", None)
+    (target / "config.json").write_text(json.dumps(hf_config))
+    return target
+
+
+def export_only(trainer: MegatronTrainer, exported: Path) -> None:
+    trainer.weight_sender().export(exported, trainer.config.model.path)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bfloat16_checkpoint_comes_back_bit_for_bit(ran: Ran, tmp_path: Path, name: str) -> None:
+    source = in_bfloat16(ran.checkpoint(CASES[name]), tmp_path / "bf16")
+    config = make_config(
+        source, tmp_path / "out", params_dtype="bfloat16", **_without_parallelism(CASES[name].layouts[0])
+    )
+    run_trainers(export_only, config, tmp_path / "exported")
+    assert_same_tensors(tmp_path / "exported", source)
+
+
+def send_changed(trainer: MegatronTrainer, url: str, exported: Path) -> None:
+    """Change every parameter, send the weights to the engine and write them to disk."""
+    sender = trainer.weight_sender()
+    sender.connect([url])
+    change_every_parameter(trainer)
+    publish(sender, 1, trainer.place.rank, check=False)
+    sender.disconnect()
+    sender.export(exported, trainer.config.model.path)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.served])
+def test_the_engine_serves_the_synced_weights_as_transformers_computes_them(
+    ran: Ran, tmp_path: Path, name: str
+) -> None:
+    case = CASES[name]
+    checkpoint = ran.checkpoint(case)
+    server = serve(checkpoint, tmp_path / "log")
+    try:
+        before, _ = engine_log_probs(server.url)
+        sizes = {"tp": 2, "ep": 2} if server.model.top_k else {"tp": 2}
+        run_trainers(send_changed, make_config(checkpoint, tmp_path, **sizes), server.url, tmp_path / "sent")
+        after, meta = engine_log_probs(server.url)
+    finally:
+        server.process.stop()
+    assert meta["weight_version"] == "1"
+    tokens = torch.arange(40, 90)[None]
+    with torch.no_grad():
+        logits = case.transformers_model(tmp_path / "sent")(tokens).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+    assert (after - expected).abs().max() <= 2e-5
+    assert (after - before).abs().max() > 1e-3
+
+
+def test_every_family_has_a_case(ran: Ran) -> None:
+    configs = [json.loads((ran.checkpoint(case) / "config.json").read_text()) for case in CASES.values()]
+    tried = {config["architectures"][0] for config in configs}
+    assert tried == {name for name, family in FAMILIES.items() if not family.support.not_trained}
