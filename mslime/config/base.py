@@ -1,10 +1,12 @@
-"""The base of every configuration section: frozen, typed, and unknown keys refused with the nearest known name."""
+"""The bases of configuration sections: frozen, typed, and unknown keys refused with the nearest known name."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from mslime.config.passthrough import collect_extra, engine_fields
 
 
 class Section(BaseModel):
@@ -15,3 +17,23 @@ class Section(BaseModel):
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-able values, for YAML and for crossing process borders."""
         return self.model_dump(mode="json")
+
+
+class EngineSection(Section):
+    """A section that also takes the engine's own fields, and keeps those in `extra`.
+
+    Attributes:
+        engine: `megatron` or `sglang`, which is also the section's name.
+        reserved: engine fields that mslime sets itself, with the reason.
+    """
+
+    engine: ClassVar[str]
+    reserved: ClassVar[dict[str, str]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _collect_extra(cls, values: dict[str, Any]) -> dict[str, Any]:
+        own = set(cls.model_fields)
+        if set(values) <= own and not values.get("extra"):
+            return values
+        return collect_extra(cls.engine, values, own, engine_fields(cls.engine), cls.reserved)

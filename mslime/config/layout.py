@@ -1,7 +1,7 @@
-"""The parallel layout as arithmetic: which sizes are legal and how ranks are grouped. No process groups here.
+"""The parallel layout as arithmetic: which sizes are legal, how ranks are grouped, which stage holds which layers.
 
-Rank order is megatron-core's default, `tp-cp-ep-dp-pp` (fastest first): the dense grid is (tp, cp, dp, pp) and the
-expert grid is (etp, ep, edp, pp) over the same ranks.
+No process groups here. Rank order is megatron-core's default, `tp-cp-ep-dp-pp` (fastest first): the dense grid is
+(tp, cp, dp, pp) and the expert grid is (etp, ep, edp, pp) over the same ranks.
 """
 
 from __future__ import annotations
@@ -82,3 +82,71 @@ class ParallelLayout:
             "ETP": self.etp,
         }
         return " ".join(f"{k}{v}" for k, v in sizes.items() if v > 1) or "one rank"
+
+
+def stage_layers(
+    num_layers: int, pp: int, vpp: int = 1, first: int | None = None, last: int | None = None
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Global (0-based) layer ids of every chunk of every pipeline stage: `[stage][chunk]`.
+
+    The arithmetic of megatron-core 0.16.1's `get_num_layers_to_build` and `get_transformer_layer_offset`: the first and
+    last stage hold `first` and `last` layers where given, the stages between share the rest evenly, and a stage's
+    layers are dealt out to its chunks so that chunk 0 of every stage comes before chunk 1 of any.
+
+    Args:
+        num_layers: transformer layers of the model.
+        pp, vpp: pipeline stages, and chunks of each.
+        first, last: megatron-core's `num_layers_in_first_pipeline_stage` and `num_layers_in_last_pipeline_stage`.
+
+    Raises:
+        ConfigError: the layers cannot be shared out so; it names sizes of the first or last stage that would work.
+    """
+    uneven = {"first": first, "last": last}
+    given = {name: size for name, size in uneven.items() if size is not None}
+    if given and pp == 1:
+        name, size = next(iter(given.items()))
+        raise ConfigError(
+            f"megatron.num_layers_in_{name}_pipeline_stage", size, "there is only one pipeline stage",
+            "remove it, or raise pipeline_model_parallel_size",
+        )  # fmt: skip
+    rest, others = num_layers - sum(given.values()), pp - len(given)
+    if rest < 0 or (others == 0 and rest) or (others and (rest % others or rest < others)):
+        raise ConfigError(
+            "megatron.pipeline_model_parallel_size", pp, _uneven_rule(num_layers, pp, given),
+            _uneven_way_out(num_layers, pp, vpp),
+        )  # fmt: skip
+    share = rest // others if others else 0
+    sizes = [first if first is not None else share, *[share] * (pp - 2), last if last is not None else share][:pp]
+    uncut = next((size for size in sizes if size % vpp), None)
+    if uncut is not None:
+        raise ConfigError(
+            "megatron.virtual_pipeline_model_parallel_size", vpp,
+            f"must divide the layers of every stage, and one holds {uncut}", _uneven_way_out(num_layers, pp, vpp),
+        )  # fmt: skip
+    chunks: list[list[tuple[int, ...]]] = [[] for _ in range(pp)]
+    at = 0
+    for _ in range(vpp):
+        for stage, size in enumerate(sizes):
+            chunks[stage].append(tuple(range(at, at + size // vpp)))
+            at += size // vpp
+    return tuple(tuple(stage) for stage in chunks)
+
+
+def _uneven_rule(num_layers: int, pp: int, given: dict[str, int]) -> str:
+    if not given:
+        return f"must divide the model's {num_layers} layers"
+    asked = " and ".join(f"{size} in the {name} stage" for name, size in given.items())
+    return f"{num_layers} layers with {asked} leave no equal share for the other {pp - len(given)} stages"
+
+
+def _uneven_way_out(num_layers: int, pp: int, vpp: int) -> str:
+    """A size of the last stage (below the others, since it also holds the output layer) with which it works."""
+    if pp > 1:
+        for share in range(-(-num_layers // pp), num_layers):
+            last = num_layers - share * (pp - 1)
+            if share % vpp == 0 and last > 0 and last % vpp == 0:
+                return (
+                    f"set num_layers_in_last_pipeline_stage: {last} (the other stages hold {share}), "
+                    f"or use a divisor of {num_layers}"
+                )
+    return f"choose pipeline sizes whose product divides {num_layers}"

@@ -12,8 +12,9 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from mslime.config.base import EngineSection
 from mslime.config.errors import ConfigError, UserError, nearest
-from mslime.config.passthrough import megatron_fields, sglang_fields
+from mslime.config.passthrough import engine_fields
 from mslime.config.schema import RunConfig
 
 
@@ -165,5 +166,5 @@ def known_keys(location: Sequence[int | str]) -> set[str]:
         model = next(
             m for m in (annotation, *typing.get_args(annotation)) if isinstance(m, type) and issubclass(m, BaseModel)
         )
-    engine = {"megatron": megatron_fields, "sglang": sglang_fields}.get(".".join(str(p) for p in location))
-    return set(model.model_fields) | (set(engine()) if engine else set())
+    engine = set(engine_fields(model.engine)) if issubclass(model, EngineSection) else set[str]()
+    return set(model.model_fields) | engine

@@ -162,6 +162,11 @@ def sglang_fields() -> dict[str, EngineField]:
     return found
 
 
+def engine_fields(engine: str) -> dict[str, EngineField]:
+    """Every field that the section `megatron` or `sglang` takes from its engine, by name."""
+    return {"megatron": megatron_fields, "sglang": sglang_fields}[engine]()
+
+
 def collect_extra(
     section: str, values: dict[str, Any], own: set[str], known: dict[str, EngineField], reserved: dict[str, str]
 ) -> dict[str, Any]:

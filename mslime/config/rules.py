@@ -30,6 +30,9 @@ MEGATRON_RESERVED: dict[str, str] = {
     "adam_beta2": "use train.adam_beta2",
     "adam_eps": "use train.adam_eps",
     "clip_grad": "use train.clip_grad",
+    "pipeline_model_parallel_layout": "use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split": "use num_layers_in_first_pipeline_stage",
+    "account_for_loss_in_pipeline_split": "use num_layers_in_last_pipeline_stage",
     "transformer_impl": "it follows cluster.device: Transformer Engine on cuda, the local spec on cpu",
 }
 SGLANG_RESERVED: dict[str, str] = {
@@ -195,6 +198,17 @@ def _overlap(config: RunConfig) -> None:
         )
 
 
+def _engine_on_one_node(config: RunConfig) -> None:
+    engine, cluster = config.sglang, config.cluster
+    if cluster.device == "cuda" and not engine.urls and engine.tp_size > cluster.gpus_per_node:
+        raise ConfigError(
+            "sglang.tp_size",
+            engine.tp_size,
+            f"an engine that mslime launches lives on one machine, which has {cluster.gpus_per_node} GPUs",
+            "lower it, or start the servers over several machines yourself and name them in sglang.urls",
+        )
+
+
 def _group_size(config: RunConfig) -> None:
     if config.train.task == "rl" and config.algorithm.advantage == "grpo" and config.rollout.group_size < 2:
         raise ConfigError(
@@ -238,6 +252,14 @@ def _steps(config: RunConfig) -> None:
     t, r = config.train, config.rollout
     if t.min_lr > t.lr:
         raise ConfigError("train.min_lr", t.min_lr, f"must not exceed train.lr = {t.lr}", "lower it")
+    total = t.num_steps * t.optimizer_steps_per_rollout
+    if t.lr_warmup_steps >= total > 1:
+        raise ConfigError(
+            "train.lr_warmup_steps",
+            t.lr_warmup_steps,
+            f"must be below the run's {total} optimizer steps",
+            "shorten the warm-up, or raise train.num_steps",
+        )
     if t.task == "rl" and r.groups_per_step % t.optimizer_steps_per_rollout:
         raise ConfigError(
             "train.optimizer_steps_per_rollout",
@@ -275,6 +297,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _recompute,
     _cpu_limits,
     _overlap,
+    _engine_on_one_node,
     _group_size,
     _sampling,
     _filters,
@@ -284,19 +307,12 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
 
 
 def check_model(config: RunConfig, derived: Mapping[str, object]) -> None:
-    """Raise ConfigError when pipeline stages do not divide the layers, or a flag contradicts the checkpoint.
+    """Raise ConfigError when pipeline stages cannot share the layers, or a flag contradicts the checkpoint.
 
     Args:
         derived: every TransformerConfig field that mslime derives from the checkpoint's config.json.
     """
-    stages, layers = config.layout.pp * config.layout.vpp, cast("int", derived["num_layers"])
-    if layers % stages:
-        raise ConfigError(
-            "megatron.pipeline_model_parallel_size",
-            config.layout.pp,
-            f"PP x VPP = {stages} must divide the model's {layers} layers",
-            f"use a divisor of {layers}",
-        )
+    config.megatron.stage_layers(cast("int", derived["num_layers"]))
     for key, value in config.megatron.extra.items():
         if key in derived and derived[key] != value:
             raise ConfigError(

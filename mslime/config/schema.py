@@ -8,15 +8,14 @@ Rules that span sections live in `rules`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from mslime.config.base import Section
+from mslime.config.base import EngineSection, Section
 from mslime.config.correction import CorrectionConfig
 from mslime.config.errors import ConfigError
-from mslime.config.layout import ParallelLayout
-from mslime.config.passthrough import collect_extra, megatron_fields, sglang_fields
+from mslime.config.layout import ParallelLayout, stage_layers
 from mslime.config.rules import MEGATRON_RESERVED, SGLANG_RESERVED, check_run
 
 
@@ -39,16 +38,28 @@ class ClusterConfig(Section):
     )
     trainer_ranks: int | None = Field(default=None, ge=1, description="Trainer processes; default TP x PP x CP.")
     gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine, for placement.")
+    gpu_memory_gb: float = Field(
+        default=80, gt=0, description="Memory of one GPU as it is sold (80, 141), for `mslime plan`."
+    )
     ray_address: str | None = Field(default=None, description="Existing Ray cluster; default: start a local one.")
     trainer_threads: int = Field(default=1, ge=1, description="Intra-op CPU threads of a trainer rank.")
 
 
-class MegatronConfig(Section):
+class MegatronConfig(EngineSection):
     """The trainer's parallel layout and memory settings, under megatron-core's own names."""
+
+    engine: ClassVar[str] = "megatron"
+    reserved: ClassVar[dict[str, str]] = MEGATRON_RESERVED
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
+    num_layers_in_first_pipeline_stage: int | None = Field(
+        default=None, ge=1, description="For layers that the stages do not divide; the stages between share the rest."
+    )
+    num_layers_in_last_pipeline_stage: int | None = Field(
+        default=None, ge=1, description="Likewise; the last stage also computes the output layer."
+    )
     context_parallel_size: int = Field(default=1, ge=1)
     expert_model_parallel_size: int = Field(default=1, ge=1)
     expert_tensor_parallel_size: int = Field(default=1, ge=1)
@@ -72,14 +83,6 @@ class MegatronConfig(Section):
         "OptimizerConfig or DistributedDataParallelConfig; may also be given beside these.",
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _collect_extra(cls, values: dict[str, Any]) -> dict[str, Any]:
-        own = set(cls.model_fields)
-        if set(values) <= own and not values.get("extra"):
-            return values
-        return collect_extra("megatron", values, own, megatron_fields(), MEGATRON_RESERVED)
-
     def layout(self, trainer_ranks: int | None) -> ParallelLayout:
         """The parallel layout on `trainer_ranks` ranks (default: data parallel 1). Raises ConfigError when illegal."""
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
@@ -101,9 +104,22 @@ class MegatronConfig(Section):
             self.expert_tensor_parallel_size,
         )
 
+    def stage_layers(self, num_layers: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """Global layer ids `[stage][chunk]` of a model with `num_layers` layers. Raises ConfigError when illegal."""
+        return stage_layers(
+            num_layers,
+            self.pipeline_model_parallel_size,
+            self.virtual_pipeline_model_parallel_size or 1,
+            self.num_layers_in_first_pipeline_stage,
+            self.num_layers_in_last_pipeline_stage,
+        )
 
-class SGLangConfig(Section):
+
+class SGLangConfig(EngineSection):
     """The generation engines, under SGLang's own names."""
+
+    engine: ClassVar[str] = "sglang"
+    reserved: ClassVar[dict[str, str]] = SGLANG_RESERVED
 
     num_engines: int = Field(default=1, ge=1, description="Servers to launch (ignored when `urls` is given).")
     urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
@@ -116,14 +132,6 @@ class SGLangConfig(Section):
     extra: dict[str, Any] = Field(
         default_factory=dict, description="Any other SGLang ServerArgs field; may also be given beside these."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _collect_extra(cls, values: dict[str, Any]) -> dict[str, Any]:
-        own = set(cls.model_fields)
-        if set(values) <= own and not values.get("extra"):
-            return values
-        return collect_extra("sglang", values, own, sglang_fields(), SGLANG_RESERVED)
 
 
 class EvalSetConfig(Section):

@@ -8,7 +8,6 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig, TrainConfig
 
 
@@ -19,17 +18,9 @@ def build_optimizer(
 
     The schedule counts optimizer steps; it is advanced before a step, so that the first step of a warm-up has a
     learning rate above zero and the last step of a decay has `min_lr`.
-
-    Raises:
-        ConfigError: the warm-up is not shorter than the run.
     """
     t = config.train
     total = t.num_steps * t.optimizer_steps_per_rollout
-    if t.lr_warmup_steps >= total > 1:
-        raise ConfigError(
-            "train.lr_warmup_steps", t.lr_warmup_steps, f"must be below the run's {total} optimizer steps",
-            "shorten the warm-up, or raise train.num_steps",
-        )  # fmt: skip
     optimizer = get_megatron_optimizer(optimizer_config, list(chunks))
     schedule = OptimizerParamScheduler(
         optimizer,

@@ -99,6 +99,8 @@ def _layout_fields(config: RunConfig) -> dict[str, Any]:
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        "num_layers_in_first_pipeline_stage": m.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": m.num_layers_in_last_pipeline_stage,
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
