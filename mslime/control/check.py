@@ -35,6 +35,12 @@ class ResolvedRun:
     family: Family
     model: ModelFields
 
+    @property
+    def weight_check(self) -> str:
+        """`weights.verify`, or `never` where mslime cannot rebuild how SGLang keeps this family's weights."""
+        device = self.config.cluster.device
+        return self.config.weights.verify if device in (*self.family.support.compared_on, "auto") else "never"
+
 
 def resolve(config: RunConfig) -> ResolvedRun:
     """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake."""
@@ -61,7 +67,15 @@ def resolve(config: RunConfig) -> ResolvedRun:
     check_vocabulary(tokenizer, config.model.path)
     _check_data(config, tokenizer)
     _check_optional_packages(config)
-    return ResolvedRun(config, hf_config, family, model)
+    run = ResolvedRun(config, hf_config, family, model)
+    if config.weights.verify == "always" and run.weight_check == "never":
+        raise ConfigError(
+            "weights.verify", "always",
+            f"on {config.cluster.device}, SGLang keeps weights of {family.architecture} in a layout that mslime does not "
+            "rebuild for the comparison",
+            "use never",
+        )  # fmt: skip
+    return run
 
 
 def _check_lengths(config: RunConfig, model: ModelFields) -> None:
@@ -111,7 +125,7 @@ def describe(run: ResolvedRun) -> RichGroup:
     config = run.config
     parts: list[Any] = [_model_table(run), _layout_table(config.layout)]
     if config.train.task == "rl":
-        parts += [_batch_table(config), _switch_table(config)]
+        parts += [_batch_table(config), _switch_table(run)]
     return RichGroup(*parts)
 
 
@@ -217,7 +231,8 @@ def _batch_table(config: RunConfig) -> Table:
     )
 
 
-def _switch_table(config: RunConfig) -> Table:
+def _switch_table(run: ResolvedRun) -> Table:
+    config = run.config
     r, a = config.rollout, config.algorithm
     stale = (
         "synchronous, on-policy" if r.max_staleness == 0 else f"asynchronous, at most {r.max_staleness} version(s) old"
@@ -254,7 +269,7 @@ def _switch_table(config: RunConfig) -> Table:
             ("entropy bonus", f"{a.entropy_coef:g}" if a.entropy_coef else "off"),
             ("reward", config.reward.function or config.reward.kind),
             ("evaluation", ", ".join(s.name for s in config.data.eval_sets) or "off"),
-            ("weight check", config.weights.verify),
+            ("weight check", run.weight_check),
         ],
     )
 

@@ -172,7 +172,7 @@ class Session:
         No trainer rank enters a collective before every engine has confirmed its pause.
         """
         begin = time.monotonic()
-        mode = self.config.weights.verify
+        mode = self._run.weight_check
         verify = mode == "always" or (mode == "first" and not self._verified)
         self._rollouts.pause()
         paused = time.monotonic()

@@ -11,7 +11,7 @@ and SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED. There the comparison fails although the 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,14 @@ import torch
 from mslime.convert.kinds import Shape
 from mslime.weights.digest import engine_digest
 
-_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-_QKV = re.compile(r"(.+\.self_attn)\.([qkv])_proj\.weight")
-_GATE_UP = re.compile(r"(.+\.mlp)\.(gate|up)_proj\.weight")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
+_QKV = re.compile(r"(.+\.self_attn)\.([qkv])_proj\.(weight|bias)")
+_GATE_UP = re.compile(r"(.+)\.(gate|up)_proj\.weight")
+_DOWN = ("down_proj", "w2")
+_FIRST = (("gate_proj", "up_proj"), ("w1", "w3"))  # an expert's gate and up, as Qwen and as Mixtral name them
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _ROW = ("o_proj.weight", "down_proj.weight")
+_COLUMN = (".q_b_proj.weight", ".kv_b_proj.weight", ".self_attn.q_proj.weight")
 _VOCAB_PADDING = 64
 
 
@@ -35,12 +38,25 @@ class EngineLayout:
     ep: int = 1
 
 
+def engine_parameters(hf_names: Iterable[str]) -> dict[str, list[str]]:
+    """The Hugging Face tensors that are loaded into each of the engine's parameters."""
+    found: dict[str, list[str]] = {}
+    for name in hf_names:
+        found.setdefault(engine_parameter(name), []).append(name)
+    # Multi-latent attention fuses its two down projections only where the query has one.
+    for latent in [name for name in found if name.endswith(".q_a_proj.weight")]:
+        prefix = latent.removesuffix("q_a_proj.weight")
+        second = f"{prefix}kv_a_proj_with_mqa.weight"
+        found[f"{prefix}fused_qkv_a_proj_with_mqa.weight"] = found.pop(latent) + found.pop(second)
+    return found
+
+
 def engine_parameter(hf_name: str) -> str:
-    """The engine's parameter that a Hugging Face tensor is loaded into."""
+    """The engine's parameter that a Hugging Face tensor is loaded into, by its name alone."""
     if expert := _EXPERT.fullmatch(hf_name):
-        return f"{expert[1]}.{'w2' if expert[3] == 'down' else 'w13'}_weight"
+        return f"{expert[1]}.{'w2' if expert[3] in _DOWN else 'w13'}_weight"
     if qkv := _QKV.fullmatch(hf_name):
-        return f"{qkv[1]}.qkv_proj.weight"
+        return f"{qkv[1]}.qkv_proj.{qkv[3]}"
     if gate_up := _GATE_UP.fullmatch(hf_name):
         return f"{gate_up[1]}.gate_up_proj.weight"
     return hf_name
@@ -60,15 +76,14 @@ class EngineImage:
 
     def __init__(self, hf_shapes: Mapping[str, Shape], kv_heads: int, layout: EngineLayout) -> None:
         self._layout, self._kv_heads = layout, kv_heads
-        self._wanted: dict[str, list[str]] = {}
-        for name in hf_shapes:
-            self._wanted.setdefault(engine_parameter(name), []).append(name)
+        self._wanted = engine_parameters(hf_shapes)
+        self._parameter = {name: parameter for parameter, names in self._wanted.items() for name in names}
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
         self.digests: list[dict[str, str]] = [{} for _ in range(layout.tp)]
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """One Hugging Face tensor; copied when it has to wait for others."""
-        parameter = engine_parameter(name)
+        parameter = self._parameter[name]
         wanted = self._wanted[parameter]
         parts = self._parts.setdefault(parameter, {})
         last = len(parts) + 1 == len(wanted)
@@ -83,8 +98,11 @@ class EngineImage:
         tp = self._layout.tp
         if parameter.endswith(("w13_weight", "w2_weight")):
             return self._experts(parts, rank)
-        if parameter.endswith("qkv_proj.weight"):
-            q, k, v = (_one(parts, f".{letter}_proj.weight") for letter in "qkv")
+        if parameter.endswith("fused_qkv_a_proj_with_mqa.weight"):
+            return torch.cat([_one(parts, ".q_a_proj.weight"), _one(parts, ".kv_a_proj_with_mqa.weight")])
+        if parameter.endswith((".qkv_proj.weight", ".qkv_proj.bias")):
+            suffix = parameter.rsplit(".", 1)[1]
+            q, k, v = (_one(parts, f".{letter}_proj.{suffix}") for letter in "qkv")
             replicas = max(1, tp // self._kv_heads)
             kv_rank, kv_ranks = rank // replicas, tp // replicas
             return torch.cat([_share(q, rank, tp), _share(k, kv_rank, kv_ranks), _share(v, kv_rank, kv_ranks)])
@@ -93,6 +111,8 @@ class EngineImage:
         tensor = parts[parameter]
         if parameter in _VOCABULARY:
             return _share(_padded_vocabulary(tensor, tp), rank, tp)
+        if parameter.endswith(_COLUMN):
+            return _share(tensor, rank, tp)
         return _share(tensor, rank, tp, 1) if parameter.endswith(_ROW) else tensor
 
     def _experts(self, parts: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor:
@@ -108,10 +128,12 @@ class EngineImage:
         local: list[torch.Tensor] = []
         for expert in range(ep_rank * per_rank, (ep_rank + 1) * per_rank):
             projections = by_expert[expert]
-            if "down" in projections:
-                local.append(_share(projections["down"], tp_rank, moe_tp, 1))
+            second = next((name for name in _DOWN if name in projections), None)
+            if second is not None:
+                local.append(_share(projections[second], tp_rank, moe_tp, 1))
             else:
-                local.append(torch.cat([_share(projections[part], tp_rank, moe_tp) for part in ("gate", "up")]))
+                first = next(names for names in _FIRST if names[0] in projections)
+                local.append(torch.cat([_share(projections[part], tp_rank, moe_tp) for part in first]))
         return torch.stack(local)
 
 

@@ -247,7 +247,7 @@ def send_changed(trainer: MegatronTrainer, url: str, exported: Path) -> None:
     sender = trainer.weight_sender()
     sender.connect([url])
     change_every_parameter(trainer)
-    publish(sender, 1, trainer.place.rank, check=False)
+    publish(sender, 1, trainer.place.rank, check="cpu" in get_family(trainer.hf_config).support.compared_on)
     sender.disconnect()
     sender.export(exported, trainer.config.model.path)
 

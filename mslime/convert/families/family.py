@@ -64,12 +64,15 @@ class Support:
         models: published checkpoints of the family that the tests convert at full size, by their usual names.
         not_trained: why training is refused; empty when it is not.
         not_served: why the engine is refused or not tested; empty when generation was compared with transformers.
+        compared_on: devices of engines whose parameters `weights.verify` can compare with the trainer's bit for bit; on
+            others SGLang keeps them in a layout that mslime does not rebuild (shared experts fused into routed ones).
         notes: what a user should know, one sentence each.
     """
 
     models: tuple[str, ...]
     not_trained: str = ""
     not_served: str = ""
+    compared_on: tuple[str, ...] = ("cpu", "cuda")
     notes: tuple[str, ...] = ()
 
 
