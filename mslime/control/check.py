@@ -71,8 +71,8 @@ def resolve(config: RunConfig) -> ResolvedRun:
     if config.weights.verify == "always" and run.weight_check == "never":
         raise ConfigError(
             "weights.verify", "always",
-            f"on {config.cluster.device}, SGLang keeps weights of {family.architecture} in a layout that mslime does not "
-            "rebuild for the comparison",
+            f"on {config.cluster.device}, SGLang keeps weights of {family.architecture} in a layout that mslime does "
+            "not rebuild for the comparison",
             "use never",
         )  # fmt: skip
     return run
