@@ -30,19 +30,21 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
-def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat`, without a copy where there is one tensor."""
     import torch
 
     return tensors[0] if len(tensors) == 1 else torch.cat(tuple(tensors), dim)
 
 
-def _rank_range(size: int, rank: int, ranks: int) -> slice:
+def rank_range(size: int, rank: int, ranks: int) -> slice:
+    """The run of `size` rows that `rank` of `ranks` holds when they share evenly."""
     assert size % ranks == 0, f"{size} rows cannot be shared by {ranks} ranks"
     step = size // ranks
     return slice(rank * step, (rank + 1) * step)
 
 
-def _features(out: int, hidden: int | None) -> Shape:
+def features(out: int, hidden: int | None) -> Shape:
     """Shape of a linear layer's weight, or of its bias where `hidden` is None."""
     return (out,) if hidden is None else (out, hidden)
 
@@ -130,11 +132,11 @@ class Sharded(Kind):
         return self.shape
 
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        mine = _rank_range(self.shape[self.axis], tp_rank, tp_size)
+        mine = rank_range(self.shape[self.axis], tp_rank, tp_size)
         return parts[0][(*[slice(None)] * self.axis, mine)]
 
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [_cat(shards, self.axis)]
+        return [cat(shards, self.axis)]
 
 
 def Column(shape: Shape) -> Sharded:
@@ -170,13 +172,13 @@ class Vocabulary(Kind):
         return (padded_vocab_size(self.vocab_size, tp_size) // tp_size, self.hidden)
 
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        rows = _rank_range(padded_vocab_size(self.vocab_size, tp_size), tp_rank, tp_size)
+        rows = rank_range(padded_vocab_size(self.vocab_size, tp_size), tp_rank, tp_size)
         real = parts[0][min(rows.start, self.vocab_size) : min(rows.stop, self.vocab_size)]
         missing = rows.stop - rows.start - real.shape[0]
-        return _cat([real, real.new_zeros(missing, self.hidden)]) if missing else real
+        return cat([real, real.new_zeros(missing, self.hidden)]) if missing else real
 
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [_cat(shards, 0)[: self.vocab_size]]
+        return [cat(shards, 0)[: self.vocab_size]]
 
 
 @dataclass(frozen=True)
@@ -192,22 +194,22 @@ class GatedMLP(Kind):
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
-        return (_features(self.ffn, self.hidden), _features(self.ffn, self.hidden))
+        return (features(self.ffn, self.hidden), features(self.ffn, self.hidden))
 
     @property
     def full_shape(self) -> Shape:
-        return _features(2 * self.ffn, self.hidden)
+        return features(2 * self.ffn, self.hidden)
 
     def shared_out(self, tp_size: int) -> dict[str, int]:
         return {"MLP features": self.ffn}
 
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        rows = _rank_range(self.ffn, tp_rank, tp_size)
-        return _cat([parts[0][rows], parts[1][rows]])
+        rows = rank_range(self.ffn, tp_rank, tp_size)
+        return cat([parts[0][rows], parts[1][rows]])
 
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
         halves = [shard.chunk(2, 0) for shard in shards]
-        return [_cat([gate for gate, _ in halves]), _cat([up for _, up in halves])]
+        return [cat([gate for gate, _ in halves]), cat([up for _, up in halves])]
 
 
 @dataclass(frozen=True)
@@ -227,12 +229,12 @@ class FusedQKV(Kind):
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
-        kv = _features(self.groups * self.head_dim, self.hidden)
-        return (_features(self.heads * self.head_dim, self.hidden), kv, kv)
+        kv = features(self.groups * self.head_dim, self.hidden)
+        return (features(self.heads * self.head_dim, self.hidden), kv, kv)
 
     @property
     def full_shape(self) -> Shape:
-        return _features((self.heads + 2 * self.groups) * self.head_dim, self.hidden)
+        return features((self.heads + 2 * self.groups) * self.head_dim, self.hidden)
 
     def shared_out(self, tp_size: int) -> dict[str, int]:
         whole_groups = self.groups % tp_size == 0 or tp_size % self.groups == 0
@@ -246,7 +248,7 @@ class FusedQKV(Kind):
                 yield part, slice(group * size, (group + 1) * size)
 
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        wanted = _rank_range(self.full_shape[0], tp_rank, tp_size)
+        wanted = rank_range(self.full_shape[0], tp_rank, tp_size)
         taken: list[Tensor] = []
         at = 0
         for part, rows in self._pieces():
@@ -255,14 +257,14 @@ class FusedQKV(Kind):
             if low < high:
                 taken.append(parts[part][rows.start + low : rows.start + high])
             at += size
-        return _cat(taken)
+        return cat(taken)
 
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        fused = _cat(shards, 0)
+        fused = cat(shards, 0)
         parts: list[list[Tensor]] = [[], [], []]
         at = 0
         for part, rows in self._pieces():
             size = rows.stop - rows.start
             parts[part].append(fused[at : at + size])
             at += size
-        return [_cat(pieces) for pieces in parts]
+        return [cat(pieces) for pieces in parts]
