@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from mslime.config.errors import EngineError
 from mslime.config.schema import RunConfig
 from mslime.control.calls import gather
 from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class
@@ -30,10 +29,6 @@ class EngineActor:
     def start(self) -> EngineAddress:
         """Launch and wait until it serves."""
         return self._server.start()
-
-    def exit_status(self) -> int | None:
-        """None while the server runs."""
-        return self._server.poll()
 
     def stop(self) -> None:
         """End the server and its children."""
@@ -69,24 +64,6 @@ class EngineGroup:
             deadline = self._config.deadlines.engine_start_s + STOP_SECONDS
             self.addresses = list(gather(starting, "engine start", deadline, self.log_paths).values())
         return self.addresses
-
-    def check(self) -> None:
-        """Raise EngineError when a launched server is no longer running."""
-        refs = {_name(i): actor.exit_status.remote() for i, actor in enumerate(self._actors)}
-        statuses = gather(
-            refs,
-            "engine check",
-            self._config.deadlines.engine_control_s,
-            self.log_paths,
-        )
-        for name, status in statuses.items():
-            if status is not None:
-                raise EngineError(
-                    name,
-                    f"exit status {status}",
-                    "the server ended while the run needs it",
-                    f"read the end of {self.log_paths[name]}",
-                )
 
     def stop(self) -> None:
         """End every server, politely first."""

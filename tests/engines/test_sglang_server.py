@@ -7,9 +7,7 @@ import json
 import os
 import shutil
 import signal
-import threading
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mslime.backends.sglang.client import EngineClient, EngineDied, GenerateRequest, ServedModel
 from mslime.backends.sglang.handshake import Needs, handshake
 from mslime.backends.sglang.pool import EnginePool
-from mslime.backends.sglang.server import ServerProcess, free_port
+from mslime.backends.sglang.server import ServerProcess
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.fixtures.tiny_models import make_tiny_deepseek_v3
@@ -71,66 +67,6 @@ def test_the_handshake_names_another_model(sglang_server: SharedServer) -> None:
 
     with pytest.raises(EngineError, match="the model LlamaForCausalLM"):
         run(shake())
-
-
-def test_weights_arrive_through_a_session_and_the_version_with_them(
-    sglang_server: SharedServer, tmp_path: Path
-) -> None:
-    generator = torch.Generator().manual_seed(1)
-    tensors = {
-        name: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
-        for name, tensor in load_file(sglang_server.checkpoint / "model.safetensors").items()
-    }
-    changed = tmp_path / "changed"
-    shutil.copytree(sglang_server.checkpoint, changed)
-    from safetensors.torch import save_file
-
-    save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
-    port = free_port()
-    store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, timeout=timedelta(seconds=60), wait_for_workers=False)
-
-    def send(buffer: torch.Tensor) -> None:
-        from mslime.weights.transport import join_group
-
-        group = join_group(store, "gloo", 2, 0, "mslime", timedelta(seconds=60))
-        dist.broadcast(buffer, src=0, group=group)
-
-    async def update() -> tuple[int, bool]:
-        flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
-        async with sglang_server.client() as client:
-            before = await client.checksum()
-            sender = threading.Thread(target=send, args=(flat,), daemon=True)
-            sender.start()
-            await client.init_weights_update_group("127.0.0.1", port, 1, 2, "gloo")
-            shapes = [list(t.shape) for t in tensors.values()]
-            await client.begin_weight_update()
-            await client.update_weights_from_distributed(
-                list(tensors), ["float32"] * len(tensors), shapes, version=7, flush_cache=True
-            )
-            await client.end_weight_update()
-            sender.join(60)
-            assert not sender.is_alive()
-            await client.destroy_weights_update_group()
-            after = await client.checksum()
-            return await client.version(), all(before[name] != after[name] for name in before)
-
-    try:
-        assert run(update()) == (7, True)
-        ids, log_probs = greedy_log_probs(sglang_server, "changed")
-        np.testing.assert_allclose(log_probs, reference_log_probs(changed, ids), atol=1e-5, rtol=0)
-    finally:
-        sglang_server.restore()
-    ids, log_probs = greedy_log_probs(sglang_server, "restored")
-    np.testing.assert_allclose(log_probs, reference_log_probs(sglang_server.checkpoint, ids), atol=1e-5, rtol=0)
-
-
-def test_weights_outside_a_session_are_refused(sglang_server: SharedServer) -> None:
-    async def send() -> None:
-        async with sglang_server.client() as client:
-            await client.update_weights_from_distributed(["model.norm.weight"], ["float32"], [[64]])
-
-    with pytest.raises(EngineError, match="update_weights_from_distributed"):
-        run(send())
 
 
 def test_an_engine_killed_in_mid_generation_fails_its_requests_and_leaves_no_process(

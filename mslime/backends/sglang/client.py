@@ -1,7 +1,7 @@
 """A typed asynchronous client of one SGLang server (0.5.23) over HTTP.
 
-Everything mslime asks of an engine goes through `EngineClient`: generation with log-probs, routes and supports, abort,
-pause and resume, weight updates, versions. It parses, checks lengths and never repairs: an answer that does not add up
+Everything but the weights themselves (`mslime.weights.transport`) goes through `EngineClient`: generation, abort,
+pause and resume, versions. It parses, checks lengths and never repairs: an answer that does not add up
 is an `EngineError` that names the engine and its log. Every request has a deadline; only calls that may be repeated
 without harm are retried, and only when the connection failed.
 
@@ -32,7 +32,6 @@ from mslime.config.schema import DeadlineConfig
 
 PauseMode = Literal["abort", "retract", "in_place"]
 Finish = Literal["stop", "length", "abort"]
-WEIGHT_GROUP = "mslime"
 
 
 class EngineDied(EngineError):
@@ -347,30 +346,6 @@ class EngineClient:
 
     # --------------------------------------------------------------------------------------------------- weights
 
-    async def init_weights_update_group(
-        self, master_address: str, master_port: int, rank_offset: int, world_size: int, backend: str
-    ) -> None:
-        """Join the process group that weights are broadcast in. Returns when every member has joined.
-
-        Args:
-            rank_offset: rank of this engine's first GPU in the group.
-            world_size: all members: the sending trainer rank and every GPU of every engine.
-            backend: nccl or gloo.
-        """
-        body = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": WEIGHT_GROUP,
-            "backend": backend,
-        }
-        await self._control("/init_weights_update_group", body, self.deadlines.weight_sync_s)
-
-    async def destroy_weights_update_group(self) -> None:
-        """Leave the weight group."""
-        await self._control("/destroy_weights_update_group", {"group_name": WEIGHT_GROUP})
-
     async def begin_weight_update(self) -> None:
         """Open a weight-update session; the engine accepts weights only inside one."""
         await self._control("/begin_weight_update", {}, self.deadlines.weight_sync_s)
@@ -378,38 +353,6 @@ class EngineClient:
     async def end_weight_update(self) -> None:
         """Close the session: the engine finishes its own layout (quantised or packed weights)."""
         await self._control("/end_weight_update", {}, self.deadlines.weight_sync_s)
-
-    async def update_weights_from_distributed(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        *,
-        flattened: bool = True,
-        version: int | None = None,
-        flush_cache: bool = False,
-    ) -> None:
-        """Receive tensors that rank 0 of the weight group broadcasts meanwhile.
-
-        Args:
-            names: Hugging Face checkpoint names, in the order sent.
-            dtypes: torch names without the module, such as `bfloat16`.
-            flattened: one uint8 buffer with the tensors laid end to end (each offset a multiple of its element size)
-                instead of one broadcast per tensor.
-            version: stamped together with the weights.
-        """
-        body: dict[str, Any] = {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(s) for s in shapes],
-            "group_name": WEIGHT_GROUP,
-            "flush_cache": flush_cache,
-        }
-        if flattened:
-            body["load_format"] = "flattened_bucket"
-        if version is not None:
-            body["weight_version"] = format_version(version)
-        await self._control("/update_weights_from_distributed", body, self.deadlines.weight_sync_s)
 
     async def update_weights_from_disk(self, path: Path | str, version: int) -> None:
         """Load a Hugging Face checkpoint that the server can read, and stamp its version."""
