@@ -213,6 +213,60 @@ class GatedMLP(Kind):
 
 
 @dataclass(frozen=True)
+class FusedGatedMLP(Kind):
+    """`GatedMLP` where the checkpoint holds gate and up projections as one tensor [2 * ffn, hidden], gate first."""
+
+    ffn: int
+    hidden: int
+    tp_axis: int | None = 0
+
+    @property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return (self.full_shape,)
+
+    @property
+    def full_shape(self) -> Shape:
+        return (2 * self.ffn, self.hidden)
+
+    def shared_out(self, tp_size: int) -> dict[str, int]:
+        return {"MLP features": self.ffn}
+
+    def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
+        rows = rank_range(self.ffn, tp_rank, tp_size)
+        return cat([parts[0][rows], parts[0][self.ffn + rows.start : self.ffn + rows.stop]])
+
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        halves = [shard.chunk(2, 0) for shard in shards]
+        return [cat([gate for gate, _ in halves] + [up for _, up in halves])]
+
+
+@dataclass(frozen=True)
+class Heads(Kind):
+    """A vector [heads * head_dim] that goes with attention heads, shared out by whole heads."""
+
+    heads: int
+    head_dim: int
+    tp_axis: int | None = 0
+
+    @property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return (self.full_shape,)
+
+    @property
+    def full_shape(self) -> Shape:
+        return (self.heads * self.head_dim,)
+
+    def shared_out(self, tp_size: int) -> dict[str, int]:
+        return {"heads with a joint norm": self.heads}
+
+    def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
+        return parts[0][rank_range(self.heads * self.head_dim, tp_rank, tp_size)]
+
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [cat(shards)]
+
+
+@dataclass(frozen=True)
 class FusedQKV(Kind):
     """Query, key and value projections, interleaved by key-value group: [q of group 0, k 0, v 0, q of group 1, ...].
 

@@ -80,7 +80,7 @@ def test_unnormalised_top_k_weights_are_a_softmax_before_the_choice() -> None:
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"layer_types": ["sliding_attention"] * 48}, "layer_types"),
         ({"dual_chunk_attention_config": {}}, "dual_chunk_attention_config"),
-        ({"num_experts_per_tok": 1}, "norm_topk_prob"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok"),
         ({"num_hidden_layers": "48"}, "num_hidden_layers"),
         ({"num_experts": None}, "num_experts"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),

@@ -41,6 +41,8 @@ class ModelFields:
         position_embedding: `rope`, or `yarn` (its settings are TransformerConfig's `yarn_*`); multi-latent attention
             makes its own and reads neither.
         llama3_factor: factor of Llama 3's frequency scaling; None: not scaled.
+        joint_qk_norm: queries, and keys, are normed over all heads together (`backends.megatron.norms`).
+        post_norms: what attention and MLP add to the residual stream is normed first.
     """
 
     vocab_size: int
@@ -54,6 +56,8 @@ class ModelFields:
     top_k: int
     position_embedding: Literal["rope", "yarn"] = "rope"
     llama3_factor: float | None = None
+    joint_qk_norm: bool = False
+    post_norms: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,12 +251,14 @@ _ROTARY_SETTINGS = {
 _LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def rotary(config: HFConfig, kinds: Collection[str] = ("default",), base: float | None = None) -> Rotary:
+def rotary(
+    config: HFConfig, kinds: Collection[str] = ("default",), base: float | None = None, percent: float = 1.0
+) -> Rotary:
     """The rotary settings in both spellings: `rope_parameters`, or `rope_theta` beside `rope_scaling`.
 
     Args:
         kinds: scalings that the family builds.
-        base: of the family's transformers class, for files that leave it out.
+        base, percent: of the family's transformers class, for files that leave them out.
 
     Raises:
         CheckpointError: another scaling, a setting that nobody reads, or no base.
@@ -284,7 +290,8 @@ def rotary(config: HFConfig, kinds: Collection[str] = ("default",), base: float 
             f"config.json: rope_scaling.{name}", settings[name], f"nothing reads this setting of {kind!r}",
             "use the checkpoint without context extension",
         )  # fmt: skip
-    percent = required_number(merged, "partial_rotary_factor") if "partial_rotary_factor" in merged else 1.0
+    if "partial_rotary_factor" in merged:
+        percent = required_number(merged, "partial_rotary_factor")
     theta = base if base is not None and "rope_theta" not in merged else required_number(merged, "rope_theta")
     return Rotary(theta, percent, kind, settings)
 

@@ -1,0 +1,98 @@
+"""A layer's experts as families declare them: megatron-core's settings for them, and the rules of their tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mslime.config.errors import CheckpointError
+from mslime.convert.kinds import GatedMLP, Replicated, Row
+from mslime.convert.table import Rule
+
+_M, _H = "decoder.layers.{layer}.mlp.", "model.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Gated MLPs of which a token visits some, and perhaps one that every token visits.
+
+    Attributes:
+        layers: global ids of the layers that have them.
+        number, top_k: experts of a layer, and those that a token visits.
+        ffn: features inside an expert.
+        score: function of the router's logits.
+        normalised: the weights of the chosen experts sum to `scale`, which multiplies them.
+        block: Hugging Face name of the whole, after the layer's.
+        names: of an expert's gate, up and down projections.
+        correction: name, inside the block, of the bias that is added to the scores when experts are chosen but not when
+            they are weighted; empty: there is none.
+        shared_ffn: features inside the shared expert; 0: there is none.
+        shared, shared_gate: names of the shared expert, and of the sigmoid gate on its output if it has one.
+    """
+
+    layers: tuple[int, ...]
+    number: int
+    top_k: int
+    ffn: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = True
+    scale: float = 1.0
+    block: str = "mlp"
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    correction: str = ""
+    shared_ffn: int = 0
+    shared: str = "shared_experts"
+    shared_gate: str = ""
+
+    def transformer_fields(self, num_layers: int) -> dict[str, object]:
+        """Of megatron-core's TransformerConfig (for the scores: `moe_utils.topk_routing_with_score_function`).
+
+        Raises:
+            CheckpointError: megatron-core does not build this router.
+        """
+        if self.normalised and self.top_k == 1 and self.score == "softmax":
+            raise CheckpointError(
+                "config.json: num_experts_per_tok", 1, "the weight of one expert, normalised, is always 1: the router "
+                "would never learn", "use a checkpoint whose tokens visit more experts",
+            )  # fmt: skip
+        assert self.normalised or self.score == "softmax", "megatron-core normalises sigmoid scores"
+        return {
+            "num_moe_experts": self.number,
+            "moe_router_topk": self.top_k,
+            "moe_ffn_hidden_size": self.ffn,
+            "moe_layer_freq": [int(layer in self.layers) for layer in range(num_layers)],
+            "moe_router_score_function": self.score,
+            # Dividing the top-k softmax values by their sum is the softmax over the top-k logits alone.
+            "moe_router_pre_softmax": self.score == "softmax" and not self.normalised,
+            "moe_router_topk_scaling_factor": None if self.scale == 1.0 else self.scale,
+            "moe_router_enable_expert_bias": bool(self.correction),
+            "moe_shared_expert_intermediate_size": self.shared_ffn or None,
+            "moe_shared_expert_gate": bool(self.shared_gate),
+        }
+
+    def rules(self, hidden: int) -> tuple[Rule, ...]:
+        """Router, experts and shared expert of every layer that has them."""
+        h, at = f"{_H}{self.block}.", self.layers
+        m_expert, h_expert = f"{_M}experts.local_experts.{{expert}}.", f"{h}experts.{{expert}}."
+        gate, up, down = (f"{name}.weight" for name in self.names)
+        rules = [Rule(f"{_M}router.weight", (f"{h}gate.weight",), Replicated((self.number, hidden)), at)]
+        if self.correction:
+            bias = Replicated((self.number,))
+            rules += [Rule(f"{_M}router.expert_bias", (f"{h}{self.correction}",), bias, at, dtype="float32")]
+        if self.shared_ffn:
+            m_shared, h_shared = f"{_M}shared_experts.", f"{h}{self.shared}."
+            gate_up = (f"{h_shared}gate_proj.weight", f"{h_shared}up_proj.weight")
+            rules += [
+                Rule(f"{m_shared}linear_fc1.weight", gate_up, GatedMLP(self.shared_ffn, hidden), at),
+                Rule(f"{m_shared}linear_fc2.weight", (f"{h_shared}down_proj.weight",),
+                     Row((hidden, self.shared_ffn)), at),
+            ]  # fmt: skip
+        if self.shared_gate:
+            gate_name = (f"{h}{self.shared_gate}.weight",)
+            rules += [Rule(f"{_M}shared_experts.gate_weight", gate_name, Replicated((1, hidden)), at)]
+        return (
+            *rules,
+            Rule(f"{m_expert}linear_fc1.weight", (h_expert + gate, h_expert + up), GatedMLP(self.ffn, hidden), at,
+                 self.number),
+            Rule(f"{m_expert}linear_fc2.weight", (h_expert + down,), Row((hidden, self.ffn)), at, self.number),
+        )  # fmt: skip

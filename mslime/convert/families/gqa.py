@@ -1,0 +1,200 @@
+"""What decoders with grouped-query attention share: their settings, and the rules of their layers.
+
+A family of this kind is a subclass of `Decoder` that says how its attention and its experts differ. Families of other
+kinds use the builders of rules alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mslime.config.errors import CheckpointError
+from mslime.convert.families.experts import Experts
+from mslime.convert.families.family import (
+    Family,
+    HFConfig,
+    ModelFields,
+    flag,
+    llama3_factor,
+    refuse_unless,
+    required_int,
+    required_number,
+    rotary,
+)
+from mslime.convert.kinds import FusedQKV, GatedMLP, Heads, Kind, Replicated, Row, Vocabulary
+from mslime.convert.table import Rule, RuleTable
+
+_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention.
+
+    Attributes:
+        hidden: features of the residual stream.
+        heads, groups, head_dim: query heads, key-value heads, features of each.
+        bias: of the query, key and value projections.
+        norm: RMS norm of queries and keys: on every `head` by itself, on all heads jointly (`projection`), or none.
+    """
+
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    bias: bool = False
+    norm: Literal["none", "head", "projection"] = "none"
+
+
+def read_attention(
+    config: HFConfig, bias: bool = False, norm: Literal["none", "head", "projection"] = "none"
+) -> Attention:
+    """Sizes of the attention from config.json."""
+    hidden, heads = required_int(config, "hidden_size"), required_int(config, "num_attention_heads")
+    head_dim = required_int(config, "head_dim") if config.get("head_dim") is not None else hidden // heads
+    return Attention(
+        hidden, heads, required_int(config, "num_key_value_heads", "num_attention_heads"), head_dim, bias, norm
+    )
+
+
+def refuse_windows(config: HFConfig) -> None:
+    """Every layer sees the whole sequence: Qwen's and Mistral's settings for sliding windows are off.
+
+    Raises:
+        CheckpointError: a layer has a window.
+    """
+    refuse_unless(config, "use_sliding_window", (None, False))
+    refuse_unless(config, "layer_types", (None, ["full_attention"] * required_int(config, "num_hidden_layers")))
+
+
+def attention_rules(attention: Attention, layers: Sequence[int]) -> tuple[Rule, ...]:
+    """Attention and the norm before it, in each of `layers`."""
+    a, at, names = attention, tuple(layers), [f"{_H}self_attn.{part}_proj" for part in "qkv"]
+    rules = [
+        Rule(f"{_M}input_layernorm.weight", (f"{_H}input_layernorm.weight",), Replicated((a.hidden,)), at),
+        Rule(f"{_M}self_attention.linear_qkv.weight", tuple(f"{name}.weight" for name in names),
+             FusedQKV(a.heads, a.groups, a.head_dim, a.hidden), at),
+    ]  # fmt: skip
+    if a.bias:
+        kind = FusedQKV(a.heads, a.groups, a.head_dim, None)
+        rules += [Rule(f"{_M}self_attention.linear_qkv.bias", tuple(f"{name}.bias" for name in names), kind, at)]
+    for part, heads in (("q", a.heads), ("k", a.groups)) if a.norm != "none" else ():
+        norm: Kind = Replicated((a.head_dim,)) if a.norm == "head" else Heads(heads, a.head_dim)
+        rules += [Rule(f"{_M}self_attention.{part}_layernorm.weight", (f"{_H}self_attn.{part}_norm.weight",), norm, at)]
+    output = Row((a.hidden, a.heads * a.head_dim))
+    return (*rules, Rule(f"{_M}self_attention.linear_proj.weight", (f"{_H}self_attn.o_proj.weight",), output, at))
+
+
+def mlp_norm_rules(hidden: int, layers: Sequence[int]) -> tuple[Rule, ...]:
+    """The norm before the MLP or the experts, in each of `layers`."""
+    norm = Replicated((hidden,))
+    return (Rule(f"{_M}pre_mlp_layernorm.weight", (f"{_H}post_attention_layernorm.weight",), norm, tuple(layers)),)
+
+
+def dense_mlp_rules(config: HFConfig, layers: Sequence[int]) -> tuple[Rule, ...]:
+    """A gated MLP without biases in each of `layers`."""
+    hidden, ffn = required_int(config, "hidden_size"), required_int(config, "intermediate_size")
+    gate_up, at = (f"{_H}mlp.gate_proj.weight", f"{_H}mlp.up_proj.weight"), tuple(layers)
+    return (
+        Rule(f"{_M}mlp.linear_fc1.weight", gate_up, GatedMLP(ffn, hidden), at),
+        Rule(f"{_M}mlp.linear_fc2.weight", (f"{_H}mlp.down_proj.weight",), Row((hidden, ffn)), at),
+    )
+
+
+def whole_model(config: HFConfig, layer_rules: Sequence[Rule]) -> RuleTable:
+    """Embedding, final norm and output layer around the rules of the layers."""
+    hidden, vocab = required_int(config, "hidden_size"), required_int(config, "vocab_size")
+    tied, vocabulary = flag(config, "tie_word_embeddings", False), Vocabulary(vocab, hidden)
+    output = ("model.embed_tokens.weight" if tied else "lm_head.weight",)
+    rules = (
+        Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary),
+        *layer_rules,
+        Rule("decoder.final_layernorm.weight", ("model.norm.weight",), Replicated((hidden,))),
+        # With tied embeddings the last pipeline stage holds a copy under this name: loaded, never exported.
+        Rule("output_layer.weight", output, vocabulary, exported=not tied),
+    )
+    return RuleTable(rules, ignored=("lm_head.weight",) if tied else ())
+
+
+class Decoder(Family):
+    """A family of pre-norm decoders with grouped-query attention, gated MLPs and, where it routes, experts.
+
+    Attributes:
+        rope_kinds: scalings of the rotary embedding that the family's checkpoints use.
+        partial_rotary: share of a head that rotates where config.json does not say; None: always all of it.
+    """
+
+    rope_kinds: tuple[str, ...] = ("default",)
+    partial_rotary: float | None = None
+
+    def attention(self, hf_config: HFConfig) -> Attention:
+        """The attention; raises like `transformer_fields`."""
+        return read_attention(hf_config)
+
+    def experts(self, hf_config: HFConfig) -> Experts | None:
+        """The experts, None in a dense model; raises like `transformer_fields`."""
+        return None
+
+    def transformer_fields(self, hf_config: HFConfig) -> dict[str, object]:
+        refuse_unless(hf_config, "hidden_act", ("silu",))
+        refuse_unless(hf_config, "attention_dropout", (None, 0, 0.0))
+        layers, attention = required_int(hf_config, "num_hidden_layers"), self.attention(hf_config)
+        experts = self.experts(hf_config)
+        return {
+            "num_layers": layers,
+            "hidden_size": attention.hidden,
+            "ffn_hidden_size": required_int(hf_config, "intermediate_size"),
+            "num_attention_heads": attention.heads,
+            "num_query_groups": attention.groups,
+            "kv_channels": attention.head_dim,
+            # Of every head by itself; a norm of all heads is put into the layer spec (`ModelFields.joint_qk_norm`).
+            "qk_layernorm": attention.norm == "head",
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": required_number(hf_config, "rms_norm_eps"),
+            "activation_func": "silu",
+            "gated_linear_unit": True,
+            "add_bias_linear": False,
+            "add_qkv_bias": attention.bias,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "rotary_interleaved": False,
+        } | (experts.transformer_fields(layers) if experts else {})
+
+    def model_fields(self, hf_config: HFConfig) -> ModelFields:
+        rope = rotary(hf_config, self.rope_kinds, percent=self.partial_rotary or 1.0)
+        if rope.percent != 1.0 and self.partial_rotary is None:
+            raise CheckpointError(
+                "config.json: partial_rotary_factor", rope.percent, f"{self.architecture} rotates whole heads",
+                "use the config.json of the checkpoint",
+            )  # fmt: skip
+        experts = self.experts(hf_config)
+        return ModelFields(
+            vocab_size=required_int(hf_config, "vocab_size"),
+            max_positions=required_int(hf_config, "max_position_embeddings"),
+            rotary_base=rope.base,
+            rotary_percent=rope.percent,
+            tie_embeddings=flag(hf_config, "tie_word_embeddings", False),
+            num_layers=required_int(hf_config, "num_hidden_layers"),
+            moe_layer_ids=experts.layers if experts else (),
+            num_experts=experts.number if experts else 0,
+            top_k=experts.top_k if experts else 0,
+            llama3_factor=llama3_factor(rope),
+            joint_qk_norm=self.attention(hf_config).norm == "projection",
+        )
+
+    def rules(self, hf_config: HFConfig) -> RuleTable:
+        attention, experts = self.attention(hf_config), self.experts(hf_config)
+        layers = range(required_int(hf_config, "num_hidden_layers"))
+        routed = experts.layers if experts else ()
+        return whole_model(hf_config, (
+            *attention_rules(attention, layers),
+            *mlp_norm_rules(attention.hidden, layers),
+            *self.dense_mlp_rules(hf_config, [layer for layer in layers if layer not in routed]),
+            *(experts.rules(attention.hidden) if experts else ()),
+        ))  # fmt: skip
+
+    def dense_mlp_rules(self, hf_config: HFConfig, layers: Sequence[int]) -> tuple[Rule, ...]:
+        """The MLP of those layers that do not route."""
+        return dense_mlp_rules(hf_config, layers)
