@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-_LAYER = re.compile(r"(?:module\.)*decoder\.layers\.(\d+)\.(.+)")
-_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_LAYER = re.compile(r"(?:module\.)*(?:decoder\.layers\.(\d+)|(mtp\.layers\.\d+\.transformer_layer))\.(.+)")
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
+    # Multi-latent attention: Transformer Engine norms a latent vector in the projection up from it.
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
 
@@ -25,16 +29,15 @@ def canonical_name(local_name: str, first_expert: int = 0, global_layers: Collec
         local_name: from `named_parameters()` of a local-spec or Transformer Engine model, wrappers' `module.` allowed.
         first_expert: global id of this rank's expert 0.
         global_layers: global (0-based) id of each of the chunk's layers in order; default: they are global already.
+            Multi-token-prediction layers have ids of their own, which are global.
     """
     match = _LAYER.fullmatch(local_name)
     if match is None:
         return re.sub(r"^(?:module\.)+", "", local_name)
-    layer, rest = int(match[1]), match[2]
-    if global_layers is not None:
-        layer = tuple(global_layers)[layer]
-    rest = _FUSED_NORMS.get(rest, rest)
+    prefix = match[2] or f"decoder.layers.{match[1] if global_layers is None else tuple(global_layers)[int(match[1])]}"
+    rest = _FUSED_NORMS.get(match[3], match[3])
     if grouped := _GROUPED.fullmatch(rest):
-        rest = f"mlp.experts.local_experts.{grouped[2]}.{grouped[1]}.weight"
+        rest = f"mlp.experts.local_experts.{grouped[3]}.{grouped[1]}.{grouped[2]}"
     if sequential := _SEQUENTIAL.fullmatch(rest):
         rest = f"mlp.experts.local_experts.{int(sequential[1]) + first_expert}.{sequential[2]}"
-    return f"decoder.layers.{layer}.{rest}"
+    return f"{prefix}.{rest}"

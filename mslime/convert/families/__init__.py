@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mslime.config.errors import CheckpointError
+from mslime.convert.families.deepseek_v2 import DeepseekV2
+from mslime.convert.families.deepseek_v3 import DeepseekV3
 from mslime.convert.families.family import Family, ModelFields, Support, as_list, as_object, refuse_unread
 from mslime.convert.families.qwen3 import Qwen3
 from mslime.convert.families.qwen3_moe import Qwen3Moe
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (Qwen3(), Qwen3Moe())}
+_ALL: tuple[Family, ...] = (Qwen3(), Qwen3Moe(), DeepseekV2(), DeepseekV3())
+FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
 
 __all__ = ["FAMILIES", "Family", "ModelFields", "Support", "get_family", "read_hf_config", "refuse_unread"]
 

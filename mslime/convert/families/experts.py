@@ -50,7 +50,7 @@ class Experts:
         Raises:
             CheckpointError: megatron-core does not build this router.
         """
-        if self.normalised and self.top_k == 1 and self.score == "softmax":
+        if self.normalised and self.top_k == 1:
             raise CheckpointError(
                 "config.json: num_experts_per_tok", 1, "the weight of one expert, normalised, is always 1: the router "
                 "would never learn", "use a checkpoint whose tokens visit more experts",
@@ -66,6 +66,8 @@ class Experts:
             "moe_router_pre_softmax": self.score == "softmax" and not self.normalised,
             "moe_router_topk_scaling_factor": None if self.scale == 1.0 else self.scale,
             "moe_router_enable_expert_bias": bool(self.correction),
+            # Balancing is for pretraining: the bias stays the checkpoint's, so that the engine's router stays the same.
+            "moe_router_bias_update_rate": 0.0,
             "moe_shared_expert_intermediate_size": self.shared_ffn or None,
             "moe_shared_expert_gate": bool(self.shared_gate),
         }

@@ -1,0 +1,212 @@
+"""DeepSeek-V2: DeepseekV2ForCausalLM (https://arxiv.org/abs/2405.04434; transformers `models/deepseek_v2`).
+
+Multi-head latent attention: queries (not in the Lite model), and keys with values, are projected down to a latent
+vector, normed and projected up. Part of each head's features rotate, in interleaved pairs; the rotating part of the key
+is one for all heads. megatron-core untangles the pairs itself, so weights keep their order. The first layers are dense;
+the others have a softmax router, whose values are not normalised after the choice, and shared experts.
+"""
+
+from __future__ import annotations
+
+from mslime.config.errors import CheckpointError
+from mslime.convert.families.experts import Experts
+from mslime.convert.families.family import (
+    Family,
+    HFConfig,
+    ModelFields,
+    Support,
+    refuse_unless,
+    required_int,
+    required_number,
+    rotary,
+)
+from mslime.convert.families.gqa import dense_mlp_rules, mlp_norm_rules, whole_model
+from mslime.convert.kinds import Column, Kind, Replicated, Row
+from mslime.convert.table import Rule, RuleTable
+
+_M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+
+class DeepseekV2(Family):
+    """The family; DeepSeek-V3 has the same layers and another router."""
+
+    architecture = "DeepseekV2ForCausalLM"
+    support = Support(("DeepSeek-V2-Lite",))
+    # How the authors' own code shares experts out, and groups that the greedy choice does not look at.
+    harmless = frozenset({"ep_size", "n_group", "topk_group"})
+
+    def transformer_fields(self, hf_config: HFConfig) -> dict[str, object]:
+        _refuse_unbuilt(hf_config)
+        layers = required_int(hf_config, "num_hidden_layers")
+        return {
+            "num_layers": layers,
+            "hidden_size": required_int(hf_config, "hidden_size"),
+            "ffn_hidden_size": required_int(hf_config, "intermediate_size"),
+            "num_attention_heads": required_int(hf_config, "num_attention_heads"),
+            "normalization": "RMSNorm",
+            # Of the norms of latent vectors too, as in SGLang; transformers has 1e-6 there whatever config.json says.
+            "layernorm_epsilon": required_number(hf_config, "rms_norm_eps"),
+            "qk_layernorm": True,
+            "activation_func": "silu",
+            "gated_linear_unit": True,
+            "add_bias_linear": False,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "rotary_interleaved": False,  # megatron-core puts the pairs apart before it rotates halves
+            **_latent_fields(hf_config),
+            **self.experts(hf_config).transformer_fields(layers),
+            **self.group_fields(hf_config),
+        }
+
+    def experts(self, hf_config: HFConfig) -> Experts:
+        """Router, routed and shared experts; raises like `transformer_fields`."""
+        refuse_unless(hf_config, "scoring_func", (None, "softmax"))
+        refuse_unless(hf_config, "norm_topk_prob", (None, False))
+        return read_experts(hf_config)
+
+    def group_fields(self, hf_config: HFConfig) -> dict[str, object]:
+        """The choice among groups of experts; raises like `transformer_fields`.
+
+        With softmax scores, groups are ranked by their best expert (`backends.megatron.routers`).
+        """
+        refuse_unless(hf_config, "topk_method", (None, "group_limited_greedy", "greedy"))
+        return limited_groups(hf_config) if hf_config.get("topk_method") == "group_limited_greedy" else {}
+
+    def model_fields(self, hf_config: HFConfig) -> ModelFields:
+        rope, experts = rotary(hf_config, ("default", "yarn")), self.experts(hf_config)
+        return ModelFields(
+            vocab_size=required_int(hf_config, "vocab_size"),
+            max_positions=required_int(hf_config, "max_position_embeddings"),
+            rotary_base=rope.base,
+            rotary_percent=rope.percent,
+            tie_embeddings=False,
+            num_layers=required_int(hf_config, "num_hidden_layers"),
+            moe_layer_ids=experts.layers,
+            num_experts=experts.number,
+            top_k=experts.top_k,
+        )
+
+    def rules(self, hf_config: HFConfig) -> RuleTable:
+        hidden, experts = required_int(hf_config, "hidden_size"), self.experts(hf_config)
+        layers = tuple(range(required_int(hf_config, "num_hidden_layers")))
+        return whole_model(hf_config, (
+            *_attention_rules(hf_config, layers),
+            *mlp_norm_rules(hidden, layers),
+            *dense_mlp_rules(hf_config, [layer for layer in layers if layer not in experts.layers]),
+            *experts.rules(hidden),
+        ))  # fmt: skip
+
+
+def limited_groups(config: HFConfig) -> dict[str, object]:
+    """The choice of experts from the best groups of them only; nothing when there is one group.
+
+    Raises:
+        CheckpointError: the chosen groups hold too few experts.
+    """
+    groups, chosen = required_int(config, "n_group"), required_int(config, "topk_group")
+    experts, top_k = required_int(config, "n_routed_experts"), required_int(config, "num_experts_per_tok")
+    if experts % groups or chosen > groups or top_k > experts // groups * chosen:
+        raise CheckpointError(
+            "config.json: n_group", groups, f"{chosen} of the groups must hold {top_k} of {experts} experts",
+            "use the config.json of the checkpoint",
+        )  # fmt: skip
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > 1 else {}
+
+
+def read_experts(config: HFConfig) -> Experts:
+    """DeepSeek-V2's; all layers but the first `first_k_dense_replace` have them."""
+    dense, layers = config.get("first_k_dense_replace"), required_int(config, "num_hidden_layers")
+    if not isinstance(dense, int) or not 0 <= dense < layers:
+        raise CheckpointError(
+            "config.json: first_k_dense_replace", dense, f"must be a number of layers below {layers}",
+            "use the config.json of the checkpoint",
+        )  # fmt: skip
+    ffn = required_int(config, "moe_intermediate_size")
+    return Experts(
+        layers=tuple(range(dense, layers)),
+        number=required_int(config, "n_routed_experts"),
+        top_k=required_int(config, "num_experts_per_tok"),
+        ffn=ffn,
+        normalised=False,
+        scale=required_number(config, "routed_scaling_factor"),
+        shared_ffn=required_int(config, "n_shared_experts") * ffn,
+    )
+
+
+def _refuse_unbuilt(config: HFConfig) -> None:
+    refuse_unless(config, "hidden_act", ("silu",))
+    refuse_unless(config, "attention_bias", (None, False))
+    refuse_unless(config, "attention_dropout", (None, 0, 0.0))
+    refuse_unless(config, "mlp_bias", (None, False))
+    refuse_unless(config, "tie_word_embeddings", (None, False))
+    refuse_unless(config, "moe_layer_freq", (None, 1))
+    refuse_unless(config, "rope_interleave", (None, True))
+    # Sizes that follow from others, as some versions of transformers write them.
+    nope, rope = required_int(config, "qk_nope_head_dim"), required_int(config, "qk_rope_head_dim")
+    refuse_unless(config, "qk_head_dim", (None, nope + rope))
+    refuse_unless(config, "head_dim", (None, rope))
+    refuse_unless(config, "num_key_value_heads", (None, required_int(config, "num_attention_heads")))
+
+
+def _latent_fields(config: HFConfig) -> dict[str, object]:
+    """Multi-head latent attention and its own rotary embedding."""
+    rope = rotary(config, ("default", "yarn"))
+    refuse_unless({"partial_rotary_factor": rope.percent}, "partial_rotary_factor", (1.0,))
+    fields: dict[str, object] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": _query_rank(config),
+        "kv_lora_rank": required_int(config, "kv_lora_rank"),
+        "qk_head_dim": required_int(config, "qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": required_int(config, "qk_rope_head_dim"),
+        "v_head_dim": required_int(config, "v_head_dim"),
+        "rotary_base": rope.base,
+    }
+    if rope.kind == "default":
+        # megatron-core scales attention scores by the factor's logarithm even without YaRN; its default is 40.
+        return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
+    given = rope.settings
+    refuse_unless(given, "truncate", (None, True))
+    return fields | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": required_number(given, "factor"),
+        "original_max_position_embeddings": required_int(given, "original_max_position_embeddings"),
+        "beta_fast": required_number({"beta_fast": 32, **given}, "beta_fast"),
+        "beta_slow": required_number({"beta_slow": 1, **given}, "beta_slow"),
+        # Required: transformers and megatron-core understand a single one of them differently.
+        "mscale": required_number(given, "mscale"),
+        "mscale_all_dim": required_number(given, "mscale_all_dim"),
+    }
+
+
+def _query_rank(config: HFConfig) -> int | None:
+    """Rank of the queries' latent vector; None where queries are projected directly."""
+    return None if config.get("q_lora_rank") is None else required_int(config, "q_lora_rank")
+
+
+def _attention_rules(config: HFConfig, layers: tuple[int, ...]) -> tuple[Rule, ...]:
+    """Attention and the norm before it.
+
+    Every tensor-parallel rank holds the projections down to latent vectors whole, and some heads of those up.
+    """
+    hidden, heads = required_int(config, "hidden_size"), required_int(config, "num_attention_heads")
+    nope, rope = required_int(config, "qk_nope_head_dim"), required_int(config, "qk_rope_head_dim")
+    value, kv_rank = required_int(config, "v_head_dim"), required_int(config, "kv_lora_rank")
+    query, q_rank = heads * (nope + rope), _query_rank(config)
+    m, h = f"{_M}self_attention.", f"{_H}self_attn."
+
+    def rule(megatron: str, hf: str, kind: Kind) -> Rule:
+        return Rule(f"{m}{megatron}.weight", (f"{h}{hf}.weight",), kind, layers)
+
+    queries = [rule("linear_q_proj", "q_proj", Column((query, hidden)))] if q_rank is None else [
+        rule("linear_q_down_proj", "q_a_proj", Replicated((q_rank, hidden))),
+        rule("q_layernorm", "q_a_layernorm", Replicated((q_rank,))),
+        rule("linear_q_up_proj", "q_b_proj", Column((query, q_rank))),
+    ]  # fmt: skip
+    return (
+        Rule(f"{_M}input_layernorm.weight", (f"{_H}input_layernorm.weight",), Replicated((hidden,)), layers),
+        *queries,
+        rule("linear_kv_down_proj", "kv_a_proj_with_mqa", Replicated((kv_rank + rope, hidden))),
+        rule("kv_layernorm", "kv_a_layernorm", Replicated((kv_rank,))),
+        rule("linear_kv_up_proj", "kv_b_proj", Column((heads * (nope + value), kv_rank))),
+        rule("linear_proj", "o_proj", Row((hidden, heads * value))),
+    )
