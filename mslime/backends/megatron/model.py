@@ -13,6 +13,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mslime.backends.megatron.naming import named_local_params
+from mslime.backends.megatron.norms import use_joint_qk_norms, use_post_norms
 from mslime.backends.megatron.parallel import tensor_shard
 from mslime.backends.megatron.specs import block_spec
 from mslime.convert.families import ModelFields, get_family
@@ -37,9 +38,14 @@ def build_chunks(config: TransformerConfig, model: ModelFields, device: torch.de
 
 
 def _build_chunk(config: TransformerConfig, model: ModelFields, device: torch.device, stage: int | None) -> GPTModel:
+    layers = block_spec(config, device, stage)
+    if model.joint_qk_norm:
+        use_joint_qk_norms(layers, config)
+    if model.post_norms:
+        use_post_norms(layers, config)
     return GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, device, stage),  # type: ignore[arg-type]
+        transformer_layer_spec=layers,  # type: ignore[arg-type]
         vocab_size=padded_vocab_size(model.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=model.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),

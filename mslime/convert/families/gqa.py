@@ -191,10 +191,10 @@ class Decoder(Family):
         return whole_model(hf_config, (
             *attention_rules(attention, layers),
             *mlp_norm_rules(attention.hidden, layers),
-            *self.dense_mlp_rules(hf_config, [layer for layer in layers if layer not in routed]),
+            *self.mlp_rules(hf_config, [layer for layer in layers if layer not in routed]),
             *(experts.rules(attention.hidden) if experts else ()),
         ))  # fmt: skip
 
-    def dense_mlp_rules(self, hf_config: HFConfig, layers: Sequence[int]) -> tuple[Rule, ...]:
+    def mlp_rules(self, hf_config: HFConfig, layers: Sequence[int]) -> tuple[Rule, ...]:
         """The MLP of those layers that do not route."""
         return dense_mlp_rules(hf_config, layers)

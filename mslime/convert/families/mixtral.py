@@ -1,0 +1,32 @@
+"""Mixtral: MixtralForCausalLM (https://arxiv.org/abs/2401.04088; transformers `models/mixtral`).
+
+Grouped-query attention without biases, and in every layer experts that are weighted by a softmax over the chosen ones'
+logits alone. `intermediate_size` is an expert's.
+"""
+
+from __future__ import annotations
+
+from mslime.convert.families.experts import Experts
+from mslime.convert.families.family import HFConfig, Support, refuse_unless, required_int
+from mslime.convert.families.gqa import Attention, Decoder, read_attention
+
+
+class Mixtral(Decoder):
+    """The family."""
+
+    architecture = "MixtralForCausalLM"
+    support = Support(("Mixtral-8x7B",))
+
+    def attention(self, hf_config: HFConfig) -> Attention:
+        refuse_unless(hf_config, "sliding_window", (None,))
+        return read_attention(hf_config)
+
+    def experts(self, hf_config: HFConfig) -> Experts:
+        return Experts(
+            layers=tuple(range(required_int(hf_config, "num_hidden_layers"))),
+            number=required_int(hf_config, "num_local_experts", "num_experts"),
+            top_k=required_int(hf_config, "num_experts_per_tok"),
+            ffn=required_int(hf_config, "intermediate_size"),
+            block="block_sparse_moe",
+            names=("w1", "w3", "w2"),
+        )

@@ -1,0 +1,32 @@
+"""OLMoE: OlmoeForCausalLM (https://arxiv.org/abs/2409.02060; transformers `models/olmoe`).
+
+Attention whose queries and keys are normed over all heads jointly, and in every layer experts that are weighted by
+their softmax over all. `intermediate_size` is an expert's.
+"""
+
+from __future__ import annotations
+
+from mslime.convert.families.experts import Experts
+from mslime.convert.families.family import HFConfig, Support, flag, refuse_unless, required_int
+from mslime.convert.families.gqa import Attention, Decoder, read_attention
+
+
+class Olmoe(Decoder):
+    """The family."""
+
+    architecture = "OlmoeForCausalLM"
+    support = Support(("OLMoE-1B-7B",))
+
+    def attention(self, hf_config: HFConfig) -> Attention:
+        refuse_unless(hf_config, "attention_bias", (None, False))
+        refuse_unless(hf_config, "clip_qkv", (None,))
+        return read_attention(hf_config, norm="projection")
+
+    def experts(self, hf_config: HFConfig) -> Experts:
+        return Experts(
+            layers=tuple(range(required_int(hf_config, "num_hidden_layers"))),
+            number=required_int(hf_config, "num_experts", "num_local_experts"),
+            top_k=required_int(hf_config, "num_experts_per_tok"),
+            ffn=required_int(hf_config, "intermediate_size"),
+            normalised=flag(hf_config, "norm_topk_prob", False),
+        )

@@ -1,0 +1,23 @@
+"""Qwen2 and Qwen2.5 dense: Qwen2ForCausalLM (https://arxiv.org/abs/2412.15115; transformers `models/qwen2`).
+
+Grouped-query attention with biases on queries, keys and values, SwiGLU MLP. The small models tie their embeddings.
+"""
+
+from __future__ import annotations
+
+from mslime.convert.families.family import HFConfig, Support, refuse_unless
+from mslime.convert.families.gqa import Attention, Decoder, read_attention, refuse_windows
+
+
+class Qwen2(Decoder):
+    """The dense family; the MoE family has the same attention."""
+
+    architecture = "Qwen2ForCausalLM"
+    support = Support(("Qwen2.5-0.5B", "Qwen2.5-7B"))
+    harmless = frozenset({"max_window_layers", "sliding_window"})
+
+    def attention(self, hf_config: HFConfig) -> Attention:
+        refuse_unless(hf_config, "use_mrope", (None, False))
+        refuse_unless(hf_config, "dual_chunk_attention_config", (None,))
+        refuse_windows(hf_config)
+        return read_attention(hf_config, bias=True)
