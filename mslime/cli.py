@@ -14,7 +14,7 @@ from mslime.config.errors import UserError
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
 
-_OWN_OPTIONS = ("--help", "--fields", "--checkpoint", "--out")
+_OWN_OPTIONS = ("--help", "--fields", "--checkpoint", "--out", "--gpus", "--gpu-memory-gb", "--json")
 _OVERRIDES = "Any setting can be given as a flag, for example --rollout.max-staleness 1; flags win over the file."
 
 
@@ -35,13 +35,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """The command's own words, and the settings given as flags (`--section.key value ...`, `--name x`).
 
-    argparse cannot do this: it would take a setting's value for the optional YAML file.
+    argparse cannot do this: it would take a setting's value for the optional YAML file. A word goes where the option
+    before it went.
     """
-    start = next(
-        (i for i, word in enumerate(argv) if word.startswith("--") and word not in _OWN_OPTIONS),
-        len(argv),
-    )
-    return (argv, []) if argv[:1] not in (["train"], ["check"], ["convert"]) else (argv[:start], argv[start:])
+    if argv[:1] not in (["train"], ["check"], ["plan"], ["convert"]):
+        return argv, []
+    own, flags = list[str](), list[str]()
+    current = own
+    for word in argv:
+        if word.startswith("--"):
+            current = own if word.split("=")[0] in _OWN_OPTIONS else flags
+        current.append(word)
+    return own, flags
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,6 +72,12 @@ def _parser() -> argparse.ArgumentParser:
         help="list the engine fields that can be passed through",
     )
     check.set_defaults(run=_check)
+    plan = commands.add_parser("plan", help="memory, balance and weight-sync traffic of RUN.yaml", epilog=_OVERRIDES)
+    plan.add_argument("config", nargs="?", type=Path, help="YAML file, before any flag; only model.path is required")
+    plan.add_argument("--gpus", type=int, help="GPUs of the run, engines included (default: cluster.trainer_ranks)")
+    plan.add_argument("--gpu-memory-gb", type=float, help="as sold: 80, 141 (default: cluster.gpu_memory_gb)")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.set_defaults(run=_plan)
     report = commands.add_parser("report", help="write one HTML page about a run")
     report.add_argument("run_dir", type=Path, help="outputs/NAME")
     report.set_defaults(run=_report)
@@ -107,11 +118,16 @@ def _check(args: argparse.Namespace, flags: Sequence[str]) -> int:
     return 0
 
 
-def _print_fields(engine: str) -> int:
-    from mslime.config.passthrough import megatron_fields, sglang_fields
+def _plan(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from mslime.plan.command import run_plan
 
-    fields = megatron_fields() if engine == "megatron" else sglang_fields()
-    for field in sorted(fields.values(), key=lambda f: (f.owner, f.name)):
+    return run_plan(args.config, flags, args.gpus, args.gpu_memory_gb, args.json)
+
+
+def _print_fields(engine: str) -> int:
+    from mslime.config.passthrough import engine_fields
+
+    for field in sorted(engine_fields(engine).values(), key=lambda f: (f.owner, f.name)):
         print(f"{engine}.{field.name:55s} {field.owner:32s} {field.expected()}")
     return 0
 

@@ -107,9 +107,14 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def read_values(path: Path | None, flags: Sequence[str] = ()) -> dict[str, Any]:
+    """What a YAML file and/or flags say, not yet validated; flags win. Raises ConfigError."""
+    return merge(read_yaml(path) if path else {}, parse_flags(flags))
+
+
 def load_config(path: Path | None, flags: Sequence[str] = ()) -> RunConfig:
     """The run configuration of a YAML file and/or flags; flags win. Raises ConfigError."""
-    return build(merge(read_yaml(path) if path else {}, parse_flags(flags)))
+    return build(read_values(path, flags))
 
 
 def build(values: dict[str, Any]) -> RunConfig:

@@ -133,6 +133,11 @@ class SGLangConfig(EngineSection):
         default_factory=dict, description="Any other SGLang ServerArgs field; may also be given beside these."
     )
 
+    @property
+    def gpus(self) -> int:
+        """GPUs of all engines."""
+        return (len(self.urls) or self.num_engines) * self.tp_size
+
 
 class EvalSetConfig(Section):
     """One held-out set."""

@@ -1,0 +1,206 @@
+"""Bytes of activations that a layer keeps for its backward pass, and how many micro-batches keep them at once.
+
+The method is that of Korthikanti et al. 2022 (arXiv:2205.05198, section 4): go through the layer and count the inputs
+that each operation's backward needs. Their 34 sbh is for GPT with dropout, multi-head attention and a 4h MLP; here the
+same count is made for grouped-query and multi-latent attention, SwiGLU, experts and flash attention (no s x s matrix),
+without dropout. Sequence parallelism divides what lies outside the tensor-parallel matmuls by TP (their section 4.2.2).
+All numbers are elements per token of the micro-batch of one context-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from mslime.config.layout import ParallelLayout
+
+EXPERT_IMBALANCE = 1.25
+"""Tokens on the expert-parallel rank that gets most, over the mean. An assumption: routing decides, not arithmetic."""
+FLOAT32_SHARE = 2
+"""Elements of the model's 16-bit dtype that one float32 number takes."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Sizes of one model, read from megatron-core's TransformerConfig fields (`Family.transformer_fields`).
+
+    Every number of features is the whole model's; tensor parallelism divides it where it is used.
+    """
+
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    mlp: int
+    experts: int
+    top_k: int
+    expert_mlp: int
+    shared_mlp: int
+    query_rank: int
+    key_value_rank: int
+    rope_dim: int
+    value_dim: int
+    qk_norm: bool
+    linear_keys: int
+    linear_values: int
+    linear_value_heads: int
+    linear_key_dim: int
+    moe_layers: frozenset[int]
+    linear_layers: frozenset[int]
+
+    @property
+    def latent(self) -> bool:
+        """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434)."""
+        return self.key_value_rank > 0
+
+
+def read_widths(fields: Mapping[str, object], moe_layers: tuple[int, ...]) -> Widths:
+    """The sizes in a family's TransformerConfig fields.
+
+    Args:
+        moe_layers: global ids of the layers that route.
+    """
+
+    def size(name: str, default: int = 0) -> int:
+        value = fields.get(name)
+        return default if value is None else cast("int", value)
+
+    heads, hidden = size("num_attention_heads"), size("hidden_size")
+    latent = bool(fields.get("multi_latent_attention"))
+    head_dim = size("qk_head_dim") if latent else size("kv_channels", hidden // heads)
+    return Widths(
+        hidden=hidden,
+        heads=heads,
+        groups=size("num_query_groups", heads),
+        head_dim=head_dim,
+        mlp=size("ffn_hidden_size"),
+        experts=size("num_moe_experts"),
+        top_k=size("moe_router_topk"),
+        expert_mlp=size("moe_ffn_hidden_size"),
+        shared_mlp=size("moe_shared_expert_intermediate_size"),
+        query_rank=size("q_lora_rank") if latent else 0,
+        key_value_rank=size("kv_lora_rank") if latent else 0,
+        rope_dim=size("qk_pos_emb_head_dim") if latent else 0,
+        value_dim=size("v_head_dim") if latent else head_dim,
+        qk_norm=bool(fields.get("qk_layernorm")),
+        linear_keys=size("linear_num_key_heads") * size("linear_key_head_dim"),
+        linear_values=size("linear_num_value_heads") * size("linear_value_head_dim"),
+        linear_value_heads=size("linear_num_value_heads"),
+        linear_key_dim=size("linear_key_head_dim"),
+        moe_layers=frozenset(moe_layers),
+        linear_layers=frozenset(_linear_layers(fields)),
+    )
+
+
+def _linear_layers(fields: Mapping[str, object]) -> list[int]:
+    """Global ids of the gated delta-net layers; a frequency N makes every N-th layer a full one (megatron-core)."""
+    if fields.get("experimental_attention_variant") != "gated_delta_net":
+        return []
+    frequency = fields["linear_attention_freq"]
+    if isinstance(frequency, int):
+        return [layer for layer in range(cast("int", fields["num_layers"])) if (layer + 1) % frequency]
+    return [layer for layer, linear in enumerate(cast("list[int]", frequency)) if linear]
+
+
+def attention_elements(w: Widths, layout: ParallelLayout, *, linear: bool, dropped: frozenset[str]) -> float:
+    """What an attention block keeps, its norm included.
+
+    Args:
+        linear: gated delta-net instead of softmax attention.
+        dropped: megatron-core's `recompute_modules`: computed again in the backward pass instead of kept.
+    """
+    tp = layout.tp
+    norm = w.hidden * (1 if "layernorm" in dropped else 2) / tp  # the layer's input; the projection's input
+    if linear:
+        # Projected q k v, gate and decay; before and after the convolution; normalised q and k for every value head;
+        # the gated norm's input and output (transformers `models/qwen3_next`, megatron-core ssm/gated_delta_net.py).
+        mixed = 2 * w.linear_keys + w.linear_values
+        inner = 3 * mixed + 4 * w.linear_values + FLOAT32_SHARE * 2 * w.linear_value_heads
+        return norm + inner / tp
+    log_sum = FLOAT32_SHARE * w.heads
+    if w.latent:
+        # Compressed q and kv before and after their norms are cut along the sequence; the up-projected ones by head.
+        compressed = 2 * w.query_rank + 2 * w.key_value_rank + w.rope_dim
+        query = w.head_dim + w.rope_dim
+        inner = w.heads * (2 * query + (w.head_dim + w.value_dim)) if "mla_up_proj" not in dropped else 0
+        return norm + (compressed + inner + w.heads * w.value_dim + log_sum) / tp
+    groups = max(w.groups, tp)  # with fewer groups than ranks every rank works on a whole one
+    query, key_value = w.heads * w.head_dim, groups * w.head_dim
+    normed = query + key_value if w.qk_norm else 0
+    return norm + (query + 2 * key_value + normed + query + log_sum) / tp
+
+
+def mlp_elements(w: Widths, layout: ParallelLayout, *, routed: bool, dropped: frozenset[str]) -> float:
+    """What an MLP or MoE block keeps, its norm included: inputs of both linear layers and of the activation.
+
+    An expert-parallel rank routes 1/TP of the tokens (sequence parallelism) to `top_k` experts each, and gets
+    `EXPERT_IMBALANCE` times as many from the others; expert-tensor parallelism gathers tokens and cuts features.
+    """
+    tp = layout.tp
+    norm = w.hidden * (1 if "layernorm" in dropped else 2) / tp
+    if not routed:
+        return norm + (0 if "mlp" in dropped else 3 * w.mlp / tp)
+    if "moe" in dropped:
+        return norm
+    router = 3 * FLOAT32_SHARE * w.experts / tp
+    shared = 0 if "shared_experts" in dropped else 3 * w.shared_mlp / tp
+    activation = w.expert_mlp * (2 if "moe_act" in dropped else 3)
+    tokens = w.top_k * EXPERT_IMBALANCE / tp
+    return norm + router + shared + tokens * (w.hidden * layout.etp + activation)
+
+
+def layer_elements(w: Widths, layout: ParallelLayout, layer: int, dropped: frozenset[str] = frozenset()) -> float:
+    """What a whole layer keeps."""
+    attention = attention_elements(w, layout, linear=layer in w.linear_layers, dropped=dropped)
+    return attention + mlp_elements(w, layout, routed=layer in w.moe_layers, dropped=dropped)
+
+
+def chunks_in_flight(layout: ParallelLayout, stage: int) -> float:
+    """Forward passes of a stage whose backward has not begun, in units of the whole stage, at most.
+
+    One forward, one backward: PP - stage. Interleaved, megatron-core's `get_pp_rank_microbatches`: 2 (PP - stage - 1) +
+    (VPP - 1) PP chunks of warm-up and one more, each 1/VPP of the stage.
+    """
+    if layout.vpp == 1:
+        return float(layout.pp - stage)
+    return (2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """megatron-core's recompute settings, defaults filled in as `backends/megatron/settings.py` does."""
+
+    granularity: str | None
+    method: str
+    num_layers: int
+    modules: frozenset[str]
+
+
+def kept_elements(w: Widths, layout: ParallelLayout, chunks: tuple[tuple[int, ...], ...], how: Recompute) -> float:
+    """What one micro-batch leaves behind on a stage until its backward pass begins."""
+    total = 0.0
+    for chunk in chunks:
+        for index, layer in enumerate(chunk):
+            if how.granularity == "full" and how.method == "uniform":
+                total += w.hidden / layout.tp if index % how.num_layers == 0 else 0.0
+            elif how.granularity == "full" and index < how.num_layers:
+                total += w.hidden / layout.tp
+            else:
+                total += layer_elements(w, layout, layer, how.modules if how.granularity else frozenset())
+    return total
+
+
+def working_elements(w: Widths, layout: ParallelLayout, layers: tuple[int, ...], how: Recompute) -> float:
+    """The most that the backward pass of one layer holds beside what was kept.
+
+    The recomputed activations of a group of layers, the gradients of one layer's activations (as many elements), and
+    the gathered input and output gradient of a tensor-parallel matmul, [T, hidden] each.
+    """
+    largest = max((layer_elements(w, layout, layer) for layer in layers), default=0.0)
+    again = 0.0
+    if how.granularity == "full":
+        again = largest * (how.num_layers if how.method == "uniform" else 1)
+    elif how.granularity == "selective":
+        again = max((largest - layer_elements(w, layout, layer, how.modules) for layer in layers), default=0.0)
+    return again + largest + 2 * w.hidden

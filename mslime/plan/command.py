@@ -1,0 +1,62 @@
+"""`mslime plan`: from a file and flags to a printed plan and an exit status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mslime.config.errors import ConfigError
+from mslime.config.loader import build, merge, read_values
+from mslime.config.schema import RunConfig
+from mslime.convert.families import read_hf_config
+from mslime.plan.describe import describe
+from mslime.plan.plan import make_plan
+
+_WIDTH = 140
+
+
+def run_plan(
+    path: Path | None, flags: Sequence[str], gpus: int | None, gpu_memory_gb: float | None, as_json: bool
+) -> int:
+    """Print the plan of a run.
+
+    Args:
+        path, flags: the run's configuration; only `model.path` is required, a directory with a config.json.
+        gpus: of the whole run; what the engines leave becomes the trainer's (default: `cluster.trainer_ranks`).
+        gpu_memory_gb: of one GPU as it is sold (default: `cluster.gpu_memory_gb`).
+        as_json: print JSON instead of tables.
+
+    Returns:
+        0 when everything fits, 1 when something does not.
+
+    Raises:
+        UserError: a mistake in the configuration or in config.json.
+    """
+    config = plan_config(read_values(path, flags), gpus, gpu_memory_gb)
+    plan = make_plan(config, read_hf_config(config.model.path))
+    if as_json:
+        print(json.dumps(plan.as_dict(), indent=2, default=str))
+    else:
+        console = Console()
+        # Tables are wide; where there is no terminal to fit into, they are not folded.
+        Console(width=max(console.width, _WIDTH) if not console.is_terminal else None).print(describe(plan))
+    return 0 if plan.fits else 1
+
+
+def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunConfig:
+    """The configuration that is planned, from what a file and flags say. Raises ConfigError."""
+    values = merge({"data": {"prompts": ["prompts are not read"]}}, values)
+    if gpu_memory_gb is not None:
+        values = merge(values, {"cluster": {"gpu_memory_gb": gpu_memory_gb}})
+    if gpus is not None:
+        # The engines are known before the layout can be: data parallelism is whatever GPUs are left.
+        engine = build({"model": {"path": "."}, **{k: values[k] for k in ("data", "sglang") if k in values}}).sglang
+        served = 0 if merge({"train": {"task": "rl"}}, values)["train"]["task"] == "sft" else engine.gpus
+        if gpus <= served:
+            raise ConfigError("--gpus", gpus, f"the engines alone take {served}", "raise it, or plan fewer engines")
+        values = merge(values, {"cluster": {"trainer_ranks": gpus - served}})
+    return build(values)

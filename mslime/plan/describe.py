@@ -1,0 +1,150 @@
+"""A plan as tables for a person."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from mslime.plan.activations import EXPERT_IMBALANCE
+from mslime.plan.plan import GIB, RunPlan, StagePlan
+from mslime.plan.sync import NIC_BYTES_PER_SECOND
+
+
+def describe(plan: RunPlan) -> Group:
+    """The whole plan: verdict last, so that it is what a terminal shows."""
+    parts = [_overview(plan), _trainer(plan), _balance(plan)]
+    if plan.engine is not None:
+        parts += [_engine(plan), _sync(plan)]
+    return Group(*parts, _verdict(plan))
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size else "–"
+
+
+def _rows(title: str, rows: list[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _overview(plan: RunPlan) -> Table:
+    model = plan.fields
+    experts = (
+        f", {model.num_experts} experts in {len(model.moe_layer_ids)} of them, top-{model.top_k}"
+        if model.num_experts
+        else ""
+    )
+    return _rows(
+        "Plan",
+        [
+            ("model", f"{plan.model}, {plan.parameters / 1e9:.2f} B parameters, {model.num_layers} layers{experts}"),
+            ("trainer", f"{plan.trainer_gpus} GPUs, {plan.layout.describe()}"),
+            ("engines", f"{plan.engine_gpus} GPUs" if plan.engine_gpus else "none"),
+            ("machines", f"{plan.nodes}, each GPU with {plan.gpu_bytes / GIB:.1f} GiB that can be used"),
+        ],
+    )
+
+
+def _trainer(plan: RunPlan) -> Table:
+    table = Table(
+        title="Trainer: GiB of one GPU at its peak, by pipeline stage", title_justify="left", title_style="bold"
+    )
+    for name in ("stage", "layers", *plan.stages[0].memory.components(), "peak", "of the GPU"):
+        table.add_column(name, justify="right")
+    for first, last in _runs(plan.stages):
+        memory = first.memory
+        share = memory.peak / plan.gpu_bytes
+        stages = f"{first.held.stage}" if first is last else f"{first.held.stage} to {last.held.stage}"
+        table.add_row(
+            stages, str(len(first.held.layers)), *(_gib(size) for size in memory.components().values()),
+            _gib(memory.peak), Text(f"{share:.0%}", style="red" if share > 1 else "green"),
+        )  # fmt: skip
+    return table
+
+
+def _runs(stages: tuple[StagePlan, ...]) -> list[tuple[StagePlan, StagePlan]]:
+    """First and last of every run of stages that would print the same row."""
+    runs: list[tuple[StagePlan, StagePlan]] = []
+    for stage in stages:
+        if runs and _same(runs[-1][0], stage):
+            runs[-1] = (runs[-1][0], stage)
+        else:
+            runs.append((stage, stage))
+    return runs
+
+
+def _same(one: StagePlan, other: StagePlan) -> bool:
+    return len(one.held.layers) == len(other.held.layers) and one.memory == other.memory
+
+
+def _balance(plan: RunPlan) -> Table:
+    few, many = plan.responses
+    sizes, work = [stage.held.trained for stage in plan.stages], [stage.work for stage in plan.stages]
+    layers = [len(stage.held.layers) for stage in plan.stages]
+    rows = [
+        ("layers of a stage", f"{min(layers)} to {max(layers)}"),
+        ("parameters of a rank", f"{min(sizes) / 1e9:.3f} to {max(sizes) / 1e9:.3f} B"),
+        ("work of a token", f"{min(work):.2f} to {max(work):.2f} of the mean stage, attention scores left out"),
+    ]
+    if plan.experts_per_rank:
+        rows.append(
+            (
+                "experts of a rank",
+                f"{plan.experts_per_rank}, {plan.layout.edp} replica(s); the fullest rank is given "
+                f"{EXPERT_IMBALANCE:g} times the mean tokens",
+            )
+        )
+    rows += [
+        ("sequences of a rank", f"{few} to {many} an optimizer step" if few != many else f"{many} an optimizer step"),
+        ("micro-batches", f"at most {plan.micro_batches} when all are as long as they may be"),
+    ]
+    if plan.layout.pp > 1:
+        rows.append(("pipeline bubble", f"{plan.bubble:.0%} of a step with that many"))
+    if plan.host_bytes:
+        rows.append(("host memory", f"{_gib(plan.host_bytes)} GiB of a trainer machine, for the reference policy"))
+    return _rows("Balance", rows)
+
+
+def _engine(plan: RunPlan) -> Table:
+    engine = plan.engine
+    assert engine is not None
+    rows = [
+        ("weights", f"{_gib(engine.weights)} GiB in {plan.engine_dtype}"),
+        ("cache", f"{_gib(engine.cache)} GiB: {engine.tokens:,} tokens of {engine.token_bytes / 1024:.1f} KiB"),
+        ("outside", f"{_gib(engine.runtime)} GiB, {_gib(engine.bucket)} of it for a bucket of the weight update"),
+    ]
+    if engine.state:
+        per_request = f"{engine.state_bytes / 2**20:.0f} MiB a request"
+        rows.insert(2, ("linear attention", f"{_gib(engine.state)} GiB of states, {per_request}"))
+    return _rows("Engine: one GPU", rows)
+
+
+def _sync(plan: RunPlan) -> Table:
+    gathered = sum(stage.gathered_near + stage.gathered_far for stage in plan.syncs)
+    far = sum(stage.gathered_far for stage in plan.syncs)
+    seconds = sum(stage.seconds for stage in plan.syncs)
+    return _rows(
+        "Weight sync",
+        [
+            ("gathered by stage leaders", f"{_gib(gathered)} GiB, {_gib(far)} of it from other machines"),
+            ("sent by a leader", f"at most {_gib(max(stage.sent for stage in plan.syncs))} GiB, one after the other"),
+            ("sent by another rank", f"at most {_gib(max(stage.contributed for stage in plan.syncs))} GiB"),
+            ("to every engine GPU", f"{_gib(plan.sync_bytes)} GiB in {sum(s.buckets for s in plan.syncs)} buckets"),
+            ("into every engine machine", f"{_gib(plan.sync_bytes)} GiB, and as much out of it to the next"),
+            ("at least", f"{seconds:.1f} s over {NIC_BYTES_PER_SECOND / 1e9:.0f} GB/s for each GPU's adapter"),
+        ],
+    )
+
+
+def _verdict(plan: RunPlan) -> Text:
+    if plan.fits:
+        worst = max(stage.memory.peak for stage in plan.stages)
+        return Text(f"\nfits: {_gib(plan.gpu_bytes - worst)} GiB free on the fullest trainer GPU", style="bold green")
+    lines = [
+        f"{p.where}: needs {_gib(p.needs)} GiB of {_gib(p.has)}, most of it {p.component}\n  way out: {p.way_out}"
+        for p in plan.problems
+    ]
+    return Text("\ndoes not fit\n" + "\n".join(lines), style="bold red")

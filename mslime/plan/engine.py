@@ -1,0 +1,132 @@
+"""Memory of an SGLang engine: weights of one GPU, and the tokens that fit into the cache beside them.
+
+SGLang's `mem_fraction_static` is the share of the GPU for weights and cache together (`arg_groups/memory_hook.py`), so
+the cache is what the weights leave of it; the rest is for activations, CUDA graphs and the bucket of a weight update.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mslime.config.schema import RunConfig
+from mslime.convert.kinds import FusedQKV, padded_vocab_size
+from mslime.convert.table import Rule, RuleTable
+from mslime.plan.activations import Widths
+from mslime.plan.parameters import copies, is_trained
+from mslime.weights.plan import DTYPE_BYTES
+
+VOCAB_PADDING = 64
+"""SGLang's VocabParallelEmbedding pads the vocabulary to a multiple of this."""
+MIB = 2**20
+RUNTIME_BYTES = 4 * 2**30
+"""What an engine needs beside weights, cache and the bucket of a weight update: context, activations, graphs."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes on one GPU of an engine.
+
+    Attributes:
+        weights: of the model.
+        cache: of keys and values.
+        state: of linear-attention layers, for the requests that run.
+        runtime: what `mem_fraction_static` leaves outside.
+        bucket: of the weight update, within `runtime`.
+        token_bytes: of one token in the cache.
+        state_bytes: of one request in the linear-attention layers.
+        tokens: that fit into the cache of the engine.
+    """
+
+    weights: int
+    cache: int
+    state: int
+    runtime: int
+    bucket: int
+    token_bytes: int
+    state_bytes: int
+    tokens: int
+
+
+def engine_memory(
+    config: RunConfig, table: RuleTable, widths: Widths, num_layers: int, dtype: str, bucket: int, gpu_bytes: int
+) -> EngineMemory:
+    """Memory of one GPU of an engine of `sglang.tp_size`.
+
+    Args:
+        dtype: of the engine's weights, as torch names it.
+        bucket: bytes of the largest bucket of a weight update.
+        gpu_bytes: of one GPU.
+    """
+    tp, width = config.sglang.tp_size, DTYPE_BYTES[dtype]
+    weights = sum(_held(rule, tp) * (DTYPE_BYTES[rule.dtype] if rule.dtype else width) for rule in table.rules)
+    static = int(static_fraction(config, gpu_bytes) * gpu_bytes)
+    token_bytes = cache_bytes_per_token(config, widths, num_layers, width)
+    state_bytes = _state_bytes(widths, tp, width)
+    left = max(static - weights, 0)
+    # Hybrid models share the rest between states and cache (SGLang's mamba_full_memory_ratio, default 0.9).
+    ratio = float(str(config.sglang.extra.get("mamba_full_memory_ratio") or 0.9)) if state_bytes else 0.0
+    cache = int(left / (1 + ratio))
+    tokens = min(cache // token_bytes, config.sglang.max_total_tokens or cache // token_bytes)
+    return EngineMemory(
+        weights, tokens * token_bytes, left - cache if state_bytes else 0, gpu_bytes - static, bucket, token_bytes,
+        state_bytes, tokens,
+    )  # fmt: skip
+
+
+def _held(rule: Rule, tp: int) -> int:
+    """Elements of a rule's tensors on one GPU of an engine; experts are shared out whole or cut, to the same share."""
+    if not (is_trained(rule) and rule.exported):
+        return 0
+    number = copies(rule)
+    if rule.experts:
+        return -(-number * math.prod(rule.kind.full_shape) // tp)
+    kind = rule.kind
+    if rule.megatron.split(".")[0] in ("embedding", "output_layer"):
+        rows, *features = kind.full_shape
+        padded = padded_vocab_size(-(-rows // VOCAB_PADDING) * VOCAB_PADDING, tp)
+        return padded // tp * math.prod(features)
+    if isinstance(kind, FusedQKV):
+        # Key-value heads are repeated where there are fewer than ranks (sglang QKVParallelLinear).
+        rows = (kind.heads / tp + 2 * max(1, kind.groups // tp)) * kind.head_dim
+        return number * int(rows) * (kind.hidden or 1)
+    return number * math.prod(kind.full_shape) // (1 if kind.tp_axis is None else tp)
+
+
+def static_fraction(config: RunConfig, gpu_bytes: int) -> float:
+    """`sglang.mem_fraction_static`, or SGLang 0.5.23's own choice (`handle_gpu_memory_settings`).
+
+    Its reserve in MiB: 512 + 1.5 a prefill token + tp/8 x 1024 + 2 a request of the largest decode graph, at least
+    10 GiB on GPUs above 60 GiB. Graph reserves of prefill are left out.
+    """
+    if config.sglang.mem_fraction_static is not None:
+        return config.sglang.mem_fraction_static
+    prefill, tp = int(str(config.sglang.extra.get("chunked_prefill_size") or 8192)), config.sglang.tp_size
+    reserve = 512 + 1.5 * max(prefill, 2048) + tp / 8 * 1024 + 2 * (256 if tp < 4 else 512)
+    if gpu_bytes > 60 * 1024 * MIB:
+        reserve = max(reserve, 10 * 1024)
+    return max(0.0, round((gpu_bytes - reserve * MIB) / gpu_bytes, 3))
+
+
+def cache_bytes_per_token(config: RunConfig, w: Widths, num_layers: int, width: int) -> int:
+    """Keys and values of one token on one GPU.
+
+    Grouped-query attention: 2 x head_dim for each key-value head that the GPU holds, at least one. Multi-latent
+    attention: the compressed vector and the rotary key, on every GPU (SGLang's MLATokenToKVPool). Sliding-window layers
+    are counted like full ones.
+    """
+    if "fp8" in str(config.sglang.extra.get("kv_cache_dtype", "auto")):
+        width = 1
+    layers = num_layers - len(w.linear_layers)
+    if w.latent:
+        return layers * (w.key_value_rank + w.rope_dim) * width
+    return layers * max(1, w.groups // config.sglang.tp_size) * (w.head_dim + w.value_dim) * width
+
+
+def _state_bytes(w: Widths, tp: int, width: int) -> int:
+    """Convolution window of three tokens and float32 state of a request in the gated delta-net layers."""
+    if not w.linear_layers:
+        return 0
+    convolution = 3 * (2 * w.linear_keys + w.linear_values) * width
+    recurrent = w.linear_values * w.linear_key_dim * 4
+    return len(w.linear_layers) * (convolution + recurrent) // tp

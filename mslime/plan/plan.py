@@ -1,0 +1,289 @@
+"""The plan of a run: memory by component and stage, balance, weight-sync traffic, and whether it all fits.
+
+Reads config.json and the configuration; no weights, tokenizer or data, no torch, no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mslime.config.layout import ParallelLayout
+from mslime.config.rules import check_model
+from mslime.config.schema import RunConfig
+from mslime.convert.families import get_family
+from mslime.convert.families.family import ModelFields
+from mslime.convert.kinds import padded_vocab_size
+from mslime.plan.activations import read_widths
+from mslime.plan.engine import RUNTIME_BYTES, EngineMemory, engine_memory
+from mslime.plan.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
+from mslime.plan.sync import StageSync, stage_syncs
+from mslime.plan.trainer import TrainerMemory, host_bytes, params_bytes, trainer_memory
+from mslime.weights.plan import WeightPlan, build_plan
+
+GIB = 2**30
+USABLE = 0.99
+"""Of a GPU sold as N GB: N GiB less what the driver keeps (H100 80 GB: 79.6 GiB, H200 141 GB: 140.4 GiB)."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage, which stands for all of its ranks.
+
+    Attributes:
+        held: parameters of one rank.
+        memory: of one GPU.
+        work: multiplications of one rank for a token, over the mean of the stages.
+    """
+
+    held: StageParameters
+    memory: TrainerMemory
+    work: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that does not fit.
+
+    Attributes:
+        where: which GPU.
+        needs, has: bytes.
+        component: the largest thing there that can be made smaller.
+        way_out: what to change.
+    """
+
+    where: str
+    needs: int
+    has: int
+    component: str
+    way_out: str
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that `mslime plan` says.
+
+    Attributes:
+        model, fields: name of the family and what its config.json says.
+        parameters: of the whole model, multi-token prediction left out.
+        layout: of the trainer.
+        gpu_bytes: usable memory of a GPU.
+        trainer_gpus, engine_gpus, nodes: of the run; engines that were started elsewhere are counted.
+        stages: the trainer, by pipeline stage.
+        engine: a GPU of an engine; None for supervised training.
+        engine_dtype: of its weights.
+        experts_per_rank: of a trainer rank.
+        responses: of a step on the data-parallel rank that has fewest, and most.
+        micro_batches: of an optimizer step at most, when every response is as long as it may be.
+        bubble: share of a step that a stage waits, with that many micro-batches (arXiv:2104.04473, section 2.2).
+        syncs: weight-sync traffic by stage.
+        host_bytes: host memory of the trainer's machine.
+        problems: what does not fit.
+    """
+
+    model: str
+    fields: ModelFields
+    parameters: int
+    layout: ParallelLayout
+    gpu_bytes: int
+    trainer_gpus: int
+    engine_gpus: int
+    nodes: int
+    stages: tuple[StagePlan, ...]
+    engine: EngineMemory | None
+    engine_dtype: str
+    experts_per_rank: int
+    responses: tuple[int, int]
+    micro_batches: int
+    bubble: float
+    syncs: tuple[StageSync, ...]
+    host_bytes: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing stands in the way."""
+        return not self.problems
+
+    @property
+    def sync_bytes(self) -> int:
+        """What every engine GPU receives in one sync."""
+        return sum(stage.sent for stage in self.syncs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"fits": self.fits, "sync_bytes": self.sync_bytes} | {
+            "stages": [
+                asdict(stage) | {"trained": stage.held.trained, "peak": stage.memory.peak} for stage in self.stages
+            ]
+        }  # fmt: skip
+
+
+def make_plan(config: RunConfig, hf_config: Mapping[str, object]) -> RunPlan:
+    """The plan of a run.
+
+    Args:
+        hf_config: the model's config.json.
+
+    Raises:
+        ConfigError: the layout does not divide the model, or a setting contradicts config.json.
+        CheckpointError: the architecture or a setting of it is not supported.
+    """
+    family = get_family(hf_config)
+    fields, model, table = (
+        family.transformer_fields(hf_config), family.model_fields(hf_config), family.rules(hf_config),
+    )  # fmt: skip
+    table.check_layout(config.layout)
+    check_model(config, fields)
+    layout, widths = config.layout, read_widths(fields, model.moe_layer_ids)
+    chunks = config.megatron.stage_layers(model.num_layers)
+    gpu_bytes = int(config.cluster.gpu_memory_gb * GIB * USABLE)
+    serves = config.train.task == "rl"
+    wire, bucket = engine_dtype(config, hf_config), int(config.weights.bucket_mib * 2**20)
+    flat = [[layer for chunk in stage for layer in chunk] for stage in chunks]
+    sync = build_plan(table, layout, flat, wire, bucket) if serves else WeightPlan(layout, ())
+
+    held = stage_parameters(table, layout, chunks)
+    rows = padded_vocab_size(model.vocab_size, layout.tp) // layout.tp
+    work = [work_per_token(stage, layout, model.top_k, model.num_experts) for stage in held]
+    mean = sum(work) / len(work)
+    stages = tuple(
+        StagePlan(stage, trainer_memory(config, widths, rows, stage, sync, gpu_bytes), each / mean)
+        for stage, each in zip(held, work, strict=True)
+    )
+    largest = max((each.hf_bytes for each in sync.buckets), default=0)
+    engine = engine_memory(config, table, widths, model.num_layers, wire, largest, gpu_bytes) if serves else None
+    engines = config.sglang.gpus if serves else 0
+    responses, micro_batches = _tokens(config, model)
+    chunks_of_step = micro_batches * layout.vpp
+    return RunPlan(
+        model=family.architecture,
+        fields=model,
+        parameters=model_parameters(table),
+        layout=layout,
+        gpu_bytes=gpu_bytes,
+        trainer_gpus=layout.world_size,
+        engine_gpus=engines,
+        nodes=_nodes(config, engines),
+        stages=stages,
+        engine=engine,
+        engine_dtype=wire,
+        experts_per_rank=model.num_experts // layout.ep,
+        responses=responses,
+        micro_batches=micro_batches,
+        bubble=(layout.pp - 1) / (chunks_of_step + layout.pp - 1),
+        syncs=stage_syncs(sync, layout, config.cluster.gpus_per_node) if serves else (),
+        host_bytes=host_bytes(config, held),
+        problems=(*_trainer_problems(config, stages, gpu_bytes), *_engine_problems(config, model, engine, gpu_bytes)),
+    )
+
+
+def engine_dtype(config: RunConfig, hf_config: Mapping[str, object]) -> str:
+    """The dtype that the engines hold weights in; `auto` is the checkpoint's own, where it names one."""
+    if config.sglang.dtype != "auto":
+        return config.sglang.dtype
+    return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
+
+
+def _nodes(config: RunConfig, engine_gpus: int) -> int:
+    """Machines: the trainer fills them in order, engines lie within one or over whole ones."""
+    per_node, tp = config.cluster.gpus_per_node, config.sglang.tp_size
+    free = -config.layout.world_size % per_node
+    nodes = -(-config.layout.world_size // per_node)
+    if not engine_gpus:
+        return nodes
+    engines = engine_gpus // tp
+    if tp > per_node:
+        return nodes + engines * -(-tp // per_node)
+    return nodes + -(-max(engines - free // tp, 0) // (per_node // tp))
+
+
+def _tokens(config: RunConfig, model: ModelFields) -> tuple[tuple[int, int], int]:
+    """Responses of an optimizer step on the emptiest and fullest data-parallel rank; micro-batches at full length."""
+    r, t = config.rollout, config.train
+    step = r.groups_per_step * r.group_size // t.optimizer_steps_per_rollout if t.task == "rl" else t.sft_batch_size
+    few, many = step // config.layout.dp, -(-step // config.layout.dp)
+    longest = min(longest_sequence(config, model), model.max_positions)
+    budget = t.max_tokens_per_micro_batch * config.layout.cp
+    return (few, many), max(1, -(-many * longest // max(budget, longest)))
+
+
+def longest_sequence(config: RunConfig, model: ModelFields) -> int:
+    """Tokens of the longest prompt and response."""
+    r = config.rollout
+    if r.max_total_tokens is not None or config.train.task == "sft":
+        return r.max_total_tokens or model.max_positions
+    return min(model.max_positions, (config.data.max_prompt_tokens or 1024) + r.max_response_tokens)
+
+
+def _trainer_problems(config: RunConfig, stages: tuple[StagePlan, ...], gpu_bytes: int) -> list[Problem]:
+    worst = max(stages, key=lambda stage: stage.memory.peak)
+    if worst.memory.peak <= gpu_bytes:
+        return []
+    memory = worst.memory
+    sizes = {name: size for name, size in memory.components().items() if name != "reserve"}
+    if memory.sync < memory.activations + memory.working + memory.logits:
+        del sizes["sync"]
+    component = max(sizes, key=lambda name: sizes[name])
+    where = f"trainer, stage {worst.held.stage}"
+    return [Problem(where, memory.peak, gpu_bytes, component, _way_out(config, component))]
+
+
+def _way_out(config: RunConfig, component: str) -> str:
+    m, layout = config.megatron, config.layout
+    grid = (
+        f"raise the expert-parallel size ({layout.ep}), pipeline stages ({layout.pp}) or "
+        f"tensor-parallel size ({layout.tp}) under megatron.*"
+    )
+    full = "set megatron.recompute_granularity: full" if m.recompute_granularity != "full" else ""
+    tokens = f"lower train.max_tokens_per_micro_batch ({config.train.max_tokens_per_micro_batch})"
+    sharing = "set megatron.use_distributed_optimizer" if not m.use_distributed_optimizer else (
+        f"share it over more data-parallel ranks: raise cluster.trainer_ranks ({layout.world_size})"
+    )  # fmt: skip
+    return {
+        "weights": grid,
+        "gradients": grid,
+        "optimizer": f"{sharing}; or {grid}",
+        "activations": full or tokens,
+        "working": f"{tokens}, or raise megatron.tensor_model_parallel_size ({layout.tp})",
+        "logits": f"{tokens}, or raise megatron.tensor_model_parallel_size ({layout.tp})",
+        "sync": f"lower weights.bucket_mib ({config.weights.bucket_mib:g})",
+    }[component]
+
+
+def _engine_problems(
+    config: RunConfig, model: ModelFields, engine: EngineMemory | None, gpu_bytes: int
+) -> list[Problem]:
+    if engine is None:
+        return []
+    problems: list[Problem] = []
+    longest = longest_sequence(config, model)
+    if engine.tokens < longest:
+        component = "weights" if engine.cache < engine.weights else "cache"
+        problems.append(
+            Problem(
+                "engine",
+                engine.weights + longest * engine.token_bytes + engine.runtime,
+                gpu_bytes,
+                component,
+                f"raise sglang.tp_size ({config.sglang.tp_size}) or sglang.mem_fraction_static: "
+                f"the cache has room for {engine.tokens:,} tokens, and one response may have {longest:,}",
+            )
+        )
+    if engine.runtime < engine.bucket + RUNTIME_BYTES:
+        problems.append(
+            Problem(
+                "engine, outside mem_fraction_static",
+                engine.bucket + RUNTIME_BYTES,
+                engine.runtime,
+                "bucket",
+                f"lower sglang.mem_fraction_static, or weights.bucket_mib ({config.weights.bucket_mib:g})",
+            )
+        )
+    return problems
+
+
+def parameter_bytes(config: RunConfig, held: StageParameters) -> int:
+    """Bytes of one rank's parameters, buffers left out; what a real rank's tensors add up to."""
+    return held.trained * params_bytes(config)

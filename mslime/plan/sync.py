@@ -1,0 +1,63 @@
+"""Bytes that one weight sync moves over each link: gathers within a stage, then broadcasts to the engines.
+
+Read off the weight plan that the sync itself follows. Trainer ranks fill machines in order, engines the machines after
+them. NCCL's broadcast is counted as its ring: every machine receives the bytes once and forwards them once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mslime.config.layout import ParallelLayout
+from mslime.weights.plan import DTYPE_BYTES, WeightPlan
+
+NIC_BYTES_PER_SECOND = 50e9
+"""One 400 Gb/s adapter, the usual one for each H100 or H200."""
+NVLINK_BYTES_PER_SECOND = 450e9
+"""Fourth-generation NVLink, one direction."""
+
+
+@dataclass(frozen=True)
+class StageSync:
+    """What one stage's part of a sync moves.
+
+    Attributes:
+        stage: pipeline stage.
+        buckets: gathers and broadcasts.
+        sent: bytes that the leader broadcasts.
+        gathered_near: bytes that the leader receives from ranks of its own machine, over NVLink.
+        gathered_far: bytes that it receives from other machines, over its adapter.
+        contributed: bytes that each other rank of the gather groups sends, at most.
+    """
+
+    stage: int
+    buckets: int
+    sent: int
+    gathered_near: int
+    gathered_far: int
+    contributed: int
+
+    @property
+    def seconds(self) -> float:
+        """Lower bound: the adapter's and NVLink's time, gathers hidden behind broadcasts where those take longer."""
+        gather = max(self.gathered_far / NIC_BYTES_PER_SECOND, self.gathered_near / NVLINK_BYTES_PER_SECOND)
+        return max(self.sent / NIC_BYTES_PER_SECOND, gather)
+
+
+def stage_syncs(plan: WeightPlan, layout: ParallelLayout, gpus_per_node: int) -> tuple[StageSync, ...]:
+    """The traffic of every stage, in sending order."""
+    per_stage = layout.world_size // layout.pp
+    return tuple(_stage_sync(plan, layout, stage, stage * per_stage, gpus_per_node) for stage in range(layout.pp))
+
+
+def _stage_sync(plan: WeightPlan, layout: ParallelLayout, stage: int, leader: int, gpus_per_node: int) -> StageSync:
+    near = far = contributed = 0
+    buckets = plan.stage_buckets(stage)
+    for bucket in buckets:
+        size = layout.ep * layout.etp if bucket.expert else layout.tp
+        beside = min(size, gpus_per_node - leader % gpus_per_node) - 1
+        local = bucket.local_numel * DTYPE_BYTES[bucket.dtype]
+        near += beside * local
+        far += (size - 1 - beside) * local
+        contributed += local if size > 1 else 0
+    return StageSync(stage, len(buckets), sum(bucket.hf_bytes for bucket in buckets), near, far, contributed)

@@ -1,0 +1,160 @@
+"""Memory of a trainer GPU by component, for each pipeline stage.
+
+Bytes per parameter are those of megatron-core's mixed-precision training with or without the distributed optimizer
+(megatron-core docs, `dist_optimizer`: bf16 parameters with fp32 gradients take 6 + 12/d bytes sharded over d ranks, 18
+otherwise; fp32 training 8 + 8/d and 16).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from mslime.config.layout import ParallelLayout
+from mslime.config.schema import RunConfig
+from mslime.plan.activations import Recompute, Widths, chunks_in_flight, kept_elements, working_elements
+from mslime.plan.parameters import StageParameters
+from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
+
+CONTEXT_BYTES = 3 * 2**30
+"""CUDA context, NCCL's buffers for some ten groups, cuBLAS workspaces: a round number, larger than what is seen."""
+FRAGMENTATION = 0.05
+"""Share of the GPU lost between PyTorch's blocks: an assumption."""
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes on one GPU of a stage (its leader, which alone fills weight-sync buckets).
+
+    Attributes:
+        weights: parameters and buffers.
+        gradients: the buffer that gradients are summed in.
+        optimizer: main weights and Adam's two moments, this rank's share.
+        activations: kept by all micro-batches in flight.
+        working: what one layer's backward pass adds.
+        logits: of the micro-batch on the last stage, their gradient, and the float32 rows of the log-prob chunk.
+        sync: buffers of the weight sync; not at the same time as activations, working and logits.
+        reserve: CUDA context, communication buffers and fragmentation.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+    logits: int
+    sync: int
+    reserve: int
+
+    @property
+    def peak(self) -> int:
+        """The most that is needed at any time: a training step or a weight sync, whichever is larger."""
+        step = self.activations + self.working + self.logits
+        return self.weights + self.gradients + self.optimizer + max(step, self.sync) + self.reserve
+
+    def components(self) -> dict[str, int]:
+        """Bytes by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def recompute(config: RunConfig) -> Recompute:
+    """The run's recompute settings; megatron-core's default module of selective recompute is `core_attn`."""
+    m = config.megatron
+    return Recompute(
+        m.recompute_granularity,
+        m.recompute_method or "uniform",
+        m.recompute_num_layers or 1,
+        frozenset(m.recompute_modules or (["core_attn"] if m.recompute_granularity == "selective" else [])),
+    )
+
+
+def params_bytes(config: RunConfig) -> int:
+    """Bytes of a parameter: bfloat16 unless configured, or unless the run is on CPUs."""
+    return DTYPE_BYTES[config.megatron.params_dtype or ("float32" if config.cluster.device == "cpu" else "bfloat16")]
+
+
+def optimizer_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> float:
+    """Bytes of optimizer state for each parameter that a rank updates.
+
+    Args:
+        width: bytes of the parameter; float32 ones are their own main copy.
+        extra: passed-through OptimizerConfig fields: the precision-aware optimizer keeps other dtypes (and of a float32
+            main weight only the 16 bits that the bfloat16 one lacks, `store_param_remainders`), and CPU offload moves a
+            share of the state to the host.
+    """
+    main, first, second = (0 if width == 4 else 4), 4, 4
+    if extra.get("use_precision_aware_optimizer"):
+        first = DTYPE_BYTES.get(str(extra.get("exp_avg_dtype", "float32")), 1)
+        second = DTYPE_BYTES.get(str(extra.get("exp_avg_sq_dtype", "float32")), 1)
+        remainders = extra.get("store_param_remainders", True) and width == 2
+        main = 2 if remainders or extra.get("main_params_dtype") == "float16" else main
+    offloaded = float(str(extra.get("optimizer_offload_fraction", 0.0))) if extra.get("optimizer_cpu_offload") else 0.0
+    return (main + first + second) * (1 - offloaded)
+
+
+def trainer_memory(
+    config: RunConfig,
+    widths: Widths,
+    vocab_rows: int,
+    held: StageParameters,
+    sync: WeightPlan,
+    gpu_bytes: int,
+) -> TrainerMemory:
+    """Memory of a GPU of one stage.
+
+    Args:
+        widths: the model's sizes.
+        vocab_rows: output rows of one tensor-parallel rank.
+        held: the stage's parameters.
+        sync: the plan of the weight sync; one without buckets for supervised training.
+        gpu_bytes: of one GPU.
+    """
+    layout, width = config.layout, params_bytes(config)
+    tokens = config.train.max_tokens_per_micro_batch
+    how = recompute(config)
+    kept = kept_elements(widths, layout, held.chunks, how) * chunks_in_flight(layout, held.stage)
+    gradient_width = 4 if config.megatron.extra.get("grad_reduce_in_fp32", True) else 2
+    return TrainerMemory(
+        weights=held.trained * width + held.buffers * 4,
+        gradients=held.trained * gradient_width,
+        optimizer=optimizer_bytes(config, layout, held),
+        activations=int(kept * tokens * width),
+        working=int(working_elements(widths, layout, held.layers, how) * tokens * width),
+        logits=_logits_bytes(config, vocab_rows, width) if held.stage == layout.pp - 1 else 0,
+        sync=max((_sync_bytes(bucket, layout) for bucket in sync.stage_buckets(held.stage)), default=0),
+        reserve=CONTEXT_BYTES + int(gpu_bytes * FRAGMENTATION),
+    )
+
+
+def optimizer_bytes(config: RunConfig, layout: ParallelLayout, held: StageParameters) -> int:
+    """Optimizer state of one rank: the mean over the ranks that share it out.
+
+    The distributed optimizer cuts buffers into equal runs, so that a rank's share differs from the mean by the padding
+    of its buckets (at most 64 elements a parameter).
+    """
+    each = optimizer_bytes_per_parameter(params_bytes(config), config.megatron.extra)
+    if not config.megatron.use_distributed_optimizer:
+        return int(each * held.trained)
+    return int(each * (held.dense / (layout.dp * layout.cp) + held.expert / layout.edp))
+
+
+def _logits_bytes(config: RunConfig, vocab_rows: int, width: int) -> int:
+    """Logits [T, V/TP] and their gradient in the model's dtype; three float32 rows blocks of the log-prob chunk."""
+    tokens = config.train.max_tokens_per_micro_batch
+    chunk = min(config.train.log_prob_chunk_tokens, tokens)
+    return vocab_rows * (2 * tokens * width + 3 * chunk * 4)
+
+
+def _sync_bytes(bucket: Bucket, layout: ParallelLayout) -> int:
+    """On the stage leader: what it packs, gathers and converts, and the bucket that is still on its way."""
+    group = layout.ep * layout.etp if bucket.expert else layout.tp
+    gathered = bucket.local_numel * DTYPE_BYTES[bucket.dtype] * (group + (group > 1))
+    return gathered + 2 * bucket.hf_bytes
+
+
+def host_bytes(config: RunConfig, held: Sequence[StageParameters]) -> int:
+    """Host memory of one machine's trainer ranks: the reference policy, and our own weights while that is in use."""
+    if config.algorithm.kl_coef == 0 or config.train.task != "rl":
+        return 0
+    ranks = min(config.cluster.gpus_per_node, config.layout.world_size)
+    return 2 * ranks * params_bytes(config) * max(stage.trained for stage in held)
