@@ -15,6 +15,8 @@ from mslime.convert.table import RuleTable
 from mslime.weights.errors import sync_error
 from mslime.weights.plan import Bucket
 
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 
 def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], ep_rank: int) -> torch.Tensor:
     """This rank's shards of a bucket in one buffer.
@@ -95,4 +97,4 @@ def named_tensors(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.T
 
 def wire_dtype(bucket: Bucket) -> torch.dtype:
     """The bucket's torch dtype."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[bucket.dtype]
+    return TORCH_DTYPES[bucket.dtype]

@@ -16,15 +16,17 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from mslime.config.errors import CheckpointError
 from mslime.convert.hf import ShardWriter, copy_side_files, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
-from mslime.weights.buckets import convert, gather, named_tensors, pack
+from mslime.weights.buckets import TORCH_DTYPES, convert, gather, named_tensors, pack
 from mslime.weights.commit import Digests
 from mslime.weights.errors import WeightSyncError, sync_error
 from mslime.weights.groups import SyncGroups
 from mslime.weights.image import EngineImage, EngineLayout
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.transport import BroadcastTransport, EngineInfo, Pending, Transport, describe_engine
+from mslime.weights.untrained import Untrained
 
 _T = TypeVar("_T")
 NamedParams = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -252,10 +254,10 @@ class WeightSender:
 
         Args:
             directory: replaced as a whole when everything is written; on a file system that all leaders share.
-            source: checkpoint whose config.json and tokenizer are copied.
+            source: checkpoint whose config.json, tokenizer and multi-token-prediction layers are copied.
 
         Raises:
-            WeightSyncError: on every rank, when a shard cannot be written.
+            WeightSyncError: on every rank, when a shard cannot be written or the source cannot be read.
         """
         staging = staging_directory(directory)
         if self._groups.rank == 0:
@@ -265,12 +267,23 @@ class WeightSender:
         self._exchange(None)
         params = dict(self._params())
         failure: Exception | None = None
+        untrained = Untrained(self._table, None, (), {})
+        try:
+            if self._groups.is_leader:
+                untrained = Untrained.of(self._table, source)
+        except CheckpointError as error:
+            failure = error
+        self._raise_together("export", failure)
         written: tuple[dict[str, str], int] = ({}, 0)
         writer = ShardWriter(staging, f"stage{self._groups.stage}")
         try:
             for bucket in self.plan.stage_buckets(self._groups.stage):
                 flat = self._fill(bucket, params)
                 for name, tensor in named_tensors(bucket, flat) if flat is not None else ():
+                    for alias in (name, *untrained.copies.get(name, ())):
+                        writer.add(alias, tensor)
+            if self._groups.stage == self._groups.layout.pp - 1:
+                for name, tensor in untrained.tensors(TORCH_DTYPES[self._options.dtype]):
                     writer.add(name, tensor)
             written = writer.close()
         except ValueError as error:

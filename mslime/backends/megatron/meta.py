@@ -19,6 +19,7 @@ from mslime.backends.megatron.settings import transformer_config
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family
+from mslime.convert.families.mtp import mtp_depth
 
 
 @contextmanager
@@ -45,10 +46,16 @@ def lone_rank(layout: ParallelLayout, rank: int = 0) -> Generator[None]:
         dist.destroy_process_group()
 
 
-def meta_chunks(config: RunConfig, hf_config: Mapping[str, object]) -> list[GPTModel]:
-    """The chunks that `build_chunks` would give this rank, all parameters on the meta device; within `lone_rank`."""
+def meta_chunks(config: RunConfig, hf_config: Mapping[str, object], mtp: bool = False) -> list[GPTModel]:
+    """The chunks that `build_chunks` would give this rank, all parameters on the meta device; within `lone_rank`.
+
+    Args:
+        mtp: with the checkpoint's multi-token-prediction layers, which a trainer leaves out.
+    """
     device = torch.device("cpu")
-    settings = transformer_config(config, hf_config, device)
+    settings, family = transformer_config(config, hf_config, device), get_family(hf_config)
     settings.perform_initialization = False
+    depth = mtp_depth(family.rules(hf_config))
+    settings.mtp_num_layers = depth if mtp else None
     with torch.device("meta"):
-        return build_chunks(settings, get_family(hf_config).model_fields(hf_config), torch.device("meta"))
+        return build_chunks(settings, family.model_fields(hf_config), torch.device("meta"), mtp and depth > 0)

@@ -23,9 +23,11 @@ class BestOfGroupRouter(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """[s, b, experts] -> weights and map [s * b, experts]; 0 and False where a token does not visit an expert."""
-        logits = logits.view(-1, self.num_experts)
+        groups, chosen = self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        assert groups is not None and chosen is not None
+        logits = logits.flatten(0, -2)
         scores = torch.softmax(logits, dim=-1, dtype=torch.float32).type_as(logits)
-        question = scores, self.topk, self.config.moe_router_num_groups, self.config.moe_router_group_topk
+        question = scores, self.topk, groups, chosen
         replay: Any = self.router_replay
         weights, experts = (
             choose_from_best_groups(*question)

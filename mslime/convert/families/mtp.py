@@ -43,3 +43,8 @@ def _moved(rule: Rule, megatron: str, hf: str) -> Rule:
     """A decoder layer's rule under the names of one prediction layer."""
     names = tuple(name.replace(_H, hf) for name in rule.hf)
     return replace(rule, megatron=rule.megatron.replace(_M, megatron), hf=names, layers=())
+
+
+def mtp_depth(table: RuleTable) -> int:
+    """Number of prediction layers."""
+    return len({name.split(".")[2] for name, rule in table.all_bound.items() if rule.is_mtp})
