@@ -1,7 +1,7 @@
 """Layouts of gated attention and of gated delta-net layers (https://arxiv.org/abs/2412.06464): reordered row runs.
 
-megatron-core gives every tensor-parallel rank its heads' rows of each part in turn; the files keep whole parts, or parts
-grouped by key head. All kinds here are lists of row runs, from which both directions follow (`RowRuns`).
+megatron-core gives every tensor-parallel rank its heads' rows of each part in turn; the files keep whole parts, or
+parts grouped by key head. All kinds here are lists of row runs, from which both directions follow (`RowRuns`).
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 Megatron-core's own non-TE attention refuses packed sequences (thd), context parallelism and multi-latent attention.
 This module does all three with torch's scaled-dot-product attention: one call per sequence (per half sequence under
-context parallelism), so that no mask over the whole packed batch is ever built. Causal attention without windows,
-biases or sinks only; anything else is an assertion. To be imported after `backends.cpu.megatron.install()`.
+context parallelism), so that no mask over the whole packed batch is ever built. Causal attention only, with sliding
+windows and attention sinks; anything else is an assertion. To be imported after `backends.cpu.megatron.install()`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +19,19 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 
 def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, dropout: float = 0.0
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    dropout: float = 0.0,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the last `q` positions of a `k`-token prefix, each seeing itself and everything before it.
+    """Attention of the last `q` positions of a `k`-token prefix, each seeing itself and what comes before it.
 
     Args:
         query: [q, b, heads, d].
@@ -32,23 +39,52 @@ def causal_attention(
         value: [k, b, groups, dv], dv <= d.
         scale: factor on the scores; default 1/sqrt(d).
         dropout: probability, applied to the attention weights.
+        window: tokens before itself that a position sees; None: all.
+        sinks: [heads], scores of a further key that every position sees and whose value is zero
+            (https://arxiv.org/abs/2309.17453; learnt in GPT-OSS).
 
     Returns:
         [q, b, heads, dv], in the dtype of `query`.
     """
+    if window is not None:
+        first = max(key.shape[0] - query.shape[0] - window, 0)  # what no row sees
+        key, value = key[first:], value[first:]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
     repeats = q.shape[1] // k.shape[1]
     if repeats > 1:
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    mask = None
+    if q.shape[2] != k.shape[2] or window is not None or sinks is not None:
+        columns = torch.arange(k.shape[2], device=q.device)
+        rows = columns[k.shape[2] - q.shape[2] :, None]
+        mask = columns <= rows
+        if window is not None:
+            mask = mask & (columns >= rows - window)
+    if sinks is not None:
+        assert mask is not None
+        return _with_sinks(q, k, v, mask, sinks, scale, dropout).permute(2, 0, 1, 3)
     value_size = v.shape[-1]
     # torch's CPU flash kernel wants equal head sizes (MLA's differ); zero columns change nothing.
     v = F.pad(v, (0, q.shape[-1] - value_size))
-    mask = None
-    if q.shape[2] != k.shape[2]:
-        rows = torch.arange(k.shape[2] - q.shape[2], k.shape[2], device=q.device)
-        mask = torch.arange(k.shape[2], device=q.device)[None] <= rows[:, None]
     out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=mask is None, scale=scale)
     return out[..., :value_size].permute(2, 0, 1, 3)
+
+
+def _with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor,
+    scale: float | None,
+    dropout: float,
+) -> torch.Tensor:
+    """[b, heads, q, dv]; the softmax is taken in float32 over the keys and the sink."""
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = (q.float() @ k.float().mT * factor).masked_fill(~mask, float("-inf"))
+    sink = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+    return F.dropout(weights, dropout).to(q.dtype) @ v
 
 
 class CpuCoreAttention(MegatronModule):
@@ -72,10 +108,20 @@ class CpuCoreAttention(MegatronModule):
         pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__(config=config)
-        assert config.window_size is None, "sliding-window attention is not implemented on CPU"
-        assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type!r} is not implemented on CPU"
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
         self.cp_group = groups.cp
+        self.window: int | None = None
+        every = cast("int | list[int]", config.window_attn_skip_freq)
+        if is_layer_window_attention(config.window_size, every, layer_number):
+            assert config.window_size is not None and config.window_size[1] == 0, config.window_size
+            self.window = config.window_size[0]
+        self.softmax_offset: torch.nn.Parameter | None = None
+        if config.softmax_type == "learnable":
+            self.tp_group = groups.tp
+            heads = config.num_attention_heads // groups.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+        else:
+            assert config.softmax_type == "vanilla", f"softmax_type {config.softmax_type!r} is not implemented on CPU"
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
@@ -117,7 +163,13 @@ class CpuCoreAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], size: int
     ) -> list[torch.Tensor]:
         """One output per local chunk, in local order; `key` and `value` hold all ranks' rows, rank by rank."""
-        dropout = self.dropout if self.training else 0.0
+        attend = functools.partial(
+            causal_attention,
+            scale=self.softmax_scale,
+            dropout=self.dropout if self.training else 0.0,
+            window=self.window,
+            sinks=self.softmax_offset,
+        )
         rank = self.cp_group.rank()
         # Split once: a slice a sequence would each fill a gradient as large as the whole micro-batch.
         queries = query.split([length // size for length in lengths])
@@ -125,19 +177,28 @@ class CpuCoreAttention(MegatronModule):
         outputs = []
         for length, q, k, v in zip(lengths, queries, keys, values, strict=True):
             if size == 1:
-                outputs.append(causal_attention(q, k, v, self.softmax_scale, dropout))
+                outputs.append(attend(q, k, v))
                 continue
             chunk = length // (2 * size)
             for part, index in zip(q.split(chunk), (rank, 2 * size - 1 - rank), strict=True):
                 prefix = (index + 1) * chunk
-                outputs.append(causal_attention(part, k[:prefix], v[:prefix], self.softmax_scale, dropout))
+                outputs.append(attend(part, k[:prefix], v[:prefix]))
         return outputs
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """No parameters."""
-        return {}
+        """The sinks, shared out by heads; nothing else is a parameter."""
+        if self.softmax_offset is None:
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
 
 
 def _padded_lengths(packed: PackedSeqParams) -> list[int]:

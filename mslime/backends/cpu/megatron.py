@@ -367,6 +367,47 @@ def _(overrides: _Overrides) -> None:
 
 
 @_patch(
+    "zero_centred_norm",
+    "the torch norm refuses zero-centred weights, which only Transformer Engine's norm has; Qwen3-Next's are",
+)
+def _(overrides: _Overrides) -> None:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from mslime.backends.cpu.norm import ZeroCentredRMSNorm
+
+    original = WrappedTorchNorm.__new__
+
+    def either(cls: type, config: Any, hidden_size: int, eps: float = 1e-5, *args: Any, **options: Any) -> Any:
+        if not config.layernorm_zero_centered_gamma:
+            return original(cls, config, hidden_size, eps, *args, **options)
+        assert config.normalization == "RMSNorm", config.normalization
+        norm = ZeroCentredRMSNorm(hidden_size, eps, config.params_dtype)
+        norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+    WrappedTorchNorm.__new__ = staticmethod(either)
+
+
+@_patch(
+    "gated_delta_rule",
+    "the gated delta-net layer refuses to be built without flash-linear-attention, whose Triton kernels need a GPU; "
+    "megatron-core has the rule in torch too, for its deterministic mode",
+    before=True,
+)
+def _(overrides: _Overrides) -> None:
+    import torch
+
+    def l2norm(x: Any) -> Any:
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+    def supply(module: types.ModuleType) -> None:
+        rule = module.torch_chunk_gated_delta_rule
+        module.__dict__.update(HAVE_FLA=True, l2norm=l2norm, chunk_gated_delta_rule=rule)
+
+    overrides.modules["megatron.core.ssm.gated_delta_net"] = supply
+
+
+@_patch(
     "mla_linear",
     "multi-latent attention asks isinstance(x, TELinear) where TELinear is not a class, and builds its "
     "down projections as duplicated only when they are TELinear",

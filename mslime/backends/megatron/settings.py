@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -26,8 +27,30 @@ from mslime.convert.families import get_family
 
 T = TypeVar("T")
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "quick_gelu": quick_gelu,
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class YarnTransformerConfig(TransformerConfig):
+    """What `GPTModel` and its attention read of a config when positions are rotated with YaRN.
+
+    megatron-core 0.16.1 asks for these attributes and declares them for multi-latent attention only
+    (`YarnRotaryEmbedding` says what each is). Without `yarn_mscale` the published factor 0.1 ln(scaling) + 1 holds.
+    """
+
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_mscale: float | None = None
+    yarn_mscale_all_dim: float | None = None
+    yarn_correction_range_round_to_int: bool = True
 
 
 def device_of(config: RunConfig, rank: int) -> torch.device:
@@ -77,7 +100,11 @@ def transformer_config(config: RunConfig, hf_config: Mapping[str, object], devic
     }
     if architecture.get("num_moe_experts"):
         values |= _moe_fields(config, device)
+    if architecture["add_bias_linear"]:
+        values["bias_dropout_fusion"] = False  # the grouped experts refuse it with biases
     kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
+    if kind is TransformerConfig and "yarn_rotary_scaling_factor" in architecture:
+        kind = YarnTransformerConfig
     return _construct(kind, values, config.megatron.extra)
 
 

@@ -10,9 +10,11 @@ from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mslime.backends.megatron.gated_delta import with_gated_delta_net
 from mslime.config.errors import TrainerError
 
 
@@ -20,15 +22,31 @@ def block_spec(config: TransformerConfig, device: torch.device, vp_stage: int | 
     """The layers of one model chunk.
 
     Raises:
-        TrainerError: on CUDA without Transformer Engine.
+        TrainerError: on CUDA without Transformer Engine, or without the kernels of a layer.
     """
     if device.type == "cuda":
         if importlib.util.find_spec("transformer_engine") is None:
             raise TrainerError(
                 "transformer-engine", None, "training on GPUs uses its layers", "install the gpu extra, or the image"
             )
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+        return _cuda_block_spec(config, vp_stage)
     return _cpu_block_spec(config, vp_stage)
+
+
+def _cuda_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
+    if config.experimental_attention_variant is None:
+        return spec
+    if importlib.util.find_spec("fla") is None:
+        raise TrainerError(
+            "flash-linear-attention",
+            None,
+            "gated delta-net layers use its kernels",
+            "pip install flash-linear-attention",
+        )
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+
+    return with_gated_delta_net(spec, config, vp_stage, TELayerNormColumnParallelLinear, TERowParallelLinear)
 
 
 def _cpu_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -42,4 +60,6 @@ def _cpu_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfor
         attention.core_attention = CpuCoreAttention
         if config.multi_latent_attention:
             attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
-    return spec
+    if config.experimental_attention_variant is None:
+        return spec
+    return with_gated_delta_net(spec, config, vp_stage, ColumnParallelLinear, RowParallelLinear)

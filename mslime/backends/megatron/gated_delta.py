@@ -1,0 +1,152 @@
+"""megatron-core's gated delta-net layer, made to take packed sequences and to keep its small parameters in float32.
+
+Parameters, their sharding and their place in checkpoints are megatron-core 0.16.1's (`GatedDeltaNet`). Its forward pass
+refuses packed sequences, normalises the output with the block's kind of norm, and rounds the decay to the model's
+dtype; the one here runs sequence by sequence and follows transformers (`models/qwen3_next`) in the other two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+FLOAT32_PARAMETERS = (".self_attention.A_log", ".self_attention.out_norm.weight")
+"""Ends of the names of parameters that stay in float32 in a bfloat16 model, as Qwen3.5 publishes them."""
+
+
+class HeadNorm(torch.nn.Module):
+    """RMS norm of every value head, scaled by the weight itself even where the block's norms are zero-centred.
+
+    Shifting the published weight by one into a zero-centred norm would round it, and so not come back bit for bit.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=torch.float32))
+        # Every tensor-parallel rank sees its own heads; megatron-core sums marked gradients over the ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden_size] -> the same shape, in float32."""
+        wide = x.float()
+        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normal.to(x.dtype)
+
+
+class PackedGatedDeltaNet(GatedDeltaNet):
+    """The layer over sequences that follow each other (thd), or over one (bshd)."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.A_log.data = self.A_log.data.float()
+        sizes = cast("Any", self.config)
+        self.head_sizes: tuple[int, int] = (sizes.linear_key_head_dim, sizes.linear_value_head_dim)
+        self.repeats: int = sizes.linear_num_value_heads // sizes.linear_num_key_heads
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The recurrence within each sequence.
+
+        Args:
+            hidden_states: [rows, b, hidden], rows shared out under sequence parallelism; b is 1 when packed.
+            attention_mask: unused; padding sits at the end, where a causal recurrence does not see it.
+            packed_seq_params: padded cumulative lengths of the rows; None for one sequence.
+
+        Returns:
+            [rows, b, hidden], and the output projection's bias (None).
+        """
+        assert all(value is None for value in unused.values()), f"only self-attention without a cache: {unused}"
+        projected = self.in_proj(hidden_states)[0].transpose(0, 1)
+        if packed_seq_params is None:
+            mixed = self._sequence(projected)
+        else:
+            lengths = _padded_lengths(packed_seq_params)
+            mixed = torch.cat([self._sequence(one) for one in projected.split(lengths, 1)], 1)
+        return self.out_proj(mixed.transpose(0, 1).contiguous())
+
+    def _sequence(self, projected: Tensor) -> Tensor:
+        """[b, s, features] of whole sequences -> [b, s, value features], this rank's heads of both."""
+        key_dim, value_dim = self.head_sizes
+        keys, values, heads = self.qk_dim // self.tp_size, self.v_dim // self.tp_size, self.num_v_heads_local_tp
+        qkv, gate, beta, alpha = projected.split([2 * keys + values, values, heads, heads], -1)
+        query, key, value = self._convolved(qkv).split([keys, keys, values], -1)
+        query, key = (gated_delta_net.l2norm(x.unflatten(-1, (-1, key_dim)).contiguous()) for x in (query, key))
+        if self.repeats > 1:
+            query, key = (x.repeat_interleave(self.repeats, 2) for x in (query, key))
+        decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
+        out, _ = self._rule()(
+            query.contiguous(),
+            key.contiguous(),
+            value.unflatten(-1, (-1, value_dim)).contiguous(),
+            g=decay,
+            beta=beta.contiguous().sigmoid(),
+            initial_state=None,
+            output_final_state=False,
+            use_qk_l2norm_in_kernel=False,
+        )
+        normal = self.out_norm(out) * self.act_fn(gate.unflatten(-1, (-1, value_dim)).float())
+        return normal.to(projected.dtype).flatten(2)
+
+    def _convolved(self, qkv: Tensor) -> Tensor:
+        """The causal convolution over [b, s, channels] and its activation."""
+        channels = qkv.transpose(1, 2).contiguous()
+        kernel = gated_delta_net.causal_conv1d_fn
+        if kernel is None or self.config.deterministic_mode:
+            return self.act_fn(self.conv1d(channels)[..., : qkv.shape[1]]).transpose(1, 2)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        return kernel(x=channels, weight=weight, bias=bias, activation=self.activation).transpose(1, 2)
+
+    def _rule(self) -> Any:
+        """The gated delta rule: flash-linear-attention's kernel, or megatron-core's in torch."""
+        if self.config.deterministic_mode:
+            return gated_delta_net.torch_chunk_gated_delta_rule
+        return gated_delta_net.chunk_gated_delta_rule
+
+
+def _padded_lengths(packed: PackedSeqParams) -> list[int]:
+    padded = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    return padded.diff().tolist()
+
+
+def with_gated_delta_net(
+    spec: TransformerBlockSubmodules,
+    config: TransformerConfig,
+    vp_stage: int | None,
+    in_proj: type,
+    out_proj: type,
+) -> TransformerBlockSubmodules:
+    """The block with this layer in place of self-attention wherever `config.linear_attention_freq` has a 1.
+
+    Args:
+        in_proj, out_proj: column- and row-parallel linear layers; the former with the norm before it where `spec` has
+            fused it into attention's.
+    """
+    assert isinstance(config.linear_attention_freq, list), config.linear_attention_freq
+    attention = ModuleSpec(
+        module=PackedGatedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(in_proj=in_proj, out_norm=HeadNorm, out_proj=out_proj),
+    )
+    first = get_transformer_layer_offset(config, vp_stage)
+    layers = list(spec.layer_specs or [])
+    for index, layer in enumerate(layers):
+        if config.linear_attention_freq[first + index]:
+            submodules = replace(cast("Any", layer.submodules), self_attention=attention)
+            layers[index] = replace(layer, submodules=submodules)
+    return replace(spec, layer_specs=layers)
