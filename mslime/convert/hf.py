@@ -1,23 +1,35 @@
 """Hugging Face checkpoints on disk: a streaming safetensors reader and a sharded writer.
 
 Names, shapes and dtypes come from the file headers, without reading a weight; tensors are read row by row through a few
-open files. Whatever is missing, truncated or contradictory is a `CheckpointError` that names the file and the tensor.
+open files. Weights that are stored quantised are shown, and read, as the plain tensors they stand for. Whatever is
+missing, truncated or contradictory is a `CheckpointError` that names the file and the tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import math
 import os
 import shutil
 from collections import OrderedDict
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mslime.config.errors import CheckpointError
+from mslime.convert.files import tensor_bytes
 from mslime.convert.kinds import Shape
+from mslime.convert.quantised import (
+    Box,
+    Joined,
+    check_quantisation,
+    refuse_plain_fp8,
+    without_quantisation,
+)
+from mslime.convert.writers import SAFETENSORS_DTYPES, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,21 +38,29 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
 _OPEN_FILES = 4
+_SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py")
+_NOT_COPIED = (INDEX_NAME, "checksums.json", "config.json")
 _AGAIN = "download the checkpoint again, or point model.path at a complete one"
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint: its file, safetensors dtype (`BF16`, `F32`, ...) and shape."""
+    """One tensor of a checkpoint: its file, safetensors dtype (`BF16`, `F32`, ...), shape, first byte in the file."""
 
     file: str
     dtype: str
     shape: Shape
+    start: int = -1
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor on disk that is read, in the indexed part only, when indexed."""
+    """A tensor on disk that is read, in the indexed part only, when indexed.
+
+    Attributes:
+        checkpoint: where it belongs.
+        name: of the stored tensor.
+    """
 
     checkpoint: HFCheckpoint
     name: str
@@ -48,11 +68,37 @@ class LazyTensor:
     @property
     def shape(self) -> Shape:
         """Shape, from the file's header."""
-        return self.checkpoint.info[self.name].shape
+        return self.checkpoint.stored[self.name].shape
 
     def __getitem__(self, index: Any, /) -> Tensor:
-        handle = self.checkpoint.handle(self.checkpoint.info[self.name].file)
-        return handle.get_tensor(self.name) if index is Ellipsis else handle.get_slice(self.name)[index]
+        info = self.checkpoint.stored[self.name]
+        box = _box(index, info.shape)
+        if box is None or not _is_run(box, info.shape):
+            return self.checkpoint.handle(info.file).get_slice(self.name)[index]
+        sizes = tuple(end - first for first, end in box)
+        tensor = self.checkpoint.read(self.name, _first_element(box, info.shape), math.prod(sizes)).view(sizes)
+        return tensor if index is Ellipsis else _without_integers(tensor, index)
+
+
+@dataclass(frozen=True)
+class LazyJoined:
+    """A quantised weight, dequantised, in the indexed part only, when indexed."""
+
+    checkpoint: HFCheckpoint
+    name: str
+    joined: Joined
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the weight."""
+        return self.joined.shape
+
+    def __getitem__(self, index: Any, /) -> Tensor:
+        box = _box(index, self.shape)
+        assert box is not None, index
+        dtype = torch_dtype(self.checkpoint.info[self.name].dtype)
+        tensor = self.joined.scheme.read([LazyTensor(self.checkpoint, name) for name in self.joined.stored], box, dtype)
+        return tensor if index is Ellipsis else _without_integers(tensor, index)
 
 
 class HFCheckpoint:
@@ -60,25 +106,46 @@ class HFCheckpoint:
 
     Attributes:
         directory: where it lies.
-        info: every tensor by name.
+        stored: every tensor of the files by name.
+        info: every tensor by name, a quantised weight as one tensor in the model's dtype.
+        quantisation: how weights are quantised, for people; None when they are not.
 
     Raises:
-        CheckpointError: no weights, a missing or truncated shard, an index that does not match its files.
+        CheckpointError: no weights, a missing or truncated shard, an index that does not match its files, weights that
+            are quantised in a way that mslime does not read.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._handles: OrderedDict[str, Any] = OrderedDict()
+        self._handles: OrderedDict[str, io.FileIO] = OrderedDict()
+        self._slicers: OrderedDict[str, Any] = OrderedDict()
         index = directory / INDEX_NAME
         if index.exists():
-            self.info = self._read_indexed(index)
+            self.stored = self._read_indexed(index)
         elif (directory / SINGLE_NAME).exists():
-            self.info = read_header(directory / SINGLE_NAME)
+            self.stored = read_header(directory / SINGLE_NAME)
         else:
             raise CheckpointError(
                 str(directory), None, f"a checkpoint holds {SINGLE_NAME} or {INDEX_NAME}",
                 "point model.path at a Hugging Face checkpoint with safetensors weights",
             )  # fmt: skip
+        self.quantisation: str | None = None
+        self._joined = self._join()
+        hidden = {name for joined in self._joined.values() for name in joined.stored}
+        self.info = {name: info for name, info in self.stored.items() if name not in hidden}
+        dtype = SAFETENSORS_DTYPES[_weights_dtype(directory)] if self._joined else ""
+        for name, joined in self._joined.items():
+            self.info[name] = TensorInfo(self.stored[joined.stored[0]].file, dtype, joined.shape)
+
+    def _join(self) -> dict[str, Joined]:
+        quantisation = check_quantisation(_config(self.directory))
+        if quantisation is None:
+            for name, info in self.stored.items():
+                refuse_plain_fp8(name, info.dtype, str(self.directory))
+            return {}
+        self.quantisation = quantisation.method
+        stored = {name: (info.dtype, info.shape) for name, info in self.stored.items()}
+        return quantisation.join(stored, str(self.directory))
 
     def _read_indexed(self, index: Path) -> dict[str, TensorInfo]:
         try:
@@ -106,17 +173,47 @@ class HFCheckpoint:
         return {name: info.shape for name, info in self.info.items()}
 
     def handle(self, file: str) -> Any:
-        """An open safetensors file; the least recently used one is closed beyond a few."""
+        """An open safetensors file, for slices that are not one run of bytes; a few are kept open."""
         from safetensors import safe_open
 
+        if file not in self._slicers:
+            if len(self._slicers) >= _OPEN_FILES:
+                self._slicers.popitem(last=False)
+            self._slicers[file] = safe_open(self.directory / file, framework="pt")
+        self._slicers.move_to_end(file)
+        return self._slicers[file]
+
+    def read(self, name: str, first: int, count: int) -> Tensor:
+        """Elements `first` to `first + count` of a stored tensor, [count].
+
+        Raises:
+            CheckpointError: the file has become shorter than its header says.
+        """
+        import torch
+
+        info = self.stored[name]
+        tensor = torch.empty(count, dtype=torch_dtype(info.dtype))
+        file, target = self._file(info.file), tensor_bytes(tensor)
+        file.seek(info.start + first * tensor.itemsize)
+        done = 0
+        while done < len(target):
+            read = file.readinto(target[done:])
+            if not read:
+                raise CheckpointError(
+                    f"{self.directory / info.file}: {name}", f"{done} bytes", f"must have {len(target)}", _AGAIN
+                )
+            done += read
+        return tensor
+
+    def _file(self, file: str) -> io.FileIO:
         if file not in self._handles:
             if len(self._handles) >= _OPEN_FILES:
-                self._handles.popitem(last=False)
-            self._handles[file] = safe_open(self.directory / file, framework="pt")
+                self._handles.popitem(last=False)[1].close()
+            self._handles[file] = (self.directory / file).open("rb", buffering=0)
         self._handles.move_to_end(file)
         return self._handles[file]
 
-    def view(self, name: str) -> LazyTensor:
+    def view(self, name: str) -> LazyTensor | LazyJoined:
         """A tensor by name, read when indexed.
 
         Raises:
@@ -124,11 +221,71 @@ class HFCheckpoint:
         """
         if name not in self.info:
             raise CheckpointError(f"{self.directory}: {name}", None, "the tensor is missing", _AGAIN)
-        return LazyTensor(self, name)
+        joined = self._joined.get(name)
+        return LazyTensor(self, name) if joined is None else LazyJoined(self, name, joined)
 
     def tensor(self, name: str) -> Tensor:
-        """A whole tensor by name, in the dtype of the file. Raises like `view`."""
+        """A whole tensor by name, in the dtype of `info`. Raises like `view`."""
         return self.view(name)[...]
+
+
+def _config(directory: Path) -> dict[str, object]:
+    """config.json where there is one; what is wrong with it is the families' to say."""
+    path = directory / "config.json"
+    try:
+        parsed: object = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except json.JSONDecodeError:
+        return {}
+    return cast("dict[str, object]", parsed) if isinstance(parsed, dict) else {}
+
+
+def _weights_dtype(directory: Path) -> str:
+    """What quantised weights are made into: the model's dtype, as torch names it."""
+    config = _config(directory)
+    text = config.get("text_config")
+    both = cast("dict[str, object]", text) | config if isinstance(text, dict) else config
+    named = str(both.get("dtype") or both.get("torch_dtype") or "bfloat16")
+    return named if named in ("float32", "float16", "bfloat16") else "bfloat16"
+
+
+def _box(index: Any, shape: Shape) -> Box | None:
+    """First and end in every dimension, None for an index that is not made of plain slices and integers."""
+    given = () if index is Ellipsis else _as_tuple(index)
+    if len(given) > len(shape):
+        return None
+    box: list[tuple[int, int]] = []
+    padded: list[Any] = [*given, *[slice(None)] * (len(shape) - len(given))]
+    for entry, size in zip(padded, shape, strict=True):
+        if isinstance(entry, int) and 0 <= entry < size:
+            box.append((entry, entry + 1))
+        elif isinstance(entry, slice) and entry.step in (None, 1):
+            first, end, _ = entry.indices(size)
+            box.append((first, max(first, end)))
+        else:
+            return None
+    return tuple(box)
+
+
+def _as_tuple(index: Any) -> tuple[Any, ...]:
+    return cast("tuple[Any, ...]", index) if isinstance(index, tuple) else (index,)
+
+
+def _without_integers(tensor: Tensor, index: Any) -> Tensor:
+    """Dimensions that were indexed by an integer vanish, as they do in torch."""
+    given = _as_tuple(index)
+    if not any(isinstance(entry, int) for entry in given):
+        return tensor
+    return tensor[tuple(0 if isinstance(entry, int) else slice(None) for entry in given)]
+
+
+def _is_run(box: Box, shape: Shape) -> bool:
+    """Whether the elements of a box follow each other in memory."""
+    partial = [dim for dim, ((first, end), size) in enumerate(zip(box, shape, strict=True)) if end - first != size]
+    return not partial or all(box[dim][1] - box[dim][0] == 1 for dim in range(partial[-1]))
+
+
+def _first_element(box: Box, shape: Shape) -> int:
+    return sum(first * math.prod(shape[dim + 1 :]) for dim, (first, _) in enumerate(box))
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -161,7 +318,10 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             f"the header promises {promised} bytes: the file is truncated or damaged",
             _AGAIN,
         )
-    return {name: TensorInfo(path.name, entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    return {
+        name: TensorInfo(path.name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
 
 
 class ShardWriter:
@@ -217,11 +377,19 @@ def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int
     (directory / INDEX_NAME).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-def copy_side_files(source: Path, target: Path) -> None:
-    """config.json, tokenizer and generation settings of `source`: every small file that is not weights."""
+def copy_side_files(source: Path, target: Path, changes: Mapping[str, object] | None = None) -> None:
+    """config.json, tokenizer and generation settings of `source`: every small file that is not weights.
+
+    Args:
+        changes: settings of the new config.json. Those of quantisation are left out of it: weights are written plain
+            unless `changes` says otherwise.
+    """
     for path in source.iterdir():
-        if path.is_file() and path.suffix in (".json", ".txt", ".model", ".jinja") and path.name != INDEX_NAME:
+        if path.is_file() and path.suffix in _SIDE_SUFFIXES and path.name not in _NOT_COPIED:
             shutil.copyfile(path, target / path.name)
+    config = without_quantisation(_config(source)) | dict(changes or {})
+    if (source / "config.json").exists():
+        (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def staging_directory(target: Path) -> Path:
@@ -232,9 +400,10 @@ def staging_directory(target: Path) -> Path:
 def publish(target: Path) -> None:
     """Put the finished staging directory in place of `target`, which is replaced whole or not at all."""
     staging, old = staging_directory(target), target.with_name(f".{target.name}.old")
-    for path in staging.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    for path in [*staging.rglob("*"), staging]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     if target.exists():
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)

@@ -1,0 +1,87 @@
+"""Asks megatron-core, through a model without memory, how it stores each parameter of a model in a checkpoint.
+
+The answer does not depend on the layout: megatron-core names stored tensors by global layers and experts, and every
+layout writes boxes of the same tensors. One rank that holds the whole model therefore knows everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from torch import Tensor
+
+from mslime.backends.megatron.checkpoint import SHARDING
+from mslime.backends.megatron.meta import lone_rank, meta_chunks
+from mslime.config.schema import RunConfig
+from mslime.convert.families import get_family
+from mslime.convert.placement import ModelPlacement, Piece
+from mslime.convert.spelling import canonical_name
+
+
+def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPlacement:
+    """How a checkpoint of this model is laid out, for every parameter that the trainer builds.
+
+    Args:
+        directory: of the Hugging Face checkpoint; only named, not read.
+
+    Raises:
+        CheckpointError: the architecture is not supported.
+    """
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": directory},
+            "data": {"prompts": ["unused.jsonl"]},
+            "cluster": {"device": "cpu"},
+            "megatron": {"use_distributed_optimizer": False},
+        }
+    )
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    objects: list[str] = []
+    with lone_rank(config.layout):
+        (chunk,) = meta_chunks(config, hf_config)
+        metadata = SHARDING | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+        for local, entry in chunk.sharded_state_dict(metadata=metadata).items():
+            if isinstance(entry, ShardedObject):
+                objects.append(entry.unique_key)
+                continue
+            pieces[canonical_name(local)] = tuple(_piece(part, cast("Tensor", entry.data)) for part in _parts(entry))
+    placement = ModelPlacement(pieces, objects)
+    placement.check(get_family(hf_config).rules(hf_config))
+    return placement
+
+
+def _parts(entry: object) -> list[ShardedTensor]:
+    """What a sharded state dict entry stores; a factory splits its tensor into views."""
+    if isinstance(entry, ShardedTensorFactory):
+        built: list[ShardedTensor] = []
+        for part in _flat(entry.build()):
+            assert isinstance(part, ShardedTensor), part
+            built.append(part)
+        return built
+    assert isinstance(entry, ShardedTensor), entry
+    return [entry]
+
+
+def _flat(built: object) -> list[object]:
+    if isinstance(built, Mapping):
+        return [leaf for part in built.values() for leaf in _flat(part)]
+    if isinstance(built, list | tuple):
+        return [leaf for part in built for leaf in _flat(part)]
+    return [built]
+
+
+def _piece(part: ShardedTensor, parameter: Tensor) -> Piece:
+    data = cast("Tensor", part.data)
+    owner = data if data._base is None else data._base
+    assert parameter.is_contiguous() and (owner is parameter or owner is parameter._base or data is parameter), (
+        f"{part.key}: stored from a copy, not from a view of the parameter"
+    )
+    sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+    return Piece(
+        part.key, tuple(part.global_shape), tuple(part.global_offset), sizes,
+        int(data.storage_offset()) - int(parameter.storage_offset()), tuple(data.shape), data.stride(),
+    )  # fmt: skip

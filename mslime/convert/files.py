@@ -1,0 +1,173 @@
+"""Output files of a conversion: a file grows under a temporary name, remembers a checksum of every tensor, and takes
+its own name when it is complete and on the disk. Afterwards it is read again, from the disk, and compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from mslime.config.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Advance = Callable[[int], None]
+"""Called with the number of bytes that have just been done."""
+_READ_BYTES = 8 << 20
+_BUFFER_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where a tensor's bytes lie in a file, and their CRC-32."""
+
+    start: int
+    length: int
+    crc: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished file.
+
+    Attributes:
+        file: its name.
+        size: in bytes.
+        spans: of every tensor, under a name that is unique in the file.
+        records: (start, length) of what holds each tensor, in formats that put something around it.
+    """
+
+    file: str
+    size: int
+    spans: Mapping[str, Span]
+    records: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+
+class OutputFile:
+    """A file that is written from front to back; a context manager that leaves it whole or not at all.
+
+    Args:
+        path: its final name.
+        limit: number of bytes written between two flushes to the disk, so that dirty pages do not pile up.
+    """
+
+    def __init__(self, path: Path, limit: int = 256 << 20) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+        self._limit = limit
+        self._unsynced = 0
+        self.spans: dict[str, Span] = {}
+        self.records: dict[str, tuple[int, int]] = {}
+        self.at = 0
+
+    def __enter__(self) -> Self:
+        self._file = self._temporary.open("wb", buffering=_BUFFER_BYTES)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._file.close()
+            return
+        with contextlib.suppress(OSError):  # the disk may be full: what is thrown away need not be flushed
+            self._file.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def write(self, data: bytes | memoryview, what: str = "header") -> int:
+        """Append bytes; returns how many.
+
+        Raises:
+            CheckpointError: the file system refused, naming the file and `what`.
+        """
+        try:
+            self._file.write(data)
+            self._unsynced += len(data)
+            if self._unsynced >= self._limit:
+                self._file.flush()
+                os.fdatasync(self._file.fileno())
+                self._unsynced = 0
+        except OSError as error:
+            raise self._failed(what, error) from error
+        self.at += len(data)
+        return len(data)
+
+    def write_tensor(self, name: str, tensor: Tensor) -> Span:
+        """Append the bytes of a contiguous CPU tensor and remember their checksum. Raises like `write`."""
+        data = tensor_bytes(tensor)
+        span = Span(self.at, len(data), zlib.crc32(data))
+        self.write(data, name)
+        self.spans[name] = span
+        return span
+
+    def complete(self) -> Written:
+        """Everything is written: bring it to the disk and give the file its name."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            self._temporary.rename(self._path)
+        except OSError as error:
+            raise self._failed("end of file", error) from error
+        return Written(self._path.name, self.at, self.spans, self.records)
+
+    def _failed(self, what: str, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path}: {what}", error.strerror, f"could not be written after {self.at} bytes",
+            "free space there, or choose another output directory; then run the same command again: "
+            "finished files are kept",
+        )  # fmt: skip
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, for reading or writing; works for every dtype."""
+    import torch
+
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)  # pyright: ignore[reportArgumentType]  numpy arrays are buffers
+
+
+def verify(directory: Path, written: Written, advance: Advance) -> None:
+    """Read a finished file from the disk again and compare every tensor's checksum.
+
+    Raises:
+        CheckpointError: naming the file and the first tensor that differs.
+    """
+    path = directory / written.file
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != written.size:
+                raise _different(path, "file", f"{size} bytes", f"{written.size} bytes were written")
+            for name, span in sorted(written.spans.items(), key=lambda item: item[1].start):
+                if _crc_of(file.fileno(), span, advance) != span.crc:
+                    raise _different(
+                        path, name, "another checksum", "the bytes on disk must be those that were written"
+                    )
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise _different(path, "file", error.strerror, "must be readable") from error
+
+
+def _crc_of(descriptor: int, span: Span, advance: Advance) -> int:
+    crc, at, end = 0, span.start, span.start + span.length
+    while at < end:
+        data = os.pread(descriptor, min(_READ_BYTES, end - at), at)
+        if not data:
+            break
+        crc = zlib.crc32(data, crc)
+        at += len(data)
+        advance(len(data))
+    return crc
+
+
+def _different(path: Path, what: str, found: object, rule: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}", found, rule, "check the disk and its file system, then convert again")

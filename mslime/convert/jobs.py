@@ -1,0 +1,289 @@
+"""Runs a conversion: files are written by several processes, a journal remembers the finished ones, and the directory
+takes its name when all are there and have been read again.
+
+Everything happens in a hidden directory beside the target. What a killed run finished is kept there and taken over by
+the next run of the same conversion of the same source; anything else in it is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from mslime.config.errors import CheckpointError, ConfigError
+from mslime.convert.files import Advance, Span, Written, verify
+from mslime.convert.hf import publish, staging_directory
+from mslime.convert.workers import run_tasks
+
+JOURNAL = "journal.jsonl"
+CHECKSUMS = "checksums.json"
+_FORMAT = 1
+_HEADROOM = 1.02
+
+
+@dataclass(frozen=True)
+class Task:
+    """One output file.
+
+    Attributes:
+        file: its name.
+        nbytes: of the tensors in it.
+        names: what it is made of, in order, in the job's own terms.
+    """
+
+    file: str
+    nbytes: int
+    names: tuple[str, ...]
+
+
+class Job(Protocol):
+    """A conversion. It is pickled to worker processes, so that it opens its source when a task asks for it."""
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """Every output file with tensors in it."""
+        ...
+
+    def identity(self) -> Mapping[str, object]:
+        """JSON values that are equal for two runs exactly when they write the same files."""
+        ...
+
+    def write(self, task: Task, path: Path, advance: Advance) -> Written:
+        """Write one file, in any process; `advance` counts the bytes of `task.nbytes`."""
+        ...
+
+    def finish(self, directory: Path, written: Sequence[Written]) -> None:
+        """Write the small files: index or metadata, config.json, tokenizer."""
+        ...
+
+
+class Progress(Protocol):
+    """Shows how far a conversion is."""
+
+    def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
+        """A new phase begins, of which `done_bytes` were done by an earlier run."""
+        ...
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes more are done."""
+        ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
+        """Nothing."""
+
+    def advance(self, nbytes: int) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a conversion did.
+
+    Attributes:
+        files, nbytes: of tensors, all in all.
+        kept_files: those that an earlier run had finished.
+    """
+
+    files: int
+    nbytes: int
+    kept_files: int
+
+
+def run_job(
+    job: Job, target: Path, *, workers: int = 1, verified: bool = True, progress: Progress | None = None
+) -> Outcome:
+    """Convert into `target`, which appears whole or not at all.
+
+    Args:
+        workers: processes; 1 works in this one.
+        verified: read every file again at the end and compare checksums.
+
+    Raises:
+        ConfigError: the target exists, or another conversion is writing it.
+        CheckpointError: the source is damaged, the disk full, or a worker died. The next run keeps finished files.
+    """
+    progress = progress or Silent()
+    refuse_existing(target)
+    staging = staging_directory(target)
+    staging.mkdir(parents=True, exist_ok=True)
+    with _only_writer(staging):
+        refuse_existing(target)  # another run may have finished since
+        journal = _Journal(staging, job)
+        remaining = [task for task in job.tasks if task.file not in journal.written]
+        nbytes, left = sum(task.nbytes for task in job.tasks), sum(task.nbytes for task in remaining)
+        _check_space(staging, left)
+        kept = len(journal.written)
+        progress.phase("convert", nbytes, nbytes - left)
+        for written in run_tasks(_Writing(job, staging).run, remaining, workers, progress.advance):
+            journal.add(written)
+        files = [journal.written[task.file] for task in job.tasks]
+        if verified:
+            verify_files(staging, files, workers, progress)
+        job.finish(staging, files)
+        _write_checksums(staging, files)
+        journal.close()
+        publish(target)
+    return Outcome(len(files), nbytes, kept)
+
+
+def verify_files(directory: Path, files: Sequence[Written], workers: int, progress: Progress) -> None:
+    """Read files from the disk again. Raises CheckpointError naming the first tensor whose checksum differs."""
+    progress.phase("verify", sum(span.length for written in files for span in written.spans.values()), 0)
+    for _ in run_tasks(_Verifying(directory).run, files, workers, progress.advance):
+        pass
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """Writes the files of a job, in any process."""
+
+    job: Job
+    staging: Path
+
+    def run(self, task: Task, advance: Advance) -> Written:
+        return self.job.write(task, self.staging / task.file, advance)
+
+
+@dataclass(frozen=True)
+class _Verifying:
+    """Verifies the files of a directory, in any process."""
+
+    directory: Path
+
+    def run(self, written: Written, advance: Advance) -> None:
+        verify(self.directory, written, advance)
+
+
+def refuse_existing(target: Path) -> None:
+    """Raise ConfigError when there is something under the final name already."""
+    if target.exists():
+        raise ConfigError(
+            "output directory", str(target), "exists already", "choose a new directory, or remove this one first"
+        )
+
+
+def source_identity(files: Sequence[Path]) -> list[list[object]]:
+    """Name, size and time of change of the files that a conversion reads."""
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in sorted(files)]
+
+
+class _Journal:
+    """The finished files of a staging directory, one JSON line each after a line that says which conversion it is."""
+
+    def __init__(self, staging: Path, job: Job) -> None:
+        self._path = staging / JOURNAL
+        header = {"format": _FORMAT, "job": _fingerprint(job)}
+        self.written = {written.file: written for written in _finished(self._path, header)}
+        for path in staging.iterdir():
+            if path.name not in self.written and path.name != JOURNAL:
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+        lines = [header, *(asdict(written) for written in self.written.values())]
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        fresh.rename(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def add(self, written: Written) -> None:
+        """A file is finished and on the disk under its name."""
+        self.written[written.file] = written
+        self._file.write(json.dumps(asdict(written)) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """The conversion is complete: what is only of use to a next run goes."""
+        self._file.close()
+        self._path.unlink()
+
+
+def _finished(path: Path, header: Mapping[str, object]) -> list[Written]:
+    """What a journal of the same conversion says is finished, and is there in its full size."""
+    lines = _complete_lines(path)
+    if not lines or lines[0] != header:
+        return []
+    found = [_from_json(line) for line in lines[1:]]
+    return [
+        written
+        for written in found
+        if (path.parent / written.file).is_file() and (path.parent / written.file).stat().st_size == written.size
+    ]
+
+
+def _complete_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a journal; a last line that a kill cut off is left out."""
+    if not path.exists():
+        return []
+    found: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        try:
+            found.append(cast("dict[str, Any]", json.loads(line)))
+        except json.JSONDecodeError:
+            break
+    return found
+
+
+def _from_json(line: Mapping[str, Any]) -> Written:
+    spans = {name: Span(**span) for name, span in line["spans"].items()}
+    return Written(line["file"], line["size"], spans, {name: tuple(pair) for name, pair in line["records"].items()})
+
+
+def _fingerprint(job: Job) -> str:
+    text = json.dumps([job.identity(), [asdict(task) for task in job.tasks]], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_space(staging: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(staging).free
+    if free < nbytes * _HEADROOM:
+        raise CheckpointError(
+            str(staging.parent), f"{free} bytes free", f"the conversion writes {nbytes} bytes more",
+            "free space there, or choose an output directory on a larger disk",
+        )  # fmt: skip
+
+
+def _write_checksums(directory: Path, files: Sequence[Written]) -> None:
+    """What `inspect --verify` compares later: CRC-32 of every tensor's bytes by file."""
+    found = {written.file: asdict(written) for written in files}
+    (directory / CHECKSUMS).write_text(json.dumps(found), encoding="utf-8")
+
+
+def read_checksums(directory: Path) -> list[Written] | None:
+    """The checksums that a conversion left in its output, or None.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = directory / CHECKSUMS
+    if not path.exists():
+        return None
+    try:
+        return [_from_json(entry) for entry in json.loads(path.read_text(encoding="utf-8")).values()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(str(path), str(error), "must be the JSON that a conversion wrote", "remove it") from error
+
+
+@contextlib.contextmanager
+def _only_writer(staging: Path) -> Generator[None]:
+    """Holds a lock on the directory that the system drops when this process ends, however it ends."""
+    descriptor = os.open(staging, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ConfigError(
+            "output directory", str(staging), "another conversion is writing it", "wait for it, or end it first"
+        ) from error
+    finally:
+        os.close(descriptor)

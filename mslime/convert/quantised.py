@@ -1,0 +1,324 @@
+"""Quantised checkpoints: which are read, and how a tensor that is stored in several becomes one again.
+
+`check_quantisation` decides from config.json; `Quantisation.join` folds weights and their scales into the plain tensors
+that the rules know, read slice by slice and dequantised on the way. Supported are FP8 with a scale per block, row or
+tensor (DeepSeek, Kimi-K2, Qwen3, MiniMax; GLM and others through compressed-tensors), INT4 of compressed-tensors
+(Kimi-K2-Thinking) and GPT-OSS's MXFP4. Every other method is refused by its name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from mslime.config.errors import CheckpointError
+from mslime.convert import codecs
+from mslime.convert.kinds import Shape, Sliceable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Box = tuple[tuple[int, int], ...]
+"""(first, end) in every dimension."""
+_AGAIN = "download the checkpoint again, or point model.path at a complete one"
+_FP8 = "F8_E4M3"
+
+
+class Scheme(ABC):
+    """One way to store a weight in several tensors."""
+
+    suffixes: tuple[str, ...]
+    """Of the stored names, the one that marks a quantised weight first."""
+
+    @abstractmethod
+    def shape(self, stored: Sequence[Shape]) -> Shape | None:
+        """Shape of the weight, None when the stored shapes do not belong together."""
+
+    @abstractmethod
+    def read(self, stored: Sequence[Sliceable], box: Box, dtype: torch.dtype) -> Tensor:
+        """The part `box` of the weight."""
+
+    def weight_name(self, base: str) -> str:
+        """Name of the weight, from the stored names without their suffix."""
+        return f"{base}weight"
+
+
+@dataclass(frozen=True)
+class Fp8(Scheme):
+    """float8 `weight` with a scale for each block, each row or the whole tensor.
+
+    Attributes:
+        block: rows and columns that share a scale; None: a whole row or tensor, as the scale's shape says.
+        suffixes: `weight` and what the scale is called.
+    """
+
+    block: tuple[int, int] | None
+    suffixes: tuple[str, ...] = ("weight", "weight_scale_inv")
+
+    def shape(self, stored: Sequence[Shape]) -> Shape | None:
+        weight, scale = stored
+        if len(weight) != 2:
+            return None
+        if self.block is not None:
+            expected = (codecs.blocks(weight[0], self.block[0]), codecs.blocks(weight[1], self.block[1]))
+            return weight if scale == expected else None
+        return weight if scale in ((), (1,), (1, 1), (weight[0],), (weight[0], 1)) else None
+
+    def read(self, stored: Sequence[Sliceable], box: Box, dtype: torch.dtype) -> Tensor:
+        weight, scale = stored
+        (top, bottom), (left, right) = box
+        part = weight[top:bottom, left:right]
+        if self.block is None:
+            scales = scale[...].float().reshape(-1, 1)
+            scales = scales[top:bottom] if len(scales) > 1 else scales.expand(bottom - top, 1)
+            return codecs.fp8_dequantise(part, scales, (1, right - left), dtype)
+        high, wide = self.block
+        scales = scale[top // high : codecs.blocks(bottom, high), left // wide : codecs.blocks(right, wide)]
+        return codecs.fp8_dequantise(part, scales, self.block, dtype, (top % high, left % wide))
+
+
+@dataclass(frozen=True)
+class Int4(Scheme):
+    """compressed-tensors' `pack-quantized` INT4, symmetric.
+
+    Attributes:
+        group: inputs that share a scale; None: a whole row.
+    """
+
+    group: int | None
+    suffixes: tuple[str, ...] = ("weight_packed", "weight_scale", "weight_shape")
+
+    def shape(self, stored: Sequence[Shape]) -> Shape | None:
+        packed, scale, shape = stored
+        if len(packed) != 2 or shape != (2,):
+            return None
+        columns = packed[1] * 8
+        groups = 1 if self.group is None else columns // self.group
+        return (packed[0], columns) if scale == (packed[0], groups) else None
+
+    def read(self, stored: Sequence[Sliceable], box: Box, dtype: torch.dtype) -> Tensor:
+        packed, scale, shape = stored
+        (top, bottom), (left, right) = box
+        rows = packed[top:bottom]
+        columns = int(shape[...][1])
+        if columns != rows.shape[1] * 8:
+            raise CheckpointError(
+                "weight_shape", columns, f"the packed tensor holds {rows.shape[1] * 8} columns", _AGAIN
+            )
+        group = self.group or columns
+        return codecs.int4_dequantise(rows, scale[top:bottom], group, dtype)[:, left:right].contiguous()
+
+
+@dataclass(frozen=True)
+class Mxfp4(Scheme):
+    """GPT-OSS: experts' projections as `_blocks` [experts, out, groups, 16] and `_scales`; the weight is transposed."""
+
+    suffixes: tuple[str, ...] = ("_blocks", "_scales")
+
+    def shape(self, stored: Sequence[Shape]) -> Shape | None:
+        packed, scale = stored
+        if len(packed) != 4 or packed[3] != 16 or scale != packed[:3]:
+            return None
+        return (packed[0], packed[2] * 32, packed[1])
+
+    def read(self, stored: Sequence[Sliceable], box: Box, dtype: torch.dtype) -> Tensor:
+        import torch
+
+        packed, scale = stored
+        (first, last), (left, right), (top, bottom) = box
+        experts = [
+            codecs.mxfp4_dequantise(
+                packed[expert : expert + 1][0, top:bottom], scale[expert : expert + 1][0, top:bottom], dtype
+            )[:, left:right].T
+            for expert in range(first, last)
+        ]
+        return torch.stack(experts).contiguous()
+
+    def weight_name(self, base: str) -> str:
+        return base
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A weight that is stored in several tensors.
+
+    Attributes:
+        scheme: how.
+        stored: names of those tensors, in the scheme's order.
+        shape: of the weight.
+    """
+
+    scheme: Scheme
+    stored: tuple[str, ...]
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What config.json says about the weights.
+
+    Attributes:
+        method: for people.
+        schemes: ways in which weights may be stored; tensors that fit none are stored as they are.
+    """
+
+    method: str
+    schemes: tuple[Scheme, ...]
+
+    def join(self, stored: Mapping[str, tuple[str, Shape]], where: str) -> dict[str, Joined]:
+        """Every quantised weight by name.
+
+        Args:
+            stored: safetensors dtype and shape of every tensor of the checkpoint.
+            where: directory, for messages.
+
+        Raises:
+            CheckpointError: a quantised weight lacks its scale, or their shapes do not belong together.
+        """
+        found: dict[str, Joined] = {}
+        for name, (dtype, _) in stored.items():
+            scheme = next((s for s in self.schemes if _marks(s, name, dtype)), None)
+            if scheme is None:
+                refuse_plain_fp8(name, dtype, where)
+                continue
+            base = name.removesuffix(scheme.suffixes[0])
+            names = tuple(base + suffix for suffix in scheme.suffixes)
+            for other in names:
+                if other not in stored:
+                    raise CheckpointError(
+                        f"{where}: {other}", None, f"{name} is quantised and needs this tensor", _AGAIN
+                    )
+            shape = scheme.shape([stored[other][1] for other in names])
+            if shape is None:
+                raise CheckpointError(
+                    f"{where}: {names[1]}", stored[names[1]][1],
+                    f"its shape does not fit {name} {stored[name][1]} under {self.method}",
+                    "use the config.json that belongs to these weights",
+                )  # fmt: skip
+            found[scheme.weight_name(base)] = Joined(scheme, names, shape)
+        return found
+
+
+def _marks(scheme: Scheme, name: str, dtype: str) -> bool:
+    return name.endswith(scheme.suffixes[0]) and (not isinstance(scheme, Fp8) or dtype == _FP8)
+
+
+def refuse_plain_fp8(name: str, dtype: str, where: str) -> None:
+    """FP8 numbers without a scale mean nothing. Raises CheckpointError."""
+    if dtype.startswith(("F8_E4", "F8_E5")):
+        raise CheckpointError(
+            f"{where}: {name}", dtype, "an FP8 tensor needs a quantization_config that says where its scale is",
+            "use the config.json that belongs to these weights",
+        )  # fmt: skip
+
+
+def check_quantisation(hf_config: Mapping[str, object]) -> Quantisation | None:
+    """How the weights of a checkpoint are quantised, None when they are not.
+
+    Args:
+        hf_config: config.json; the settings of a text model inside a multimodal one count too.
+
+    Raises:
+        CheckpointError: a method that mslime does not dequantise, by name.
+    """
+    section = _section(hf_config)
+    if section is None:
+        return None
+    method = str(section.get("quant_method"))
+    readers: dict[str, Callable[[Mapping[str, object]], Quantisation]] = {
+        "fp8": _fp8,
+        "compressed-tensors": _compressed_tensors,
+        "mxfp4": lambda _: Quantisation("MXFP4", (Mxfp4(),)),
+    }
+    if method not in readers:
+        raise _refused("quant_method", method, f"mslime dequantises {', '.join(readers)}")
+    return readers[method](section)
+
+
+def without_quantisation(hf_config: Mapping[str, object]) -> dict[str, object]:
+    """config.json of the same model with plain weights."""
+    plain = {key: value for key, value in hf_config.items() if key not in _KEYS}
+    text = plain.get("text_config")
+    if isinstance(text, dict):
+        plain["text_config"] = without_quantisation(cast("dict[str, object]", text))
+    return plain
+
+
+_KEYS = ("quantization_config", "compression_config")
+
+
+def _section(config: Mapping[str, object]) -> Mapping[str, object] | None:
+    for key in _KEYS:
+        if isinstance(config.get(key), dict):
+            return cast("dict[str, object]", config[key])
+    text = config.get("text_config")
+    return _section(cast("dict[str, object]", text)) if isinstance(text, dict) else None
+
+
+def _fp8(section: Mapping[str, object]) -> Quantisation:
+    if section.get("fmt") not in (None, "e4m3", "float8_e4m3fn"):
+        raise _refused("fmt", section["fmt"], "mslime dequantises e4m3")
+    if section.get("activation_scheme") not in (None, "dynamic"):
+        raise _refused("activation_scheme", section["activation_scheme"], "mslime reads dynamic activation scales")
+    size = section.get("weight_block_size")
+    if size is None:
+        raise _refused("weight_block_size", None, "FP8 weights have a scale per block")
+    return Quantisation(f"FP8, blocks of {size}", (Fp8(_block(size)),))
+
+
+def _block(size: object) -> tuple[int, int]:
+    match size:
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+        case _:
+            raise _refused("weight_block_size", size, "two positive integers")
+
+
+def _compressed_tensors(section: Mapping[str, object]) -> Quantisation:
+    given = section.get("config_groups")
+    groups = cast("dict[str, dict[str, object]]", given) if isinstance(given, dict) else {}
+    if not groups:
+        raise _refused("config_groups", groups, "at least one group")
+    found: list[tuple[str, Scheme]] = []
+    for group in groups.values():
+        weights = group.get("weights")
+        if not isinstance(weights, dict):
+            raise _refused("config_groups.weights", weights, "how weights are quantised")
+        scheme = _compressed_weights(cast("dict[str, object]", weights))
+        if scheme not in found:
+            found.append(scheme)
+    if len(found) > 1:
+        raise _refused("config_groups", [name for name, _ in found], "mslime reads one way in a checkpoint")
+    return Quantisation(f"{found[0][0]} (compressed-tensors)", (found[0][1],))
+
+
+def _compressed_weights(weights: Mapping[str, object]) -> tuple[str, Scheme]:
+    kind = (weights.get("type"), weights.get("num_bits"))
+    strategy = weights.get("strategy")
+    if not weights.get("symmetric", True):
+        raise _refused("config_groups.weights.symmetric", False, "mslime reads symmetric weights")
+    if weights.get("actorder") not in (None, "weight", "static"):
+        raise _refused("config_groups.weights.actorder", weights["actorder"], "inputs in their own order")
+    names = ("weight", "weight_scale")
+    if kind == ("float", 8) and strategy == "block":
+        return f"FP8, blocks of {weights.get('block_structure')}", Fp8(_block(weights.get("block_structure")), names)
+    if kind == ("float", 8) and strategy in ("channel", "tensor"):
+        return f"FP8, a scale per {strategy}", Fp8(None, names)
+    size = weights.get("group_size")
+    if kind == ("int", 4) and strategy == "group" and isinstance(size, int) and size > 0:
+        return f"INT4, groups of {size}", Int4(size)
+    if kind == ("int", 4) and strategy == "channel":
+        return "INT4, a scale per row", Int4(None)
+    raise _refused(
+        "config_groups.weights", {"type": kind[0], "num_bits": kind[1], "strategy": strategy},
+        "mslime reads float 8 (block, channel, tensor) and int 4 (group, channel)",
+    )  # fmt: skip
+
+
+def _refused(field: str, value: object, rule: str) -> CheckpointError:
+    return CheckpointError(
+        f"config.json: quantization_config.{field}", value, rule, "use the checkpoint that was not quantised this way"
+    )

@@ -1,0 +1,391 @@
+"""megatron-core's `torch_dist` checkpoints, read lazily and without megatron, process groups or a model.
+
+The format is torch's distributed checkpoint: `.metadata` is a pickle that says which chunk of which tensor lies at
+which offset of which `.distcp` file; a chunk is what `torch.save` wrote for it, a zip archive whose tensor bytes are
+stored as they are. A pickle can name any code, so that only the classes of the format itself are let through; no chunk
+is ever unpickled into objects, only its tensor's strides are read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mslime.config.errors import CheckpointError
+from mslime.convert.files import tensor_bytes
+from mslime.convert.kinds import Shape
+from mslime.convert.writers import torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+METADATA, CONFIG = ".metadata", "metadata.json"
+_AGAIN = "restore the file from another copy, or convert again"
+_OPEN_FILES = 8
+_METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
+_METADATA_CLASSES = {
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+}
+_MEGATRON_STAND_INS = {"MCoreMetadata", "MCoreSavePlan"}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One box of a stored tensor: where in the tensor, and where on disk (bytes `start` to `start + length`)."""
+
+    offsets: Shape
+    sizes: Shape
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A whole tensor of the checkpoint: dtype as torch names it (`bfloat16`), shape, and its chunks."""
+
+    dtype: str
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+
+class DistCheckpoint:
+    """A `torch_dist` checkpoint, opened by its metadata alone.
+
+    Attributes:
+        directory: where it lies.
+        tensors: every tensor by the key under which megatron-core stores it.
+        objects: keys of what is not a tensor.
+
+    Raises:
+        CheckpointError: not such a checkpoint, or a file is missing or shorter than the metadata says.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        _check_backend(directory)
+        metadata = _load_metadata(directory / METADATA)
+        self.tensors: dict[str, StoredTensor] = {}
+        self.objects: list[str] = []
+        storage = {(index.fqn, _shape(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        for key, entry in metadata.state_dict_metadata.items():
+            if not hasattr(entry, "chunks"):
+                self.objects.append(key)
+                continue
+            chunks = tuple(self._chunk(key, chunk, storage) for chunk in entry.chunks)
+            self.tensors[key] = StoredTensor(_dtype_name(entry.properties.dtype), _shape(entry.size), chunks)
+        self._handles: OrderedDict[str, io.BufferedReader] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+        self._check_files()
+
+    def _chunk(self, key: str, chunk: Any, storage: dict[tuple[str, Shape], Any]) -> Chunk:
+        info = storage.get((key, _shape(chunk.offsets)))
+        if info is None:
+            raise CheckpointError(
+                f"{self.directory / METADATA}: {key}", _shape(chunk.offsets), "a chunk has no place on disk", _AGAIN
+            )
+        return Chunk(_shape(chunk.offsets), _shape(chunk.sizes), info.relative_path, info.offset, info.length)
+
+    def _check_files(self) -> None:
+        """Every file is as long as its chunks need, and every tensor's chunks fill it exactly."""
+        for key, tensor in self.tensors.items():
+            if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
+                raise CheckpointError(
+                    f"{self.directory / METADATA}: {key}", [chunk.sizes for chunk in tensor.chunks][:4],
+                    f"the chunks must fill the shape {tensor.shape}", _AGAIN,
+                )  # fmt: skip
+            for chunk in tensor.chunks:
+                path = self.directory / chunk.file
+                if chunk.file not in self._sizes:
+                    self._sizes[chunk.file] = path.stat().st_size if path.is_file() else -1
+                size = self._sizes[chunk.file]
+                if size < chunk.start + chunk.length:
+                    raise CheckpointError(
+                        f"{path}: {key}", "missing" if size < 0 else f"{size} bytes",
+                        f"{METADATA} says that this tensor ends at byte {chunk.start + chunk.length}", _AGAIN,
+                    )  # fmt: skip
+
+    def view(self, key: str) -> DistView:
+        """A tensor by key, read when indexed.
+
+        Raises:
+            CheckpointError: the checkpoint has no such tensor.
+        """
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.directory}: {key}", None, "the tensor is missing", _AGAIN)
+        return DistView(self, key, self.tensors[key])
+
+    def read_chunk(self, key: str, chunk: Chunk) -> Tensor:
+        """One chunk, in its own sizes.
+
+        Raises:
+            CheckpointError: the bytes on disk are not the tensor that the metadata promises.
+        """
+        import torch
+
+        path = self.directory / chunk.file
+        handle = self._handle(chunk.file)
+        promised = torch_dtype(self.tensors[key].dtype)
+        try:
+            stored = _locate(handle, chunk)
+            whole = torch.empty(stored.numel, dtype=promised)
+            if whole.nbytes != stored.nbytes:
+                raise ValueError(f"{stored.nbytes} bytes for {stored.numel} elements of {promised}")
+            handle.seek(stored.start)
+            read = handle.readinto(tensor_bytes(whole))
+        except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, KeyError, ValueError, EOFError) as error:
+            raise CheckpointError(
+                f"{path}: {key}", f"{type(error).__name__}: {error}",
+                f"bytes {chunk.start} to {chunk.start + chunk.length} must be a tensor that torch.save wrote", _AGAIN,
+            ) from error  # fmt: skip
+        if read != whole.nbytes or stored.size != chunk.sizes or not stored.fits:
+            raise CheckpointError(
+                f"{path}: {key}", f"{stored.size} in {stored.nbytes} bytes",
+                f"{METADATA} promises {chunk.sizes} of {self.tensors[key].dtype}", _AGAIN,
+            )  # fmt: skip
+        return whole.as_strided(stored.size, stored.stride, stored.offset)
+
+    def _handle(self, file: str) -> io.BufferedReader:
+        if file not in self._handles:
+            if len(self._handles) >= _OPEN_FILES:
+                self._handles.popitem(last=False)[1].close()
+            self._handles[file] = (self.directory / file).open("rb")
+        self._handles.move_to_end(file)
+        return self._handles[file]
+
+
+@dataclass(frozen=True)
+class DistView:
+    """A stored tensor that is assembled, in the asked-for box only, when indexed."""
+
+    checkpoint: DistCheckpoint
+    key: str
+    stored: StoredTensor
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the whole tensor."""
+        return self.stored.shape
+
+    def box(self, offsets: Shape, sizes: Shape) -> Tensor:
+        """The elements from `offsets` on, as a tensor of `sizes`; dtype of the checkpoint.
+
+        Raises:
+            CheckpointError: a chunk cannot be read, or the box is not within the tensor.
+        """
+        import torch
+
+        if any(o < 0 or o + n > whole for o, n, whole in zip(offsets, sizes, self.shape, strict=True)):
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {self.key}", self.shape, f"must hold {sizes} at {offsets}",
+                "the checkpoint is of another model than config.json says",
+            )  # fmt: skip
+        touched = [(chunk, overlap) for chunk in self.stored.chunks if (overlap := _overlap(chunk, offsets, sizes))]
+        if len(touched) == 1 and touched[0][1][1] == sizes:
+            chunk, (within, size, _) = touched[0]
+            return _narrow(self.checkpoint.read_chunk(self.key, chunk), within, size)
+        assembled = torch.empty(sizes, dtype=torch_dtype(self.stored.dtype))
+        filled = 0
+        for chunk, (within, size, target) in touched:
+            source = _narrow(self.checkpoint.read_chunk(self.key, chunk), within, size)
+            _narrow(assembled, target, size).copy_(source)
+            filled += source.numel()
+        if filled != assembled.numel():
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {self.key}", f"{filled} elements",
+                f"the chunks must cover {sizes} at {offsets} exactly once", _AGAIN,
+            )  # fmt: skip
+        return assembled
+
+
+def is_torch_dist(directory: Path) -> bool:
+    """Whether a directory looks like a `torch_dist` checkpoint, complete or not."""
+    return (directory / METADATA).exists() or any(directory.glob("*.distcp"))
+
+
+def _dtype_name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shape(sizes: Any) -> Shape:
+    return tuple(int(size) for size in sizes)
+
+
+def _overlap(chunk: Chunk, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape, Shape] | None:
+    """(start within the chunk, size, start within the box) of what chunk and box share, or None."""
+    within: list[int] = []
+    size: list[int] = []
+    target: list[int] = []
+    for low, extent, offset, wanted in zip(chunk.offsets, chunk.sizes, offsets, sizes, strict=True):
+        begin, end = max(low, offset), min(low + extent, offset + wanted)
+        if begin >= end:
+            return None
+        within.append(begin - low)
+        size.append(end - begin)
+        target.append(begin - offset)
+    return tuple(within), tuple(size), tuple(target)
+
+
+def _narrow(tensor: Tensor, offsets: Shape, sizes: Shape) -> Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+
+
+def _check_backend(directory: Path) -> None:
+    path = directory / CONFIG
+    try:
+        backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            str(path), None, "a Megatron checkpoint holds this file; it is written last", "name a complete checkpoint"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(str(path), str(error), "must be JSON with sharded_backend", _AGAIN) from error
+    if backend != "torch_dist":
+        raise CheckpointError(
+            str(path), backend, "mslime reads Megatron checkpoints of the torch_dist format",
+            "save it again with --ckpt-format torch_dist",
+        )  # fmt: skip
+
+
+class _StandIn:
+    """Takes the place of a class of megatron-core whose content is of no use here."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles the classes of the checkpoint format, and nothing else."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if global_name in _MEGATRON_STAND_INS and module_name.startswith("megatron.core."):
+            return _StandIn
+        found = super().find_class(module_name, global_name) if _is_known(module_name, global_name) else None
+        if found is None or (module_name in _METADATA_MODULES and not isinstance(found, type)):
+            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is no part of the format")
+        return found
+
+
+def _is_known(module: str, name: str) -> bool:
+    import torch
+
+    if module == "torch":
+        return name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
+    return module in _METADATA_MODULES or (module, name) in _METADATA_CLASSES
+
+
+def _load_metadata(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        assert metadata.storage_data is not None
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            str(path), None, "the checkpoint has no metadata: it was not completed", "name a complete checkpoint"
+        ) from error
+    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError,
+            AssertionError, ImportError) as error:  # fmt: skip
+        raise CheckpointError(
+            str(path), f"{type(error).__name__}: {error}", "must be the metadata of a torch distributed checkpoint",
+            _AGAIN,
+        ) from error  # fmt: skip
+    return metadata
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Where the elements of a `torch.save`d tensor lie in a file, and its view of them."""
+
+    start: int
+    nbytes: int
+    numel: int
+    offset: int
+    size: Shape
+    stride: Shape
+
+    @property
+    def fits(self) -> bool:
+        """Whether the view lies within the stored elements."""
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return self.numel == 0 or 0 <= last < self.numel
+
+
+class _Window(io.RawIOBase):
+    """Bytes `start` to `start + length` of a file as a file of their own."""
+
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = base + offset
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._length - self._at, 0)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+class _RecordUnpickler(pickle.Unpickler):
+    """Reads the shape of a saved tensor; makes no tensor and calls nothing that the file names."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if (module_name, global_name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module_name, global_name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _described
+        if module_name == "torch" and global_name.endswith("Storage"):
+            return global_name  # a name stands for itself: it is only passed to persistent_load
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, _, key, _, numel = pid
+        assert kind == "storage"
+        return key, int(numel)
+
+
+def _described(storage: tuple[str, int], offset: int, size: Any, stride: Any, *rest: Any) -> tuple[Any, ...]:
+    return (*storage, int(offset), _shape(size), _shape(stride))
+
+
+def _locate(file: io.BufferedReader, chunk: Chunk) -> _Record:
+    """The record of one chunk: opens the zip archive's directory, reads the small pickle, and skips the data."""
+    window = _Window(file, chunk.start, chunk.length)
+    with zipfile.ZipFile(window) as archive:  # pyright: ignore[reportArgumentType]
+        names = {name.split("/", 1)[1]: name for name in archive.namelist() if "/" in name}
+        key, numel, offset, size, stride = _RecordUnpickler(io.BytesIO(archive.read(names["data.pkl"]))).load()
+        data = archive.getinfo(names[f"data/{key}"])
+        if data.compress_type != zipfile.ZIP_STORED:
+            raise zipfile.BadZipFile("the tensor is compressed")
+    window.seek(data.header_offset + 26)
+    lengths = window.read(4)  # of the local header's name and extra field, which differ from the directory's
+    begin = data.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+    return _Record(chunk.start + begin, data.file_size, numel, offset, size, stride)

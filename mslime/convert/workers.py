@@ -1,0 +1,148 @@
+"""Worker processes of a conversion. Each takes one task at a time; one that dies, or whose parent dies, blocks nobody.
+
+Processes are started afresh, not forked: the parent may run threads. A worker ends with its parent, whichever way the
+parent ends, so that a killed conversion writes nothing more.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, TypeVar
+
+from mslime.config.errors import CheckpointError, UserError
+from mslime.convert.files import Advance
+
+T = TypeVar("T")
+R = TypeVar("R")
+Work = Callable[[T, Advance], R]
+"""Does one task in any process, counting bytes as it goes; a method of something that can be pickled."""
+_REPORT_S = 0.2
+
+
+def run_tasks(work: Work[T, R], tasks: Sequence[T], workers: int, advance: Advance) -> Iterator[R]:
+    """Every task's result, as it is finished; tasks are begun in order.
+
+    Args:
+        workers: processes; 1 works in this one.
+
+    Raises:
+        CheckpointError: what a worker raised, or that it died. The others are ended.
+    """
+    if workers <= 1 or len(tasks) <= 1:
+        for task in tasks:
+            yield work(task, advance)
+        return
+    yield from _Pool(work, min(workers, len(tasks))).run(tasks, advance)
+
+
+class _Pool(Generic[T, R]):
+    """Processes with a pipe each."""
+
+    def __init__(self, work: Work[T, R], size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._processes: dict[Connection, BaseProcess] = {}
+        self._busy: dict[Connection, T] = {}
+        for _ in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_live, args=(theirs, work), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes[ours] = process
+
+    def run(self, tasks: Sequence[T], advance: Advance) -> Iterator[R]:
+        """Hand out the tasks; see `run_tasks`."""
+        waiting = list(reversed(tasks))
+        try:
+            for pipe in self._processes:
+                self._give(pipe, waiting)
+            while self._busy:
+                for pipe in wait(list(self._busy)):
+                    assert isinstance(pipe, Connection)
+                    kind, content = self._receive(pipe)
+                    if kind == "bytes":
+                        advance(content)
+                    elif kind == "error":
+                        raise content
+                    else:
+                        del self._busy[pipe]
+                        self._give(pipe, waiting)
+                        yield content
+        finally:
+            for process in self._processes.values():
+                process.kill()
+            for process in self._processes.values():
+                process.join()
+
+    def _give(self, pipe: Connection, waiting: list[T]) -> None:
+        if waiting:
+            self._busy[pipe] = waiting.pop()
+            pipe.send(self._busy[pipe])
+
+    def _receive(self, pipe: Connection) -> tuple[str, Any]:
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError):
+            process = self._processes[pipe]
+            process.join()
+            raise CheckpointError(
+                f"worker process {process.pid}", f"exit code {process.exitcode}",
+                f"ended before its work did ({self._busy[pipe]}); without enough memory the system kills processes",
+                "run the same command again, with fewer --workers: finished files are kept",
+            ) from None  # fmt: skip
+
+
+def _live(pipe: Connection, work: Work[Any, Any]) -> None:
+    """The life of a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch
+
+    torch.set_num_threads(1)
+    counter = _Counter(pipe)
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = work(task, counter.advance)
+        except Exception as error:
+            if not isinstance(error, UserError):
+                error.add_note(traceback.format_exc())  # tracebacks do not travel between processes
+            pipe.send(("error", error))
+            return
+        counter.flush()
+        pipe.send(("done", result))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+class _Counter:
+    """Adds up bytes and tells the parent a few times a second."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._pending, self._told = pipe, 0, time.monotonic()
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes more."""
+        self._pending += nbytes
+        if time.monotonic() - self._told > _REPORT_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Tell what has not been told."""
+        self._pipe.send(("bytes", self._pending))
+        self._pending, self._told = 0, time.monotonic()
