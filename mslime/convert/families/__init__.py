@@ -9,9 +9,11 @@ from pathlib import Path
 from mslime.config.errors import CheckpointError
 from mslime.convert.families.deepseek_v2 import DeepseekV2
 from mslime.convert.families.deepseek_v3 import DeepseekV3
+from mslime.convert.families.dots1 import Dots1
 from mslime.convert.families.family import Family, ModelFields, Support, as_list, as_object, refuse_unread
 from mslime.convert.families.glm4 import Glm4
 from mslime.convert.families.glm4_moe import Glm4Moe
+from mslime.convert.families.gpt_oss import GptOss
 from mslime.convert.families.llama import Llama
 from mslime.convert.families.minimax_m2 import MiniMaxM2
 from mslime.convert.families.mixtral import Mixtral
@@ -22,7 +24,7 @@ from mslime.convert.families.qwen3 import Qwen3
 from mslime.convert.families.qwen3_moe import Qwen3Moe
 
 _ALL: tuple[Family, ...] = (
-    DeepseekV2(), DeepseekV3(), Glm4(), Glm4Moe(), Llama(), MiniMaxM2(), Mixtral(), Olmoe(),
+    DeepseekV2(), DeepseekV3(), Dots1(), Glm4(), Glm4Moe(), GptOss(), Llama(), MiniMaxM2(), Mixtral(), Olmoe(),
     Qwen2(), Qwen2Moe(), Qwen3(), Qwen3Moe(),
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
