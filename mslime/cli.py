@@ -90,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("--out", type=Path, required=True, help="directory to write")
     convert.set_defaults(run=_convert)
+    models = commands.add_parser("models", help="list the model families and what works with each")
+    models.add_argument("--markdown", action="store_true", help="as the page docs/models.md")
+    models.set_defaults(run=_models)
     env = commands.add_parser("env", help="print versions and devices, for a bug report")
     env.set_defaults(run=_env)
     return parser
@@ -145,6 +148,19 @@ def _convert(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
     export(_load(args, flags), args.checkpoint, args.out)
     print(args.out)
+    return 0
+
+
+def _models(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from mslime.convert.support import as_markdown, as_table, support_rows
+
+    _no_flags(flags)
+    if args.markdown:
+        print(as_markdown(support_rows()), end="")
+    else:
+        from rich.console import Console
+
+        Console().print(as_table(support_rows()))
     return 0
 
 
