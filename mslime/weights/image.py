@@ -48,6 +48,9 @@ def engine_parameters(hf_names: Iterable[str]) -> dict[str, list[str]]:
         prefix = latent.removesuffix("q_a_proj.weight")
         second = f"{prefix}kv_a_proj_with_mqa.weight"
         found[f"{prefix}fused_qkv_a_proj_with_mqa.weight"] = found.pop(latent) + found.pop(second)
+    for fused in [name for name, parts in found.items() if len(parts) == 1 and ".qkv_proj." in name]:
+        names = found.pop(fused)
+        found[names[0]] = names  # a query projection without key and value beside it
     return found
 
 

@@ -8,13 +8,17 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mslime.backends.megatron.gated_delta import FLOAT32_PARAMETERS
 from mslime.backends.megatron.naming import named_local_params
 from mslime.backends.megatron.norms import use_joint_qk_norms, use_post_norms
 from mslime.backends.megatron.parallel import tensor_shard
+from mslime.backends.megatron.routers import use_own_routers
 from mslime.backends.megatron.specs import block_spec
 from mslime.convert.families import ModelFields, get_family
 from mslime.convert.hf import HFCheckpoint
@@ -22,27 +26,39 @@ from mslime.convert.kinds import padded_vocab_size
 from mslime.convert.table import RuleTable
 
 
-def build_chunks(config: TransformerConfig, model: ModelFields, device: torch.device) -> list[GPTModel]:
+def build_chunks(
+    config: TransformerConfig, model: ModelFields, device: torch.device, mtp: bool = False
+) -> list[GPTModel]:
     """This rank's model chunks, in virtual-stage order, weights not yet set.
 
+    Args:
+        mtp: also build the `config.mtp_num_layers` multi-token-prediction layers, which the trainer does not train.
+
     Expert parameters are marked `allreduce=False` in every layout: megatron-core 0.16.1 does it for EP > 1 only, and
-    without it trains on wrong gradients where ETP differs from TP.
+    without it trains on wrong gradients where ETP differs from TP. Attention sinks are marked as shared out, so that
+    the gradient norm counts those of every tensor-parallel rank.
     """
     stages: Sequence[int | None] = range(config.virtual_pipeline_model_parallel_size or 0) or [None]
-    chunks = [_build_chunk(config, model, device, stage).to(device) for stage in stages]
+    chunks = [_build_chunk(config, model, device, stage, mtp).to(device) for stage in stages]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 parameter.allreduce = False  # type: ignore[attr-defined]
+            if name.endswith(".softmax_offset"):
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return chunks
 
 
-def _build_chunk(config: TransformerConfig, model: ModelFields, device: torch.device, stage: int | None) -> GPTModel:
+def _build_chunk(
+    config: TransformerConfig, model: ModelFields, device: torch.device, stage: int | None, mtp: bool
+) -> GPTModel:
     layers = block_spec(config, device, stage)
+    use_own_routers(layers, config)
     if model.joint_qk_norm:
         use_joint_qk_norms(layers, config)
     if model.post_norms:
         use_post_norms(layers, config)
+    mtp_layers = get_gpt_mtp_block_spec(config, layers, device.type == "cuda", vp_stage=stage) if mtp else None
     return GPTModel(
         config=config,
         transformer_layer_spec=layers,  # type: ignore[arg-type]
@@ -57,6 +73,7 @@ def _build_chunk(config: TransformerConfig, model: ModelFields, device: torch.de
         rotary_base=model.rotary_base,  # type: ignore[arg-type]
         rope_scaling=model.llama3_factor is not None,
         rope_scaling_factor=model.llama3_factor or 1.0,
+        mtp_block_spec=mtp_layers,  # type: ignore[arg-type]
         vp_stage=stage,
     )
 
@@ -89,8 +106,21 @@ def wrap(
 
     Replicas are not broadcast: all have read the same checkpoint.
     """
-    modules: list[MegatronModule] = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    modules: list[MegatronModule] = [_in_bfloat16(config, chunk) if config.bf16 else chunk for chunk in chunks]
     return [
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=module, disable_bucketing=stage > 0)
         for stage, module in enumerate(modules)
     ]
+
+
+def _in_bfloat16(config: TransformerConfig, chunk: GPTModel) -> Float16Module:
+    """The chunk in bfloat16, but for the parameters, and the routers' correction biases, that stay in float32."""
+    own = [(p, p.data) for name, p in chunk.named_parameters() if name.endswith(FLOAT32_PARAMETERS)]
+    # Rounding replaces buffers: megatron-core would turn them to float32 again later, without the digits.
+    biases = [(m, m.expert_bias) for m in chunk.modules() if isinstance(m, TopKRouter) and m.expert_bias is not None]
+    module = Float16Module(config, chunk)
+    for parameter, data in own:
+        parameter.data = data
+    for router, bias in biases:
+        router.expert_bias = bias
+    return module
