@@ -68,7 +68,10 @@ class OutputFile:
         self.at = 0
 
     def __enter__(self) -> Self:
-        self._file = self._temporary.open("wb", buffering=_BUFFER_BYTES)
+        try:
+            self._file = self._temporary.open("wb", buffering=_BUFFER_BYTES)
+        except OSError as error:
+            raise self._failed("first byte", error) from error
         return self
 
     def __exit__(

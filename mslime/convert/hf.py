@@ -258,8 +258,10 @@ def _box(index: Any, shape: Shape) -> Box | None:
     for entry, size in zip(padded, shape, strict=True):
         if isinstance(entry, int) and 0 <= entry < size:
             box.append((entry, entry + 1))
-        elif isinstance(entry, slice) and entry.step in (None, 1):
-            first, end, _ = entry.indices(size)
+        elif isinstance(entry, slice):
+            first, end, step = cast("slice[int | None, int | None, int | None]", entry).indices(size)
+            if step != 1:
+                return None
             box.append((first, max(first, end)))
         else:
             return None

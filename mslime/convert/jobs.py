@@ -131,10 +131,16 @@ def run_job(
         files = [journal.written[task.file] for task in job.tasks]
         if verified:
             verify_files(staging, files, workers, progress)
-        job.finish(staging, files)
-        _write_checksums(staging, files)
-        journal.close()
-        publish(target)
+        try:
+            job.finish(staging, files)
+            _write_checksums(staging, files)
+            journal.close()
+            publish(target)
+        except OSError as error:
+            raise CheckpointError(
+                str(error.filename or staging), error.strerror, "the last small files could not be written",
+                "mend that, then run the same command again: finished files are kept",
+            ) from error  # fmt: skip
     return Outcome(len(files), nbytes, kept)
 
 

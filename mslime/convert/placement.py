@@ -58,15 +58,17 @@ class ModelPlacement:
     objects: Sequence[str]
 
     def check(self, table: RuleTable) -> None:
-        """Every piece list fills its parameter, whose shape is the rule's; raises AssertionError."""
+        """Every rule that is exported has its parameter, and pieces fill parameters; raises AssertionError."""
+        absent = [name for name, rule in table.all_bound.items() if rule.exported and name not in self.pieces]
+        assert not absent, f"no place for {absent[:3]}"
         for name, pieces in self.pieces.items():
             covered = sum(math.prod(piece.size) for piece in pieces)
             expected = math.prod(table.bind(name).full_shape)
             assert covered == expected, f"{name}: pieces of {covered} elements, the rule says {expected}"
 
 
-def whole(rule: BoundRule) -> tuple[Piece, ...]:
-    """The placement of a parameter that the built model does not have: under its own name, experts stacked."""
+def whole(rule: BoundRule) -> Piece:
+    """The place of a parameter that megatron-core does not build: under its own name."""
     shape = rule.full_shape
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return (Piece(rule.name, shape, (0,) * len(shape), shape, 0, shape, stride),)
+    return Piece(rule.name, shape, (0,) * len(shape), shape, 0, shape, stride)

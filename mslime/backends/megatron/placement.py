@@ -18,12 +18,12 @@ from mslime.backends.megatron.checkpoint import SHARDING
 from mslime.backends.megatron.meta import lone_rank, meta_chunks
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family
-from mslime.convert.placement import ModelPlacement, Piece
+from mslime.convert.placement import ModelPlacement, Piece, whole
 from mslime.convert.spelling import canonical_name
 
 
 def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPlacement:
-    """How a checkpoint of this model is laid out, for every parameter that the trainer builds.
+    """How a checkpoint of this model is laid out: every parameter, multi-token prediction's included.
 
     Args:
         directory: of the Hugging Face checkpoint; only named, not read.
@@ -42,15 +42,19 @@ def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPl
     pieces: dict[str, tuple[Piece, ...]] = {}
     objects: list[str] = []
     with lone_rank(config.layout):
-        (chunk,) = meta_chunks(config, hf_config)
+        (chunk,) = meta_chunks(config, hf_config, mtp=True)
         metadata = SHARDING | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         for local, entry in chunk.sharded_state_dict(metadata=metadata).items():
             if isinstance(entry, ShardedObject):
                 objects.append(entry.unique_key)
                 continue
             pieces[canonical_name(local)] = tuple(_piece(part, cast("Tensor", entry.data)) for part in _parts(entry))
+    table = get_family(hf_config).rules(hf_config)
+    for name, rule in table.all_bound.items():
+        if rule.untrained and name not in pieces:
+            pieces[name] = (whole(rule),)
     placement = ModelPlacement(pieces, objects)
-    placement.check(get_family(hf_config).rules(hf_config))
+    placement.check(table)
     return placement
 
 

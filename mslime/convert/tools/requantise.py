@@ -1,0 +1,223 @@
+"""Hugging Face -> Hugging Face in another number format: FP8 blocks, INT4 groups, or plain again."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mslime.config.errors import CheckpointError, ConfigError
+from mslime.convert import codecs
+from mslime.convert.hf import HFCheckpoint
+from mslime.convert.jobs import source_identity
+from mslime.convert.kinds import Shape
+from mslime.convert.tools.hf_output import HFJob, Output
+from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROJECTIONS = r"\.layers\..*(_proj|_proj_with_mqa|in_proj_qkvz|\.w[123])\.weight$"
+"""Linear layers of decoder layers: attention, MLPs, experts. Not routers, norms, embeddings, the output layer."""
+NEVER = r"(\.eh_proj|_norm|norm)\.weight$"
+EXPERTS = r"\.experts\.\d+\..*\.weight$"
+_FLOATS = ("F32", "BF16", "F16")
+
+
+class _Requantise(HFJob):
+    """A job (see `jobs.Job`) over the tensors of one Hugging Face checkpoint, each by itself."""
+
+    name: str
+
+    def __init__(self, source: Path, include: str, max_shard_bytes: int) -> None:
+        self._source, self._include = source, _pattern(include)
+        checkpoint = self._open()
+        outputs = [Output(name, self.plan(name, checkpoint)) for name in checkpoint.info]
+        files = {info.file for info in checkpoint.stored.values()}
+        self._identity = source_identity([source / file for file in files])
+        super().__init__(outputs, source, self.changes(checkpoint), max_shard_bytes)
+
+    def _open(self) -> HFCheckpoint:
+        if self.__dict__.get("_opened") is None:
+            self._opened = HFCheckpoint(self._source)
+        assert isinstance(self._opened, HFCheckpoint)
+        return self._opened
+
+    def chosen(self, name: str, checkpoint: HFCheckpoint) -> bool:
+        """Whether a tensor is quantised: a matrix of floats that the pattern names."""
+        info = checkpoint.info[name]
+        matrix = len(info.shape) == 2 and info.dtype in _FLOATS
+        return matrix and bool(re.search(self._include, name)) and not re.search(NEVER, name)
+
+    def left_plain(self, checkpoint: HFCheckpoint) -> list[str]:
+        """Modules with a matrix that is not quantised, for config.json."""
+        return [
+            name.removesuffix(".weight")
+            for name, info in checkpoint.info.items()
+            if name.endswith(".weight") and len(info.shape) == 2 and not self.chosen(name, checkpoint)
+        ]
+
+    def identity(self) -> Mapping[str, object]:
+        """See `jobs.Job`."""
+        return {"job": self.name, "source": [str(self._source.resolve()), self._identity], "changes": self._changes}
+
+    @abstractmethod
+    def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
+        """What is written for one tensor."""
+
+    @abstractmethod
+    def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
+        """Settings of the new config.json."""
+
+
+def _as_is(name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
+    info = checkpoint.info[name]
+    return (TensorPlan(name, info.dtype, info.shape),)
+
+
+class ToPlain(_Requantise):
+    """Every quantised weight in the model's dtype again."""
+
+    name = "bf16"
+
+    def __init__(self, source: Path, dtype: str | None = None, max_shard_bytes: int = 5 << 30) -> None:
+        self._dtype = dtype
+        super().__init__(source, "", max_shard_bytes)
+
+    def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
+        """See `_Requantise`."""
+        info = checkpoint.info[name]
+        quantised = name not in checkpoint.stored
+        dtype = SAFETENSORS_DTYPES[self._dtype] if self._dtype and quantised else info.dtype
+        return (TensorPlan(name, dtype, info.shape),)
+
+    def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
+        """See `_Requantise`. Raises CheckpointError when nothing is quantised."""
+        if checkpoint.quantisation is None:
+            raise CheckpointError(
+                str(self._source), "plain weights", "there is nothing to dequantise", "use the checkpoint as it is"
+            )
+        return {}
+
+    def make(self, output: Output) -> Sequence[Tensor]:
+        """See `HFJob`."""
+        (plan,) = output.plans
+        return [self._open().tensor(plan.name).to(torch_dtype(plan.dtype))]
+
+
+class ToFp8(_Requantise):
+    """FP8 with a float32 scale for each block.
+
+    Args:
+        power_of_two: scales are powers of two.
+        include: regular expression of the weights that are quantised.
+    """
+
+    name = "fp8"
+
+    def __init__(
+        self, source: Path, *, power_of_two: bool, include: str = PROJECTIONS, max_shard_bytes: int = 5 << 30
+    ) -> None:
+        self._power_of_two = power_of_two
+        super().__init__(source, include, max_shard_bytes)
+
+    def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
+        """See `_Requantise`."""
+        if not self.chosen(name, checkpoint):
+            return _as_is(name, checkpoint)
+        shape = checkpoint.info[name].shape
+        scales: Shape = tuple(codecs.blocks(size, block) for size, block in zip(shape, codecs.FP8_BLOCK, strict=True))
+        return TensorPlan(name, "F8_E4M3", shape), TensorPlan(f"{name}_scale_inv", "F32", scales)
+
+    def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
+        """See `_Requantise`; the section as DeepSeek and Qwen publish it."""
+        section: dict[str, object] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(codecs.FP8_BLOCK),
+            "modules_to_not_convert": self.left_plain(checkpoint),
+        }
+        return {"quantization_config": section | ({"scale_fmt": "ue8m0"} if self._power_of_two else {})}
+
+    def make(self, output: Output) -> Sequence[Tensor]:
+        """See `HFJob`."""
+        tensor = self._open().tensor(output.key)
+        return [tensor] if len(output.plans) == 1 else codecs.fp8_quantise(tensor, power_of_two=self._power_of_two)
+
+
+class ToInt4(_Requantise):
+    """compressed-tensors `pack-quantized` INT4, symmetric, one scale for `group` inputs.
+
+    Args:
+        include: regular expression of the weights that are quantised; default: routed experts, as Kimi-K2-Thinking.
+    """
+
+    name = "int4"
+
+    def __init__(
+        self, source: Path, *, group: int = 32, include: str = EXPERTS, max_shard_bytes: int = 5 << 30
+    ) -> None:
+        if group < 8 or group % 8:
+            raise ConfigError("--group", group, "a word holds eight values: a multiple of 8", "use 32 or 128")
+        self._group = group
+        super().__init__(source, include, max_shard_bytes)
+
+    def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
+        """See `_Requantise`. Raises CheckpointError when a group would not fit."""
+        if not self.chosen(name, checkpoint):
+            return _as_is(name, checkpoint)
+        info = checkpoint.info[name]
+        rows, columns = info.shape
+        if columns % self._group:
+            raise CheckpointError(
+                f"{self._source}: {name}", info.shape, f"inputs must be a multiple of the group size {self._group}",
+                "choose another --group, or leave this tensor out with --include",
+            )  # fmt: skip
+        base = name.removesuffix("weight")
+        return (
+            TensorPlan(f"{base}weight_packed", "I32", (rows, columns // 8)),
+            TensorPlan(f"{base}weight_scale", info.dtype, (rows, columns // self._group)),
+            TensorPlan(f"{base}weight_shape", "I64", (2,)),
+        )
+
+    def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
+        """See `_Requantise`; the section as compressed-tensors 0.18 writes it."""
+        weights: dict[str, object] = {
+            "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": self._group,
+            "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
+        }  # fmt: skip
+        group: dict[str, object] = {
+            "targets": ["Linear"],
+            "weights": weights,
+            "input_activations": None,
+            "output_activations": None,
+        }
+        section: dict[str, object] = {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": self.left_plain(checkpoint),
+            "kv_cache_scheme": None,
+        }
+        return {"quantization_config": section}
+
+    def make(self, output: Output) -> Sequence[Tensor]:
+        """See `HFJob`."""
+        import torch
+
+        tensor = self._open().tensor(output.key)
+        if len(output.plans) == 1:
+            return [tensor]
+        return [*codecs.int4_quantise(tensor, self._group), torch.tensor(tensor.shape)]
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ConfigError("--include", text, f"not a regular expression: {error}", "see Python's re module") from error
+    return text

@@ -1,0 +1,236 @@
+"""Hugging Face -> Megatron `torch_dist`, one parameter at a time."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mslime.config.errors import CheckpointError
+from mslime.convert.families import get_family
+from mslime.convert.files import Advance, OutputFile, Written
+from mslime.convert.hf import HFCheckpoint, copy_side_files
+from mslime.convert.jobs import Task, source_identity
+from mslime.convert.placement import ModelPlacement, Piece
+from mslime.convert.table import BoundRule, RuleTable
+from mslime.convert.torch_dist import CONFIG, METADATA
+from mslime.convert.writers import TORCH_DTYPES, torch_dtype, write_record
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HF_FILES = "hf"
+"""Directory, in a converted checkpoint, of config.json and tokenizer."""
+DESCRIPTION = "conversion.json"
+_COMMON = "common.pt"
+
+
+class ToMegatron:
+    """The job: see `jobs.Job`.
+
+    Args:
+        source: Hugging Face checkpoint, plain or quantised.
+        hf_config: its config.json.
+        placement: where megatron-core keeps the model's parameters.
+        dtype: of the weights, as torch names it; None keeps each tensor's own. Rules may pin theirs.
+        max_file_bytes: a file is closed when it would grow beyond this.
+
+    Raises:
+        CheckpointError: the source does not fit its config.json.
+    """
+
+    def __init__(
+        self,
+        source: Path,
+        hf_config: Mapping[str, object],
+        placement: ModelPlacement,
+        *,
+        dtype: str | None = None,
+        max_file_bytes: int = 5 << 30,
+    ) -> None:
+        self._source, self._hf_config, self._placement, self._dtype = source, dict(hf_config), placement, dtype
+        checkpoint, table = HFCheckpoint(source), self._table()
+        table.check_hf(checkpoint.shapes, str(source))
+        self._identity = source_identity([source / file for file in {i.file for i in checkpoint.stored.values()}])
+        self._aliases = [name for name in table.aliases if name in checkpoint.info]
+        self._quantised = checkpoint.quantisation
+        self.stored = [
+            rule
+            for rule in table.all_bound.values()
+            if rule.name in placement.pieces and rule.hf_names[0] in checkpoint.info
+        ]
+        self._dtypes = {rule.name: self._dtype_of(rule, checkpoint) for rule in self.stored}
+        sizes = [
+            (rule.name, math.prod(rule.full_shape) * torch_dtype(self._dtypes[rule.name]).itemsize)
+            for rule in self.stored
+        ]
+        self._tasks = _tasks(sizes, max_file_bytes)
+        self._opened: tuple[HFCheckpoint, RuleTable] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """One `.distcp` file each."""
+        return self._tasks
+
+    def identity(self) -> Mapping[str, object]:
+        """See `jobs.Job`."""
+        return {
+            "job": "to-megatron",
+            "source": [str(self._source.resolve()), self._identity],
+            "config": self._hf_config,
+            "dtype": self._dtype,
+        }
+
+    def _table(self) -> RuleTable:
+        return get_family(self._hf_config).rules(self._hf_config)
+
+    def _open(self) -> tuple[HFCheckpoint, RuleTable]:
+        if self._opened is None:
+            self._opened = (HFCheckpoint(self._source), self._table())
+        return self._opened
+
+    def _dtype_of(self, rule: BoundRule, checkpoint: HFCheckpoint) -> str:
+        wanted = rule.dtype or self._dtype
+        found = {checkpoint.info[name].dtype for name in rule.hf_names}
+        if wanted is None and len(found) > 1:
+            raise CheckpointError(
+                f"{self._source}: {rule.hf_names[0]}", sorted(found), f"{len(rule.hf_names)} tensors of one dtype are "
+                f"fused into {rule.name}", "choose the dtype with --dtype",
+            )  # fmt: skip
+        return wanted or TORCH_DTYPES[found.pop()]
+
+    def write(self, task: Task, path: Path, advance: Advance) -> Written:
+        """See `jobs.Job`."""
+        checkpoint, table = self._open()
+        with OutputFile(path) as file:
+            for name in task.names:
+                parameter = self._parameter(table.bind(name), checkpoint)
+                for piece in self._placement.pieces[name]:
+                    write_record(file, _record(piece), piece.cut(parameter))
+                advance(parameter.nbytes)
+            return file.complete()
+
+    def _parameter(self, rule: BoundRule, checkpoint: HFCheckpoint) -> Tensor:
+        return rule.to_megatron(checkpoint.view, 0, 1).to(torch_dtype(self._dtypes[rule.name]))
+
+    def finish(self, directory: Path, written: Sequence[Written]) -> None:
+        """Metadata of megatron-core, and what is needed to go back."""
+        self._check_aliases()
+        objects = _write_objects(directory / f"__{len(self._tasks)}_0.distcp")
+        _write_metadata(directory, self._entries(written), self._placement.objects, objects)
+        _write_common(directory / _COMMON)
+        config = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        (directory / HF_FILES).mkdir()
+        copy_side_files(self._source, directory / HF_FILES)
+        about = {"format": 1, "aliases": self._aliases, "quantised source": self._quantised, "dtype": self._dtype}
+        (directory / DESCRIPTION).write_text(json.dumps(about, indent=1), encoding="utf-8")
+        (directory / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+
+    def _entries(self, written: Sequence[Written]) -> Iterable[tuple[Piece, str, Written]]:
+        for task, done in zip(self._tasks, written, strict=True):
+            for name in task.names:
+                for piece in self._placement.pieces[name]:
+                    yield piece, self._dtypes[name], done
+
+    def _check_aliases(self) -> None:
+        """Tensors that repeat another one are not stored, so that they must do that."""
+        import torch
+
+        checkpoint, table = self._open()
+        for name in self._aliases:
+            original = table.aliases[name]
+            if not torch.equal(checkpoint.tensor(name), checkpoint.tensor(original)):
+                raise CheckpointError(
+                    f"{self._source}: {name}", "other values", f"must repeat {original}: engines share the two",
+                    "use a checkpoint in which they are equal",
+                )  # fmt: skip
+
+
+def _tasks(sizes: Iterable[tuple[str, int]], limit: int) -> list[Task]:
+    """Files of at most `limit` bytes, names in order; a larger tensor has one of its own."""
+    tasks: list[Task] = []
+    names: list[str] = []
+    total = 0
+
+    def close() -> None:
+        tasks.append(Task(f"__{len(tasks)}_0.distcp", total, tuple(names)))
+
+    for name, nbytes in sizes:
+        if names and total + nbytes > limit:
+            close()
+            names, total = [], 0
+        names.append(name)
+        total += nbytes
+    if names:
+        close()
+    return tasks
+
+
+def _record(piece: Piece) -> str:
+    return f"{piece.key} at {list(piece.offsets)}"
+
+
+def _write_objects(path: Path) -> Written:
+    """The one record that all of megatron-core's objects beside tensors share: modules without extra state."""
+    import torch
+
+    with OutputFile(path) as file:
+        buffer = io.BytesIO()
+        torch.save([None], buffer)
+        file.write(buffer.getvalue())
+        return file.complete()
+
+
+def _write_metadata(
+    directory: Path, entries: Iterable[tuple[Piece, str, Written]], keys: Sequence[str], objects: Written
+) -> None:
+    """`.metadata`, as torch's FileSystemWriter leaves it."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage]
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    tensors: dict[str, Any] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    for piece, dtype, written in entries:
+        start, length = written.records[_record(piece)]
+        entry = tensors.get(piece.key)
+        if entry is None:
+            properties = TensorProperties(dtype=torch_dtype(dtype))
+            entry = tensors[piece.key] = TensorStorageMetadata(properties, torch.Size(piece.shape), [])
+        assert entry.properties.dtype == torch_dtype(dtype), f"{piece.key} in two dtypes"
+        index = MetadataIndex(piece.key, torch.Size(piece.offsets), len(entry.chunks))
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)))
+        storage[index] = _StorageInfo(written.file, start, length)
+    for key in keys:
+        tensors[key] = BytesStorageMetadata()
+        storage[MetadataIndex(key)] = _StorageInfo(objects.file, 0, objects.size)
+    metadata = Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
+    with (directory / METADATA).open("wb") as file:
+        pickle.dump(metadata, file)
+
+
+def _write_common(path: Path) -> None:
+    """What megatron-core keeps once for all ranks; its loader insists on the file."""
+    import torch
+
+    torch.save({"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {"singleton_local_shards": False}}, path)
