@@ -19,6 +19,9 @@ from mslime.convert.kinds import Kind, Shape, Sliceable
 if TYPE_CHECKING:
     from torch import Tensor
 
+UNTRAINED = ("mtp", "vision")
+"""First words of canonical names that training does not build: multi-token prediction, and what reads images."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -81,9 +84,15 @@ class BoundRule:
     dtype: str | None = None
 
     @property
+    def untrained(self) -> str:
+        """Part of the model that training neither builds nor changes, one of `UNTRAINED`; empty where it does."""
+        part = self.name.split(".", 1)[0]
+        return part if part in UNTRAINED else ""
+
+    @property
     def is_mtp(self) -> bool:
-        """Whether it belongs to a multi-token-prediction layer, which training neither builds nor changes."""
-        return self.name.startswith("mtp.")
+        """Whether it belongs to a multi-token-prediction layer."""
+        return self.untrained == "mtp"
 
     @property
     def is_expert(self) -> bool:
@@ -158,13 +167,15 @@ class RuleTable:
 
     @cached_property
     def bound(self) -> Mapping[str, BoundRule]:
-        """The bound rules of all that is trained, by canonical name in model order; multi-token prediction is not."""
-        return {name: bound for name, bound in self.all_bound.items() if not bound.is_mtp}
+        """The bound rules of all that is trained, by canonical name in model order."""
+        return {name: bound for name, bound in self.all_bound.items() if not bound.untrained}
 
     @cached_property
-    def mtp_names(self) -> frozenset[str]:
-        """Hugging Face tensors of the multi-token-prediction layers."""
-        return frozenset(name for bound in self.all_bound.values() if bound.is_mtp for name in bound.hf_names)
+    def untrained_names(self) -> Mapping[str, str]:
+        """Hugging Face tensors that training neither builds nor changes, with the part of the model they belong to."""
+        return {
+            name: bound.untrained for bound in self.all_bound.values() if bound.untrained for name in bound.hf_names
+        }
 
     @cached_property
     def all_bound(self) -> Mapping[str, BoundRule]:
@@ -243,10 +254,10 @@ class RuleTable:
             CheckpointError: naming the first missing, misshapen or unexpected tensor.
         """
         expected = self.hf_shapes()
-        without_mtp = not any(name in shapes for name in self.mtp_names)
+        present = {part for name, part in self.untrained_names.items() if name in shapes}
         for name, shape in expected.items():
-            if without_mtp and name in self.mtp_names:
-                continue  # published without them, or cut off by a tool: all or none
+            if self.untrained_names.get(name, "") not in {"", *present}:
+                continue  # published without this part, or cut off by a tool: all or none
             if name not in shapes:
                 raise CheckpointError(
                     f"{where}: {name}", None, f"the tensor is missing {nearest(name, shapes)}".strip(),

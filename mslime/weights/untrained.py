@@ -38,14 +38,14 @@ class Untrained:
     @classmethod
     def of(cls, table: RuleTable, directory: Path) -> Untrained:
         """Read the names from the checkpoint's headers. Raises CheckpointError when it cannot be read."""
-        if not table.mtp_names and not table.aliases:
+        if not table.untrained_names and not table.aliases:
             return cls(table, None, (), {})
         source = HFCheckpoint(directory)
         copies: dict[str, tuple[str, ...]] = {}
         for name, original in table.aliases.items():
             if name in source.info:
                 copies[original] = (*copies.get(original, ()), name)
-        return cls(table, source, tuple(name for name in source.info if name in table.mtp_names), copies)
+        return cls(table, source, tuple(name for name in source.info if name in table.untrained_names), copies)
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor of the layers that nobody trains, in `dtype` or one of its own, read when it is its turn."""

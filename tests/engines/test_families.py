@@ -119,7 +119,7 @@ def worst_logit_difference(trainer: MegatronTrainer, expected: torch.Tensor) -> 
 
     with torch.no_grad():
         trainer.runner._run(trainer.runner._micro_batches(shard), compare, None, None, forward_only=True)
-    assert compared in (0, len(shard.tokens))
+    assert compared in (0, len(shard.tokens)) or trainer.config.layout.cp > 1
     return compared, worst
 
 

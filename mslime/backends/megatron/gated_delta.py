@@ -60,6 +60,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         packed_seq_params: PackedSeqParams | None = None,
+        inference_context: object = None,
         **unused: object,
     ) -> tuple[Tensor, Tensor | None]:
         """The recurrence within each sequence.
@@ -68,11 +69,13 @@ class PackedGatedDeltaNet(GatedDeltaNet):
             hidden_states: [rows, b, hidden], rows shared out under sequence parallelism; b is 1 when packed.
             attention_mask: unused; padding sits at the end, where a causal recurrence does not see it.
             packed_seq_params: padded cumulative lengths of the rows; None for one sequence.
+            inference_context: must be None.
+            unused: what attention is given and a recurrence does without: rotary embeddings and biases.
 
         Returns:
             [rows, b, hidden], and the output projection's bias (None).
         """
-        assert all(value is None for value in unused.values()), f"only self-attention without a cache: {unused}"
+        assert inference_context is None, "the trainer generates nothing"
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
         if packed_seq_params is None:
             mixed = self._sequence(projected)

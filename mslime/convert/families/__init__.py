@@ -21,11 +21,13 @@ from mslime.convert.families.olmoe import Olmoe
 from mslime.convert.families.qwen2 import Qwen2
 from mslime.convert.families.qwen2_moe import Qwen2Moe
 from mslime.convert.families.qwen3 import Qwen3
+from mslime.convert.families.qwen3_5_moe import Qwen35Moe
 from mslime.convert.families.qwen3_moe import Qwen3Moe
+from mslime.convert.families.qwen3_next import Qwen3Next
 
 _ALL: tuple[Family, ...] = (
     DeepseekV2(), DeepseekV3(), Dots1(), Glm4(), Glm4Moe(), GptOss(), Llama(), MiniMaxM2(), Mixtral(), Olmoe(),
-    Qwen2(), Qwen2Moe(), Qwen3(), Qwen3Moe(),
+    Qwen2(), Qwen2Moe(), Qwen3(), Qwen3Moe(), Qwen3Next(), Qwen35Moe(),
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
 

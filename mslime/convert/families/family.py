@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, cast
 
 from mslime.config.errors import CheckpointError
@@ -88,11 +89,13 @@ class Family(ABC):
         support: what is known to work.
         harmless: settings of config.json that the family does not read and that change nothing in training: `HARMLESS`
             and the family's own.
+        sections: families that read a nested section of config.json, by its name.
     """
 
     architecture: str
     support: Support
     harmless: frozenset[str] = frozenset()
+    sections: Mapping[str, Family] = MappingProxyType({})
 
     @abstractmethod
     def transformer_fields(self, hf_config: HFConfig) -> dict[str, object]:
@@ -164,6 +167,8 @@ def refuse_unread(family: Family, hf_config: HFConfig, ignored: Collection[str] 
     family.transformer_fields(recorder)
     family.model_fields(recorder)
     family.rules(recorder)
+    for name, part in family.sections.items():
+        refuse_unread(part, as_object(hf_config.get(name)) or {}, ignored)
     known = recorder.read | HARMLESS | family.harmless | set(ignored)
     for name, value in hf_config.items():
         if name not in known and value is not None:
