@@ -55,6 +55,7 @@ def resolve(config: RunConfig) -> ResolvedRun:
     check_model(config, derived)
     if config.train.task == "rl":
         family.refuse_for_engine(hf_config)
+        _check_engine_tp(config, family)
     _check_lengths(config, model)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
         raise ConfigError(
@@ -76,6 +77,16 @@ def resolve(config: RunConfig) -> ResolvedRun:
             "use never",
         )  # fmt: skip
     return run
+
+
+def _check_engine_tp(config: RunConfig, family: Family) -> None:
+    largest = family.support.largest_engine_tp
+    if largest is not None and config.sglang.tp_size > largest:
+        raise ConfigError(
+            "sglang.tp_size", config.sglang.tp_size,
+            f"SGLang 0.5.23 computes {family.architecture} with at most {largest} GPUs an engine",
+            f"set sglang.tp_size to {largest} and start more engines (sglang.num_engines)",
+        )  # fmt: skip
 
 
 def _check_lengths(config: RunConfig, model: ModelFields) -> None:

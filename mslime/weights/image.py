@@ -27,6 +27,7 @@ _FIRST = (("gate_proj", "up_proj"), ("w1", "w3"))  # an expert's gate and up, as
 _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _ROW = ("o_proj.weight", "down_proj.weight")
 _COLUMN = (".q_b_proj.weight", ".kv_b_proj.weight", ".self_attn.q_proj.weight")
+_JOINT_NORM = re.compile(r"(.+\.self_attn)\.([qk])_norm\.weight")
 _VOCAB_PADDING = 64
 
 
@@ -72,13 +73,22 @@ class EngineImage:
         hf_shapes: the tensors that will arrive, with their shapes.
         kv_heads: key-value heads of the model.
         layout: the engine's.
+        float32: ends of the names of tensors that the engine holds in float32 whatever they arrive in.
 
     Attributes:
         digests: for each rank of the engine, the digest of every parameter completed so far.
     """
 
-    def __init__(self, hf_shapes: Mapping[str, Shape], kv_heads: int, layout: EngineLayout) -> None:
-        self._layout, self._kv_heads = layout, kv_heads
+    def __init__(
+        self, hf_shapes: Mapping[str, Shape], kv_heads: int, layout: EngineLayout, float32: tuple[str, ...] = ()
+    ) -> None:
+        self._layout, self._kv_heads, self._float32 = layout, kv_heads, float32
+        # One norm of all heads goes with them to their ranks; a norm of every head is the same on all ranks.
+        self._joint_norms = {
+            name
+            for name, shape in hf_shapes.items()
+            if (norm := _JOINT_NORM.fullmatch(name)) and shape == hf_shapes[f"{norm[1]}.{norm[2]}_proj.weight"][:1]
+        }
         self._wanted = engine_parameters(hf_shapes)
         self._parameter = {name: parameter for parameter, names in self._wanted.items() for name in names}
         self._parts: dict[str, dict[str, torch.Tensor]] = {}
@@ -90,6 +100,8 @@ class EngineImage:
         wanted = self._wanted[parameter]
         parts = self._parts.setdefault(parameter, {})
         last = len(parts) + 1 == len(wanted)
+        if name.endswith(self._float32):
+            tensor = tensor.float()
         parts[name] = tensor if last else tensor.clone()
         if last:
             del self._parts[parameter]
@@ -106,17 +118,25 @@ class EngineImage:
         if parameter.endswith((".qkv_proj.weight", ".qkv_proj.bias")):
             suffix = parameter.rsplit(".", 1)[1]
             q, k, v = (_one(parts, f".{letter}_proj.{suffix}") for letter in "qkv")
-            replicas = max(1, tp // self._kv_heads)
-            kv_rank, kv_ranks = rank // replicas, tp // replicas
-            return torch.cat([_share(q, rank, tp), _share(k, kv_rank, kv_ranks), _share(v, kv_rank, kv_ranks)])
+            return torch.cat([_share(q, rank, tp), self._of_kv_heads(k, rank), self._of_kv_heads(v, rank)])
         if parameter.endswith("gate_up_proj.weight"):
+            fused = parts.get(parameter)  # GLM-4's files hold it as one tensor
+            if fused is not None:
+                return torch.cat([_share(half, rank, tp) for half in fused.chunk(2)])
             return torch.cat([_share(_one(parts, f".{part}_proj.weight"), rank, tp) for part in ("gate", "up")])
         tensor = parts[parameter]
+        if parameter in self._joint_norms:
+            return _share(tensor, rank, tp) if ".q_norm." in parameter else self._of_kv_heads(tensor, rank)
         if parameter in _VOCABULARY:
             return _share(_padded_vocabulary(tensor, tp), rank, tp)
         if parameter.endswith(_COLUMN):
             return _share(tensor, rank, tp)
         return _share(tensor, rank, tp, 1) if parameter.endswith(_ROW) else tensor
+
+    def _of_kv_heads(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        """A rank's rows of what goes with key-value heads, which several ranks hold when they are more than heads."""
+        replicas = max(1, self._layout.tp // self._kv_heads)
+        return _share(tensor, rank // replicas, self._layout.tp // replicas)
 
     def _experts(self, parts: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor:
         """[local experts, rows, columns]: this rank's experts, each cut over the ranks that share it."""

@@ -42,6 +42,7 @@ class SyncOptions:
         backend: of the group with the engines: `nccl` or `gloo`.
         deadline_s: for every phase.
         kv_heads: key-value heads of the model, for the expected digests.
+        engine_float32: ends of the names that engines hold in float32 whatever their dtype is, for the same.
         name: unique among the runs that share an engine.
     """
 
@@ -50,6 +51,7 @@ class SyncOptions:
     backend: str
     deadline_s: float
     kv_heads: int
+    engine_float32: tuple[str, ...] = ()
     name: str = "mslime"
 
 
@@ -202,7 +204,7 @@ class WeightSender:
 
     def _image(self, stage: int, layout: EngineLayout) -> EngineImage:
         shapes = {entry.name: entry.shape for bucket in self.plan.stage_buckets(stage) for entry in bucket.entries}
-        return EngineImage(shapes, self._options.kv_heads, layout)
+        return EngineImage(shapes, self._options.kv_heads, layout, self._options.engine_float32)
 
     def _send_stage(
         self, params: Mapping[str, torch.Tensor], images: Sequence[EngineImage], started: float

@@ -177,6 +177,7 @@ class MegatronTrainer:
             backend=backend,
             deadline_s=config.deadlines.weight_sync_s,
             kv_heads=self.transformer.num_query_groups or self.transformer.num_attention_heads,
+            engine_float32=get_family(self.hf_config).engine_float32,
             name=config.name,
         )
         groups = make_groups(config.layout, backend, config.deadlines.weight_sync_s)

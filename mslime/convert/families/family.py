@@ -71,6 +71,7 @@ class Support:
         not_served: why the engine is refused or not tested; empty when generation was compared with transformers.
         compared_on: devices of engines whose parameters `weights.verify` can compare with the trainer's bit for bit; on
             others SGLang keeps them in a layout that mslime does not rebuild (shared experts fused into routed ones).
+        largest_engine_tp: largest `sglang.tp_size` at which SGLang computes this family; None: any that divides it.
         notes: what a user should know, one sentence each.
     """
 
@@ -78,6 +79,7 @@ class Support:
     not_trained: str = ""
     not_served: str = ""
     compared_on: tuple[str, ...] = ("cpu", "cuda")
+    largest_engine_tp: int | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -89,12 +91,14 @@ class Family(ABC):
         support: what is known to work.
         harmless: settings of config.json that the family does not read and that change nothing in training: `HARMLESS`
             and the family's own.
+        engine_float32: ends of the names of those tensors that SGLang holds in float32 whatever its dtype is.
         sections: families that read a nested section of config.json, by its name.
     """
 
     architecture: str
     support: Support
     harmless: frozenset[str] = frozenset()
+    engine_float32: tuple[str, ...] = ()
     sections: Mapping[str, Family] = MappingProxyType({})
 
     @abstractmethod

@@ -22,6 +22,7 @@ class MiniMaxM2(Decoder):
     support = Support(("MiniMax-M2",))
     harmless = frozenset({"use_mtp", "num_mtp_modules", "mtp_transformer_layers"})
     partial_rotary = 1.0
+    engine_float32 = (".block_sparse_moe.gate.weight",)
 
     def attention(self, hf_config: HFConfig) -> Attention:
         layers = required_int(hf_config, "num_hidden_layers")
@@ -29,6 +30,15 @@ class MiniMaxM2(Decoder):
         refuse_unless(hf_config, "use_qk_norm", (None, True))
         refuse_unless(hf_config, "qk_norm_type", (None, "per_layer"))
         return read_attention(hf_config, norm="projection")
+
+    def refuse_for_engine(self, hf_config: HFConfig) -> None:
+        # What SGLang takes to be off, or does not start without, where transformers has it built in.
+        for name in ("rotary_dim", "scoring_func", "use_qk_norm", "use_routing_bias"):
+            if hf_config.get(name) is None:
+                raise CheckpointError(
+                    f"config.json: {name}", None, "SGLang 0.5.23 computes another model without it",
+                    "copy it from the published config.json; transformers can drop it when it saves",
+                )  # fmt: skip
 
     def experts(self, hf_config: HFConfig) -> Experts:
         refuse_unless(hf_config, "scoring_func", (None, "sigmoid"))

@@ -6,6 +6,7 @@ logits alone. `intermediate_size` is an expert's.
 
 from __future__ import annotations
 
+from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts
 from mslime.convert.families.family import HFConfig, Support, refuse_unless, required_int
 from mslime.convert.families.gqa import Attention, Decoder, read_attention
@@ -20,6 +21,15 @@ class Mixtral(Decoder):
     def attention(self, hf_config: HFConfig) -> Attention:
         refuse_unless(hf_config, "sliding_window", (None,))
         return read_attention(hf_config)
+
+    def refuse_for_engine(self, hf_config: HFConfig) -> None:
+        attention = self.attention(hf_config)
+        if attention.head_dim * attention.heads != attention.hidden:
+            raise CheckpointError(
+                "config.json: head_dim", attention.head_dim,
+                "SGLang 0.5.23 divides hidden_size by num_attention_heads whatever this says",
+                "train it with train.task: sft, or use a checkpoint with that head size",
+            )  # fmt: skip
 
     def experts(self, hf_config: HFConfig) -> Experts:
         return Experts(

@@ -6,6 +6,7 @@ their softmax over all. `intermediate_size` is an expert's.
 
 from __future__ import annotations
 
+from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts
 from mslime.convert.families.family import HFConfig, Support, flag, refuse_unless, required_int
 from mslime.convert.families.gqa import Attention, Decoder, read_attention
@@ -15,12 +16,25 @@ class Olmoe(Decoder):
     """The family."""
 
     architecture = "OlmoeForCausalLM"
-    support = Support(("OLMoE-1B-7B",))
+    support = Support(
+        ("OLMoE-1B-7B",),
+        largest_engine_tp=1,  # SGLang's joint norms of queries and keys do not know of other ranks
+        notes=("An engine is one GPU: SGLang 0.5.23 does not share out this family's query and key norms.",),
+    )
 
     def attention(self, hf_config: HFConfig) -> Attention:
         refuse_unless(hf_config, "attention_bias", (None, False))
         refuse_unless(hf_config, "clip_qkv", (None,))
         return read_attention(hf_config, norm="projection")
+
+    def refuse_for_engine(self, hf_config: HFConfig) -> None:
+        heads = required_int(hf_config, "num_attention_heads")
+        for name, built in (("rms_norm_eps", 1e-5), ("num_key_value_heads", heads), ("norm_topk_prob", False)):
+            if hf_config.get(name) not in (None, built):
+                raise CheckpointError(
+                    f"config.json: {name}", hf_config[name], f"SGLang 0.5.23 computes OLMoE with {built} only",
+                    "train it with train.task: sft, or use a checkpoint with that setting",
+                )  # fmt: skip
 
     def experts(self, hf_config: HFConfig) -> Experts:
         return Experts(
