@@ -13,7 +13,6 @@ from typing import cast
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.families.delta import delta_heads
-from mslime.convert.families.experts import Experts
 from mslime.convert.families.family import (
     Family,
     HFConfig,
@@ -57,9 +56,12 @@ class Qwen35MoeText(Qwen3Next):
     def projection(self, hf_config: HFConfig) -> tuple[tuple[str, ...], Kind]:
         return ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), DeltaParts(delta_heads(hf_config))
 
-    def expert_rules(self, experts: Experts, hidden: int) -> tuple[Rule, ...]:
-        at, number, ffn = experts.layers, experts.number, experts.ffn
-        joined, down = JoinedGatedMLP(ffn, hidden), Row((hidden, ffn))
+    def expert_rules(self, hf_config: HFConfig, hidden: int) -> tuple[Rule, ...]:
+        experts = self.experts(hf_config)
+        if "quantization_config" in hf_config:
+            return experts.rules(hidden)  # published one by one in FP8
+        at, number = experts.layers, experts.number
+        joined, down = JoinedGatedMLP(experts.ffn, hidden), Row((hidden, experts.ffn))
         return (
             *(rule for rule in experts.rules(hidden) if not rule.experts),
             Rule(f"{_M}linear_fc1.weight", (f"{_H}gate_up_proj",), joined, at, number),
@@ -75,6 +77,7 @@ class Qwen35Moe(Family):
         ("Qwen3.5-35B-A3B", "Qwen3.5-397B-A17B"),
         notes=(
             "Trained on text; what reads images is copied from the source checkpoint when exporting.",
+            "Qwen3.6's files, which stack the experts of the multi-token-prediction layer too, are refused.",
             *Qwen3Next.support.notes,
         ),
     )
@@ -110,7 +113,8 @@ def _text_config(config: HFConfig) -> HFConfig:
         raise CheckpointError(
             "config.json: tie_word_embeddings", tied, "text_config says otherwise", "make the two agree"
         )
-    return section | {"tie_word_embeddings": tied}
+    quantised = {name: config[name] for name in ("quantization_config",) if name in config}
+    return section | {"tie_word_embeddings": tied} | quantised
 
 
 def _with_all_routed(config: HFConfig) -> HFConfig:

@@ -77,9 +77,9 @@ class Qwen3Next(Decoder):
             *delta_rules(delta_heads(hf_config), width, linear, *self.projection(hf_config), self.own_dtype),
             *mlp_norm_rules(a.hidden, layers),
             *(dense_mlp_rules(hf_config, dense) if dense else ()),
-            *self.expert_rules(experts, a.hidden),
+            *self.expert_rules(hf_config, a.hidden),
         ))  # fmt: skip
-        predicting = self.expert_rules(replace(experts, layers=(0,)), a.hidden)
+        predicting = replace(experts, layers=(0,)).rules(a.hidden)
         block = (*gated_attention_rules(a, [0]), *mlp_norm_rules(a.hidden, [0]), *predicting)
         return replace(table, rules=(*table.rules, *mtp_rules(block, a.hidden)))
 
@@ -87,6 +87,6 @@ class Qwen3Next(Decoder):
         """Names and layout of a gated delta-net layer's input projection."""
         return ("in_proj_qkvz", "in_proj_ba"), DeltaByKeyHead(delta_heads(hf_config))
 
-    def expert_rules(self, experts: Experts, hidden: int) -> tuple[Rule, ...]:
-        """Router, experts and shared expert."""
-        return experts.rules(hidden)
+    def expert_rules(self, hf_config: HFConfig, hidden: int) -> tuple[Rule, ...]:
+        """Router, experts and shared expert of the trained layers."""
+        return self.experts(hf_config).rules(hidden)
