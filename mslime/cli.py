@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mslime import __version__
 from mslime.config.errors import UserError
+from mslime.control.convert import add_parser as add_convert
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
@@ -81,18 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write one HTML page about a run")
     report.add_argument("run_dir", type=Path, help="outputs/NAME")
     report.set_defaults(run=_report)
-    convert = commands.add_parser("convert", help="write the Hugging Face checkpoint of a training checkpoint")
-    convert.add_argument("config", type=Path, help="the run's config.yaml")
-    convert.add_argument(
-        "--checkpoint",
-        type=Path,
-        help="training checkpoint (default: the newest complete one of the run)",
-    )
-    convert.add_argument("--out", type=Path, required=True, help="directory to write")
-    convert.set_defaults(run=_convert)
-    models = commands.add_parser("models", help="list the model families and what works with each")
-    models.add_argument("--markdown", action="store_true", help="as the page docs/models.md")
-    models.set_defaults(run=_models)
+    add_convert(commands, _convert_run)
     env = commands.add_parser("env", help="print versions and devices, for a bug report")
     env.set_defaults(run=_env)
     return parser
@@ -143,7 +133,7 @@ def _report(args: argparse.Namespace, flags: Sequence[str]) -> int:
     return 0
 
 
-def _convert(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _convert_run(args: argparse.Namespace, flags: Sequence[str]) -> int:
     from mslime.control.run import export
 
     export(_load(args, flags), args.checkpoint, args.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,13 @@ from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.control.check import describe, resolve, write_resolved
 from mslime.control.cluster import resolved_device
+from mslime.control.convert import export_job
+from mslime.control.convert_bars import Bars
 from mslime.control.loop import train_rl, train_sft
 from mslime.control.session import Session
-from mslime.data.checkpoints import latest_complete
+from mslime.convert.families import read_hf_config
+from mslime.convert.jobs import refuse_existing, run_job
+from mslime.data.checkpoints import latest_complete, read_manifest
 
 
 def run(config: RunConfig) -> int:
@@ -37,7 +42,7 @@ def run(config: RunConfig) -> int:
 
 
 def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
-    """Write the Hugging Face checkpoint of a training checkpoint, on as many ranks as the run had.
+    """Write the Hugging Face checkpoint of a training checkpoint: what the trainer itself would export.
 
     Args:
         checkpoint: default: the newest complete one of the run.
@@ -46,15 +51,19 @@ def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
     Raises:
         UserError: there is no complete checkpoint, or `out` exists.
     """
-    if out.exists():
-        raise ConfigError("--out", str(out), "already exists", "choose a new directory")
+    from mslime.backends.megatron.settings import engine_dtype
+
+    refuse_existing(out)
     source = checkpoint or latest_complete(config.run_dir / "checkpoints")
     if source is None:
         raise ConfigError(
             "--checkpoint", str(config.run_dir), "holds no complete checkpoint", "name one with --checkpoint"
         )
-    with _terminate_like_ctrl_c(), Session(resolve(resolved_device(config)), export_from=source) as session:
-        session.export_hf(out)
+    read_manifest(source)
+    dtype = engine_dtype(config, read_hf_config(config.model.path))
+    job = export_job(source, config.model.path, dtype=dtype)
+    with _terminate_like_ctrl_c(), Bars(Console(stderr=True), config.observe.progress == "off") as bars:
+        run_job(job, out, workers=min(os.cpu_count() or 1, 8), progress=bars)
 
 
 @contextmanager

@@ -43,15 +43,10 @@ class Session:
         loaded: the checkpoint that the trainer continues from, if any.
     """
 
-    def __init__(self, run: ResolvedRun, export_from: Path | None = None) -> None:
-        """
-        Args:
-            export_from: only load this checkpoint into the trainer, to write it in another form: no engine is started
-                and nothing of the run is written.
-        """
-        self._run, self.config, self._exporting = run, run.config, export_from is not None
+    def __init__(self, run: ResolvedRun) -> None:
+        self._run, self.config = run, run.config
         self._stack = ExitStack()
-        self.loaded = export_from or _checkpoint_to_load(self.config)
+        self.loaded = _checkpoint_to_load(self.config)
         self._extra = read_extra(self.loaded) if self.loaded else {}
         self._own = self.loaded is not None and self.loaded.parent == self._checkpoints
         self.first_step: int = self._extra["next_step"] if self._own else 0
@@ -79,24 +74,23 @@ class Session:
 
     def _start(self) -> None:
         config, logs = self.config, self.config.run_dir / "logs"
-        if not self._exporting:
-            self._metrics = self._stack.enter_context(
-                MetricsLogger(
-                    config.run_dir,
-                    config.observe,
-                    self.first_step + 1 if self.first_step else 0,
-                    config.name,
-                    config.as_dict(),
-                )
+        self._metrics = self._stack.enter_context(
+            MetricsLogger(
+                config.run_dir,
+                config.observe,
+                self.first_step + 1 if self.first_step else 0,
+                config.name,
+                config.as_dict(),
             )
-            self._timeline = self._stack.enter_context(Timeline(config.run_dir))
+        )
+        self._timeline = self._stack.enter_context(Timeline(config.run_dir))
         self._progress = self._stack.enter_context(
             open_progress(config.observe.progress, config.train.num_steps, self.first_step)
         )
         self._progress.note(
             f"starting {config.layout.world_size} trainer rank(s): {config.layout.describe()}; logs in {logs}"
         )
-        generates = config.train.task == "rl" and not self._exporting
+        generates = config.train.task == "rl"
         cluster = self._stack.enter_context(Cluster(config, generates))
         self._trainers = TrainerGroup(config, cluster, logs)
         self._stack.callback(self._trainers.stop)
@@ -107,7 +101,7 @@ class Session:
         if self.loaded is not None:
             self._progress.note(f"continuing from {self.loaded}")
             self._trainers.load(self.loaded, new_run=not self._own)
-        if config.train.task == "sft" and not self._exporting:
+        if config.train.task == "sft":
             self._open_supervised()
 
     def _start_generation(self, cluster: Cluster, logs: Path) -> None:

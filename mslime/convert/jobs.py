@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.convert.files import Advance, Span, Written, verify
 from mslime.convert.hf import publish, staging_directory
-from mslime.convert.workers import run_tasks
+from mslime.convert.workers import Workers
 
 JOURNAL = "journal.jsonl"
 CHECKSUMS = "checksums.json"
@@ -118,7 +118,7 @@ def run_job(
     refuse_existing(target)
     staging = staging_directory(target)
     staging.mkdir(parents=True, exist_ok=True)
-    with _only_writer(staging):
+    with _only_writer(staging), Workers(workers) as pool:
         refuse_existing(target)  # another run may have finished since
         journal = _Journal(staging, job)
         remaining = [task for task in job.tasks if task.file not in journal.written]
@@ -126,11 +126,11 @@ def run_job(
         _check_space(staging, left)
         kept = len(journal.written)
         progress.phase("convert", nbytes, nbytes - left)
-        for written in run_tasks(_Writing(job, staging).run, remaining, workers, progress.advance):
+        for written in pool.run(_Writing(job, staging).run, remaining, progress.advance):
             journal.add(written)
         files = [journal.written[task.file] for task in job.tasks]
         if verified:
-            verify_files(staging, files, workers, progress)
+            verify_files(staging, files, pool, progress)
         try:
             job.finish(staging, files)
             _write_checksums(staging, files)
@@ -144,10 +144,10 @@ def run_job(
     return Outcome(len(files), nbytes, kept)
 
 
-def verify_files(directory: Path, files: Sequence[Written], workers: int, progress: Progress) -> None:
+def verify_files(directory: Path, files: Sequence[Written], pool: Workers, progress: Progress) -> None:
     """Read files from the disk again. Raises CheckpointError naming the first tensor whose checksum differs."""
     progress.phase("verify", sum(span.length for written in files for span in written.spans.values()), 0)
-    for _ in run_tasks(_Verifying(directory).run, files, workers, progress.advance):
+    for _ in pool.run(_Verifying(directory).run, files, progress.advance):
         pass
 
 

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Generic, TypeVar
+from typing import Any, Self, TypeVar
 
 from mslime.config.errors import CheckpointError, UserError
 from mslime.convert.files import Advance
@@ -27,64 +27,69 @@ Work = Callable[[T, Advance], R]
 _REPORT_S = 0.2
 
 
-def run_tasks(work: Work[T, R], tasks: Sequence[T], workers: int, advance: Advance) -> Iterator[R]:
-    """Every task's result, as it is finished; tasks are begun in order.
+class Workers:
+    """Processes with a pipe each, started when there is work for more than one; a context manager that ends them.
 
     Args:
-        workers: processes; 1 works in this one.
-
-    Raises:
-        CheckpointError: what a worker raised, or that it died. The others are ended.
+        size: number of processes; 1 works in this one.
     """
-    if workers <= 1 or len(tasks) <= 1:
-        for task in tasks:
-            yield work(task, advance)
-        return
-    yield from _Pool(work, min(workers, len(tasks))).run(tasks, advance)
 
-
-class _Pool(Generic[T, R]):
-    """Processes with a pipe each."""
-
-    def __init__(self, work: Work[T, R], size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._processes: dict[Connection, BaseProcess] = {}
-        self._busy: dict[Connection, T] = {}
-        for _ in range(size):
+        self._busy: dict[Connection, object] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
+
+    def run(self, work: Work[T, R], tasks: Sequence[T], advance: Advance) -> Iterator[R]:
+        """Every task's result, as it is finished; tasks are begun in order.
+
+        Raises:
+            CheckpointError: what a worker raised, or that it died.
+        """
+        if self._size <= 1 or len(tasks) <= 1:
+            for task in tasks:
+                yield work(task, advance)
+            return
+        waiting = list(reversed(tasks))
+        for pipe in self._started(min(self._size, len(tasks))):
+            pipe.send(("work", work))
+            self._give(pipe, waiting)
+        while self._busy:
+            for pipe in wait(list(self._busy)):
+                assert isinstance(pipe, Connection)
+                kind, content = self._receive(pipe)
+                if kind == "bytes":
+                    advance(content)
+                elif kind == "error":
+                    raise content
+                else:
+                    del self._busy[pipe]
+                    self._give(pipe, waiting)
+                    yield content
+
+    def _started(self, number: int) -> list[Connection]:
+        context = multiprocessing.get_context("spawn")
+        while len(self._processes) < number:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_live, args=(theirs, work), daemon=True)
+            process = context.Process(target=_live, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._processes[ours] = process
-
-    def run(self, tasks: Sequence[T], advance: Advance) -> Iterator[R]:
-        """Hand out the tasks; see `run_tasks`."""
-        waiting = list(reversed(tasks))
-        try:
-            for pipe in self._processes:
-                self._give(pipe, waiting)
-            while self._busy:
-                for pipe in wait(list(self._busy)):
-                    assert isinstance(pipe, Connection)
-                    kind, content = self._receive(pipe)
-                    if kind == "bytes":
-                        advance(content)
-                    elif kind == "error":
-                        raise content
-                    else:
-                        del self._busy[pipe]
-                        self._give(pipe, waiting)
-                        yield content
-        finally:
-            for process in self._processes.values():
-                process.kill()
-            for process in self._processes.values():
-                process.join()
+        return list(self._processes)[:number]
 
     def _give(self, pipe: Connection, waiting: list[T]) -> None:
         if waiting:
-            self._busy[pipe] = waiting.pop()
-            pipe.send(self._busy[pipe])
+            task = waiting.pop()
+            self._busy[pipe] = task
+            pipe.send(("task", task))
 
     def _receive(self, pipe: Connection) -> tuple[str, Any]:
         try:
@@ -94,12 +99,17 @@ class _Pool(Generic[T, R]):
             process.join()
             raise CheckpointError(
                 f"worker process {process.pid}", f"exit code {process.exitcode}",
-                f"ended before its work did ({self._busy[pipe]}); without enough memory the system kills processes",
+                f"ended before its work did ({_brief(self._busy[pipe])}); the system kills processes for their memory",
                 "run the same command again, with fewer --workers: finished files are kept",
             ) from None  # fmt: skip
 
 
-def _live(pipe: Connection, work: Work[Any, Any]) -> None:
+def _brief(task: object) -> str:
+    text = str(task)
+    return text if len(text) < 100 else f"{text[:100]}..."
+
+
+def _live(pipe: Connection) -> None:
     """The life of a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -107,13 +117,18 @@ def _live(pipe: Connection, work: Work[Any, Any]) -> None:
 
     torch.set_num_threads(1)
     counter = _Counter(pipe)
+    work: Work[Any, Any] | None = None
     while True:
         try:
-            task = pipe.recv()
+            kind, content = pipe.recv()
         except EOFError:
             return
+        if kind == "work":
+            work = content
+            continue
+        assert work is not None
         try:
-            result = work(task, counter.advance)
+            result = work(content, counter.advance)
         except Exception as error:
             if not isinstance(error, UserError):
                 error.add_note(traceback.format_exc())  # tracebacks do not travel between processes

@@ -180,8 +180,9 @@ def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
 
     # The training checkpoint of step 6 is the checkpoint that the first run exported at its end.
     out, checkpoint = tmp_path / "converted", step_directory(run.directory / "checkpoints", 6)
-    command = [sys.executable, "-m", "mslime.cli", "convert", str(run.directory / "config.yaml"), "--out", str(out)]
-    subprocess.run([*command, "--checkpoint", str(checkpoint)], check=True, cwd=ROOT, timeout=START_S)
+    command = [sys.executable, "-m", "mslime.cli", "convert", "run", str(run.directory / "config.yaml")]
+    command += ["--checkpoint", str(checkpoint), "--out", str(out)]
+    subprocess.run(command, check=True, cwd=ROOT, timeout=START_S)
     converted, exported = HFCheckpoint(out), HFCheckpoint(tmp_path / "hf_of_step_6")
     assert set(converted.info) == set(exported.info)
     assert all(bool((converted.tensor(n) == exported.tensor(n)).all()) for n in exported.info)

@@ -1,0 +1,304 @@
+"""`mslime convert`: its subcommands, and what joins the conversions to megatron-core, which knows its own format."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mslime.config.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from mslime.convert.jobs import Job
+    from mslime.convert.placement import ModelPlacement
+    from mslime.convert.tools.compare import Side
+
+DTYPES = ("bfloat16", "float32", "float16")
+Run = Callable[[argparse.Namespace, Sequence[str]], int]
+
+
+def add_parser(commands: Any, from_run: Run) -> None:
+    """Add `convert` and its subcommands.
+
+    Args:
+        commands: what `add_subparsers` gave.
+        from_run: what `convert run` does; it reads a run's configuration.
+    """
+    parser = commands.add_parser("convert", help="convert, inspect and compare checkpoints")
+    kinds = parser.add_subparsers(required=True, metavar="WHAT")
+    _add_run(kinds, from_run)
+    to_megatron = _writing(kinds, "to-megatron", "Hugging Face -> Megatron torch_dist", "HF", "Hugging Face directory")
+    to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the source)")
+    to_megatron.set_defaults(run=_to_megatron)
+    to_hf = _writing(kinds, "to-hf", "Megatron torch_dist, converted or of a run -> Hugging Face", "CKPT",
+                     "directory with .metadata and *.distcp")  # fmt: skip
+    to_hf.add_argument(
+        "--source", type=Path,
+        help="Hugging Face directory of the same model, for config.json, tokenizer and what training leaves out "
+        "(default: what to-megatron kept)",
+    )  # fmt: skip
+    to_hf.add_argument("--dtype", choices=DTYPES, help="of the weights (default: config.json's)")
+    to_hf.set_defaults(run=_to_hf)
+    fp8 = _writing(kinds, "fp8", "quantise to FP8 with a scale for 128 x 128 weights", "HF", "Hugging Face directory")
+    fp8.add_argument(
+        "--scale", choices=("float32", "ue8m0"), default="float32",
+        help="exact scales, or powers of two (what DeepSeek-V3.1 publishes and Blackwell kernels want)",
+    )  # fmt: skip
+    fp8.add_argument("--include", metavar="REGEX", help="weights to quantise (default: projections of decoder layers)")
+    fp8.set_defaults(run=_fp8)
+    plain = _writing(kinds, "bf16", "dequantise FP8, INT4 or MXFP4", "HF", "quantised Hugging Face directory")
+    plain.add_argument("--dtype", choices=DTYPES, help="of what was quantised (default: config.json's)")
+    plain.set_defaults(run=_plain)
+    int4 = _writing(kinds, "int4", "quantise routed experts to compressed-tensors INT4", "HF", "Hugging Face directory")
+    int4.add_argument("--group", type=int, default=32, help="inputs that share a scale (default: %(default)s)")
+    int4.add_argument("--include", metavar="REGEX", help="weights to quantise (default: routed experts)")
+    int4.set_defaults(run=_int4)
+    _add_inspect(kinds)
+    _add_compare(kinds)
+
+
+def _add_run(kinds: Any, from_run: Run) -> None:
+    run = kinds.add_parser(
+        "run", help="write the Hugging Face checkpoint of a run's training checkpoint",
+        epilog="Settings can be given as flags, as for `mslime train`.",
+    )  # fmt: skip
+    run.add_argument("config", type=Path, help="the run's config.yaml")
+    run.add_argument("--checkpoint", type=Path, help="default: the newest complete one of the run")
+    run.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
+    run.set_defaults(run=from_run)
+
+
+def _writing(kinds: Any, name: str, about: str, source: str, source_help: str) -> argparse.ArgumentParser:
+    """A subcommand that writes a checkpoint."""
+    parser = kinds.add_parser(
+        name, help=about, description=f"{about[0].upper()}{about[1:]}.",
+        epilog="Killed or out of disk, it leaves its finished files in a hidden directory beside OUT; the same command "
+        "goes on from there. OUT appears when everything is written and has been read again.",
+    )  # fmt: skip
+    parser.add_argument("source_dir", metavar=source, type=Path, help=source_help)
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to write; must not exist")
+    _add_workers(parser)
+    parser.add_argument(
+        "--max-shard-gib", type=float, default=5.0, metavar="GIB", help="largest file (default: %(default)s)"
+    )
+    parser.add_argument("--no-verify", action="store_true", help="do not read the files again at the end")
+    parser.add_argument("--dry-run", action="store_true", help="check the source and show what would be written")
+    return parser
+
+
+def _add_workers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers", type=int, default=min(os.cpu_count() or 1, 8), metavar="N",
+        help="processes; each holds one tensor group in memory (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _add_inspect(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "inspect", help="what is in this checkpoint: tensors, bytes, dtypes, layout, step, family"
+    )
+    parser.add_argument("checkpoint", type=Path, help="Hugging Face or Megatron torch_dist directory")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    parser.add_argument("--verify", action="store_true", help="read all weights and compare the stored checksums")
+    _add_workers(parser)
+    parser.set_defaults(run=_inspect)
+
+
+def _add_compare(kinds: Any) -> None:
+    parser = kinds.add_parser(
+        "compare", help="equal, or which tensors differ and by how much",
+        description="Compare two checkpoints of either kind under Hugging Face names; exit status 1 when they differ.",
+    )  # fmt: skip
+    parser.add_argument("a", metavar="A", type=Path)
+    parser.add_argument("b", metavar="B", type=Path)
+    parser.add_argument(
+        "--source", type=Path, help="Hugging Face directory whose config.json says what a training checkpoint is of"
+    )
+    parser.add_argument("--values", action="store_true", help="the same values in another dtype count as equal")
+    parser.add_argument("--limit", type=int, default=20, help="differences to show (default: %(default)s)")
+    _add_workers(parser)
+    parser.set_defaults(run=_compare)
+
+
+def _to_megatron(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from mslime.convert.families import read_hf_config
+    from mslime.convert.jobs import refuse_existing
+    from mslime.convert.tools.to_megatron import ToMegatron
+
+    refuse_existing(args.out)
+    config = read_hf_config(args.source_dir)
+    job = ToMegatron(
+        args.source_dir, config, placement(config, args.source_dir), dtype=args.dtype, max_file_bytes=_bytes(args)
+    )
+    return _run(job, args)
+
+
+def _to_hf(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from mslime.convert.jobs import refuse_existing
+
+    refuse_existing(args.out)
+    return _run(export_job(args.source_dir, args.source, dtype=args.dtype, max_shard_bytes=_bytes(args)), args)
+
+
+def export_job(
+    checkpoint: Path, source: Path | None, *, dtype: str | None = None, max_shard_bytes: int = 5 << 30
+) -> Job:
+    """Megatron -> Hugging Face, for `run_job`.
+
+    Args:
+        source: Hugging Face directory of the model; None where the checkpoint carries its config.json.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or of another model.
+    """
+    from mslime.convert.families import read_hf_config
+    from mslime.convert.tools.to_hf import ToHf, side_files
+
+    directory = side_files(checkpoint, source)
+    config = read_hf_config(directory)
+    return ToHf(
+        checkpoint, directory, config, placement(config, directory), dtype=dtype, max_shard_bytes=max_shard_bytes
+    )
+
+
+def _fp8(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from mslime.convert.tools.requantise import PROJECTIONS, ToFp8
+
+    job = ToFp8(
+        args.source_dir, power_of_two=args.scale == "ue8m0", include=args.include or PROJECTIONS,
+        max_shard_bytes=_bytes(args),
+    )  # fmt: skip
+    return _run(job, args)
+
+
+def _plain(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from mslime.convert.tools.requantise import ToPlain
+
+    return _run(ToPlain(args.source_dir, args.dtype, max_shard_bytes=_bytes(args)), args)
+
+
+def _int4(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from mslime.convert.tools.requantise import EXPERTS, ToInt4
+
+    job = ToInt4(args.source_dir, group=args.group, include=args.include or EXPERTS, max_shard_bytes=_bytes(args))
+    return _run(job, args)
+
+
+def placement(config: Mapping[str, object], directory: Path) -> ModelPlacement:
+    """Where megatron-core keeps the parameters of this model; imports it, builds a model on the meta device."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from mslime.backends.megatron.placement import model_placement
+
+    return model_placement(config, directory)
+
+
+def _bytes(args: argparse.Namespace) -> int:
+    if args.max_shard_gib <= 0:
+        raise ConfigError("--max-shard-gib", args.max_shard_gib, "must be positive", "leave it out for 5 GiB")
+    return int(args.max_shard_gib * (1 << 30))
+
+
+def _run(job: Job, args: argparse.Namespace) -> int:
+    """Do, or only describe, a conversion."""
+    from rich.console import Console
+
+    from mslime.control.convert_bars import Bars
+    from mslime.convert.jobs import refuse_existing, run_job
+    from mslime.convert.tools.inspect import size_text
+
+    _check_workers(args)
+    refuse_existing(args.out)
+    console = Console(stderr=True)
+    total = sum(task.nbytes for task in job.tasks)
+    if args.dry_run:
+        for task in job.tasks:
+            print(f"{task.file}  {size_text(task.nbytes)}  {len(task.names)} from {task.names[0]} to {task.names[-1]}")
+        print(f"{args.out}: {len(job.tasks)} files, {size_text(total)}; nothing written (--dry-run)")
+        return 0
+    with Bars(console, args.quiet) as bars:
+        done = run_job(job, args.out, workers=args.workers, verified=not args.no_verify, progress=bars)
+    kept = f", {done.kept_files} of them from an earlier run" if done.kept_files else ""
+    checked = "" if args.no_verify else ", checksums verified"
+    print(f"{args.out}: {done.files} files{kept}, {size_text(done.nbytes)}{checked}")
+    return 0
+
+
+def _check_workers(args: argparse.Namespace) -> None:
+    if args.workers < 1:
+        raise ConfigError("--workers", args.workers, "at least one process works", "leave it out for the default")
+
+
+def _inspect(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from rich.console import Console
+
+    from mslime.control.convert_bars import Bars
+    from mslime.convert.jobs import read_checksums, verify_files
+    from mslime.convert.tools.inspect import inspect, size_text
+    from mslime.convert.workers import Workers
+
+    _check_workers(args)
+    summary = inspect(args.checkpoint)
+    print(f"{args.checkpoint}: {summary.kind}")
+    for what, value in summary.facts:
+        print(f"  {what}: {value}")
+    for dtype, tensors, nbytes in summary.by_dtype():
+        print(f"  {dtype}: {tensors} tensors, {size_text(nbytes)}")
+    for entry in summary.entries if args.tensors else ():
+        print(f"{entry.name}  {entry.dtype} {list(entry.shape)}  {size_text(entry.nbytes)}  {entry.file}")
+    if args.verify:
+        files = read_checksums(args.checkpoint)
+        if files is None:
+            raise CheckpointError(
+                str(args.checkpoint),
+                None,
+                "only checkpoints that mslime converted hold checksums",
+                "leave out --verify",
+            )
+        with Bars(Console(stderr=True), args.quiet) as bars, Workers(args.workers) as pool:
+            verify_files(args.checkpoint, files, pool, bars)
+        print(f"  checksums: all {sum(len(written.spans) for written in files)} tensors are as they were written")
+    return 0
+
+
+def _compare(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    from rich.console import Console
+
+    from mslime.control.convert_bars import Bars
+    from mslime.convert.tools.compare import compare
+
+    _check_workers(args)
+    a, b = _sides(args)
+    with Bars(Console(stderr=True), args.quiet) as bars:
+        found = compare(a, b, workers=args.workers, progress=bars)
+    counted = [d for d in found if not (args.values and d.what == "dtype")]
+    for difference in counted[: args.limit]:
+        largest = f", largest difference {difference.largest:.3g}" if difference.what == "values" else ""
+        print(f"{difference.name}: {difference.what}: {difference.detail}{largest}")
+    if len(counted) > args.limit:
+        print(f"... and {len(counted) - args.limit} more (--limit)")
+    names = len(a.shapes.keys() | b.shapes.keys())
+    print(f"{len(counted)} of {names} tensors differ" if counted else f"equal: {names} tensors")
+    return 1 if counted else 0
+
+
+def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
+    """The two checkpoints; what a training checkpoint is of is told by the other one, or by --source."""
+    from mslime.convert.families import read_hf_config
+    from mslime.convert.tools.compare import HFSide, MegatronSide
+    from mslime.convert.tools.to_hf import side_files
+    from mslime.convert.torch_dist import is_torch_dist
+
+    paths = (args.a, args.b)
+    hugging_face = next((path for path in paths if not is_torch_dist(path)), None)
+    sides: list[Side] = []
+    for path in paths:
+        if not is_torch_dist(path):
+            sides.append(HFSide(path))
+            continue
+        own = (path / "hf" / "config.json").exists()
+        config = read_hf_config(side_files(path, args.source or (None if own else hugging_face)))
+        sides.append(MegatronSide(path, config, placement(config, path)))
+    return sides[0], sides[1]

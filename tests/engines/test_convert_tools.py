@@ -1,0 +1,145 @@
+"""The conversion tools against real megatron-core: what they write it loads, what it writes they read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.hf import HFCheckpoint
+from mslime.convert.jobs import run_job
+from mslime.convert.placement import ModelPlacement
+from mslime.convert.tools.compare import HFSide, MegatronSide, compare
+from mslime.convert.tools.requantise import ToFp8
+from mslime.convert.tools.to_hf import ToHf
+from mslime.convert.tools.to_megatron import HF_FILES, ToMegatron
+from tests.engines.megatron_ranks import run_ranks
+from tests.engines.trainer_ranks import make_config, run_trainers, shard_of
+from tests.fixtures.tiny_models import make_tiny_deepseek_v3, make_tiny_qwen3_dense, make_tiny_qwen3_moe
+
+pytestmark = pytest.mark.timeout(180)
+
+ALL = {"tp": 2, "pp": 2, "ep": 2}
+
+
+def _place(rank: int, world_size: int, init_method: str, model: Path) -> ModelPlacement:
+    from mslime.backends.megatron.placement import model_placement
+
+    return model_placement(read_hf_config(model), model)
+
+
+def place(model: Path) -> ModelPlacement:
+    """The placement, asked for in a process of its own."""
+    return run_ranks(_place, 1, model)[0]
+
+
+def to_megatron(model: Path, out: Path, **options: Any) -> ModelPlacement:
+    """Convert in several files."""
+    placement = place(model)
+    run_job(ToMegatron(model, read_hf_config(model), placement, max_file_bytes=200_000, **options), out)
+    return placement
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "moe": make_tiny_qwen3_moe(root / "moe", mlp_only_layers=[1], vocab_size=321),
+        "dense tied": make_tiny_qwen3_dense(root / "tied", tie_word_embeddings=True),
+        "mla": make_tiny_deepseek_v3(root / "mla"),
+    }
+
+
+def different_after_loading(trainer: MegatronTrainer, directory: Path) -> list[str]:
+    """Wipe the weights, load them with megatron-core's own loader, and name what is not what HF gave before."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from mslime.backends.megatron.checkpoint import SHARDING
+    from mslime.backends.megatron.naming import named_local_params
+
+    before = {name: tensor.detach().clone() for name, tensor in named_local_params(trainer.chunks)}
+    metadata = SHARDING | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    with torch.no_grad():
+        for _, tensor in named_local_params(trainer.chunks):
+            tensor.fill_(77)
+    state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(trainer.chunks)}
+    loaded = dist_checkpointing.load(state, str(directory))
+    for i, chunk in enumerate(trainer.chunks):
+        chunk.load_state_dict(loaded[f"model{i}"])
+    after = dict(named_local_params(trainer.chunks))
+    assert before.keys() == after.keys() and before
+    return [name for name in before if not torch.equal(before[name], after[name])]
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("moe", ALL), ("moe", {"pp": 2, "vpp": 2}), ("dense tied", {"tp": 2, "pp": 2}), ("mla", {"tp": 2, "ep": 2})],
+    ids=str,
+)
+def test_megatron_core_loads_a_converted_checkpoint_as_the_weights_that_hugging_face_gives(
+    models: dict[str, Path], tmp_path: Path, model: str, sizes: dict[str, Any]
+) -> None:
+    to_megatron(models[model], tmp_path / "megatron")
+    config = make_config(models[model], tmp_path, **sizes)
+    for rank, different in enumerate(run_trainers(different_after_loading, config, tmp_path / "megatron")):
+        assert not different, f"rank {rank}: {different[:3]}"
+
+
+def train_save_export(trainer: MegatronTrainer, root: Path) -> None:
+    trainer.train([shard_of(trainer)])
+    trainer.save(root / "step_1", {"step": 1})
+    trainer.weight_sender().export(root / "exported", trainer.config.model.path)
+
+
+@pytest.mark.parametrize("sizes", [ALL, {"tp": 2, "ep": 2, "dp": 2, "use_distributed_optimizer": True}], ids=str)
+def test_a_training_checkpoint_becomes_the_trainers_own_export_without_a_trainer(
+    models: dict[str, Path], tmp_path: Path, sizes: dict[str, Any]
+) -> None:
+    model = models["moe"]
+    run_trainers(train_save_export, make_config(model, tmp_path, **sizes), tmp_path)
+    config, placement = read_hf_config(model), place(model)
+    run_job(ToHf(tmp_path / "step_1", model, config, placement), tmp_path / "converted")
+    ours, trainers = HFCheckpoint(tmp_path / "converted"), HFCheckpoint(tmp_path / "exported")
+    assert ours.info.keys() == trainers.info.keys()
+    for name in ours.info:
+        assert torch.equal(ours.tensor(name), trainers.tensor(name)), name
+        assert ours.tensor(name).dtype == trainers.tensor(name).dtype
+    side = MegatronSide(tmp_path / "step_1", config, placement)
+    assert compare(side, HFSide(tmp_path / "exported")) == []
+    trained = compare(side, HFSide(model))
+    assert len(trained) > len(ours.info) / 2 and all(0 < difference.largest < 0.1 for difference in trained)
+
+
+@pytest.mark.parametrize("model", ["moe", "dense tied", "mla"])
+def test_hugging_face_to_megatron_and_back_is_the_same_checkpoint(
+    models: dict[str, Path], tmp_path: Path, model: str
+) -> None:
+    placement = to_megatron(models[model], tmp_path / "megatron")
+    config = read_hf_config(models[model])
+    run_job(ToHf(tmp_path / "megatron", tmp_path / "megatron" / HF_FILES, config, placement), tmp_path / "back")
+    assert compare(HFSide(tmp_path / "back"), HFSide(models[model])) == []
+    get_family(config).rules(config).check_hf(HFCheckpoint(tmp_path / "back").shapes, "back")
+
+
+def local_weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    from mslime.backends.megatron.naming import named_local_params
+
+    return {name: tensor.detach().clone() for name, tensor in named_local_params(trainer.chunks)}
+
+
+def test_a_trainer_and_the_converter_start_from_fp8_without_a_conversion_step(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    run_job(ToFp8(models["moe"], power_of_two=False), tmp_path / "fp8")
+    plain = {name: HFCheckpoint(tmp_path / "fp8").tensor(name) for name in HFCheckpoint(tmp_path / "fp8").info}
+    rules = get_family(read_hf_config(models["moe"])).rules(read_hf_config(models["moe"]))
+    for weights in run_trainers(local_weights, make_config(tmp_path / "fp8", tmp_path, tp=2, ep=2)):
+        ours = [(name, tensor) for name, tensor in weights.items() if rules.bind(name).tp_axis is None]
+        assert ours and all(torch.equal(t, rules.bind(n).to_megatron(plain.__getitem__, 0, 1)) for n, t in ours)
+    to_megatron(tmp_path / "fp8", tmp_path / "megatron")
+    config = make_config(tmp_path / "fp8", tmp_path, **ALL)
+    assert not any(run_trainers(different_after_loading, config, tmp_path / "megatron"))
