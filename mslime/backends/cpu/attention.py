@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -262,6 +263,7 @@ class DuplicatedLinear(torch.nn.Module):
             prefix,
             {},
             sharded_offsets,
-            tp_group=groups.get("tp_group"),
+            # Without it every rank would call itself the first replica.
+            tp_group=groups.get("tp_group") or parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=groups.get("dp_cp_group"),
         )
