@@ -115,6 +115,12 @@ def stage_layers(
             "megatron.pipeline_model_parallel_size", pp, _uneven_rule(num_layers, pp, given),
             _uneven_way_out(num_layers, pp, vpp),
         )  # fmt: skip
+    if vpp > 1 and not others:
+        raise ConfigError(
+            "megatron.num_layers_in_last_pipeline_stage", last,
+            "with virtual stages megatron-core 0.16.1 divides by the stages between first and last, and there are none",
+            "remove it: it follows from num_layers_in_first_pipeline_stage",
+        )  # fmt: skip
     share = rest // others if others else 0
     sizes = [first if first is not None else share, *[share] * (pp - 2), last if last is not None else share][:pp]
     uncut = next((size for size in sizes if size % vpp), None)

@@ -13,7 +13,7 @@ from mslime.config.schema import RunConfig
 from mslime.convert.kinds import FusedQKV, padded_vocab_size
 from mslime.convert.table import Rule, RuleTable
 from mslime.plan.activations import Widths
-from mslime.plan.parameters import copies, is_trained
+from mslime.plan.parameters import copies
 from mslime.weights.plan import DTYPE_BYTES
 
 VOCAB_PADDING = 64
@@ -76,7 +76,7 @@ def engine_memory(
 
 def _held(rule: Rule, tp: int) -> int:
     """Elements of a rule's tensors on one GPU of an engine; experts are shared out whole or cut, to the same share."""
-    if not (is_trained(rule) and rule.exported):
+    if rule.megatron.startswith("mtp.") or not rule.exported:
         return 0
     number = copies(rule)
     if rule.experts:

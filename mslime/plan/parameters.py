@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mslime.config.layout import ParallelLayout
-from mslime.convert.table import Rule, RuleTable
+from mslime.convert.table import UNTRAINED, Rule, RuleTable
 
 ROUTER_BIAS = "router.expert_bias"
 """A buffer, not a parameter: float32, without gradient or optimizer state (megatron-core's TopKRouter)."""
+
+FLOAT32 = (".self_attention.A_log", ".self_attention.out_norm.weight")
+"""Parameters of gated delta-net layers that the trainer keeps in float32 (`backends/megatron/gated_delta.py`)."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class StageParameters:
         dense: elements that all data- and context-parallel ranks repeat.
         expert: elements that the expert-data-parallel ranks repeat.
         embedding: elements of `dense` in the input embedding, which is looked up, not multiplied with.
+        float32: elements of `dense` that are float32 in a model of any dtype.
         buffers: elements of float32 buffers.
     """
 
@@ -35,6 +39,7 @@ class StageParameters:
     dense: int
     expert: int
     embedding: int
+    float32: int
     buffers: int
 
     @property
@@ -61,15 +66,15 @@ def stage_parameters(
     found: list[StageParameters] = []
     for stage, chunks in enumerate(stages):
         layers = frozenset(layer for chunk in chunks for layer in chunk)
-        counts = {"dense": 0, "expert": 0, "embedding": 0, "buffers": 0}
+        counts = {"dense": 0, "expert": 0, "embedding": 0, "float32": 0, "buffers": 0}
         for rule in table.rules:
             size = _held(rule, layout, stage, layers)
             if rule.megatron.endswith(ROUTER_BIAS):
                 counts["buffers"] += size
                 continue
             counts["expert" if rule.experts else "dense"] += size
-            if rule.megatron.startswith("embedding."):
-                counts["embedding"] += size
+            counts["embedding"] += size if rule.megatron.startswith("embedding.") else 0
+            counts["float32"] += size if rule.megatron.endswith(FLOAT32) else 0
         found.append(StageParameters(stage, chunks, **counts))
     return tuple(found)
 
@@ -80,8 +85,8 @@ def copies(rule: Rule) -> int:
 
 
 def is_trained(rule: Rule) -> bool:
-    """Whether a rule's parameters belong to the model; multi-token prediction is only carried along in checkpoints."""
-    return not rule.megatron.startswith("mtp.")
+    """Whether the trainer builds a rule's parameters; the others are only carried along in checkpoints."""
+    return rule.megatron.split(".")[0] not in UNTRAINED
 
 
 def model_parameters(table: RuleTable) -> int:

@@ -19,7 +19,13 @@ from mslime.plan.activations import read_widths
 from mslime.plan.engine import RUNTIME_BYTES, EngineMemory, engine_memory
 from mslime.plan.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
 from mslime.plan.sync import StageSync, stage_syncs
-from mslime.plan.trainer import TrainerMemory, host_bytes, params_bytes, trainer_memory
+from mslime.plan.trainer import (
+    TrainerMemory,
+    host_bytes,
+    longest_sequence,
+    micro_batch_tokens,
+    trainer_memory,
+)
 from mslime.weights.plan import WeightPlan, build_plan
 
 GIB = 2**30
@@ -147,9 +153,9 @@ def make_plan(config: RunConfig, hf_config: Mapping[str, object]) -> RunPlan:
     held = stage_parameters(table, layout, chunks)
     rows = padded_vocab_size(model.vocab_size, layout.tp) // layout.tp
     work = [work_per_token(stage, layout, model.top_k, model.num_experts) for stage in held]
-    mean = sum(work) / len(work)
+    mean, tokens = sum(work) / len(work), micro_batch_tokens(config, model.max_positions)
     stages = tuple(
-        StagePlan(stage, trainer_memory(config, widths, rows, stage, sync, gpu_bytes), each / mean)
+        StagePlan(stage, trainer_memory(config, widths, tokens, rows, stage, sync, gpu_bytes), each / mean)
         for stage, each in zip(held, work, strict=True)
     )
     largest = max((each.hf_bytes for each in sync.buckets), default=0)
@@ -204,17 +210,9 @@ def _tokens(config: RunConfig, model: ModelFields) -> tuple[tuple[int, int], int
     r, t = config.rollout, config.train
     step = r.groups_per_step * r.group_size // t.optimizer_steps_per_rollout if t.task == "rl" else t.sft_batch_size
     few, many = step // config.layout.dp, -(-step // config.layout.dp)
-    longest = min(longest_sequence(config, model), model.max_positions)
+    longest = longest_sequence(config, model.max_positions)
     budget = t.max_tokens_per_micro_batch * config.layout.cp
     return (few, many), max(1, -(-many * longest // max(budget, longest)))
-
-
-def longest_sequence(config: RunConfig, model: ModelFields) -> int:
-    """Tokens of the longest prompt and response."""
-    r = config.rollout
-    if r.max_total_tokens is not None or config.train.task == "sft":
-        return r.max_total_tokens or model.max_positions
-    return min(model.max_positions, (config.data.max_prompt_tokens or 1024) + r.max_response_tokens)
 
 
 def _trainer_problems(config: RunConfig, stages: tuple[StagePlan, ...], gpu_bytes: int) -> list[Problem]:
@@ -258,7 +256,7 @@ def _engine_problems(
     if engine is None:
         return []
     problems: list[Problem] = []
-    longest = longest_sequence(config, model)
+    longest = longest_sequence(config, model.max_positions)
     if engine.tokens < longest:
         component = "weights" if engine.cache < engine.weights else "cache"
         problems.append(
@@ -282,8 +280,3 @@ def _engine_problems(
             )
         )
     return problems
-
-
-def parameter_bytes(config: RunConfig, held: StageParameters) -> int:
-    """Bytes of one rank's parameters, buffers left out; what a real rank's tensors add up to."""
-    return held.trained * params_bytes(config)

@@ -20,6 +20,8 @@ CONTEXT_BYTES = 3 * 2**30
 """CUDA context, NCCL's buffers for some ten groups, cuBLAS workspaces: a round number, larger than what is seen."""
 FRAGMENTATION = 0.05
 """Share of the GPU lost between PyTorch's blocks: an assumption."""
+UNBOUNDED_PROMPT = 1024
+"""Tokens of the longest prompt where `data.max_prompt_tokens` does not say: an assumption."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,26 @@ def optimizer_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> fl
     return (main + first + second) * (1 - offloaded)
 
 
+def longest_sequence(config: RunConfig, max_positions: int) -> int:
+    """Tokens of the longest prompt and response; for supervised rows without a limit, a full micro-batch."""
+    r = config.rollout
+    if r.max_total_tokens is not None:
+        return min(max_positions, r.max_total_tokens)
+    if config.train.task == "sft":
+        return min(max_positions, config.train.max_tokens_per_micro_batch * config.layout.cp)
+    return min(max_positions, (config.data.max_prompt_tokens or UNBOUNDED_PROMPT) + r.max_response_tokens)
+
+
+def micro_batch_tokens(config: RunConfig, max_positions: int) -> int:
+    """Tokens of the largest micro-batch on a context-parallel rank: a sequence over the budget gets one of its own."""
+    longest = -(-longest_sequence(config, max_positions) // config.layout.cp)
+    return max(config.train.max_tokens_per_micro_batch, longest)
+
+
 def trainer_memory(
     config: RunConfig,
     widths: Widths,
+    tokens: int,
     vocab_rows: int,
     held: StageParameters,
     sync: WeightPlan,
@@ -104,26 +123,33 @@ def trainer_memory(
 
     Args:
         widths: the model's sizes.
+        tokens: of the largest micro-batch on one context-parallel rank.
         vocab_rows: output rows of one tensor-parallel rank.
         held: the stage's parameters.
         sync: the plan of the weight sync; one without buckets for supervised training.
         gpu_bytes: of one GPU.
     """
     layout, width = config.layout, params_bytes(config)
-    tokens = config.train.max_tokens_per_micro_batch
     how = recompute(config)
     kept = kept_elements(widths, layout, held.chunks, how) * chunks_in_flight(layout, held.stage)
     gradient_width = 4 if config.megatron.extra.get("grad_reduce_in_fp32", True) else 2
     return TrainerMemory(
-        weights=held.trained * width + held.buffers * 4,
+        weights=parameter_bytes(config, held) + held.buffers * 4,
         gradients=held.trained * gradient_width,
         optimizer=optimizer_bytes(config, layout, held),
         activations=int(kept * tokens * width),
         working=int(working_elements(widths, layout, held.layers, how) * tokens * width),
-        logits=_logits_bytes(config, vocab_rows, width) if held.stage == layout.pp - 1 else 0,
+        logits=_logits_bytes(tokens, config.train.log_prob_chunk_tokens, vocab_rows, width)
+        if held.stage == layout.pp - 1
+        else 0,
         sync=max((_sync_bytes(bucket, layout) for bucket in sync.stage_buckets(held.stage)), default=0),
         reserve=CONTEXT_BYTES + int(gpu_bytes * FRAGMENTATION),
     )
+
+
+def parameter_bytes(config: RunConfig, held: StageParameters) -> int:
+    """Bytes of one rank's parameters, buffers left out; what a real rank's tensors add up to."""
+    return (held.trained - held.float32) * params_bytes(config) + held.float32 * 4
 
 
 def optimizer_bytes(config: RunConfig, layout: ParallelLayout, held: StageParameters) -> int:
@@ -132,17 +158,16 @@ def optimizer_bytes(config: RunConfig, layout: ParallelLayout, held: StageParame
     The distributed optimizer cuts buffers into equal runs, so that a rank's share differs from the mean by the padding
     of its buckets (at most 64 elements a parameter).
     """
+    sharded = config.megatron.use_distributed_optimizer
+    dense_ranks, expert_ranks = (layout.dp * layout.cp, layout.edp) if sharded else (1, 1)
+    usual = held.expert / expert_ranks + (held.dense - held.float32) / dense_ranks
     each = optimizer_bytes_per_parameter(params_bytes(config), config.megatron.extra)
-    if not config.megatron.use_distributed_optimizer:
-        return int(each * held.trained)
-    return int(each * (held.dense / (layout.dp * layout.cp) + held.expert / layout.edp))
+    return int(each * usual + optimizer_bytes_per_parameter(4, config.megatron.extra) * held.float32 / dense_ranks)
 
 
-def _logits_bytes(config: RunConfig, vocab_rows: int, width: int) -> int:
-    """Logits [T, V/TP] and their gradient in the model's dtype; three float32 rows blocks of the log-prob chunk."""
-    tokens = config.train.max_tokens_per_micro_batch
-    chunk = min(config.train.log_prob_chunk_tokens, tokens)
-    return vocab_rows * (2 * tokens * width + 3 * chunk * 4)
+def _logits_bytes(tokens: int, chunk: int, vocab_rows: int, width: int) -> int:
+    """Logits [T, V/TP] and their gradient in the model's dtype; three float32 blocks of the log-prob chunk."""
+    return vocab_rows * (2 * tokens * width + 3 * min(chunk, tokens) * 4)
 
 
 def _sync_bytes(bucket: Bucket, layout: ParallelLayout) -> int:
@@ -157,4 +182,4 @@ def host_bytes(config: RunConfig, held: Sequence[StageParameters]) -> int:
     if config.algorithm.kl_coef == 0 or config.train.task != "rl":
         return 0
     ranks = min(config.cluster.gpus_per_node, config.layout.world_size)
-    return 2 * ranks * params_bytes(config) * max(stage.trained for stage in held)
+    return 2 * ranks * max(parameter_bytes(config, stage) for stage in held)

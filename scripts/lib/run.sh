@@ -1,0 +1,49 @@
+# What scripts/run-*.sh share: source this, then call run_model MODEL [--flag value ...].
+#
+# Environment: MODEL (checkpoint directory) and PROMPTS (.jsonl or .parquet with prompt and label) are required;
+# HELD_OUT is an evaluation file, ENGINE_URLS the addresses of servers that you started yourself, NAME names the run.
+# CHECK_ONLY=1 stops after `mslime check`, PLAN_ONLY=1 after `mslime plan`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source scripts/lib/common.sh
+
+# run_model MODEL FLAGS...: checks the run, plans it (a run that does not fit is not begun) and starts it. The layout comes
+# from scripts/models/MODEL.sh; of flags given twice the later one wins, so those of the command line come last.
+run_model() {
+  local model="$1"
+  shift
+  [ -n "${MODEL:-}" ] || fail "MODEL is not set" "MODEL=/path/to/checkpoint PROMPTS=/path/to/prompts.jsonl bash scripts/run-$model.sh"
+  [ -n "${PROMPTS:-}" ] || fail "PROMPTS is not set" "point PROMPTS at a .jsonl or .parquet file with prompt and label"
+  source "scripts/models/$model.sh"
+  local settings=(
+    --name "${NAME:-$model}"
+    --model.path "$MODEL"
+    --data.prompts "$PROMPTS"
+    --data.apply-chat-template
+    --data.max-prompt-tokens 1024
+    --reward.kind math
+    --rollout.groups-per-step 32
+    --rollout.group-size 8
+    --rollout.max-staleness 1
+    --rollout.over-sampling 1.5
+    --rollout.dynamic-filter zero_variance
+    --rollout.max-response-tokens 8192
+    --train.lr 1e-6
+    --train.num-steps 500
+    --checkpoint.save-every 50
+    "${MODEL_ARGS[@]}"
+  )
+  if [ -n "${HELD_OUT:-}" ]; then settings+=(--data.eval-sets "[{name: held_out, path: $HELD_OUT}]"); fi
+  if [ -n "${ENGINE_URLS:-}" ]; then
+    local urls
+    read -ra urls <<<"$ENGINE_URLS"
+    settings+=(--sglang.urls "${urls[@]}")
+  elif [ -n "${ENGINES_BY_HAND:-}" ]; then
+    fail "ENGINE_URLS is not set, and $model needs engines that span machines" "$ENGINES_BY_HAND"
+  fi
+  if [ "${PLAN_ONLY:-0}" != 1 ]; then mslime check "${settings[@]}" "$@"; fi
+  if [ "${CHECK_ONLY:-0}" = 1 ]; then return; fi
+  mslime plan "${settings[@]}" "$@"
+  if [ "${PLAN_ONLY:-0}" = 1 ]; then return; fi
+  exec mslime train "${settings[@]}" "$@"
+}

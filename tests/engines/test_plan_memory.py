@@ -1,0 +1,170 @@
+"""What `mslime plan` and the layer arithmetic say, against megatron-core's functions and what real ranks allocate."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mslime.backends.megatron.gated_delta import FLOAT32_PARAMETERS  # first of all: it patches megatron-core
+from mslime.backends.megatron.naming import layer_ids
+from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.config.errors import ConfigError
+from mslime.config.layout import ParallelLayout, stage_layers
+from mslime.config.schema import RunConfig
+from mslime.convert.families import get_family, read_hf_config
+from mslime.plan.activations import chunks_in_flight
+from mslime.plan.parameters import FLOAT32, StageParameters, stage_parameters
+from mslime.plan.trainer import optimizer_bytes, parameter_bytes
+
+from megatron.core.optimizer import ChainedOptimizer  # isort: skip
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches  # isort: skip
+from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # isort: skip
+from tests.engines.trainer_ranks import loss_and_gradients, make_config, run_trainers, shard_of
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+
+LAYOUTS = {
+    "TP2 EP2 PP2": {"tp": 2, "ep": 2, "pp": 2},
+    "DP2 PP2, three layers and one": {"dp": 2, "pp": 2, "num_layers_in_last_pipeline_stage": 1},
+    "TP2 DP2 EP2, float32": {"tp": 2, "dp": 2, "ep": 2, "params_dtype": "float32"},
+    "TP2 DP2, state not sharded": {"tp": 2, "dp": 2, "use_distributed_optimizer": False},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3_moe(tmp_path_factory.mktemp("plan") / "model")
+
+
+@pytest.mark.parametrize("num_layers", [24, 61])
+def test_layers_of_every_chunk_are_those_of_megatron_core(num_layers: int) -> None:
+    tried = 0
+    for pp, vpp, first, last in itertools.product((2, 3, 4, 8), (1, 2, 3), (None, 1, 2, 6, 12), (None, 2, 5, 6, 12)):
+        try:
+            ours = stage_layers(num_layers, pp, vpp, first, last)
+        except ConfigError:
+            continue
+        config = SimpleNamespace(
+            num_layers=num_layers,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+            num_layers_in_first_pipeline_stage=first,
+            num_layers_in_last_pipeline_stage=last,
+            account_for_embedding_in_pipeline_split=False,
+            account_for_loss_in_pipeline_split=False,
+            pipeline_model_parallel_layout=None,
+        )
+        for stage, chunks in enumerate(ours):
+            for chunk, layers in enumerate(chunks):
+                vp_stage = chunk if vpp > 1 else None
+                start = get_transformer_layer_offset(config, vp_stage, stage)  # type: ignore[arg-type]
+                size = get_num_layers_to_build(config, vp_stage, stage)  # type: ignore[arg-type]
+                assert layers == tuple(range(start, start + size)), (pp, vpp, first, last, stage, chunk)
+        tried += 1
+    assert tried > 10
+
+
+def test_what_the_layer_arithmetic_refuses_megatron_core_refuses_too() -> None:
+    for pp, vpp, first, last in [(4, 1, None, None), (4, 1, 3, 3), (4, 2, None, 13), (2, 1, 30, 30)]:
+        with pytest.raises(ConfigError):
+            stage_layers(61, pp, vpp, first, last)
+        with pytest.raises((ValueError, AssertionError)):
+            config = TransformerConfig(
+                num_layers=61, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=pp,
+                virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None, pipeline_dtype=torch.float32,
+                num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last,
+            )  # fmt: skip
+            assert sum(get_num_layers_to_build(config, 0 if vpp > 1 else None, rank) for rank in range(pp)) == 61
+
+
+@pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (8, 1), (2, 2), (4, 3)])
+def test_forward_passes_in_flight_are_the_warm_up_of_megatron_core_and_one(pp: int, vpp: int) -> None:
+    for stage in range(pp):
+        place = SimpleNamespace(
+            pp_group=SimpleNamespace(size=lambda: pp, rank=lambda stage=stage: stage),
+            virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+        )
+        *_, warm_up, _ = get_pp_rank_microbatches(1000, vpp, pp, p2p_communicator=place)
+        assert chunks_in_flight(ParallelLayout(pp=pp, vpp=vpp), stage) == (warm_up + 1) / vpp
+
+
+def allocated(trainer: MegatronTrainer) -> dict[str, Any]:
+    """On every rank, after a step: bytes of parameters, gradients and optimizer state, layers, and the step's loss."""
+    loss, _ = loss_and_gradients(trainer, shard_of(trainer), None)
+    trainer.optimizer.step()
+    parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
+    chained = trainer.optimizer
+    parts = chained.chained_optimizers if isinstance(chained, ChainedOptimizer) else [chained]
+    return {
+        "layers": [layer for chunk in trainer.chunks for layer in layer_ids(chunk)],
+        "loss": loss,
+        "parameters": _bytes(parameters),
+        "gradients": _bytes([p.main_grad for p in parameters]),
+        "optimizer": sum(_state_bytes(part) for part in parts),
+        "tensors": len(parameters),
+        "buffers": sum(b.numel() for c in trainer.wrapped for b in _grad_buffers(c)) * 4,
+    }
+
+
+def _grad_buffers(chunk: Any) -> list[torch.Tensor]:
+    return [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _state_bytes(optimizer: Any) -> int:
+    """Adam's moments, and main weights where they are tensors of their own."""
+    moments = [t for state in optimizer.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    main: list[torch.Tensor] = []
+    for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
+        main += [t for group in vars(optimizer).get(name, []) for t in group if t is not None]
+    return _bytes([t for t in moments if t.dim()]) + _bytes(main)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parameter_gradient_and_optimizer_bytes_are_what_real_ranks_allocate(
+    checkpoint: Path, tmp_path: Path, name: str
+) -> None:
+    sizes = {"params_dtype": "bfloat16", "use_distributed_optimizer": True} | LAYOUTS[name]
+    config = make_config(checkpoint, tmp_path, train={"replay": "off"}, **sizes)
+    found = run_trainers(allocated, config)
+    planned = planned_stages(config, checkpoint)
+    per_stage = config.layout.world_size // config.layout.pp
+    for stage, held in enumerate(planned):
+        ranks = found[stage * per_stage : (stage + 1) * per_stage]
+        for rank in ranks:
+            assert rank["layers"] == list(held.layers)
+            assert rank["parameters"] == parameter_bytes(config, held)
+            assert rank["gradients"] == held.trained * 4
+            # The buffer pads every parameter to 64 elements and every bucket to 128 and the ranks that share it.
+            assert 0 <= rank["buffers"] - rank["gradients"] <= (64 * rank["tensors"] + 128 * 4) * 4
+        each = [rank["optimizer"] for rank in ranks]
+        assert sum(each) == optimizer_bytes(config, config.layout, held) * per_stage
+        assert max(each) - min(each) <= 12 * 64 * ranks[0]["tensors"] + 12 * 128
+
+
+def planned_stages(config: RunConfig, checkpoint: Path) -> tuple[StageParameters, ...]:
+    hf_config = read_hf_config(checkpoint)
+    family = get_family(hf_config)
+    chunks = config.megatron.stage_layers(family.model_fields(hf_config).num_layers)
+    return stage_parameters(family.rules(hf_config), config.layout, chunks)
+
+
+def test_an_uneven_pipeline_has_the_loss_of_one_process(checkpoint: Path, tmp_path: Path) -> None:
+    losses = [
+        run_trainers(allocated, make_config(checkpoint, tmp_path, train={"replay": "off"}, **sizes))[-1]["loss"]
+        for sizes in ({}, {"pp": 2, "num_layers_in_first_pipeline_stage": 1})
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_the_float32_parameters_of_the_plan_are_those_of_the_trainer() -> None:
+    assert FLOAT32 == FLOAT32_PARAMETERS
