@@ -58,6 +58,11 @@ _DENSE = (
 )
 LAYOUTS: dict[str, tuple[dict[str, int], ...]] = {
     "deepseek-r1": _DEEPSEEK,
+    "deepseek-v2": (
+        {"ranks": 256, "tp": 8, "pp": 4, "ep": 32},
+        {"ranks": 80, "tp": 4, "pp": 2, "vpp": 5, "ep": 20, "etp": 2},
+        {"ranks": 160, "tp": 4, "ep": 160},
+    ),
     "deepseek-v2-lite": (
         {"ranks": 64, "tp": 4, "pp": 2, "last": 13, "ep": 32},
         {"ranks": 48, "tp": 2, "pp": 3, "vpp": 3, "ep": 8, "etp": 2},

@@ -26,12 +26,7 @@ def fields(config: dict[str, Any]) -> dict[str, Any]:
 
 V3, V2, MOONLIGHT = published("deepseek-v3"), published("deepseek-v2-lite"), published("moonlight-16B-A3B")
 YARN = V3["rope_scaling"]
-# As published for the large model, https://huggingface.co/deepseek-ai/DeepSeek-V2.
-V2_LARGE = V2 | {
-    "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "n_routed_experts": 160,
-    "routed_scaling_factor": 16.0, "q_lora_rank": 1536, "num_hidden_layers": 60, "num_attention_heads": 128,
-    "num_key_value_heads": 128, "hidden_size": 5120, "moe_intermediate_size": 1536, "intermediate_size": 12288,
-}  # fmt: skip
+V2_LARGE = published("deepseek-v2")
 
 
 def test_deepseek_v3_is_what_its_paper_says() -> None:

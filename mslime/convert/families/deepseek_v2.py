@@ -31,7 +31,10 @@ class DeepseekV2(Family):
     """The family; DeepSeek-V3 has the same layers and another router."""
 
     architecture = "DeepseekV2ForCausalLM"
-    support = Support(("DeepSeek-V2-Lite",))
+    support = Support(
+        ("DeepSeek-V2-Lite", "DeepSeek-V2"),
+        notes=("The choice among groups of experts is mslime's own router: megatron-core ranks groups otherwise.",),
+    )
     # How the authors' own code shares experts out, and groups that the greedy choice does not look at.
     harmless = frozenset({"ep_size", "n_group", "topk_group"})
 
