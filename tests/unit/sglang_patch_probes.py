@@ -34,6 +34,19 @@ def shared_expert_gate() -> None:
     torch.testing.assert_close(output.double(), expected, atol=1e-6, rtol=0)
 
 
+def joint_norms() -> None:
+    import torch
+    from sglang.srt.models import minimax_m2
+
+    q, k, q_weight, k_weight = torch.randn(3, 8), torch.randn(3, 4), torch.randn(8), torch.randn(4)
+    sums = minimax_m2.rms_sumsq_serial(q, k)
+    # As on one of two ranks whose other one adds the same sums.
+    found = minimax_m2.rms_apply_serial(q, k, q_weight, k_weight, 2 * sums, 2, 1e-2)
+    for out, x, weight in zip(found, (q, k), (q_weight, k_weight), strict=True):
+        expected = x.double() / (x.double().square().mean(-1, True) + 1e-2).sqrt() * weight.double()
+        torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=0)
+
+
 def plain_rope() -> None:
     from sglang.srt.layers.rotary_embedding import factory
 
@@ -167,6 +180,7 @@ PROBES: dict[str, Callable[[], None]] = {
         triton,
         host_alloc,
         shared_expert_gate,
+        joint_norms,
         plain_rope,
         absorbed_mla,
         remote_experts,

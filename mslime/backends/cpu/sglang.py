@@ -71,6 +71,24 @@ def _shared_expert_gate(module: Any) -> None:
     module.fused_gate_sigmoid_mul_add = fused_gate_sigmoid_mul_add
 
 
+def _joint_norms(module: Any) -> None:
+    import torch
+
+    def rms_sumsq_serial(q: Any, k: Any) -> Any:
+        return torch.cat([q.float().square().sum(-1), k.float().square().sum(-1)])
+
+    def rms_apply_serial(
+        q: Any, k: Any, q_weight: Any, k_weight: Any, sum_sq: Any, tp_world: int = 1, eps: float = 1e-5
+    ) -> Any:
+        def apply(x: Any, weight: Any, squares: Any) -> Any:
+            scale = torch.rsqrt(squares / x.shape[-1] / tp_world + eps)[:, None]
+            return (x.float() * scale * weight.float()).to(x.dtype)
+
+        return apply(q, q_weight, sum_sq[: len(q)]), apply(k, k_weight, sum_sq[len(q) :])
+
+    module.rms_sumsq_serial, module.rms_apply_serial = rms_sumsq_serial, rms_apply_serial
+
+
 def _plain_rope(module: Any) -> None:
     original = module.get_rope_wrapper
 
@@ -189,6 +207,12 @@ PATCHES: tuple[Patch, ...] = (
         "sglang.kernels.ops.elementwise.elementwise",
         "the sigmoid gate of Qwen2-MoE's shared expert exists as a Triton kernel only",
         _shared_expert_gate,
+    ),
+    Patch(
+        "joint_norms",
+        "sglang.srt.models.minimax_m2",
+        "MiniMax-M2's norms over all query and all key heads exist as Triton kernels, and for CPUs with AMX",
+        _joint_norms,
     ),
     Patch(
         "plain_rope",
