@@ -83,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path, help="outputs/NAME")
     report.set_defaults(run=_report)
     add_convert(commands, _convert_run)
+    models = commands.add_parser("models", help="list the model families and what works with each")
+    models.add_argument("--markdown", action="store_true", help="as the page docs/models.md")
+    models.set_defaults(run=_models)
     env = commands.add_parser("env", help="print versions and devices, for a bug report")
     env.set_defaults(run=_env)
     return parser
