@@ -25,6 +25,7 @@ Box = tuple[tuple[int, int], ...]
 """(first, end) in every dimension."""
 _AGAIN = "download the checkpoint again, or point model.path at a complete one"
 _FP8 = "F8_E4M3"
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 class Scheme(ABC):
@@ -192,10 +193,10 @@ class Quantisation:
                         f"{where}: {other}", None, f"{name} is quantised and needs this tensor", _AGAIN
                     )
             shape = scheme.shape([stored[other][1] for other in names])
-            if shape is None:
+            if shape is None or (isinstance(scheme, Fp8) and stored[names[1]][0] not in _SCALES):
                 raise CheckpointError(
-                    f"{where}: {names[1]}", stored[names[1]][1],
-                    f"its shape does not fit {name} {stored[name][1]} under {self.method}",
+                    f"{where}: {names[1]}", stored[names[1]],
+                    f"it does not fit {name} {stored[name]} under {self.method}",
                     "use the config.json that belongs to these weights",
                 )  # fmt: skip
             found[scheme.weight_name(base)] = Joined(scheme, names, shape)
