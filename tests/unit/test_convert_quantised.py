@@ -101,7 +101,8 @@ def test_int4_is_what_compressed_tensors_packs_and_unpacks(group: int) -> None:
     again = PackedQuantizationCompressor.compress({"weight": theirs, "weight_scale": scales}, scheme)
     assert torch.equal(again["weight_packed"], packed)
     step = scales.float().repeat_interleave(group, 1)
-    assert ((ours.float() - original.float()).abs() <= 0.51 * step).all()
+    # The largest of a group falls on 7.5 steps, of which 7 are left; scale and product are rounded to bfloat16.
+    assert ((ours.float() - original.float()).abs() <= 0.56 * step).all()
 
 
 def test_mxfp4_is_what_transformers_makes_of_gpt_oss() -> None:
