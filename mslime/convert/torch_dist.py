@@ -15,7 +15,9 @@ import os
 import pickle
 import zipfile
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +68,22 @@ class StoredTensor:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * torch_dtype(self.dtype).itemsize
+
+    @cached_property
+    def _by_expert(self) -> dict[int, list[Chunk]] | None:
+        """Chunks by their first offset, where every chunk is one slice of a stack: hundreds of experts in one tensor."""
+        if not self.shape or any(chunk.sizes[0] != 1 for chunk in self.chunks):
+            return None
+        found: dict[int, list[Chunk]] = {}
+        for chunk in self.chunks:
+            found.setdefault(chunk.offsets[0], []).append(chunk)
+        return found
+
+    def near(self, offsets: Shape, sizes: Shape) -> Sequence[Chunk]:
+        """The chunks that a box may touch."""
+        if self._by_expert is None:
+            return self.chunks
+        return [chunk for i in range(offsets[0], offsets[0] + sizes[0]) for chunk in self._by_expert.get(i, ())]
 
 
 class DistCheckpoint:
@@ -199,21 +217,25 @@ class DistView:
                 f"{self.checkpoint.directory}: {self.key}", self.shape, f"must hold {sizes} at {offsets}",
                 "the checkpoint is of another model than config.json says",
             )  # fmt: skip
-        touched = [(chunk, overlap) for chunk in self.stored.chunks if (overlap := _overlap(chunk, offsets, sizes))]
+        touched = [
+            (chunk, overlap)
+            for chunk in self.stored.near(offsets, sizes)
+            if (overlap := _overlap(chunk, offsets, sizes))
+        ]
         if len(touched) == 1 and touched[0][1][1] == sizes:
             chunk, (within, size, _) = touched[0]
             return _narrow(self.checkpoint.read_chunk(self.key, chunk), within, size)
+        shares = [(target, size) for _, (_, size, target) in touched]
+        covered = sum(math.prod(size) for _, size in shares)
+        if covered != math.prod(sizes) or any(_meet(a, b) for i, a in enumerate(shares) for b in shares[:i]):
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: {self.key}", f"{len(touched)} chunks with {covered} elements",
+                f"the chunks must cover {sizes} at {offsets} exactly once", _AGAIN,
+            )  # fmt: skip
         assembled = torch.empty(sizes, dtype=torch_dtype(self.stored.dtype))
-        filled = 0
         for chunk, (within, size, target) in touched:
             source = _narrow(self.checkpoint.read_chunk(self.key, chunk), within, size)
             _narrow(assembled, target, size).copy_(source)
-            filled += source.numel()
-        if filled != assembled.numel():
-            raise CheckpointError(
-                f"{self.checkpoint.directory}: {self.key}", f"{filled} elements",
-                f"the chunks must cover {sizes} at {offsets} exactly once", _AGAIN,
-            )  # fmt: skip
         return assembled
 
 
@@ -243,6 +265,11 @@ def _overlap(chunk: Chunk, offsets: Shape, sizes: Shape) -> tuple[Shape, Shape, 
         size.append(end - begin)
         target.append(begin - offset)
     return tuple(within), tuple(size), tuple(target)
+
+
+def _meet(a: tuple[Shape, Shape], b: tuple[Shape, Shape]) -> bool:
+    """Whether two (start, size) boxes share an element."""
+    return all(x < y + n and y < x + m for x, m, y, n in zip(*a, *b, strict=True))
 
 
 def _narrow(tensor: Tensor, offsets: Shape, sizes: Shape) -> Tensor:

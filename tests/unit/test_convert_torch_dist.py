@@ -1,0 +1,193 @@
+"""`torch_dist` files: torch's own reader reads what we write, we read what torch writes, damage is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mslime.config.errors import CheckpointError
+from mslime.convert.files import OutputFile
+from mslime.convert.torch_dist import METADATA, DistCheckpoint
+from mslime.convert.writers import write_record
+
+STATE = {
+    "plain": torch.arange(12.0).view(3, 4),
+    "half": torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).bfloat16(),
+    "number": torch.tensor(3, dtype=torch.int64),
+    "empty": torch.zeros(0, 3),
+    "part of a larger one": torch.arange(20.0).view(4, 5)[1:3, 2:],
+    "transposed": torch.arange(6.0).view(2, 3).T,
+}
+
+
+def with_backend(directory: Path, backend: str = "torch_dist") -> Path:
+    (directory / "metadata.json").write_text(json.dumps({"sharded_backend": backend, "sharded_backend_version": 1}))
+    return directory
+
+
+@pytest.fixture
+def written_by_torch(tmp_path: Path) -> Path:
+    dcp.save(dict(STATE), checkpoint_id=tmp_path / "torch", no_dist=True)
+    return with_backend(tmp_path / "torch")
+
+
+def test_what_torch_wrote_is_read_bit_for_bit(written_by_torch: Path) -> None:
+    checkpoint = DistCheckpoint(written_by_torch)
+    assert checkpoint.tensors.keys() == STATE.keys()
+    for key, tensor in STATE.items():
+        read = checkpoint.view(key).box((0,) * tensor.ndim, tuple(tensor.shape))
+        assert torch.equal(read, tensor) and read.dtype == tensor.dtype, key
+
+
+@pytest.mark.parametrize("tensor", STATE.values(), ids=STATE.keys())
+@pytest.mark.parametrize("zip64", [False, True])
+def test_torch_loads_our_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor: torch.Tensor, zip64: bool
+) -> None:
+    monkeypatch.setattr("mslime.convert.writers._ZIP64_BYTES", 0 if zip64 else 1 << 31)
+    with OutputFile(tmp_path / "file") as file:
+        file.write(b"something before")
+        write_record(file, "x", tensor.contiguous())
+        written = file.complete()
+    start, length = written.records["x"]
+    data = (tmp_path / "file").read_bytes()
+    loaded = torch.load(io.BytesIO(data[start : start + length]), weights_only=True)
+    assert torch.equal(loaded, tensor) and loaded.dtype == tensor.dtype
+    span = written.spans["x"]
+    assert data[span.start : span.start + span.length] == bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def write_chunks(directory: Path, boxes: dict[tuple[int, ...], torch.Tensor], size: tuple[int, ...]) -> Path:
+    """A checkpoint with one tensor `t`, in the given chunks, as several ranks would leave it."""
+    directory.mkdir()
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(size), [])
+    storage: dict[MetadataIndex, Any] = {}
+    for number, (offsets, chunk) in enumerate(boxes.items()):
+        with OutputFile(directory / f"__{number}_0.distcp") as file:
+            write_record(file, "t", chunk.contiguous())
+            written = file.complete()
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(offsets), chunk.shape))
+        storage[MetadataIndex("t", torch.Size(offsets), number)] = _StorageInfo(written.file, *written.records["t"])
+    tensors: dict[str, Any] = {"t": entry, "object": BytesStorageMetadata()}
+    (directory / METADATA).write_bytes(pickle.dumps(Metadata(tensors, storage_data=storage)))
+    return with_backend(directory)
+
+
+WHOLE = torch.arange(60.0).view(6, 10)
+GRID = {(i, j): WHOLE[i : i + 2, j : j + 5] for i in (0, 2, 4) for j in (0, 5)}
+
+
+@pytest.mark.parametrize(
+    "box", [((0, 0), (6, 10)), ((1, 3), (4, 5)), ((2, 5), (2, 5)), ((3, 6), (1, 2)), ((0, 0), (0, 10))], ids=str
+)
+def test_any_box_is_assembled_from_the_chunks_of_all_ranks(tmp_path: Path, box: tuple[Any, Any]) -> None:
+    checkpoint = DistCheckpoint(write_chunks(tmp_path / "c", GRID, (6, 10)))
+    (top, left), (rows, columns) = box
+    assert torch.equal(checkpoint.view("t").box(*box), WHOLE[top : top + rows, left : left + columns])
+    assert checkpoint.objects == ["object"]
+
+
+def test_a_box_outside_the_tensor_is_another_model(tmp_path: Path) -> None:
+    view = DistCheckpoint(write_chunks(tmp_path / "c", GRID, (6, 10))).view("t")
+    with pytest.raises(CheckpointError, match="another model"):
+        view.box((4, 0), (3, 10))
+
+
+def test_chunks_that_leave_a_hole_are_noticed(tmp_path: Path) -> None:
+    holed = {offsets: chunk for offsets, chunk in GRID.items() if offsets != (2, 5)}
+    with pytest.raises(CheckpointError, match="must fill the shape"):
+        DistCheckpoint(write_chunks(tmp_path / "hole", holed, (6, 10)))
+    doubled = {**holed, (2, 4): WHOLE[2:4, 4:9]}
+    checkpoint = DistCheckpoint(write_chunks(tmp_path / "twice", doubled, (6, 10)))
+    with pytest.raises(CheckpointError, match="exactly once"):
+        checkpoint.view("t").box((2, 4), (2, 6))
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _overwrite_start(path: Path) -> None:
+    path.write_bytes(b"\0" * 200 + path.read_bytes()[200:])
+
+
+def _overwrite_all(path: Path) -> None:
+    path.write_bytes(b"\x13" * path.stat().st_size)
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, _truncate, _overwrite_start, _overwrite_all])
+def test_a_damaged_file_is_named_with_its_tensor(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    directory = write_chunks(tmp_path / "c", GRID, (6, 10))
+    damage(directory / "__3_0.distcp")
+    with pytest.raises(CheckpointError) as error:
+        DistCheckpoint(directory).view("t").box((0, 0), (6, 10))
+    assert error.value.field == f"{directory / '__3_0.distcp'}: t"
+
+
+def test_a_file_of_another_shape_is_named(tmp_path: Path) -> None:
+    directory = write_chunks(tmp_path / "c", GRID, (6, 10))
+    write_chunks(tmp_path / "d", {(0, 0): WHOLE[:1, :10]}, (1, 10))
+    shutil.copy(tmp_path / "d" / "__0_0.distcp", directory / "__3_0.distcp")
+    with pytest.raises(CheckpointError, match="__3_0.distcp: t"):
+        DistCheckpoint(directory).view("t").box((0, 0), (6, 10))
+
+
+class _Malicious:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, ("touch /tmp/mslime_was_here",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [pickle.dumps(_Malicious()), pickle.dumps({"not": "metadata"}), b"rubbish", b""],
+    ids=["runs code", "other object", "rubbish", "empty"],
+)
+def test_metadata_that_is_none_is_refused_and_runs_nothing(written_by_torch: Path, content: bytes) -> None:
+    (written_by_torch / METADATA).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        DistCheckpoint(written_by_torch)
+    assert not Path("/tmp/mslime_was_here").exists()
+
+
+def test_a_chunk_that_names_code_is_refused_and_runs_nothing(tmp_path: Path) -> None:
+    directory = write_chunks(tmp_path / "c", {(0, 0): WHOLE}, (6, 10))
+    bad = io.BytesIO()
+    torch.save(_Malicious(), bad)
+    content = bad.getvalue()
+    path = directory / "__0_0.distcp"
+    path.write_bytes(content + b"\0" * (path.stat().st_size - len(content)))
+    metadata = pickle.loads((directory / METADATA).read_bytes())
+    for index in metadata.storage_data:
+        metadata.storage_data[index] = _StorageInfo(path.name, 0, len(content))
+    (directory / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match="it names posix.system"):
+        DistCheckpoint(directory).view("t").box((0, 0), (6, 10))
+    assert not Path("/tmp/mslime_was_here").exists()
+
+
+def test_another_backend_and_an_unfinished_checkpoint_are_refused(written_by_torch: Path) -> None:
+    with_backend(written_by_torch, "zarr")
+    with pytest.raises(CheckpointError, match="zarr"):
+        DistCheckpoint(written_by_torch)
+    (written_by_torch / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match="complete checkpoint"):
+        DistCheckpoint(written_by_torch)
