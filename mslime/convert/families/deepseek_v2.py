@@ -165,7 +165,7 @@ def _latent_fields(config: HFConfig) -> dict[str, object]:
         "rotary_base": rope.base,
     }
     if rope.kind == "default":
-        # megatron-core scales attention scores by the factor's logarithm even without YaRN; its default is 40.
+        # Said because megatron-core scales attention scores by the factor's logarithm here too; its default is 40.
         return fields | {"rope_type": "rope", "rotary_scaling_factor": 1.0}
     given = rope.settings
     refuse_unless(given, "truncate", (None, True))
