@@ -60,10 +60,10 @@ class JointNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The weight, saved as one tensor of all ranks' parts."""
-        groups = metadata or {}
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
-            tp_group=groups.get("tp_group"), dp_cp_group=groups.get("dp_cp_group"),
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         )  # fmt: skip
 
 
