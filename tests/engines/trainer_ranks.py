@@ -137,7 +137,15 @@ def loss_and_gradients(
 def to_hf(trainer: MegatronTrainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One process's tensors under Hugging Face names."""
     rules = get_family(trainer.hf_config).rules(trainer.hf_config)
-    return {hf: tensor for name, local in tensors.items() for hf, tensor in rules.bind(name).to_hf([local])}
+    found: dict[str, Tensor] = {}
+    for name, local in tensors.items():
+        rule = rules.bind(name)
+        for hf, tensor in rule.to_hf([local]):
+            if rule.stack:
+                found.setdefault(hf, tensor.new_zeros(rule.stack, *tensor.shape))[rule.expert] = tensor
+            else:
+                found[hf] = tensor
+    return found
 
 
 def largest_difference(trainer: MegatronTrainer, tensors: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> float:

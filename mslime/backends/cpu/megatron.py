@@ -420,6 +420,26 @@ def _(overrides: _Overrides) -> None:
     multi_latent_attention.TELinear = DuplicatedLinear
 
 
+@_patch(
+    "expert_bias_in_place",
+    "an expert's bias is added in place to what the reduction over one rank returned, which is its own input; autograd "
+    "forbids that",
+)
+def _(overrides: _Overrides) -> None:
+    from megatron.core.tensor_parallel import layers
+
+    def alone(original: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(input_: Any, *args: Any, group: Any = None, **options: Any) -> Any:
+            if group is not None and group.size() == 1:
+                return input_
+            return original(input_, *args, group=group, **options)
+
+        return reduce
+
+    for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"):
+        setattr(layers, name, alone(getattr(layers, name)))
+
+
 @_patch("adam_state_before_load", "sharded_state_dict(is_loading=True) asserts that torch's AdamW already has state")
 def _(overrides: _Overrides) -> None:
     import torch

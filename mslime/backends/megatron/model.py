@@ -44,6 +44,7 @@ def build_chunks(
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
                 parameter.allreduce = False  # type: ignore[attr-defined]
+                parameter.sequence_parallel = False  # type: ignore[attr-defined]
             if name.endswith(".softmax_offset"):
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return chunks

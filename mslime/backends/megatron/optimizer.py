@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mslime.config.schema import RunConfig, TrainConfig
@@ -22,6 +25,9 @@ def build_optimizer(
     t = config.train
     total = t.num_steps * t.optimizer_steps_per_rollout
     optimizer = get_megatron_optimizer(optimizer_config, list(chunks))
+    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+        if isinstance(part, DistributedOptimizer):
+            _number_as_held(part)
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -39,6 +45,21 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return optimizer, schedule
+
+
+def _number_as_held(optimizer: DistributedOptimizer) -> None:
+    """Correct at which place of its group the optimizer holds each parameter.
+
+    megatron-core 0.16.1 counts in the order of the gradient buffers, and then puts the float32 parameters of a group
+    before those of a lower precision: in a group with both, checkpoints would save one parameter's state for another's.
+    """
+    places: dict[torch.nn.Parameter, tuple[int, int]] = optimizer.model_param_group_index_map
+    held = sorted(places, key=lambda p: (places[p][0], p.dtype != torch.float32, places[p][1]))
+    count: dict[int, int] = {}
+    for parameter in held:
+        group = places[parameter][0]
+        places[parameter] = (group, count.setdefault(group, 0))
+        count[group] += 1
 
 
 def follow_config(
