@@ -11,6 +11,7 @@ import torch
 from mslime.backends.megatron.trainer import MegatronTrainer
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
+from mslime.data.checkpoints import step_directory
 from tests.engines.trainer_ranks import (
     largest_difference,
     loss_and_gradients,
@@ -95,3 +96,24 @@ def test_training_in_bfloat16_changes_every_weight_but_no_digit_of_the_correctio
             assert torch.equal(tensors["after"][name], source.tensor(rules.bind(name).hf_names[0])), name
         same = [name for name, tensor in tensors["before"].items() if torch.equal(tensor, tensors["after"][name])]
         assert set(same) == set(biases)
+
+
+def save_and_export(trainer: MegatronTrainer, directory: Path, exported: Path) -> None:
+    trainer.train([shard_of(trainer, layers=ROUTED)])
+    trainer.save(directory, {})
+    trainer.weight_sender().export(exported, trainer.config.model.path)
+
+
+def load_and_export(trainer: MegatronTrainer, directory: Path, exported: Path) -> None:
+    trainer.load(directory)
+    trainer.weight_sender().export(exported, trainer.config.model.path)
+
+
+def test_a_checkpoint_of_one_layout_is_the_same_model_in_another(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    saved, common = step_directory(tmp_path, 1), {"params_dtype": "bfloat16", "use_distributed_optimizer": True}
+    before, after = tmp_path / "before", tmp_path / "after"
+    run_trainers(save_and_export, make_config(checkpoints["v3"], tmp_path, tp=2, ep=2, **common), saved, before)
+    run_trainers(load_and_export, make_config(checkpoints["v3"], tmp_path, pp=2, **common), saved, after)
+    ours, theirs = HFCheckpoint(after), HFCheckpoint(before)
+    assert ours.info.keys() == theirs.info.keys()
+    assert [name for name in ours.info if not torch.equal(ours.tensor(name), theirs.tensor(name))] == []

@@ -49,6 +49,15 @@ def test_every_setting_is_read_and_every_field_is_one_of_megatron_core(config: d
     assert set(fields(config)) <= megatron_fields().keys()
 
 
+def test_the_correction_bias_alone_keeps_a_dtype_of_its_own() -> None:
+    """DeepSeek publishes it in float32, transformers keeps it (`_keep_in_fp32_modules_strict`), SGLang holds it so."""
+    own = {name: rule.dtype for name, rule in get_family(V3).rules(V3).all_bound.items() if rule.dtype}
+    assert own.keys() == {f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in range(3, 61)} | {
+        "mtp.layers.0.transformer_layer.mlp.router.expert_bias"
+    }
+    assert set(own.values()) == {"float32"}
+
+
 def test_without_yarn_attention_scores_are_not_scaled() -> None:
     got = fields(MOONLIGHT)
     assert (got["rope_type"], got["rotary_scaling_factor"]) == ("rope", 1.0)

@@ -12,7 +12,7 @@ import torch
 from mslime.weights.commit import compare
 from mslime.weights.digest import engine_digest, sha_hash, tiled_hash
 from mslime.weights.errors import WeightSyncError
-from mslime.weights.image import EngineImage, EngineLayout, engine_parameter
+from mslime.weights.image import EngineImage, EngineLayout, engine_parameter, engine_parameters
 from tests.unit.weights_world import moe_table, whole_tensors
 
 M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
@@ -153,6 +153,15 @@ def test_every_hf_tensor_belongs_to_one_engine_parameter() -> None:
     assert engine_parameter("model.layers.0.self_attn.k_proj.weight") == "model.layers.0.self_attn.qkv_proj.weight"
     assert engine_parameter("model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.gate_up_proj.weight"
     assert engine_parameter("model.layers.0.self_attn.k_norm.weight") == "model.layers.0.self_attn.k_norm.weight"
+
+
+def test_latent_attention_fuses_its_down_projections_only_where_the_query_has_one() -> None:
+    a, both = "model.layers.0.self_attn.", ("kv_a_proj_with_mqa.weight", "kv_b_proj.weight", "o_proj.weight")
+    latent = engine_parameters(f"{a}{name}" for name in ("q_a_proj.weight", "q_b_proj.weight", *both))
+    assert latent.pop(f"{a}fused_qkv_a_proj_with_mqa.weight") == [f"{a}q_a_proj.weight", f"{a}{both[0]}"]
+    assert latent == {name: [name] for name in (f"{a}q_b_proj.weight", f"{a}{both[1]}", f"{a}{both[2]}")}
+    direct = engine_parameters(f"{a}{name}" for name in ("q_proj.weight", *both))
+    assert direct == {name: [name] for name in direct} and f"{a}q_proj.weight" in direct
 
 
 def answer(tp_rank: int, checksums: dict[str, str]) -> dict[str, Any]:
