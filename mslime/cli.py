@@ -39,7 +39,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     argparse cannot do this: it would take a setting's value for the optional YAML file. A word goes where the option
     before it went.
     """
-    if argv[:1] not in (["train"], ["check"], ["plan"], ["convert"]):
+    if argv[:1] not in (["train"], ["check"], ["plan"]) and argv[:2] != ["convert", "run"]:
         return argv, []
     own, flags = list[str](), list[str]()
     current = own

@@ -71,7 +71,7 @@ class StoredTensor:
 
     @cached_property
     def _by_expert(self) -> dict[int, list[Chunk]] | None:
-        """Chunks by their first offset, where every chunk is one slice of a stack: hundreds of experts in one tensor."""
+        """Chunks by their first offset, where every chunk is a slice of a stack: hundreds of experts in one tensor."""
         if not self.shape or any(chunk.sizes[0] != 1 for chunk in self.chunks):
             return None
         found: dict[int, list[Chunk]] = {}
