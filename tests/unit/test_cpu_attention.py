@@ -1,4 +1,4 @@
-"""CPU core attention against a float64 softmax written out, packed and not, with MLA's head sizes."""
+"""CPU core attention against a float64 softmax written out: packed and not, MLA's head sizes, windows, sinks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from mslime.backends.cpu.attention import CpuCoreAttention, causal_attention  # noqa: E402
 
 
-def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> np.ndarray:
+def by_hand(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> np.ndarray:
     """[s, heads, dv] float64, for [s, heads or groups, d] of one sequence."""
     query, key, value = (x.detach().double().numpy() for x in (q, k, v))
     repeats = query.shape[1] // key.shape[1]
@@ -27,10 +34,12 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> 
     offset = len(key) - len(query)
     for head in range(query.shape[1]):
         for row in range(len(query)):
-            seen = offset + row + 1
-            scores = key[:seen, head // repeats] @ query[row, head] * scale
-            weights = np.exp(scores - scores.max())
-            out[row, head] = weights @ value[:seen, head // repeats] / weights.sum()
+            last = offset + row
+            seen = slice(0 if window is None else max(last - window, 0), last + 1)
+            scores = key[seen, head // repeats] @ query[row, head] * scale
+            weights = np.exp(scores)
+            total = weights.sum() + (0.0 if sinks is None else np.exp(float(sinks[head])))
+            out[row, head] = weights @ value[seen, head // repeats] / total
     return out
 
 
@@ -55,10 +64,50 @@ def test_each_query_attends_to_itself_and_everything_before(
     np.testing.assert_allclose(out.numpy(), by_hand(q, k, v, 0.3), rtol=0, atol=2e-6)
 
 
-def attention() -> CpuCoreAttention:
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
-    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
-    return CpuCoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (3, 9), (1, 5), (70, 70)])
+@pytest.mark.parametrize("window", [None, 0, 1, 4, 100])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_windows_and_sinks_equal_the_softmax_written_out(
+    queries: int, keys: int, window: int | None, with_sinks: bool
+) -> None:
+    q, k, v = tensors(queries, keys, 4, 2, 8, 8)
+    sinks = torch.tensor([-2.0, 0.0, 0.5, 3.0]) if with_sinks else None
+    out = causal_attention(q[:, None], k[:, None], v[:, None], 0.3, window=window, sinks=sinks)[:, 0]
+    np.testing.assert_allclose(out.numpy(), by_hand(q, k, v, 0.3, window, sinks), rtol=0, atol=2e-6)
+
+
+def test_a_sinks_gradient_is_the_finite_difference() -> None:
+    q, k, v = (x.double()[:, None] for x in tensors(6, 6, 2, 1, 4, 4))
+    sinks = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
+
+    def total(values: torch.Tensor) -> torch.Tensor:
+        return causal_attention(q, k, v, None, window=3, sinks=values).square().sum()
+
+    (gradient,) = torch.autograd.grad(total(sinks), sinks)
+    step = 1e-2  # scores are float32
+    for head in range(2):
+        moved = [sinks.detach() + sign * step * torch.eye(2, dtype=torch.float64)[head] for sign in (1, -1)]
+        difference = (total(moved[0]) - total(moved[1])) / (2 * step)
+        assert abs(float(gradient[head] - difference)) < 1e-3
+
+
+def attention(layer: int = 1, **fields: object) -> CpuCoreAttention:
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.0, **fields)  # type: ignore[arg-type]
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1, rank=lambda: 0), tp=SimpleNamespace(size=lambda: 1))
+    return CpuCoreAttention(config, layer, AttnMaskType.causal, "self", pg_collection=groups)  # type: ignore[arg-type]
+
+
+def test_layers_take_turns_in_seeing_a_window_and_their_sinks_have_megatron_cores_name() -> None:
+    fields = {"window_size": (3, 0), "window_attn_skip_freq": [1, 0], "softmax_type": "learnable"}
+    q, k, v = tensors(9, 9, 4, 2, 8, 8)
+    for layer, window in ((1, 3), (2, None)):
+        module = attention(layer, **fields)
+        (sinks,) = dict(module.named_parameters()).items()
+        assert sinks[0] == "softmax_offset"
+        torch.nn.init.constant_(sinks[1], 0.4)
+        out = module(q[:, None], k[:, None], v[:, None], None, AttnMaskType.causal)[:, 0]
+        expected = by_hand(q, k, v, 8**-0.5, window, sinks[1]).reshape(9, -1)
+        np.testing.assert_allclose(out.detach().numpy(), expected, rtol=0, atol=2e-6)
 
 
 def packed_params(lengths: list[int]) -> PackedSeqParams:
@@ -109,7 +158,7 @@ def test_memory_does_not_grow_with_the_square_of_the_packed_batch() -> None:
     assert largest <= q.numel(), largest
 
 
-def test_masks_and_windows_are_refused() -> None:
+def test_masks_are_refused() -> None:
     q, k, v = (x[:, None] for x in tensors(4, 4, 4, 2, 8, 8))
     with pytest.raises(AssertionError, match="causal mask"):
         attention()(q, k, v, torch.zeros(1, 1, 4, 4, dtype=torch.bool))
