@@ -321,3 +321,10 @@ def check_model(config: RunConfig, derived: Mapping[str, object]) -> None:
                 f"contradicts the checkpoint's config.json, which says {derived[key]!r}",
                 "remove it; the architecture comes from the checkpoint",
             )
+    if derived.get("rotary_interleaved") and config.megatron.extra.get("apply_rope_fusion"):
+        raise ConfigError(
+            "megatron.apply_rope_fusion",
+            True,
+            "megatron-core's fused kernel for packed sequences rotates halves, this model rotates interleaved pairs",
+            "remove it",
+        )

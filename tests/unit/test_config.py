@@ -11,7 +11,7 @@ import pytest
 
 from mslime.config import passthrough
 from mslime.config.errors import ConfigError
-from mslime.config.layout import ParallelLayout
+from mslime.config.layout import ParallelLayout, stage_layers
 from mslime.config.loader import build, load_config, merge, parse_flags
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
@@ -188,6 +188,18 @@ SENSELESS = {
     ),
     "unknown correction": (["--algorithm.correction.preset", "tiss"], "algorithm.correction.preset"),
     "no prompts": (["--data.prompts", "[]"], "data.prompts"),
+    "warm-up as long as the run": (
+        ["--train.num-steps", "4", "--train.optimizer-steps-per-rollout", "2", "--train.lr-warmup-steps", "8"],
+        "train.lr_warmup_steps",
+    ),
+    "launched engine larger than a machine": (
+        ["--cluster.device", "cuda", "--cluster.gpus-per-node", "4", "--sglang.tp-size", "8"],
+        "sglang.tp_size",
+    ),
+    "a layout that mslime's stages do not follow": (
+        ["--megatron.account-for-loss-in-pipeline-split"],
+        "megatron.account_for_loss_in_pipeline_split",
+    ),
 }
 
 
@@ -218,6 +230,50 @@ def test_stages_that_do_not_divide_the_layers_and_contradicting_flags_are_refuse
     with pytest.raises(ConfigError) as caught:
         check_model(load(*flags), {"hidden_size": 64, "num_layers": 4})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "held"),
+    [
+        (61, (4, 1, None, 13), [16, 16, 16, 13]),
+        (61, (4, 1, 13, None), [13, 16, 16, 16]),
+        (94, (8, 1, 11, 11), [11, 12, 12, 12, 12, 12, 12, 11]),
+        (46, (2, 1, None, None), [23, 23]),
+        (27, (3, 3, None, None), [9, 9, 9]),
+        (10, (2, 2, 4, None), [4, 6]),
+    ],
+)
+def test_uneven_stages_hold_every_layer_once_in_order(layers: int, sizes: tuple[int, int, int, int], held: list[int]):
+    stages = stage_layers(layers, *sizes)
+    assert [sum(map(len, stage)) for stage in stages] == held
+    in_order = [layer for chunk in range(sizes[1]) for stage in stages for layer in stage[chunk]]
+    assert in_order == list(range(layers))
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "field", "words"),
+    [
+        (61, (4, 1, None, None), "pipeline_model_parallel_size", "num_layers_in_last_pipeline_stage: 13"),
+        (61, (4, 1, 3, 3), "pipeline_model_parallel_size", "3 in the first stage and 3 in the last stage"),
+        (61, (1, 1, None, 5), "num_layers_in_last_pipeline_stage", "only one pipeline stage"),
+        (8, (2, 1, 9, None), "pipeline_model_parallel_size", "9 in the first stage"),
+        (61, (2, 2, 31, None), "virtual_pipeline_model_parallel_size", "one holds 31"),
+        (12, (2, 2, 4, 8), "num_layers_in_last_pipeline_stage", "divides by the stages between"),
+    ],
+)
+def test_layers_that_stages_cannot_share_are_refused_with_a_way_out(
+    layers: int, sizes: tuple[int, int, int, int], field: str, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        stage_layers(layers, *sizes)
+    assert caught.value.field == f"megatron.{field}" and words in str(caught.value)
+
+
+def test_a_fused_rotation_of_interleaved_pairs_is_refused() -> None:
+    derived, fused = {"hidden_size": 64, "num_layers": 4}, load("--megatron.apply-rope-fusion", "true")
+    check_model(fused, derived | {"rotary_interleaved": False})
+    with pytest.raises(ConfigError, match="interleaved pairs"):
+        check_model(fused, derived | {"rotary_interleaved": True})
 
 
 def test_a_layout_that_divides_the_model_is_accepted() -> None:

@@ -133,6 +133,44 @@ def test_the_image_of_every_engine_rank_equals_sglangs_loaders(layout: EngineLay
         assert image.digests[rank] == digests
 
 
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_norms_of_all_heads_go_with_their_heads_and_norms_of_each_head_to_every_rank(tp: int, joint: bool) -> None:
+    at, kv_heads, head_dim = "model.layers.0.self_attn.", 2, 4
+    rows = {"q": 4 * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+    whole = {f"{at}{part}_proj.weight": torch.randn(n, 8) for part, n in rows.items()}
+    q, k = (torch.randn(rows[part] if joint else head_dim) for part in "qk")
+    whole |= {f"{at}q_norm.weight": q, f"{at}k_norm.weight": k}
+    image = EngineImage({name: tuple(tensor.shape) for name, tensor in whole.items()}, kv_heads, EngineLayout(tp))
+    for name, tensor in whole.items():
+        image.add(name, tensor)
+    for rank in range(tp):
+        own_q = q.view(tp, -1)[rank] if joint else q
+        own_k = k.view(min(tp, kv_heads), -1)[rank * min(tp, kv_heads) // tp] if joint else k
+        found = [image.digests[rank][f"{at}{part}_norm.weight"] for part in "qk"]
+        assert found == [engine_digest(own_q.clone()), engine_digest(own_k.clone())]
+
+
+def test_one_tensor_of_gate_and_up_projections_is_cut_like_two() -> None:
+    gate, up = torch.randn(6, 4), torch.randn(6, 4)
+    layout, name = EngineLayout(2), "model.layers.0.mlp.{}_proj.weight"
+    two = EngineImage({name.format("gate"): (6, 4), name.format("up"): (6, 4)}, 2, layout)
+    one = EngineImage({name.format("gate_up"): (12, 4)}, 2, layout)
+    two.add(name.format("gate"), gate), two.add(name.format("up"), up)
+    one.add(name.format("gate_up"), torch.cat([gate, up]))
+    assert one.digests == two.digests and one.digests[0] != one.digests[1]
+
+
+def test_what_engines_hold_in_float32_is_compared_in_float32() -> None:
+    gate, norm = torch.randn(4, 8).bfloat16(), torch.randn(8).bfloat16()
+    shapes = {"model.layers.0.mlp.gate.weight": (4, 8), "model.norm.weight": (8,)}
+    image = EngineImage(shapes, 2, EngineLayout(), (".mlp.gate.weight",))
+    for name, tensor in zip(shapes, (gate, norm), strict=True):
+        image.add(name, tensor)
+    expected = dict(zip(shapes, (engine_digest(gate.float()), engine_digest(norm)), strict=True))
+    assert image.digests == [expected]
+
+
 def test_a_buffer_may_be_reused_while_its_tensors_wait_for_others() -> None:
     whole = whole_tensors(moe_table())
     image, reused = (
