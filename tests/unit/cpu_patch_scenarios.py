@@ -144,6 +144,52 @@ def mla_layer() -> Any:
     return build_module(layers[0].submodules.self_attention, config=config, layer_number=1)
 
 
+def zero_centred_norm(work: Path) -> None:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, normalization="RMSNorm", layernorm_zero_centered_gamma=True
+    )
+    norm = WrappedTorchNorm(config, 8)
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,), eps=1e-5), rtol=0, atol=1e-5)  # type: ignore[operator]
+
+
+def gated_delta_rule(work: Path) -> None:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, activation_func=torch.nn.functional.silu,
+        normalization="RMSNorm", use_cpu_initialization=True, linear_conv_kernel_dim=4, linear_key_head_dim=4,
+        linear_value_head_dim=4, linear_num_key_heads=2, linear_num_value_heads=2,
+    )  # fmt: skip
+    parts = GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear)
+    with one_process(model_parallel=True):
+        groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"])
+        layer = GatedDeltaNet(config, parts, 1, pg_collection=groups)
+        assert layer(torch.randn(5, 1, 16), None)[0].shape == (5, 1, 16)
+
+
+def expert_bias_in_place(work: Path) -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16, use_cpu_initialization=True,
+        bias_activation_fusion=False,
+    )  # fmt: skip
+    with one_process(model_parallel=True):
+        parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        expert = MLP(config, parts, is_expert=True, ffn_hidden_size=16)
+        expert(torch.randn(3, 8), torch.ones(3))[0].sum().backward()
+
+
 def train(work: Path) -> None:
     trainer = new_trainer(work)
     metrics = trainer.train([tiny_shard()])
@@ -228,7 +274,10 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
     "te_general_gemm": train,
     "splits_on_cpu": splits_on_cpu,
     "norm_sequence_parallel": norm_sequence_parallel,
+    "zero_centred_norm": zero_centred_norm,
+    "gated_delta_rule": gated_delta_rule,
     "mla_linear": mla_linear,
+    "expert_bias_in_place": expert_bias_in_place,
     "adam_state_before_load": load,
     "adam_load_skips_step": load,
     "adam_own_step": own_step_after_load,
