@@ -106,7 +106,8 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
     model's end-of-sequence ids must be tokens of this tokenizer, or generation would never stop where it should.
     """
     config_file = Path(checkpoint) / "config.json"
-    model: dict[str, Any] = json.loads(config_file.read_text())
+    config: dict[str, Any] = json.loads(config_file.read_text())
+    model: dict[str, Any] = config.get("text_config", config)  # models that also see keep the language model's there
     rows = int(model["vocab_size"])
     if tokenizer.vocab_size > rows:
         raise DataError(

@@ -12,7 +12,7 @@ from typing import Any
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
-from mslime.convert.families import get_family
+from mslime.convert.families import as_object, get_family
 from mslime.convert.families.family import ModelFields
 from mslime.convert.kinds import padded_vocab_size
 from mslime.plan.activations import read_widths
@@ -189,7 +189,9 @@ def engine_dtype(config: RunConfig, hf_config: Mapping[str, object]) -> str:
     """The dtype that the engines hold weights in; `auto` is the checkpoint's own, where it names one."""
     if config.sglang.dtype != "auto":
         return config.sglang.dtype
-    return str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
+    text = as_object(hf_config.get("text_config")) or hf_config
+    named = (found.get(key) for found in (hf_config, text) for key in ("dtype", "torch_dtype"))
+    return str(next((dtype for dtype in named if dtype), "bfloat16"))
 
 
 def _nodes(config: RunConfig, engine_gpus: int) -> int:

@@ -34,7 +34,8 @@ class TrainerMemory:
         optimizer: main weights and Adam's two moments, this rank's share.
         activations: kept by all micro-batches in flight.
         working: what one layer's backward pass adds.
-        logits: of the micro-batch on the last stage, their gradient, and the float32 rows of the log-prob chunk.
+        logits: on the last stage, for one micro-batch: logits, their gradient, float32 rows of the log-prob chunk, and
+            the inputs of the final norm and the output layer.
         sync: buffers of the weight sync; not at the same time as activations, working and logits.
         reserve: CUDA context, communication buffers and fragmentation.
     """
@@ -139,7 +140,7 @@ def trainer_memory(
         optimizer=optimizer_bytes(config, layout, held),
         activations=int(kept * tokens * width),
         working=int(working_elements(widths, layout, held.layers, how) * tokens * width),
-        logits=_logits_bytes(tokens, config.train.log_prob_chunk_tokens, vocab_rows, width)
+        logits=_output_bytes(tokens, config.train.log_prob_chunk_tokens, vocab_rows, widths.hidden, width)
         if held.stage == layout.pp - 1
         else 0,
         sync=max((_sync_bytes(bucket, layout) for bucket in sync.stage_buckets(held.stage)), default=0),
@@ -165,9 +166,9 @@ def optimizer_bytes(config: RunConfig, layout: ParallelLayout, held: StageParame
     return int(each * usual + optimizer_bytes_per_parameter(4, config.megatron.extra) * held.float32 / dense_ranks)
 
 
-def _logits_bytes(tokens: int, chunk: int, vocab_rows: int, width: int) -> int:
-    """Logits [T, V/TP] and their gradient in the model's dtype; three float32 blocks of the log-prob chunk."""
-    return vocab_rows * (2 * tokens * width + 3 * min(chunk, tokens) * 4)
+def _output_bytes(tokens: int, chunk: int, vocab_rows: int, hidden: int, width: int) -> int:
+    """Logits [T, V/TP] and their gradient, three float32 blocks of the log-prob chunk, inputs of the last layers."""
+    return vocab_rows * (2 * tokens * width + 3 * min(chunk, tokens) * 4) + 2 * tokens * hidden * width
 
 
 def _sync_bytes(bucket: Bucket, layout: ParallelLayout) -> int:

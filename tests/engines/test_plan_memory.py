@@ -17,16 +17,16 @@ from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout, stage_layers
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
-from mslime.plan.activations import chunks_in_flight
+from mslime.plan.activations import chunks_in_flight, kept_elements, read_widths
 from mslime.plan.parameters import FLOAT32, StageParameters, stage_parameters
-from mslime.plan.trainer import optimizer_bytes, parameter_bytes
+from mslime.plan.trainer import optimizer_bytes, parameter_bytes, recompute
 
 from megatron.core.optimizer import ChainedOptimizer  # isort: skip
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches  # isort: skip
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # isort: skip
-from tests.engines.trainer_ranks import loss_and_gradients, make_config, run_trainers, shard_of
+from tests.engines.trainer_ranks import loss_and_gradients, make_config, make_shard, run_trainers, shard_of
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 LAYOUTS = {
@@ -149,6 +149,48 @@ def test_parameter_gradient_and_optimizer_bytes_are_what_real_ranks_allocate(
         each = [rank["optimizer"] for rank in ranks]
         assert sum(each) == optimizer_bytes(config, config.layout, held) * per_stage
         assert max(each) - min(each) <= 12 * 64 * ranks[0]["tensors"] + 12 * 128
+
+
+def saved_for_backward(trainer: MegatronTrainer) -> float:
+    """Elements a token that the forward pass of the first micro-batch keeps, parameters left out."""
+    parameters = {p.untyped_storage().data_ptr() for chunk in trainer.wrapped for p in chunk.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    batch = trainer.runner._micro_batches(make_shard(layers=trainer.moe_layer_ids))[0]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = trainer.wrapped[0](**trainer.runner._model_inputs(batch))
+    assert output.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 4 / batch.tokens.numel()
+
+
+def measured_and_planned(directory: Path, layers: int, **megatron: Any) -> tuple[float, float]:
+    """Elements a token that a real model on the CPU keeps, and those that the plan counts for its layers."""
+    checkpoint = make_tiny_qwen3_moe(
+        directory / f"{layers}", hidden_size=256, moe_intermediate_size=256, head_dim=64, num_hidden_layers=layers
+    )
+    config = make_config(checkpoint, directory / "out", train={"replay": "off"}, **megatron)
+    [measured] = run_trainers(saved_for_backward, config)
+    hf_config = read_hf_config(checkpoint)
+    family = get_family(hf_config)
+    widths = read_widths(family.transformer_fields(hf_config), family.model_fields(hf_config).moe_layer_ids)
+    return measured, kept_elements(widths, config.layout, config.megatron.stage_layers(layers)[0], recompute(config))
+
+
+def test_with_full_recompute_every_further_layer_keeps_what_the_plan_counts(tmp_path: Path) -> None:
+    three, six = (measured_and_planned(tmp_path, layers, recompute_granularity="full") for layers in (3, 6))
+    assert six[0] - three[0] == pytest.approx(six[1] - three[1], rel=0.05)
+
+
+def test_without_recompute_the_count_is_that_of_fused_kernels_below_what_cpu_layers_keep(tmp_path: Path) -> None:
+    # The CPU's norms, rotary embedding, SwiGLU and attention are unfused and keep intermediates; what the fused ones
+    # keep, their inputs, is more than half of it.
+    three, six = (measured_and_planned(tmp_path, layers) for layers in (3, 6))
+    assert 0.5 < (six[1] - three[1]) / (six[0] - three[0]) < 1
 
 
 def planned_stages(config: RunConfig, checkpoint: Path) -> tuple[StageParameters, ...]:

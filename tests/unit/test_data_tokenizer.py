@@ -46,6 +46,13 @@ def test_ids_without_an_embedding_are_refused(tokenizer: HFTokenizer, tmp_path: 
         check_vocabulary(tokenizer, checkpoint(tmp_path, vocab_size=200, eos_token_id=2))
 
 
+def test_the_vocabulary_of_a_model_that_also_sees_is_its_language_model_s(tokenizer: HFTokenizer, tmp_path: Path):
+    nested = {"text_config": {"vocab_size": 200, "eos_token_id": 2}}
+    (tmp_path / "config.json").write_text(json.dumps({**nested, "vision_config": {}}))
+    with pytest.raises(DataError, match=r"the model embeds 200"):
+        check_vocabulary(tokenizer, tmp_path)
+
+
 def test_a_model_that_ends_with_a_foreign_id_is_refused(tokenizer: HFTokenizer, tmp_path: Path):
     with pytest.raises(DataError, match=r"ends a sequence with id 300"):
         check_vocabulary(tokenizer, checkpoint(tmp_path, eos_token_id=[258, 300]))

@@ -168,4 +168,5 @@ def test_cuda_without_a_gpu_is_refused() -> None:
 
 def test_engines_hold_weights_in_the_dtype_of_the_checkpoint_unless_told() -> None:
     assert engine_dtype(run(), {"torch_dtype": "bfloat16"}) == "bfloat16"
+    assert engine_dtype(run(), {"text_config": {"dtype": "bfloat16"}}) == "bfloat16"
     assert engine_dtype(run(sglang={"dtype": "float32"}), {"torch_dtype": "bfloat16"}) == "float32"

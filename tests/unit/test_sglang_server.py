@@ -254,6 +254,8 @@ def test_the_server_s_fields_follow_the_run(tiny_run: RunConfig) -> None:
 def test_routes_are_returned_exactly_when_they_are_replayed(tiny_run: RunConfig) -> None:
     replay_off = tiny_run.model_copy(update={"train": tiny_run.train.model_copy(update={"replay": "off"})})
     assert not server_fields(replay_off, 0, "h", 1, cpu=True)["enable_return_routed_experts"]
+    (tiny_run.model.path / "config.json").write_text('{"text_config": {"num_experts": 8}}')
+    assert server_fields(tiny_run, 0, "h", 1, cpu=True)["enable_return_routed_experts"], "a model that also sees"
     (tiny_run.model.path / "config.json").write_text("{}")
     assert not server_fields(tiny_run, 0, "h", 1, cpu=True)["enable_return_routed_experts"], "a dense model"
 

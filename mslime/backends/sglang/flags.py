@@ -57,7 +57,8 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 def is_moe(model_config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint's config.json describes routed experts."""
-    return any(model_config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
+    text = model_config.get("text_config", model_config)
+    return any(text.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
 
 
 def server_fields(config: RunConfig, index: int, host: str, port: int, cpu: bool) -> dict[str, Any]:

@@ -31,7 +31,7 @@ _ALL: tuple[Family, ...] = (
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.architecture: family for family in _ALL}
 
-__all__ = ["FAMILIES", "Family", "ModelFields", "Support", "get_family", "read_hf_config", "refuse_unread"]
+__all__ = ["FAMILIES", "Family", "ModelFields", "Support", "as_object", "get_family", "read_hf_config", "refuse_unread"]
 
 
 def get_family(hf_config: Mapping[str, object]) -> Family:

@@ -1,0 +1,91 @@
+"""The launch scripts: each passes check and plan on its model at full size, and says what is missing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.fixtures.launch_scripts import MODELS, ROOT, SNAPSHOTS, Launch, calls, launch, make_fake_mslime, run_script
+from tests.fixtures.launch_scripts import snapshot as snapshot_of
+
+NAMED = [
+    "deepseek-r1", "deepseek-v3", "glm4.5-355B-A32B", "glm4.5-air-106B-A12B", "glm4.7-355B-A32B", "gpt-oss-20b",
+    "kimi-k2",
+    "llama3.1-8B", "minimax-m2", "mixtral-8x7B", "moonlight-16B-A3B", "olmoe-1B-7B", "qwen2.5-0.5B", "qwen3-235B-A22B",
+    "qwen3-30B-A3B", "qwen3-4B", "qwen3-next-80B-A3B", "qwen3.5-35B-A3B",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("launch")
+
+
+@pytest.fixture(scope="module")
+def launched(root: Path) -> dict[str, Launch]:
+    return {}
+
+
+def launch_once(launched: dict[str, Launch], model: str, root: Path) -> Launch:
+    if model not in launched:
+        launched[model] = launch(model, root)
+    return launched[model]
+
+
+def test_there_is_a_script_for_every_model_that_is_promised() -> None:
+    assert sorted(NAMED) == MODELS
+    assert sorted(path.stem for path in (ROOT / "scripts" / "models").glob("*.sh")) == MODELS
+
+
+@pytest.mark.parametrize("model", NAMED)
+def test_a_launch_script_passes_check_and_fits_by_plan(model: str, root: Path, launched: dict[str, Launch]) -> None:
+    plan = launch_once(launched, model, root).plan
+    assert plan.fits, plan.problems
+    assert max(stage.memory.peak for stage in plan.stages) < 0.9 * plan.gpu_bytes, "no room for what is not foreseen"
+    assert plan.engine is not None and plan.engine.tokens >= 16 * 8192, "an engine that runs few requests at once"
+
+
+@pytest.mark.parametrize("model", NAMED)
+def test_the_resolved_configuration_is_the_one_of_the_snapshot(
+    model: str, root: Path, launched: dict[str, Launch]
+) -> None:
+    found = snapshot_of(launch_once(launched, model, root), root)
+    assert found == (SNAPSHOTS / f"{model}.yaml").read_text(), "renew: python -m tests.fixtures.launch_scripts"
+
+
+@pytest.mark.parametrize("model", NAMED)
+def test_a_script_names_the_cluster_that_it_plans_for(model: str, root: Path, launched: dict[str, Launch]) -> None:
+    config, plan = launch_once(launched, model, root).config, launch_once(launched, model, root).plan
+    first = (ROOT / "scripts" / "models" / f"{model}.sh").read_text().splitlines()[0]
+    if plan.nodes > 1:
+        assert f" {plan.nodes} nodes of {config.cluster.gpus_per_node} " in first
+    assert re.search(rf"H[12]00 {config.cluster.gpu_memory_gb:g} GB", first)
+
+
+def test_a_run_is_checked_then_planned_then_started(tmp_path: Path) -> None:
+    variables = {"MODEL": "m", "PROMPTS": "p.jsonl"}
+    done = run_script("qwen3-4B", make_fake_mslime(tmp_path), "--train.lr", "2e-6", **variables)
+    assert [call[0] for call in calls(done)] == ["check", "plan", "train"]
+    assert len({tuple(call[1:]) for call in calls(done)}) == 1
+    assert calls(done)[0][-2:] == ["--train.lr", "2e-6"]
+
+
+def test_a_run_that_does_not_fit_is_not_started(tmp_path: Path) -> None:
+    variables = {"MODEL": "m", "PROMPTS": "p.jsonl", "FAKE_PLAN_STATUS": "1"}
+    done = run_script("qwen3-4B", make_fake_mslime(tmp_path), **variables)
+    assert done.returncode == 1 and [call[0] for call in calls(done)] == ["check", "plan"]
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "named"),
+    [
+        ("qwen3-4B", {"PROMPTS": "p"}, "MODEL is not set"),
+        ("qwen3-4B", {"MODEL": "m"}, "PROMPTS is not set"),
+        ("kimi-k2", {"MODEL": "m", "PROMPTS": "p"}, "ENGINE_URLS is not set"),
+    ],
+)
+def test_what_is_missing_is_named_with_a_way_out(tmp_path: Path, model: str, given: dict[str, str], named: str) -> None:
+    done = run_script(model, make_fake_mslime(tmp_path), **given)
+    assert done.returncode == 1 and named in done.stderr and "way out" in done.stderr and not done.stdout

@@ -1,0 +1,288 @@
+"""`mslime plan`: sums that anyone can check by hand, and what the command says."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mslime.cli import main
+from mslime.config.errors import ConfigError
+from mslime.config.layout import ParallelLayout
+from mslime.convert.families import get_family
+from mslime.plan.activations import Recompute, chunks_in_flight, kept_elements, layer_elements, read_widths
+from mslime.plan.command import plan_config
+from mslime.plan.engine import static_fraction
+from mslime.plan.parameters import model_parameters, stage_parameters, work_per_token
+from mslime.plan.plan import GIB, RunPlan, make_plan
+from mslime.plan.trainer import optimizer_bytes_per_parameter
+from tests.fixtures.full_size import CONFIGS, published_config
+
+# Billions of parameters as published (model cards, papers), which is what the config.json files must add up to.
+PUBLISHED_BILLIONS = {
+    "deepseek-v2-lite": 15.706, "deepseek-v3": 671.026, "deepseek-r1": 671.026, "deepseek-v3.1": 671.026,
+    "glm4-9b": 9.400, "glm4.5-air-106B-A12B": 106.852, "glm4.5-355B-A32B": 352.798, "glm4.7-355B-A32B": 352.798,
+    "gpt-oss-20b": 20.915, "gpt-oss-120b": 116.829, "kimi-k2": 1026.408, "llama3.1-8B": 8.030, "minimax-m2": 228.690,
+    "mixtral-8x7B": 46.703, "moonlight-16B-A3B": 15.960, "olmoe-1B-7B": 6.919, "qwen1.5-moe-A2.7B": 14.316,
+    "qwen2-57B-A14B": 57.409, "qwen2.5-0.5B": 0.494, "qwen2.5-7B": 7.616, "qwen3-235B-A22B": 235.094,
+    "qwen3-30B-A3B": 30.532, "qwen3-4B": 4.022, "qwen3-next-80B-A3B": 79.674, "qwen3.5-35B-A3B": 34.661,
+}  # fmt: skip
+LAYOUT = {
+    "tensor_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 4,
+    "expert_tensor_parallel_size": 2,
+}
+
+
+def planned(model: str, **sections: Any) -> RunPlan:
+    cluster = {"device": "cuda", **sections.pop("cluster", {})}
+    config = plan_config({"model": {"path": str(CONFIGS / model)}, "cluster": cluster, **sections})
+    return make_plan(config, published_config(model))
+
+
+@pytest.mark.parametrize("model", PUBLISHED_BILLIONS)
+def test_the_published_number_of_parameters_follows_from_config_json(model: str) -> None:
+    hf_config = published_config(model)
+    assert model_parameters(get_family(hf_config).rules(hf_config)) / 1e9 == pytest.approx(
+        PUBLISHED_BILLIONS[model], abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("model", ["qwen3-30B-A3B", "moonlight-16B-A3B", "qwen2.5-0.5B"])
+def test_a_rank_s_parameters_are_the_same_summed_name_by_name(model: str) -> None:
+    hf_config = published_config(model)
+    family = get_family(hf_config)
+    table, layers = family.rules(hf_config), family.model_fields(hf_config).num_layers
+    layout = ParallelLayout(tp=2, pp=2, dp=8, ep=4, etp=2)
+    chunks = ((tuple(range(layers - 9)),), (tuple(range(layers - 9, layers)),))
+    for held in stage_parameters(table, layout, chunks):
+        total = {"dense": 0, "expert": 0}
+        for rule in table.bound.values():
+            first, last = rule.name.startswith("embedding."), rule.layer < 0 and not rule.name.startswith("embedding.")
+            here = rule.layer in held.layers or (first and held.stage == 0) or (last and held.stage == 1)
+            # The last rank of the expert-parallel group has the last quarter of the experts.
+            mine = not rule.is_expert or rule.expert >= family.model_fields(hf_config).num_experts * 3 // 4
+            if here and mine and not rule.name.endswith("router.expert_bias"):
+                total["expert" if rule.is_expert else "dense"] += math.prod(rule.local_shape(2))
+        assert (held.dense, held.expert) == (total["dense"], total["expert"])
+
+
+def test_bytes_per_parameter_are_those_of_megatron_core_s_table() -> None:
+    """docs of megatron-core's distributed optimizer: 18 bytes, 6 + 12/d sharded; 16 and 8 + 8/d in float32."""
+    llama = 8030261248
+    for width, dtype, extra in ((2, "bfloat16", 12), (4, "float32", 8)):
+        whole = planned("llama3.1-8B", megatron={"params_dtype": dtype}, train={"replay": "off"})
+        shared = planned(
+            "llama3.1-8B", megatron={"params_dtype": dtype}, cluster={"trainer_ranks": 8}, train={"replay": "off"}
+        )
+        for plan, state in ((whole, extra * llama), (shared, extra * llama // 8)):
+            [stage] = plan.stages
+            assert (stage.memory.weights, stage.memory.gradients) == (llama * width, llama * 4)
+            assert stage.memory.optimizer == state
+
+
+def test_experts_are_shared_out_over_their_own_data_parallel_ranks() -> None:
+    plan = planned(
+        "qwen3-30B-A3B", megatron={**LAYOUT, "pipeline_model_parallel_size": 1}, cluster={"trainer_ranks": 32}
+    )
+    [stage] = plan.stages
+    assert (plan.layout.dp, plan.layout.edp) == (16, 4)
+    assert stage.memory.optimizer == 12 * (stage.held.dense / 16 + stage.held.expert / 4)
+
+
+def test_the_precision_aware_optimizer_and_offload_take_less() -> None:
+    assert optimizer_bytes_per_parameter(2, {}) == 12
+    bf16_moments = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    assert optimizer_bytes_per_parameter(2, bf16_moments) == 2 + 2 + 2
+    assert optimizer_bytes_per_parameter(2, {**bf16_moments, "store_param_remainders": False}) == 4 + 2 + 2
+    assert optimizer_bytes_per_parameter(2, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}) == 3
+
+
+def test_a_layer_of_llama_keeps_what_a_count_by_hand_gives() -> None:
+    fields = get_family(published_config("llama3.1-8B")).transformer_fields(published_config("llama3.1-8B"))
+    widths, one = read_widths(fields, ()), ParallelLayout()
+    norms = 4 * 4096  # inputs of two norms and of the two projections after them
+    attention = 4096 + 2 * 1024 + 4096 + 2 * 32  # q, k and v, output, log-sum-exp in float32
+    assert layer_elements(widths, one, 0) == norms + attention + 3 * 14336
+    assert layer_elements(widths, ParallelLayout(tp=4), 0) == (norms + attention + 3 * 14336) / 4
+    # With more ranks than key-value heads every rank holds a whole one.
+    assert layer_elements(widths, ParallelLayout(tp=16), 0) == (norms + attention + 2 * 8 * 128 + 3 * 14336) / 16
+    layers = (tuple(range(32)),)
+    assert kept_elements(widths, one, layers, Recompute("full", "uniform", 1, frozenset())) == 32 * 4096
+    assert kept_elements(widths, one, layers, Recompute("full", "uniform", 4, frozenset())) == 8 * 4096
+    block = kept_elements(widths, one, layers, Recompute("full", "block", 8, frozenset()))
+    assert block == 8 * 4096 + 24 * layer_elements(widths, one, 0)
+    selective = kept_elements(widths, one, layers, Recompute("selective", "uniform", 1, frozenset({"mlp"})))
+    assert selective == 32 * (layer_elements(widths, one, 0) - 3 * 14336)
+
+
+def test_experts_keep_the_tokens_that_are_sent_to_them() -> None:
+    fields = get_family(published_config("qwen3-30B-A3B")).transformer_fields(published_config("qwen3-30B-A3B"))
+    widths = read_widths(fields, tuple(range(48)))
+    whole, without = (layer_elements(widths, ParallelLayout(), 0, frozenset(dropped)) for dropped in ((), ("moe",)))
+    assert whole - without == 6 * 128 + 1.25 * 8 * (2048 + 3 * 768)
+
+
+def test_earlier_stages_hold_more_micro_batches() -> None:
+    layout = ParallelLayout(pp=4)
+    assert [chunks_in_flight(layout, stage) for stage in range(4)] == [4, 3, 2, 1]
+    # arXiv:2205.05198 section 4.2.3: the first interleaved stage keeps 1 + (p - 1) / (p m) times as much.
+    assert chunks_in_flight(ParallelLayout(pp=4, vpp=3), 0) / 4 == pytest.approx(1 + 3 / 12)
+
+
+def test_the_work_of_a_token_is_its_active_parameters() -> None:
+    hf_config = published_config("qwen3-30B-A3B")
+    table = get_family(hf_config).rules(hf_config)
+    whole = (tuple(range(48)),)
+    [held] = stage_parameters(table, ParallelLayout(), [whole])
+    work = work_per_token(held, ParallelLayout(), 8, 128)
+    assert work == pytest.approx(3.35e9 - 151936 * 2048, rel=0.01)  # 3.3 B active, the embedding not multiplied
+    layout = ParallelLayout(tp=2, dp=8, ep=8)
+    [shared] = stage_parameters(table, layout, [whole])
+    assert work_per_token(shared, layout, 8, 128) == pytest.approx(work / 2, rel=0.01)
+
+
+def test_an_engine_s_cache_holds_what_the_architecture_needs() -> None:
+    heads = planned("llama3.1-8B", train={"replay": "off"}, sglang={"tp_size": 2, "mem_fraction_static": 0.8}).engine
+    assert heads is not None and heads.token_bytes == 32 * 2 * 4 * 128 * 2
+    assert heads.weights == pytest.approx(2 * 8030261248 / 2, rel=1e-3)
+    latent = planned("moonlight-16B-A3B", sglang={"tp_size": 4, "mem_fraction_static": 0.8}).engine
+    assert latent is not None and latent.token_bytes == 27 * (512 + 64) * 2  # not divided by TP
+    assert latent.tokens == (int(int(80 * GIB * 0.99) * 0.8) - latent.weights) // latent.token_bytes
+    narrow = planned("qwen2.5-0.5B", train={"replay": "off"}, sglang={"tp_size": 4, "mem_fraction_static": 0.8}).engine
+    assert narrow is not None and narrow.token_bytes == 24 * 2 * 1 * 64 * 2  # two heads on four GPUs: one on each
+
+
+def test_the_default_share_of_an_engine_is_sglang_s_own() -> None:
+    """SGLang 0.5.23 on an H100: 1.5 MiB for each of 8,192 prefill tokens, a GiB for TP8, a GiB of decode graphs."""
+    config = plan_config({"model": {"path": "m"}, "sglang": {"tp_size": 8}})
+    reserved = 512 + 8192 * 1.5 + 1024 + 2 * 512
+    assert static_fraction(config, 80 * GIB) == pytest.approx((80 * 1024 - reserved) / (80 * 1024), abs=1e-3)
+
+
+def test_a_weight_sync_moves_every_trained_parameter_once_to_every_engine_gpu() -> None:
+    megatron = {**LAYOUT, "expert_tensor_parallel_size": 1}
+    plan = planned("qwen3-30B-A3B", megatron=megatron, cluster={"trainer_ranks": 8, "gpus_per_node": 2})
+    assert plan.sync_bytes == 2 * plan.parameters
+    for stage, sync in zip(plan.stages, plan.syncs, strict=True):
+        # The leader gathers all but its own shards; with two GPUs a machine the other tensor rank is near, and so is
+        # one of the three other expert ranks.
+        expert, dense = stage.held.expert * 2, stage.held.dense * 2
+        assert sync.gathered_far == 2 * expert and sync.gathered_near == expert + dense
+        assert sync.contributed == expert + dense
+
+
+def test_deepseek_v3_on_1024_gpus_is_planned_in_ten_seconds() -> None:
+    megatron = {
+        "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 16, "expert_model_parallel_size": 64,
+        "num_layers_in_last_pipeline_stage": 1, "recompute_granularity": "full",
+    }  # fmt: skip
+    started = time.process_time()
+    plan = planned("deepseek-v3", megatron=megatron, cluster={"trainer_ranks": 1024}, sglang={"tp_size": 8})
+    assert time.process_time() - started < 10
+    assert plan.trainer_gpus == 1024 and len(plan.stages) == 16
+
+
+def command(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
+    status = main(["plan", *flags])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_a_directory_with_config_json_is_enough(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shutil.copy(CONFIGS / "qwen2.5-0.5B" / "config.json", tmp_path)
+    fits = ["--model.path", str(tmp_path), "--train.replay", "off", "--megatron.recompute-granularity", "full"]
+    status, out, _ = command(capsys, *fits, "--gpus", "3")
+    assert status == 0 and "fits:" in out and "Weight sync" in out and "0.49 B parameters" in out
+    status, out, _ = command(capsys, *fits, "--gpus", "3", "--gpu-memory-gb", "12")
+    assert status == 1 and "does not fit" in out and "way out" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "component", "way_out"),
+    [
+        (["--model.path", "llama3.1-8B"], "optimizer", "cluster.trainer_ranks"),
+        (["--model.path", "kimi-k2", "--gpus", "1025", "--megatron.expert-model-parallel-size", "8"], "gradients",
+         "expert"),
+        (["--model.path", "qwen2.5-7B", "--gpus", "65", "--train.max-tokens-per-micro-batch", "65536"], "activations",
+         "recompute_granularity: full"),
+        (["--model.path", "qwen2.5-7B", "--gpus", "65", "--train.max-tokens-per-micro-batch", "120000",
+          "--megatron.recompute-granularity", "full"], "logits", "max_tokens_per_micro_batch"),
+        (["--model.path", "qwen2.5-7B", "--gpus", "65", "--weights.bucket-mib", "40000"], "bucket", "bucket_mib"),
+        (["--model.path", "llama3.1-8B", "--gpus", "65", "--gpu-memory-gb", "24",
+          "--sglang.mem-fraction-static", "0.6"], "weights", "sglang.tp_size"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_with_the_setting_to_change(
+    capsys: pytest.CaptureFixture[str], flags: list[str], component: str, way_out: str
+) -> None:
+    flags = [str(CONFIGS / flag) if flag in PUBLISHED_BILLIONS else flag for flag in flags]
+    status, out, _ = command(capsys, *flags, "--train.replay", "off", "--json")
+    problems = json.loads(out)["problems"]
+    assert status == 1
+    assert any(p["component"] == component and way_out in p["way_out"] for p in problems), problems
+
+
+def test_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model.path", str(CONFIGS / "olmoe-1B-7B"), "--gpus", "9", "--megatron.expert-model-parallel-size", "8"]
+    status, out, _ = command(capsys, *model, "--json")
+    found = json.loads(out)
+    assert status == 0 and found["fits"] and found["layout"]["ep"] == 8 and found["trainer_gpus"] == 8
+    [stage] = found["stages"]
+    assert stage["peak"] == stage["memory"]["weights"] + stage["memory"]["gradients"] + stage["memory"]["optimizer"] + (
+        stage["memory"]["reserve"]
+        + max(sum(stage["memory"][k] for k in ("activations", "working", "logits")), stage["memory"]["sync"])
+    )
+    assert found["engine"]["tokens"] > 0 and found["sync_bytes"] == 2 * found["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--gpus", "1"], "--gpus"),
+        (["--gpus", "9", "--megatron.expert-model-parallel-size", "3"], "megatron.expert_model_parallel_size"),
+        (["--megatron.pipeline-model-parallel-size", "5"], "megatron.pipeline_model_parallel_size"),
+        (["--model.path", "/nowhere"], "/nowhere"),
+        (["--gpu-memory-gb", "-1"], "cluster.gpu_memory_gb"),
+    ],
+)
+def test_mistakes_end_with_status_2(capsys: pytest.CaptureFixture[str], flags: list[str], named: str) -> None:
+    status, _, err = command(capsys, "--model.path", str(CONFIGS / "olmoe-1B-7B"), *flags)
+    assert status == 2 and named in err and "way out" in err
+
+
+def test_supervised_runs_have_no_engines() -> None:
+    plan = planned("olmoe-1B-7B", train={"task": "sft"}, cluster={"trainer_ranks": 8})
+    assert plan.engine is None and plan.engine_gpus == 0 and plan.sync_bytes == 0 and plan.nodes == 1
+
+
+def test_machines_are_those_that_trainer_and_engines_fill() -> None:
+    def nodes(ranks: int, engines: int, tp: int, **more: Any) -> int:
+        sglang = {"num_engines": engines, "tp_size": tp, "mem_fraction_static": 0.8, **more}
+        return planned("olmoe-1B-7B", cluster={"trainer_ranks": ranks}, sglang=sglang).nodes
+
+    assert [nodes(4, 4, 1), nodes(4, 2, 2), nodes(4, 5, 1), nodes(8, 1, 8), nodes(6, 1, 4)] == [1, 1, 2, 2, 2]
+    assert nodes(8, 1, 16, urls=["http://a", "http://b"]) == 5
+
+
+def test_planning_needs_no_torch() -> None:
+    code = (
+        "import sys; from mslime.cli import main; "
+        f"main(['plan', '--model.path', {str(CONFIGS / 'deepseek-v2-lite')!r}, '--json']); "
+        "assert not {'torch', 'megatron', 'sglang', 'ray', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_uneven_stages_say_which_size_would_work() -> None:
+    with pytest.raises(ConfigError, match="num_layers_in_last_pipeline_stage: 13"):
+        planned("deepseek-v3", megatron={"pipeline_model_parallel_size": 4}, cluster={"trainer_ranks": 4})
