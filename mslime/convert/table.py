@@ -159,11 +159,13 @@ class RuleTable:
         ignored: Hugging Face names that a checkpoint may hold and that mean nothing (a tied output layer).
         aliases: Hugging Face names that a checkpoint may hold beside the tensor that they repeat, and that one's name
             (the embedding of a multi-token-prediction layer).
+        undivided: parallel sizes, `cp` or `etp`, that must be 1 for this model, and why.
     """
 
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    undivided: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @cached_property
     def bound(self) -> Mapping[str, BoundRule]:
@@ -286,8 +288,16 @@ class RuleTable:
         """The parallel layout divides this model.
 
         Raises:
-            ConfigError: naming the size that does not divide.
+            ConfigError: naming the size that does not divide, or that must be 1.
         """
+        sizes = {
+            "cp": ("megatron.context_parallel_size", layout.cp),
+            "etp": ("megatron.expert_tensor_parallel_size", layout.etp),
+        }
+        for axis, reason in self.undivided.items():
+            name, size = sizes[axis]
+            if size > 1:
+                raise ConfigError(name, size, reason, f"set {name} to 1")
         for rule in self.rules:
             if rule.experts:
                 _check_tensor_parallel(rule, layout.etp, "megatron.expert_tensor_parallel_size")

@@ -29,13 +29,16 @@ from mslime.convert.table import Rule, RuleTable
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
+_NO_ETP = "megatron-core shares out no experts that have biases"
+
+
 class GptOss(Decoder):
     """The family; all layers route."""
 
     architecture = "GptOssForCausalLM"
     support = Support(
         ("gpt-oss-20b", "gpt-oss-120b"),
-        notes=("Experts have biases, which megatron-core builds with an expert tensor-parallel size of 1 only.",),
+        notes=(f"Expert tensor parallelism is refused: {_NO_ETP}.",),
     )
     rope_kinds = ("yarn",)
     rope_base = 150000.0
@@ -76,7 +79,7 @@ class GptOss(Decoder):
         a, layers = self.attention(hf_config), tuple(range(required_int(hf_config, "num_hidden_layers")))
         attention, router, sinks = f"{_H}self_attn.", f"{_H}mlp.router.", Column((a.heads,))
         experts, ffn = required_int(hf_config, "num_local_experts"), required_int(hf_config, "intermediate_size")
-        return whole_model(hf_config, (
+        table = whole_model(hf_config, (
             *attention_rules(a, layers),
             Rule(f"{_M}self_attention.linear_proj.bias", (f"{attention}o_proj.bias",), Replicated((a.hidden,)), layers),
             Rule(f"{_M}self_attention.core_attention.softmax_offset", (f"{attention}sinks",), sinks, layers),
@@ -85,6 +88,7 @@ class GptOss(Decoder):
             Rule(f"{_M}mlp.router.bias", (f"{router}bias",), Replicated((experts,)), layers),
             *_expert_rules(a.hidden, ffn, experts, layers),
         ))  # fmt: skip
+        return replace(table, undivided={"etp": _NO_ETP})
 
 
 def _expert_rules(hidden: int, ffn: int, experts: int, layers: tuple[int, ...]) -> tuple[Rule, ...]:

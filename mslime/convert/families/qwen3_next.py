@@ -17,6 +17,8 @@ from mslime.convert.kinds import Kind
 from mslime.convert.kinds_delta import DeltaByKeyHead
 from mslime.convert.table import Rule, RuleTable
 
+_NO_CP = "megatron-core's gated delta-net layer has none"
+
 
 class Qwen3Next(Decoder):
     """The family; its `mtp` layer is carried, not trained."""
@@ -24,7 +26,7 @@ class Qwen3Next(Decoder):
     architecture = "Qwen3NextForCausalLM"
     support = Support(
         ("Qwen3-Next-80B-A3B",),
-        notes=("Context parallelism is refused: megatron-core's gated delta-net layer has none.",),
+        notes=(f"Context parallelism is refused: {_NO_CP}.",),
     )
     rope_base = 1e7
     partial_rotary = 0.25
@@ -81,7 +83,7 @@ class Qwen3Next(Decoder):
         ))  # fmt: skip
         predicting = replace(experts, layers=(0,)).rules(a.hidden)
         block = (*gated_attention_rules(a, [0]), *mlp_norm_rules(a.hidden, [0]), *predicting)
-        return replace(table, rules=(*table.rules, *mtp_rules(block, a.hidden)))
+        return replace(table, rules=(*table.rules, *mtp_rules(block, a.hidden)), undivided={"cp": _NO_CP})
 
     def projection(self, hf_config: HFConfig) -> tuple[tuple[str, ...], Kind]:
         """Names and layout of a gated delta-net layer's input projection."""

@@ -1,0 +1,130 @@
+"""GPT-OSS, Qwen3-Next and Qwen3.5-MoE: what of config.json and of the layout is refused, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mslime.config.errors import CheckpointError, ConfigError
+from mslime.config.layout import ParallelLayout
+from mslime.config.schema import RunConfig
+from mslime.convert.families import get_family, refuse_unread
+from mslime.convert.spelling import canonical_name
+
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
+
+
+def published(model: str) -> dict[str, Any]:
+    return json.loads((CONFIGS / model / "config.json").read_text())
+
+
+def layout(**sizes: int) -> ParallelLayout:
+    ranks = sizes.pop("ranks")
+    raw = {
+        "model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]},
+        "cluster": {"device": "cpu", "trainer_ranks": ranks}, "megatron": sizes,
+    }  # fmt: skip
+    return RunConfig.model_validate(raw).layout
+
+
+def changed(config: dict[str, Any], path: str, value: object) -> dict[str, Any]:
+    """A copy with one setting changed, `a.b` being one inside a section."""
+    copy = json.loads(json.dumps(config))
+    *sections, name = path.split(".")
+    inner = copy
+    for section in sections:
+        inner = inner[section]
+    inner[name] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "value"),
+    [
+        ("gpt-oss-20b", "swiglu_alpha", 1.0),
+        ("gpt-oss-20b", "experts_per_token", 2),
+        ("gpt-oss-20b", "initial_context_length", 8192),
+        ("gpt-oss-20b", "attention_bias", False),
+        ("gpt-oss-20b", "layer_types", ["full_attention"]),
+        ("gpt-oss-20b", "rope_scaling.rope_type", "linear"),
+        ("gpt-oss-20b", "rope_scaling.attention_factor", 2.0),
+        ("gpt-oss-20b", "sliding_window", None),
+        ("gpt-oss-20b", "a_new_setting", 1),
+        ("qwen3-next-80B-A3B", "full_attention_interval", 0),
+        ("qwen3-next-80B-A3B", "layer_types", ["linear_attention"] * 48),
+        ("qwen3-next-80B-A3B", "linear_num_value_heads", 24),
+        ("qwen3-next-80B-A3B", "hidden_act", "gelu"),
+        ("qwen3-next-80B-A3B", "attention_bias", True),
+        ("qwen3-next-80B-A3B", "use_sliding_window", True),
+        ("qwen3.5-35B-A3B", "text_config.attn_output_gate", False),
+        ("qwen3.5-35B-A3B", "text_config.output_gate_type", "sigmoid"),
+        ("qwen3.5-35B-A3B", "text_config.rope_parameters.rope_type", "yarn"),
+        ("qwen3.5-35B-A3B", "text_config.mlp_only_layers", [0]),
+        ("qwen3.5-35B-A3B", "text_config.mtp_num_hidden_layers", 2),
+        ("qwen3.5-35B-A3B", "text_config.tie_word_embeddings", True),
+        ("qwen3.5-35B-A3B", "text_config.a_new_setting", 1),
+        ("qwen3.5-35B-A3B", "text_config", None),
+    ],
+)
+def test_a_setting_that_changes_the_arithmetic_is_refused_by_name(model: str, path: str, value: object) -> None:
+    config = published(model)
+    refuse_unread(get_family(config), config)
+    wrong = changed(config, path, value)
+    with pytest.raises(CheckpointError, match=path.rsplit(".", 1)[-1].removesuffix("_value_heads")):
+        refuse_unread(get_family(wrong), wrong)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "field"),
+    [
+        ("qwen3-next-80B-A3B", {"ranks": 2, "context_parallel_size": 2}, "megatron.context_parallel_size"),
+        ("qwen3.5-35B-A3B", {"ranks": 2, "context_parallel_size": 2}, "megatron.context_parallel_size"),
+        (
+            "gpt-oss-20b",
+            {"ranks": 2, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+            "megatron.expert_tensor_parallel_size",
+        ),
+    ],
+)
+def test_a_layout_that_megatron_core_cannot_build_is_refused_before_anything_starts(
+    model: str, sizes: dict[str, int], field: str
+) -> None:
+    config = published(model)
+    table = get_family(config).rules(config)
+    table.check_layout(layout(ranks=1))
+    with pytest.raises(ConfigError, match=f"{field} = 2: .*\n.*set {field} to 1"):
+        table.check_layout(layout(**sizes))
+
+
+def test_a_window_counts_the_token_itself_in_transformers_and_not_in_megatron_core() -> None:
+    fields = get_family(config := published("gpt-oss-20b")).transformer_fields(config)
+    assert fields["window_size"] == (127, 0)
+    assert fields["window_attn_skip_freq"] == [1, 0] * 12
+
+
+def test_layer_kinds_follow_from_the_interval_where_they_are_not_listed() -> None:
+    fields = get_family(config := published("qwen3-next-80B-A3B")).transformer_fields(config)
+    assert fields["linear_attention_freq"] == [1, 1, 1, 0] * 12
+
+
+def test_fp8_checkpoints_of_qwen3_5_hold_their_experts_one_by_one() -> None:
+    config = published("qwen3.5-35B-A3B")
+    stacked = get_family(config).rules(config).hf_shapes()
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    single = get_family(config).rules(config).hf_shapes()
+    assert stacked["model.language_model.layers.0.mlp.experts.down_proj"] == (256, 2048, 512)
+    assert single["model.language_model.layers.0.mlp.experts.255.down_proj.weight"] == (2048, 512)
+
+
+def test_transformer_engines_names_of_biases_and_of_the_fused_norm_are_mapped() -> None:
+    assert (
+        canonical_name("decoder.layers.1.mlp.experts.linear_fc2.bias3", first_expert=4)
+        == "decoder.layers.1.mlp.experts.local_experts.7.linear_fc2.bias"
+    )
+    assert (
+        canonical_name("decoder.layers.0.self_attention.in_proj.layer_norm_weight")
+        == "decoder.layers.0.input_layernorm.weight"
+    )
