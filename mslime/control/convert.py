@@ -31,6 +31,10 @@ def add_parser(commands: Any, from_run: Run) -> None:
     _add_run(kinds, from_run)
     to_megatron = _writing(kinds, "to-megatron", "Hugging Face -> Megatron torch_dist", "HF", "Hugging Face directory")
     to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the source)")
+    to_megatron.add_argument(
+        "--ignore-field", action="append", default=[], metavar="NAME",
+        help="setting of config.json that mslime does not know and that changes nothing; may be repeated",
+    )  # fmt: skip
     to_megatron.set_defaults(run=_to_megatron)
     to_hf = _writing(kinds, "to-hf", "Megatron torch_dist, converted or of a run -> Hugging Face", "CKPT",
                      "directory with .metadata and *.distcp")  # fmt: skip
@@ -131,8 +135,9 @@ def _to_megatron(args: argparse.Namespace, flags: Sequence[str]) -> int:
     refuse_existing(args.out)
     config = read_hf_config(args.source_dir)
     job = ToMegatron(
-        args.source_dir, config, placement(config, args.source_dir), dtype=args.dtype, max_file_bytes=_bytes(args)
-    )
+        args.source_dir, config, placement(config, args.source_dir), dtype=args.dtype, ignored=args.ignore_field,
+        max_file_bytes=_bytes(args),
+    )  # fmt: skip
     return _run(job, args)
 
 

@@ -63,6 +63,7 @@ class OutputFile:
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._limit = limit
         self._unsynced = 0
+        self._latest = "header"
         self.spans: dict[str, Span] = {}
         self.records: dict[str, tuple[int, int]] = {}
         self.at = 0
@@ -90,6 +91,7 @@ class OutputFile:
         Raises:
             CheckpointError: the file system refused, naming the file and `what`.
         """
+        self._latest = what
         try:
             self._file.write(data)
             self._unsynced += len(data)
@@ -118,7 +120,7 @@ class OutputFile:
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             self._temporary.rename(self._path)
         except OSError as error:
-            raise self._failed("end of file", error) from error
+            raise self._failed(self._latest, error) from error
         return Written(self._path.name, self.at, self.spans, self.records)
 
     def _failed(self, what: str, error: OSError) -> CheckpointError:

@@ -118,7 +118,7 @@ def run_job(
     refuse_existing(target)
     staging = staging_directory(target)
     staging.mkdir(parents=True, exist_ok=True)
-    with _only_writer(staging), Workers(workers) as pool:
+    with _only_writer(staging), _without_leftovers(staging), Workers(workers) as pool:
         refuse_existing(target)  # another run may have finished since
         journal = _Journal(staging, job)
         remaining = [task for task in job.tasks if task.file not in journal.written]
@@ -130,7 +130,7 @@ def run_job(
             journal.add(written)
         files = [journal.written[task.file] for task in job.tasks]
         if verified:
-            verify_files(staging, files, pool, progress)
+            verify_files(staging, files, pool, progress, discard=True)
         try:
             job.finish(staging, files)
             _write_checksums(staging, files)
@@ -144,10 +144,19 @@ def run_job(
     return Outcome(len(files), nbytes, kept)
 
 
-def verify_files(directory: Path, files: Sequence[Written], pool: Workers, progress: Progress) -> None:
-    """Read files from the disk again. Raises CheckpointError naming the first tensor whose checksum differs."""
+def verify_files(
+    directory: Path, files: Sequence[Written], pool: Workers, progress: Progress, *, discard: bool = False
+) -> None:
+    """Read files from the disk again.
+
+    Args:
+        discard: remove a file that differs, so that it is written again.
+
+    Raises:
+        CheckpointError: naming the first tensor whose checksum differs.
+    """
     progress.phase("verify", sum(span.length for written in files for span in written.spans.values()), 0)
-    for _ in pool.run(_Verifying(directory).run, files, progress.advance):
+    for _ in pool.run(_Verifying(directory, discard).run, files, progress.advance):
         pass
 
 
@@ -167,9 +176,15 @@ class _Verifying:
     """Verifies the files of a directory, in any process."""
 
     directory: Path
+    discard: bool
 
     def run(self, written: Written, advance: Advance) -> None:
-        verify(self.directory, written, advance)
+        try:
+            verify(self.directory, written, advance)
+        except CheckpointError:
+            if self.discard:
+                (self.directory / written.file).unlink(missing_ok=True)
+            raise
 
 
 def refuse_existing(target: Path) -> None:
@@ -293,3 +308,14 @@ def _only_writer(staging: Path) -> Generator[None]:
         ) from error
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _without_leftovers(staging: Path) -> Generator[None]:
+    """When the work inside fails, files that were being written go: the disk may be full of them."""
+    try:
+        yield
+    except BaseException:
+        for part in staging.glob(".*.part"):
+            part.unlink(missing_ok=True)
+        raise

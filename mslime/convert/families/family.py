@@ -178,7 +178,8 @@ def refuse_unread(family: Family, hf_config: HFConfig, ignored: Collection[str] 
         if name not in known and value is not None:
             raise CheckpointError(
                 f"config.json: {name}", value, f"mslime does not know what this setting does to {family.architecture}",
-                "if it changes nothing in the forward pass, name it in model.ignored_config_fields; else add it to "
+                "if it changes nothing in the forward pass, name it in model.ignored_config_fields (or, when "
+                "converting, with --ignore-field); else add it to "
                 "the family's file in mslime/convert/families",
             )  # fmt: skip
 

@@ -6,12 +6,13 @@ import io
 import json
 import math
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family
+from mslime.convert.families.family import refuse_unread
 from mslime.convert.files import Advance, OutputFile, Written
 from mslime.convert.hf import HFCheckpoint, copy_side_files
 from mslime.convert.jobs import Task, source_identity
@@ -37,6 +38,7 @@ class ToMegatron:
         hf_config: its config.json.
         placement: where megatron-core keeps the model's parameters.
         dtype: of the weights, as torch names it; None keeps each tensor's own. Rules may pin theirs.
+        ignored: settings of config.json that change nothing, on the user's word.
         max_file_bytes: a file is closed when it would grow beyond this.
 
     Raises:
@@ -50,8 +52,10 @@ class ToMegatron:
         placement: ModelPlacement,
         *,
         dtype: str | None = None,
+        ignored: Collection[str] = (),
         max_file_bytes: int = 5 << 30,
     ) -> None:
+        refuse_unread(get_family(hf_config), hf_config, ignored)
         self._source, self._hf_config, self._placement, self._dtype = source, dict(hf_config), placement, dtype
         checkpoint, table = HFCheckpoint(source), self._table()
         table.check_hf(checkpoint.shapes, str(source))

@@ -1,0 +1,9 @@
+#!/usr/bin/env python
+"""What is in a checkpoint: `mslime convert inspect`."""
+
+import sys
+
+from mslime.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["convert", "inspect", *sys.argv[1:]]))
