@@ -152,6 +152,11 @@ LAYOUTS: dict[str, tuple[dict[str, int], ...]] = {
         {"ranks": 64, "tp": 2, "pp": 2, "vpp": 5, "ep": 16, "etp": 2},
         {"ranks": 32, "ep": 32},
     ),
+    "qwen3.5-397B-A17B": (
+        {"ranks": 256, "tp": 4, "pp": 4, "ep": 64},
+        {"ranks": 128, "tp": 2, "pp": 4, "vpp": 3, "ep": 16, "etp": 2},
+        {"ranks": 64, "ep": 64},
+    ),
 }
 
 

@@ -38,6 +38,7 @@ class GptOss(Decoder):
     architecture = "GptOssForCausalLM"
     support = Support(
         ("gpt-oss-20b", "gpt-oss-120b"),
+        not_served="SGLang 0.5.23's attention for CPUs takes no sinks",
         notes=(f"Expert tensor parallelism is refused: {_NO_ETP}.",),
     )
     rope_kinds = ("yarn",)

@@ -24,7 +24,7 @@ from mslime.convert.families.family import (
     required_int,
 )
 from mslime.convert.families.gqa import Attention
-from mslime.convert.families.qwen3_next import Qwen3Next
+from mslime.convert.families.qwen3_next import NOT_SERVED, Qwen3Next
 from mslime.convert.kinds import Kind, Replicated, Row, Shape
 from mslime.convert.kinds_delta import DeltaParts
 from mslime.convert.kinds_experts import JoinedGatedMLP
@@ -75,6 +75,7 @@ class Qwen35Moe(Family):
     architecture = "Qwen3_5MoeForConditionalGeneration"
     support = Support(
         ("Qwen3.5-35B-A3B", "Qwen3.5-397B-A17B"),
+        not_served=NOT_SERVED,
         notes=(
             "Trained on text; what reads images is copied from the source checkpoint when exporting.",
             "Qwen3.6's files, which stack the experts of the multi-token-prediction layer too, are refused.",

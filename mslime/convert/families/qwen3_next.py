@@ -17,6 +17,7 @@ from mslime.convert.kinds import Kind
 from mslime.convert.kinds_delta import DeltaByKeyHead
 from mslime.convert.table import Rule, RuleTable
 
+NOT_SERVED = "SGLang 0.5.23 runs gated delta-nets on CPUs with sgl-kernel only, of which there is no CPU package"
 _NO_CP = "megatron-core's gated delta-net layer has none"
 
 
@@ -26,6 +27,7 @@ class Qwen3Next(Decoder):
     architecture = "Qwen3NextForCausalLM"
     support = Support(
         ("Qwen3-Next-80B-A3B",),
+        not_served=NOT_SERVED,
         notes=(f"Context parallelism is refused: {_NO_CP}.",),
     )
     rope_base = 1e7
