@@ -32,7 +32,7 @@ from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 LAYOUTS = {
     "TP2 EP2 PP2": {"tp": 2, "ep": 2, "pp": 2},
     "DP2 PP2, three layers and one": {"dp": 2, "pp": 2, "num_layers_in_last_pipeline_stage": 1},
-    "TP2 DP2 EP2, float32": {"tp": 2, "dp": 2, "ep": 2, "params_dtype": "float32"},
+    "TP2 DP2 EP4, float32": {"tp": 2, "dp": 2, "ep": 4, "params_dtype": "float32"},
     "TP2 DP2, state not sharded": {"tp": 2, "dp": 2, "use_distributed_optimizer": False},
 }
 

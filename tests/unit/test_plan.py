@@ -33,6 +33,7 @@ PUBLISHED_BILLIONS = {
     "mixtral-8x7B": 46.703, "moonlight-16B-A3B": 15.960, "olmoe-1B-7B": 6.919, "qwen1.5-moe-A2.7B": 14.316,
     "qwen2-57B-A14B": 57.409, "qwen2.5-0.5B": 0.494, "qwen2.5-7B": 7.616, "qwen3-235B-A22B": 235.094,
     "qwen3-30B-A3B": 30.532, "qwen3-4B": 4.022, "qwen3-next-80B-A3B": 79.674, "qwen3.5-35B-A3B": 34.661,
+    "qwen3.5-397B-A17B": 396.346,
 }  # fmt: skip
 LAYOUT = {
     "tensor_model_parallel_size": 2,
@@ -96,6 +97,19 @@ def test_experts_are_shared_out_over_their_own_data_parallel_ranks() -> None:
     [stage] = plan.stages
     assert (plan.layout.dp, plan.layout.edp) == (16, 4)
     assert stage.memory.optimizer == 12 * (stage.held.dense / 16 + stage.held.expert / 4)
+
+
+def test_a_tied_output_layer_is_a_copy_only_on_a_stage_of_its_own() -> None:
+    tied, embedding = 494032768, 151936 * 896
+    [alone] = planned("qwen2.5-0.5B", train={"replay": "off"}).stages
+    assert alone.held.trained == tied
+    two = planned(
+        "qwen2.5-0.5B",
+        train={"replay": "off"},
+        megatron={"pipeline_model_parallel_size": 2},
+        cluster={"trainer_ranks": 2},
+    )
+    assert sum(stage.held.trained for stage in two.stages) == tied + embedding
 
 
 def test_the_precision_aware_optimizer_and_offload_take_less() -> None:
