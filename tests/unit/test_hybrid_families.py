@@ -12,6 +12,7 @@ from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, refuse_unread
+from mslime.convert.hf import HFCheckpoint
 from mslime.convert.spelling import canonical_name
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
@@ -117,6 +118,39 @@ def test_fp8_checkpoints_of_qwen3_5_hold_their_experts_one_by_one() -> None:
     single = get_family(config).rules(config).hf_shapes()
     assert stacked["model.language_model.layers.0.mlp.experts.down_proj"] == (256, 2048, 512)
     assert single["model.language_model.layers.0.mlp.experts.255.down_proj.weight"] == (2048, 512)
+
+
+def test_the_published_mxfp4_file_is_read_expert_by_expert_as_transformers_unpacks_it(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = published("gpt-oss-20b") | {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 32, "num_local_experts": 4, "vocab_size": 32,
+        "layer_types": ["sliding_attention"],
+    }  # fmt: skip
+    table = get_family(config).rules(config)
+    draw, packed, tensors = torch.Generator().manual_seed(0), {}, {}
+    for name, shape in table.hf_shapes().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, rows, columns = shape
+            blocks = torch.randint(0, 256, (experts, columns, rows // 32, 16), generator=draw, dtype=torch.uint8)
+            scales = torch.randint(120, 130, (experts, columns, rows // 32), generator=draw, dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            packed[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+        else:
+            tensors[name] = torch.randn(shape, generator=draw).bfloat16()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = HFCheckpoint(tmp_path)
+    table.check_hf(checkpoint.shapes, str(tmp_path))
+    for expert in range(4):
+        name = f"decoder.layers.0.mlp.experts.local_experts.{expert}.linear_"
+        gate_up, down = (packed[f"model.layers.0.mlp.experts.{part}"][expert] for part in ("gate_up_proj", "down_proj"))
+        found = table.bind(f"{name}fc1.weight").to_megatron(checkpoint.view, 0, 1)
+        assert torch.equal(found, torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], 1).T)
+        assert torch.equal(table.bind(f"{name}fc2.weight").to_megatron(checkpoint.view, 0, 1), down.T)
 
 
 def test_transformer_engines_names_of_biases_and_of_the_fused_norm_are_mapped() -> None:
