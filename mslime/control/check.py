@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Group as RichGroup
 from rich.table import Table
 
-from mslime.config.errors import ConfigError
+from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
@@ -51,9 +51,11 @@ def resolve(config: RunConfig) -> ResolvedRun:
     model = family.model_fields(hf_config)
     table = family.rules(hf_config)
     table.check_layout(config.layout)
-    table.check_hf(HFCheckpoint(config.model.path).shapes, str(config.model.path))
+    checkpoint = HFCheckpoint(config.model.path)
+    table.check_hf(checkpoint.shapes, str(config.model.path))
     check_model(config, derived)
     if config.train.task == "rl":
+        _refuse_quantised(config, checkpoint)
         family.refuse_for_engine(hf_config)
         _check_engine_tp(config, family)
     _check_lengths(config, model)
@@ -86,6 +88,16 @@ def _check_engine_tp(config: RunConfig, family: Family) -> None:
             "sglang.tp_size", config.sglang.tp_size,
             f"SGLang 0.5.23 computes {family.architecture} with at most {largest} GPUs an engine",
             f"set sglang.tp_size to {largest} and start more engines (sglang.num_engines)",
+        )  # fmt: skip
+
+
+def _refuse_quantised(config: RunConfig, checkpoint: HFCheckpoint) -> None:
+    """The engines start from the checkpoint itself: they would hold quantised weights, which a sync does not write."""
+    if checkpoint.quantisation is not None and not config.sglang.urls:
+        raise CheckpointError(
+            f"{config.model.path}: quantization_config", checkpoint.quantisation,
+            "the engines would load quantised weights, and the trainer sends plain ones",
+            f"write a plain copy with `mslime convert bf16 {config.model.path} OUT` and train from it",
         )  # fmt: skip
 
 

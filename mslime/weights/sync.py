@@ -276,19 +276,12 @@ class WeightSender:
         except CheckpointError as error:
             failure = error
         self._raise_together("export", failure)
-        written: tuple[dict[str, str], int] = ({}, 0)
         writer = ShardWriter(staging, f"stage{self._groups.stage}")
+        failure = self._write_stage(writer, params, untrained)
+        written: tuple[dict[str, str], int] = ({}, 0)
         try:
-            for bucket in self.plan.stage_buckets(self._groups.stage):
-                flat = self._fill(bucket, params)
-                for name, tensor in named_tensors(bucket, flat) if flat is not None else ():
-                    for alias in (name, *untrained.copies.get(name, ())):
-                        writer.add(alias, tensor)
-            if self._groups.stage == self._groups.layout.pp - 1:
-                for name, tensor in untrained.tensors(TORCH_DTYPES[self._options.dtype]):
-                    writer.add(name, tensor)
-            written = writer.close()
-        except ValueError as error:
+            written = writer.close() if failure is None else written
+        except CheckpointError as error:
             failure = error
         self._raise_together("export", failure)
         parts = self._exchange(written)
@@ -297,6 +290,27 @@ class WeightSender:
             write_index(staging, {k: v for files, _ in parts for k, v in files.items()}, sum(size for _, size in parts))
             publish(directory)
         self._exchange(None)
+
+    def _write_stage(
+        self, writer: ShardWriter, params: Mapping[str, torch.Tensor], untrained: Untrained
+    ) -> ValueError | None:
+        """This stage's tensors; the first failure to write is returned after all gathers are over."""
+        failure: ValueError | None = None
+        for bucket in self.plan.stage_buckets(self._groups.stage):
+            try:
+                flat = self._fill(bucket, params)
+                for name, tensor in named_tensors(bucket, flat) if flat is not None and failure is None else ():
+                    for alias in (name, *untrained.copies.get(name, ())):
+                        writer.add(alias, tensor)
+            except ValueError as error:
+                failure = failure or error
+        try:
+            if failure is None and self._groups.stage == self._groups.layout.pp - 1:
+                for name, tensor in untrained.tensors(TORCH_DTYPES[self._options.dtype]):
+                    writer.add(name, tensor)
+        except ValueError as error:
+            failure = error
+        return failure
 
     def disconnect(self) -> None:
         """Leave the engines; not collective, safe to call twice and after a failure."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 import zlib
 from collections.abc import Iterator
@@ -216,3 +217,25 @@ def test_an_engine_that_is_not_there_is_named_on_every_rank(checkpoint: Path, tm
     url = f"http://127.0.0.1:{free_port()}"
     for message in run_trainers(unreachable, config_of(checkpoint, tmp_path, tp=2, ep=2), url):
         assert "weights.connect" in message and url in message
+
+
+def export_on_a_small_disk(trainer: MegatronTrainer, directory: Path, limited_rank: int) -> str:
+    """One leader may write no more than 10 kB a file, as on a file system that fills up under it."""
+    sender = trainer.weight_sender()
+    if trainer.place.rank == limited_rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+    with pytest.raises(WeightSyncError) as error:
+        sender.export(directory, trainer.config.model.path)
+    return str(error.value)
+
+
+def test_an_export_that_cannot_be_written_fails_on_every_rank_and_keeps_what_was_there(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "exported"
+    target.mkdir()
+    (target / "kept").write_text("as it was")
+    config = config_of(checkpoint, tmp_path, tp=2, ep=2, pp=2)
+    messages = run_trainers(export_on_a_small_disk, config, target, 0)
+    assert len(set(messages)) == 1 and "trainer rank 0" in messages[0]
+    assert [path.name for path in target.iterdir()] == ["kept"]

@@ -109,6 +109,15 @@ def test_dense_layers_that_the_engine_would_drop_are_refused_for_rl(
     assert check(capsys, path, prompts, "--train.task", "sft")[0] == 0
 
 
+def test_quantised_weights_that_the_engine_would_load_are_refused_for_rl(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, tmp_path: Path
+) -> None:
+    assert main(["convert", "fp8", str(checkpoint), str(tmp_path / "fp8"), "--workers", "1"]) == 0
+    status, _, err = check(capsys, tmp_path / "fp8", prompts)
+    assert status == 2 and "quantization_config" in err and "mslime convert bf16" in err
+    assert check(capsys, tmp_path / "fp8", prompts, "--train.task", "sft")[0] == 0
+
+
 def test_every_pass_through_field_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--fields", "megatron"]) == 0
     assert "megatron.recompute_granularity" in capsys.readouterr().out
