@@ -60,11 +60,12 @@ class JointNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """The weight, saved as one tensor of all ranks' parts."""
+        tensor: Any = parallel_state.get_tensor_model_parallel_group()
+        data: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        whole = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets,
-            tp_group=parallel_state.get_tensor_model_parallel_group(),
-            dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        )  # fmt: skip
+            whole, prefix, {"weight": 0}, sharded_offsets, tp_group=tensor, dp_cp_group=data
+        )
 
 
 class NormedResidual(torch.nn.Module):
