@@ -45,7 +45,7 @@ def build_chunks(
             if ".experts." in name:
                 parameter.allreduce = False  # type: ignore[attr-defined]
                 parameter.sequence_parallel = False  # type: ignore[attr-defined]
-            if name.endswith(".softmax_offset"):
+            if name.endswith(".softmax_offset") or (".linear_fc2.bias" in name and ".experts." in name):
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     return chunks
 
