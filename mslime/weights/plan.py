@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mslime.config.errors import ConfigError
@@ -151,9 +151,13 @@ def build_plan(
     assert len(stage_layers) == layout.pp, (stage_layers, layout)
     held = sorted(layer for layers in stage_layers for layer in layers)
     assert held == sorted({rule.layer for rule in table.bound.values()} - {-1}), f"stages hold layers {held}"
+    stages = {layer: stage for stage, layers in enumerate(stage_layers) for layer in layers}
+    owned_by: list[list[BoundRule]] = [[] for _ in range(layout.pp)]
+    for rule in table.bound.values():
+        if rule.exported:
+            owned_by[_stage_of(rule, stages, layout.pp)].append(rule)
     buckets: list[Bucket] = []
-    for stage in range(layout.pp):
-        owned = [rule for rule in table.bound.values() if rule.exported and _stage_of(rule, stage_layers) == stage]
+    for stage, owned in enumerate(owned_by):
         for expert in (False, True):
             size = layout.etp if expert else layout.tp
             for wire_dtype in dict.fromkeys(rule.dtype or dtype for rule in owned):
@@ -164,10 +168,10 @@ def build_plan(
     return WeightPlan(layout, tuple(buckets))
 
 
-def _stage_of(rule: BoundRule, stage_layers: Sequence[Sequence[int]]) -> int:
+def _stage_of(rule: BoundRule, stages: Mapping[int, int], pp: int) -> int:
     if rule.layer >= 0:
-        return next(stage for stage, layers in enumerate(stage_layers) if rule.layer in layers)
-    return 0 if rule.name.startswith("embedding.") else len(stage_layers) - 1
+        return stages[rule.layer]
+    return 0 if rule.name.startswith("embedding.") else pp - 1
 
 
 def _expert_units(rules: Sequence[BoundRule], ep: int) -> Iterator[Unit]:
