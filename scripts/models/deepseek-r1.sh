@@ -5,7 +5,7 @@
 # Engines: 4 servers of TP16 over two nodes each, which you start yourself (see ENGINES_BY_HAND): bfloat16 weights
 #   do not fit one node.
 #
-# The published weights are quantised; engines take bfloat16 from the trainer, so MODEL is a bfloat16 copy (tools/).
+# The published weights are quantised; engines take bfloat16 from the trainer, so MODEL is a plain copy: `mslime convert bf16`.
 MODEL_ARGS=(
   --cluster.device cuda
   --cluster.gpus-per-node 8

@@ -4,7 +4,7 @@
 # Trainer: 8 GPUs, TP2 x EP8 (32 experts over 8, data parallel 4).
 # Engines: 4 servers of TP2.
 #
-# The published weights are quantised; engines take bfloat16 from the trainer, so MODEL is a bfloat16 copy (tools/).
+# The published weights are quantised; engines take bfloat16 from the trainer, so MODEL is a plain copy: `mslime convert bf16`.
 MODEL_ARGS=(
   --cluster.device cuda
   --cluster.gpus-per-node 8

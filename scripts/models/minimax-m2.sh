@@ -4,7 +4,7 @@
 # Trainer: 64 GPUs, TP4 x PP4 x EP16 (62 layers in stages of 16, 16, 16 and 14, 256 experts over 16; data parallel 4).
 # Engines: 4 servers of TP8 on four nodes.
 #
-# The published weights are quantised; engines take bfloat16 from the trainer, so MODEL is a bfloat16 copy (tools/).
+# The published weights are quantised; engines take bfloat16 from the trainer, so MODEL is a plain copy: `mslime convert bf16`.
 MODEL_ARGS=(
   --cluster.device cuda
   --cluster.gpus-per-node 8
