@@ -4,10 +4,11 @@ its own name when it is complete and on the disk. Afterwards it is read again, f
 
 from __future__ import annotations
 
-import contextlib
 import os
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 Advance = Callable[[int], None]
 """Called with the number of bytes that have just been done."""
 _READ_BYTES = 8 << 20
-_BUFFER_BYTES = 1 << 18
+_GATHERED_BYTES = 1 << 20  # of one call to the system
+_GATHERED_PIECES = 512  # Linux takes 1024
+_BEHIND_BYTES = 8 << 20  # that the thread may lag behind
+_SYNC_BYTES = 32 << 20  # between two waits for the disk
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,18 @@ class Written:
 class OutputFile:
     """A file that is written from front to back; a context manager that leaves it whole or not at all.
 
+    A thread hands the bytes to the system and to the disk, so that the next tensor is read and converted meanwhile.
+
     Args:
         path: its final name.
-        limit: number of bytes written between two flushes to the disk, so that dirty pages do not pile up.
     """
 
-    def __init__(self, path: Path, limit: int = 256 << 20) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-        self._limit = limit
+        self._gathered: list[bytes | memoryview] = []
+        self._gathered_bytes = 0
+        self._writing: deque[tuple[Future[None], int]] = deque()
         self._unsynced = 0
         self._latest = "header"
         self.spans: dict[str, Span] = {}
@@ -70,39 +77,59 @@ class OutputFile:
 
     def __enter__(self) -> Self:
         try:
-            self._file = self._temporary.open("wb", buffering=_BUFFER_BYTES)
+            self._file = self._temporary.open("wb", buffering=0)
         except OSError as error:
-            raise self._failed("first byte", error) from error
+            raise self._failed(error) from error
+        self._thread = ThreadPoolExecutor(1)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self._file.close()
-            return
-        with contextlib.suppress(OSError):  # the disk may be full: what is thrown away need not be flushed
-            self._file.close()
-        self._temporary.unlink(missing_ok=True)
+        self._thread.shutdown(cancel_futures=True)
+        self._file.close()
+        if kind is not None:
+            self._temporary.unlink(missing_ok=True)
 
     def write(self, data: bytes | memoryview, what: str = "header") -> int:
-        """Append bytes; returns how many.
+        """Append bytes, which must stay as they are until the file is complete; returns how many.
 
         Raises:
-            CheckpointError: the file system refused, naming the file and `what`.
+            CheckpointError: the file system refused, naming the file and about what was written then.
         """
         self._latest = what
-        try:
-            self._file.write(data)
-            self._unsynced += len(data)
-            if self._unsynced >= self._limit:
-                self._file.flush()
-                os.fdatasync(self._file.fileno())
-                self._unsynced = 0
-        except OSError as error:
-            raise self._failed(what, error) from error
+        self._gathered.append(data)
+        self._gathered_bytes += len(data)
+        if self._gathered_bytes >= _GATHERED_BYTES or len(self._gathered) == _GATHERED_PIECES:
+            self._hand_over()
         self.at += len(data)
         return len(data)
+
+    def _hand_over(self) -> None:
+        """Give what is gathered to the thread; wait when that lags behind."""
+        self._writing.append((self._thread.submit(self._flush, self._gathered), self._gathered_bytes))
+        self._gathered, self._gathered_bytes = [], 0
+        while self._writing and (sum(n for _, n in self._writing) > _BEHIND_BYTES or self._writing[0][0].done()):
+            self._wait_for_one()
+
+    def _wait_for_one(self) -> None:
+        try:
+            self._writing.popleft()[0].result()
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _flush(self, waiting: list[bytes | memoryview]) -> None:
+        """In the thread: to the system in one call, and now and then to the disk."""
+        while waiting:
+            written = os.writev(self._file.fileno(), waiting)
+            self._unsynced += written
+            while waiting and written >= len(waiting[0]):
+                written -= len(waiting.pop(0))
+            if written:
+                waiting[0] = memoryview(waiting[0])[written:]
+        if self._unsynced >= _SYNC_BYTES:
+            os.fdatasync(self._file.fileno())
+            self._unsynced = 0
 
     def write_tensor(self, name: str, tensor: Tensor) -> Span:
         """Append the bytes of a contiguous CPU tensor and remember their checksum. Raises like `write`."""
@@ -113,19 +140,20 @@ class OutputFile:
         return span
 
     def complete(self) -> Written:
-        """Everything is written: bring it to the disk and give the file its name."""
+        """Everything is written: bring it to the disk and give the file its name. Raises like `write`."""
+        self._hand_over()
+        while self._writing:
+            self._wait_for_one()
         try:
-            self._file.flush()
             os.fsync(self._file.fileno())
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             self._temporary.rename(self._path)
         except OSError as error:
-            raise self._failed(self._latest, error) from error
+            raise self._failed(error) from error
         return Written(self._path.name, self.at, self.spans, self.records)
 
-    def _failed(self, what: str, error: OSError) -> CheckpointError:
+    def _failed(self, error: OSError) -> CheckpointError:
         return CheckpointError(
-            f"{self._path}: {what}", error.strerror, f"could not be written after {self.at} bytes",
+            f"{self._path}: {self._latest}", error.strerror, f"could not be written after {self.at} bytes",
             "free space there, or choose another output directory; then run the same command again: "
             "finished files are kept",
         )  # fmt: skip
@@ -149,6 +177,7 @@ def verify(directory: Path, written: Written, advance: Advance) -> None:
     path = directory / written.file
     try:
         with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # what the disk has, not what memory kept
             size = os.fstat(file.fileno()).st_size
             if size != written.size:
                 raise _different(path, "file", f"{size} bytes", f"{written.size} bytes were written")
@@ -157,7 +186,6 @@ def verify(directory: Path, written: Written, advance: Advance) -> None:
                     raise _different(
                         path, name, "another checksum", "the bytes on disk must be those that were written"
                     )
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise _different(path, "file", error.strerror, "must be readable") from error
 

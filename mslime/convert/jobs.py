@@ -210,7 +210,7 @@ class _Journal:
         for path in staging.iterdir():
             if path.name not in self.written and path.name != JOURNAL:
                 path.unlink() if path.is_file() else shutil.rmtree(path)
-        lines = [header, *(asdict(written) for written in self.written.values())]
+        lines = [header, *(_to_json(written) for written in self.written.values())]
         fresh = self._path.with_suffix(".new")
         fresh.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         fresh.rename(self._path)
@@ -219,7 +219,7 @@ class _Journal:
     def add(self, written: Written) -> None:
         """A file is finished and on the disk under its name."""
         self.written[written.file] = written
-        self._file.write(json.dumps(asdict(written)) + "\n")
+        self._file.write(json.dumps(_to_json(written)) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -255,8 +255,13 @@ def _complete_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def _to_json(written: Written) -> dict[str, Any]:
+    spans = {name: [span.start, span.length, span.crc] for name, span in written.spans.items()}
+    return {"file": written.file, "size": written.size, "spans": spans, "records": dict(written.records)}
+
+
 def _from_json(line: Mapping[str, Any]) -> Written:
-    spans = {name: Span(**span) for name, span in line["spans"].items()}
+    spans = {name: Span(*span) for name, span in line["spans"].items()}
     return Written(line["file"], line["size"], spans, {name: tuple(pair) for name, pair in line["records"].items()})
 
 
@@ -276,7 +281,7 @@ def _check_space(staging: Path, nbytes: int) -> None:
 
 def _write_checksums(directory: Path, files: Sequence[Written]) -> None:
     """What `inspect --verify` compares later: CRC-32 of every tensor's bytes by file."""
-    found = {written.file: asdict(written) for written in files}
+    found = {written.file: _to_json(written) for written in files}
     (directory / CHECKSUMS).write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -6,7 +6,9 @@ import io
 import json
 import math
 import pickle
+import struct
 import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ SAFETENSORS_DTYPES = {
 TORCH_DTYPES = {short: name for name, short in SAFETENSORS_DTYPES.items()}
 _BITS = {"F64": 64, "F32": 32, "BF16": 16, "F16": 16, "I64": 64, "I32": 32, "I16": 16}
 _ZIP64_BYTES = 1 << 31
+_DATA = "archive/data/0"
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -87,22 +90,81 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], tensors: Iterable
 def write_record(file: OutputFile, name: str, tensor: Tensor) -> None:
     """Append what `torch.save(tensor)` means: a zip archive of a small pickle and the tensor's bytes as they are.
 
-    Written by hand because torch computes its checksums at a tenth of the speed of zlib.
+    Written by hand because torch computes its checksums at a tenth of the speed of zlib, and Python's zipfile takes
+    longer for an archive than a small tensor takes.
 
     Args:
         name: for `file.records` and `file.spans`.
         tensor: contiguous, on the CPU.
     """
     data, start = tensor_bytes(tensor), file.at
-    with zipfile.ZipFile(_Appending(file, name), "w") as archive:  # pyright: ignore[reportArgumentType]
-        for member, content in _prelude(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)):
-            archive.writestr(zipfile.ZipInfo(member), content)
-        stored = zipfile.ZipInfo("archive/data/0")
-        with archive.open(stored, "w", force_zip64=len(data) >= _ZIP64_BYTES) as member:
-            begin = file.at
-            member.write(data)
-    file.spans[name] = Span(begin, len(data), stored.CRC)
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    crc = zlib.crc32(data)
+    if len(data) >= _ZIP64_BYTES:
+        begin = _write_large(file, name, _prelude(dtype, shape), data)
+    else:
+        template = _template(dtype, shape, len(data))
+        file.write(template.head, name)
+        begin = file.at
+        file.write(data, name)
+        file.write(template.tail(crc), name)
+    file.spans[name] = Span(begin, len(data), crc)
     file.records[name] = (start, file.at - start)
+
+
+def _write_large(file: OutputFile, name: str, members: Sequence[tuple[str, bytes]], data: memoryview) -> int:
+    """An archive with 64-bit sizes; returns where the data begins."""
+    with zipfile.ZipFile(_Appending(file, name), "w") as archive:  # pyright: ignore[reportArgumentType]
+        for member, content in members:
+            archive.writestr(zipfile.ZipInfo(member), content)
+        with archive.open(zipfile.ZipInfo(_DATA), "w", force_zip64=True) as stored:
+            begin = file.at
+            stored.write(data)
+    return begin
+
+
+@dataclass(frozen=True)
+class _Template:
+    """The archive of every tensor of one dtype and shape, but for its bytes and their checksum.
+
+    Attributes:
+        head: everything before the tensor's bytes.
+        size: of those bytes.
+        directory: central directory and its end record; the data's checksum belongs at `crc_at`.
+    """
+
+    head: bytes
+    size: int
+    directory: bytes
+    crc_at: int
+
+    def tail(self, crc: int) -> bytes:
+        """Everything after the tensor's bytes."""
+        descriptor = struct.pack("<4s3L", b"PK\x07\x08", crc, self.size, self.size)
+        before, after = self.directory[: self.crc_at], self.directory[self.crc_at + 4 :]
+        return b"".join((descriptor, before, crc.to_bytes(4, "little"), after))
+
+
+@lru_cache(maxsize=256)
+def _template(dtype: str, shape: Shape, size: int) -> _Template:
+    """Made with `zipfile` from an archive whose data is missing; the format is PKWARE's APPNOTE.TXT, section 4.3."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for member, content in _prelude(dtype, shape):
+            archive.writestr(zipfile.ZipInfo(member), content)
+        archive.writestr(zipfile.ZipInfo(_DATA), b"")
+        end_of_head = buffer.tell()
+        entries = archive.filelist
+    whole = bytearray(buffer.getvalue())
+    local = entries[-1].header_offset
+    whole[local + 6] |= 8  # flags: checksum and sizes follow the data
+    after = end_of_head + size + 16  # the descriptor's length
+    directory = whole[end_of_head:]
+    own = len(directory) - 22 - 46 - len(_DATA)  # the last entry, before the end record
+    directory[own + 8] |= 8
+    struct.pack_into("<2L", directory, own + 20, size, size)
+    struct.pack_into("<L", directory, len(directory) - 6, after)
+    return _Template(bytes(whole[:end_of_head]), size, bytes(directory), own + 16)
 
 
 class _Appending(io.RawIOBase):
