@@ -8,8 +8,7 @@ the others have a softmax router, whose values are not normalised after the choi
 
 from __future__ import annotations
 
-from mslime.config.errors import CheckpointError
-from mslime.convert.families.experts import Experts
+from mslime.convert.families.experts import Experts, limited_groups, read_experts
 from mslime.convert.families.family import (
     Family,
     HFConfig,
@@ -98,42 +97,6 @@ class DeepseekV2(Family):
             *dense_mlp_rules(hf_config, [layer for layer in layers if layer not in experts.layers]),
             *experts.rules(hidden),
         ))  # fmt: skip
-
-
-def limited_groups(config: HFConfig) -> dict[str, object]:
-    """The choice of experts from the best groups of them only; nothing when there is one group.
-
-    Raises:
-        CheckpointError: the chosen groups hold too few experts.
-    """
-    groups, chosen = required_int(config, "n_group"), required_int(config, "topk_group")
-    experts, top_k = required_int(config, "n_routed_experts"), required_int(config, "num_experts_per_tok")
-    if experts % groups or chosen > groups or top_k > experts // groups * chosen:
-        raise CheckpointError(
-            "config.json: n_group", groups, f"{chosen} of the groups must hold {top_k} of {experts} experts",
-            "use the config.json of the checkpoint",
-        )  # fmt: skip
-    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > 1 else {}
-
-
-def read_experts(config: HFConfig) -> Experts:
-    """DeepSeek-V2's; all layers but the first `first_k_dense_replace` have them."""
-    dense, layers = config.get("first_k_dense_replace"), required_int(config, "num_hidden_layers")
-    if not isinstance(dense, int) or not 0 <= dense < layers:
-        raise CheckpointError(
-            "config.json: first_k_dense_replace", dense, f"must be a number of layers below {layers}",
-            "use the config.json of the checkpoint",
-        )  # fmt: skip
-    ffn = required_int(config, "moe_intermediate_size")
-    return Experts(
-        layers=tuple(range(dense, layers)),
-        number=required_int(config, "n_routed_experts"),
-        top_k=required_int(config, "num_experts_per_tok"),
-        ffn=ffn,
-        normalised=False,
-        scale=required_number(config, "routed_scaling_factor"),
-        shared_ffn=required_int(config, "n_shared_experts") * ffn,
-    )
 
 
 def _refuse_unbuilt(config: HFConfig) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.families.deepseek_v2 import DeepseekV2, limited_groups, read_experts
-from mslime.convert.families.experts import Experts
+from mslime.convert.families.deepseek_v2 import DeepseekV2
+from mslime.convert.families.experts import Experts, limited_groups, read_experts
 from mslime.convert.families.family import HFConfig, Support, refuse_unless, required_int
 from mslime.convert.families.mtp import with_multi_token_prediction
 from mslime.convert.table import RuleTable

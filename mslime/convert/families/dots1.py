@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mslime.config.errors import CheckpointError
-from mslime.convert.families.deepseek_v2 import limited_groups, read_experts
-from mslime.convert.families.experts import Experts
+from mslime.convert.families.experts import Experts, limited_groups, read_experts
 from mslime.convert.families.family import HFConfig, Support, refuse_unless, required_int
 from mslime.convert.families.gqa import Attention, Decoder, read_attention
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mslime.config.errors import CheckpointError
+from mslime.convert.families.family import HFConfig, required_int, required_number
 from mslime.convert.kinds import GatedMLP, Replicated, Row
 from mslime.convert.table import Rule
 
@@ -98,3 +99,39 @@ class Experts:
                  self.number),
             Rule(f"{m_expert}linear_fc2.weight", (h_expert + down,), Row((hidden, self.ffn)), at, self.number),
         )  # fmt: skip
+
+
+def limited_groups(config: HFConfig) -> dict[str, object]:
+    """The choice of experts from the best groups of them only; nothing when there is one group.
+
+    Raises:
+        CheckpointError: the chosen groups hold too few experts.
+    """
+    groups, chosen = required_int(config, "n_group"), required_int(config, "topk_group")
+    experts, top_k = required_int(config, "n_routed_experts"), required_int(config, "num_experts_per_tok")
+    if experts % groups or chosen > groups or top_k > experts // groups * chosen:
+        raise CheckpointError(
+            "config.json: n_group", groups, f"{chosen} of the groups must hold {top_k} of {experts} experts",
+            "use the config.json of the checkpoint",
+        )  # fmt: skip
+    return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen} if groups > 1 else {}
+
+
+def read_experts(config: HFConfig) -> Experts:
+    """Those of DeepSeek-V2, as its followers spell them too; all layers but the first `first_k_dense_replace` have them."""
+    dense, layers = config.get("first_k_dense_replace"), required_int(config, "num_hidden_layers")
+    if not isinstance(dense, int) or not 0 <= dense < layers:
+        raise CheckpointError(
+            "config.json: first_k_dense_replace", dense, f"must be a number of layers below {layers}",
+            "use the config.json of the checkpoint",
+        )  # fmt: skip
+    ffn = required_int(config, "moe_intermediate_size")
+    return Experts(
+        layers=tuple(range(dense, layers)),
+        number=required_int(config, "n_routed_experts"),
+        top_k=required_int(config, "num_experts_per_tok"),
+        ffn=ffn,
+        normalised=False,
+        scale=required_number(config, "routed_scaling_factor"),
+        shared_ffn=required_int(config, "n_shared_experts") * ffn,
+    )

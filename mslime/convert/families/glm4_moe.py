@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mslime.convert.families.deepseek_v2 import read_experts
-from mslime.convert.families.experts import Experts
+from mslime.convert.families.experts import Experts, read_experts
 from mslime.convert.families.family import HFConfig, Support, flag, refuse_unless, required_int
 from mslime.convert.families.gqa import Attention, Decoder, read_attention
 from mslime.convert.families.mtp import with_multi_token_prediction
