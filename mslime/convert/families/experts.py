@@ -118,7 +118,7 @@ def limited_groups(config: HFConfig) -> dict[str, object]:
 
 
 def read_experts(config: HFConfig) -> Experts:
-    """Those of DeepSeek-V2, as its followers spell them too; all layers but the first `first_k_dense_replace` have them."""
+    """Those of DeepSeek-V2 and its followers: in all layers but the first `first_k_dense_replace`."""
     dense, layers = config.get("first_k_dense_replace"), required_int(config, "num_hidden_layers")
     if not isinstance(dense, int) or not 0 <= dense < layers:
         raise CheckpointError(
