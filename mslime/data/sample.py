@@ -58,13 +58,16 @@ class Sample:
     Attributes:
         group_id: the prompt's group; the samples of a GRPO group share it.
         index: position of this sample within its group.
+        rollout_id: the rollout within the group that this sample is a part of, when one rollout became several training
+            samples (turns, branches); None: the sample is a rollout of its own.
         tokens: [T] int32, prompt first.
         loss_mask: [T] bool, True where the token may enter the loss.
         log_probs: [T] float32, behaviour log-probability (natural log) of each token; 0 where not sampled.
         segments: contiguous spans that cover [0, T) exactly.
         routes: experts per position, at most T - 1 rows; None when the engine was not asked for them.
         supports: kept token ids per position, T rows; None when sampling was unrestricted.
-        reward: None until scored.
+        reward: None until scored; of the whole rollout.
+        process_rewards: (position of the token that ends a step, reward), beside `reward`.
         label, metadata: from the prompt's row, handed to the reward unchanged.
     """
 
@@ -80,6 +83,8 @@ class Sample:
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     reward: float | None = None
+    process_rewards: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    rollout_id: int | None = None
     status: SampleStatus = SampleStatus.PENDING
     response: str = ""
     aborts: int = 0
@@ -106,6 +111,12 @@ class Sample:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def rollout(self) -> tuple[int, int, bool]:
+        """What the parts of one rollout share, and no other sample has."""
+        alone = self.rollout_id is None
+        return self.group_id, self.index if self.rollout_id is None else self.rollout_id, alone
 
     @property
     def response_length(self) -> int:
@@ -197,7 +208,7 @@ class Sample:
         self.segments = [Segment(0, n, None, "", False)]
         if self.routes is not None:
             self.routes = Routes(self.routes.experts[:0], self.routes.mask[:0], self.routes.layer_ids)
-        self.supports, self.reward, self.response = None, None, ""
+        self.supports, self.reward, self.process_rewards, self.response = None, None, [], ""
         self.status = SampleStatus.PENDING
         return lost
 
@@ -238,6 +249,7 @@ def check_invariants(sample: Sample) -> None:
         assert not s.trainable or s.version is not None, f"trainable segment without a version: {s}"
         assert s.trainable or not sample.loss_mask[s.start : s.end].any(), f"trained token in {s}"
     assert np.isfinite(sample.log_probs).all() and (sample.log_probs <= 1e-6).all(), "log-probs must be finite and <= 0"
+    assert all(0 <= at < n for at, _ in sample.process_rewards), f"process rewards beyond {n} tokens"
     if sample.routes is not None:
         assert len(sample.routes) <= n - 1, f"{len(sample.routes)} route rows for {n} tokens"
     if sample.supports is not None:

@@ -30,9 +30,16 @@ class TrainShard:
         sequence_ids: [B] int64, unique within the step over all shards.
         loss_mask: [N] bool.
         weights: [N] float32, 0 outside the mask.
-        advantages: [N] float32.
+        advantages: [N] float32, of the token's rollout; the trainer completes them when they depend on log-probs.
         behaviour_log_probs: [N] float32.
-        old_log_probs, reference_log_probs: [N] float32 once computed, else None.
+        rewards: [N] float32: the rollout's on its sequence's last trained token, process rewards where a step ends;
+            None in supervised training.
+        segment_index: [N] int32: which of its sequence's weight versions sampled the token, counted from 0 in order; 0
+            where none did. None: not known.
+        segment_ages: [N] int32: weight versions between the one that sampled the token and the one being trained; 0
+            where none did. None: not known.
+        old_log_probs, reference_log_probs, teacher_log_probs: [N] float32 once computed, else None.
+        values, returns: [N] float32, the critic's and what it is to learn, once computed, else None.
         routes: N rows (rows without a route are masked), None when replay is off or recorded by the trainer.
         micro_batches: indices into the B sequences; every rank of the step has the same number of micro-batches. An
             empty tuple is a micro-batch that only keeps the ranks in step.
@@ -48,6 +55,12 @@ class TrainShard:
     micro_batches: tuple[tuple[int, ...], ...]
     old_log_probs: NDArray[np.float32] | None = None
     reference_log_probs: NDArray[np.float32] | None = None
+    teacher_log_probs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+    returns: NDArray[np.float32] | None = None
+    rewards: NDArray[np.float32] | None = None
+    segment_index: NDArray[np.int32] | None = None
+    segment_ages: NDArray[np.int32] | None = None
     routes: Routes | None = None
 
     def __post_init__(self) -> None:

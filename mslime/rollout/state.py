@@ -104,6 +104,8 @@ def _header(s: Sample) -> dict[str, Any]:
         "label": s.label,
         "metadata": s.metadata,
         "reward": s.reward,
+        "process_rewards": s.process_rewards,
+        "rollout_id": s.rollout_id,
         "status": s.status.value,
         "response": s.response,
         "aborts": s.aborts,
@@ -129,6 +131,7 @@ def _sample(header: Mapping[str, Any], cut: _Cutter) -> Sample:
         ids = cut("support_ids", support_ids).astype(np.int32)
         supports = Supports(ids, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
     h["segments"] = [Segment(*s) for s in h["segments"]]
+    h["process_rewards"] = [(at, reward) for at, reward in h.get("process_rewards", [])]
     h["status"] = SampleStatus(h["status"])
     h |= {name: cut(name, n) for name in _COLUMNS}
     return Sample(**h, routes=routes, supports=supports)
