@@ -1,23 +1,22 @@
-"""Policy and supervised losses over flat token rows. A dataclass in, a dataclass out; no distributed calls.
+"""The loss of a micro-batch from flat token rows. A dataclass in, a dataclass out; no distributed calls.
 
 Each row is one token's prediction. Denominators are inside `weights`, so the loss of a step is the plain sum over all
-ranks and micro-batches, in every layout.
+ranks and micro-batches, in every layout. The policy losses themselves: `mslime.algorithms.policies`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mslime.algorithms.corrections import Correction, Reduce, Rows, correction_weights
-from mslime.algorithms.kl import clamp_log_ratio, kl_estimate
+from mslime.algorithms.corrections import Correction, correction_weights
+from mslime.algorithms.kl import kl_estimate, kl_to_reference
+from mslime.algorithms.policies import LOSSES, RowLoss
+from mslime.algorithms.rows import Groups, Reduce, Rows
 from mslime.algorithms.statistics import LossStatistics
 from mslime.config.schema import AlgorithmConfig
-
-KL_TOKEN_BOUND = 10.0
-"""A token's KL to the reference is cut off here, lest one token that the reference finds impossible own the step."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,8 @@ class PolicyLossInputs:
         entropy: float32 of the next-token distribution; None: not computed.
         segment_index: int64 in [0, num_segments), each weight-version segment's number; for corrections by segment.
         num_segments: segments of the micro-batch.
+        ages: int64, versions between the sampling of the token and this step; for corrections and metrics by age.
+        positions: int64 >= 0, distance to the first trained token of the sequence; for metrics by position.
     """
 
     log_probs: Tensor
@@ -51,6 +52,8 @@ class PolicyLossInputs:
     entropy: Tensor | None = None
     segment_index: Tensor | None = None
     num_segments: int = 0
+    ages: Tensor | None = None
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,58 +72,39 @@ class LossOutput:
 def policy_loss(
     inputs: PolicyLossInputs, config: AlgorithmConfig, reduce: Reduce | None = None, weight_scale: float = 1.0
 ) -> LossOutput:
-    """Clipped policy-gradient loss with off-policy correction, KL to a reference and entropy bonus.
+    """Policy loss with off-policy correction, KL to a reference and entropy bonus.
 
-        loss = sum of weights * (c * PPO(r, A) + kl_coef * KL(pi || pi_ref) - entropy_coef * H)
+        loss = sum of weights * (c * L + kl_coef * KL(pi || pi_ref) - entropy_coef * H)
 
-    r = pi / pi_old, PPO as in `clipped_policy_loss`, c the (detached) correction weight times `weight_scale`. The
+    L is the policy loss that `config.loss` names, c the (detached) correction weight times `weight_scale`. The
     correction weighs the policy term only; a token that it masks keeps its KL and entropy terms, and denominators keep
-    their counts.
+    their counts. With `kl_in: reward` the KL is reported, and not part of the loss.
 
     Args:
         reduce: sums over the ranks that hold other rows of the same sequences; None when sequences are whole. It is
-            called only for corrections over sequences or segments, equally often on every rank.
+            called equally often on every rank.
         weight_scale: 1 / mean correction weight over the step when the correction is normalised, else 1.
     """
     mask = inputs.mask
-    log_probs = torch.where(mask, inputs.log_probs, 0.0)
-    behaviour = torch.where(mask, inputs.behaviour_log_probs, 0.0)
-    old = _old_log_probs(inputs, config, behaviour)
-    correction = correction_weights(_rows(inputs, old, behaviour), config.correction, reduce)
-    policy, clipped = clipped_policy_loss(log_probs - old, inputs.advantages, config)
+    rows = _rows(inputs, config, reduce)
+    correction = correction_weights(rows, config.correction)
+    policy = LOSSES[config.loss](rows, config)
     weights = torch.where(mask, inputs.weights, 0.0)
-    terms = {"policy": weights * correction.weights * weight_scale * torch.where(mask, policy, 0.0)}
+    terms = {"policy": weights * correction.weights * weight_scale * policy.loss}
     total = terms["policy"].sum()
     if inputs.reference_log_probs is not None:
         reference = torch.where(mask, inputs.reference_log_probs, 0.0)
-        terms["kl"] = weights * kl_estimate(log_probs, reference, config.kl_type).clamp(max=KL_TOKEN_BOUND)
-        total = total + config.kl_coef * terms["kl"].sum()
+        kl = kl_to_reference(
+            rows.log_probs, reference, rows.behaviour_log_probs, config.kl_type, unbiased=config.kl_unbiased
+        )
+        terms["kl"] = weights * kl
+        total = total + (config.kl_coef * terms["kl"].sum() if config.kl_in == "loss" else 0.0)
     if inputs.entropy is not None:
         terms["entropy"] = weights * torch.where(mask, inputs.entropy, 0.0)
         total = total - config.entropy_coef * terms["entropy"].sum()
-    statistics = _statistics(inputs, total, terms, correction)
-    statistics.add("clipped_ratio", (clipped & mask).sum())
-    statistics.add("ppo_kl", kl_estimate(old.double(), log_probs.detach().double(), "k3").sum())
-    _add_mismatch(statistics, _trainer_side(inputs, log_probs)[mask], behaviour[mask])
+    statistics = _statistics(rows, total, terms, correction)
+    _add_ratios(statistics, rows, policy, inputs.positions)
     return LossOutput(total, statistics)
-
-
-def clipped_policy_loss(log_ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """(loss [n], clipped [n] bool) of PPO with clip-higher (arXiv 1707.06347, 2503.14476) and dual clip (1912.09729).
-
-    loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A); with a dual bound c and A < 0, at most -c A. `clipped`
-    marks tokens whose gradient a bound took away.
-    """
-    ratio = torch.exp(clamp_log_ratio(log_ratio))
-    plain = -ratio * advantages
-    bounded = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
-    loss = torch.maximum(plain, bounded)
-    clipped = bounded > plain
-    if config.clip_dual is not None:
-        ceiling = -config.clip_dual * advantages
-        over = (advantages < 0) & (loss > ceiling)
-        loss, clipped = torch.where(over, ceiling, loss), clipped | over
-    return loss, clipped
 
 
 def sft_loss(log_probs: Tensor, weights: Tensor, mask: Tensor) -> LossOutput:
@@ -133,62 +117,111 @@ def sft_loss(log_probs: Tensor, weights: Tensor, mask: Tensor) -> LossOutput:
     return LossOutput(loss, statistics)
 
 
-def _old_log_probs(inputs: PolicyLossInputs, config: AlgorithmConfig, behaviour: Tensor) -> Tensor:
-    """log pi_old [n], the denominator of the clipped ratio, detached and 0 outside the mask."""
-    if config.correction.reference == "rollout":
-        return behaviour
-    return _trainer_side(inputs, torch.where(inputs.mask, inputs.log_probs, 0.0))
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weights: Tensor, mask: Tensor, clip: float | None
+) -> LossOutput:
+    """Squared error of a critic, with PPO's clipping around its values before the update (arXiv 1707.06347).
+
+        loss = sum of weights / 2 * max((v - R)^2, (v_old + clip(v - v_old, -clip, clip) - R)^2)
+
+    Args:
+        values: [n] float32; carries the gradient.
+        old_values, returns, weights: [n] float32. mask: [n] bool, tokens that are trained.
+        clip: None does not clip.
+    """
+    values, old, returns = (torch.where(mask, column, 0.0) for column in (values, old_values.detach(), returns))
+    error = (values - returns).square()
+    cut = torch.zeros_like(mask)
+    if clip is not None:
+        bounded = (old + (values - old).clamp(-clip, clip) - returns).square()
+        error, cut = torch.maximum(error, bounded), bounded > error
+    loss = 0.5 * (torch.where(mask, weights, 0.0) * error).sum()
+    statistics = LossStatistics.zeros(values.device)
+    residual = (returns - values).double()
+    for name, sum_over_rows in {
+        "tokens": mask.sum(),
+        "total": loss,
+        "value": loss,
+        "value_tokens": mask.sum(),
+        "value_clipped": cut.sum(),
+        "return": returns.double().sum(),
+        "return_squared": returns.double().square().sum(),
+        "residual": residual.sum(),
+        "residual_squared": residual.square().sum(),
+    }.items():
+        statistics.add(name, sum_over_rows)
+    return LossOutput(loss, statistics)
 
 
-def _trainer_side(inputs: PolicyLossInputs, log_probs: Tensor) -> Tensor:
-    """The trainer's own log-probs before this update [n], whatever the ratio's reference is; 0 outside the mask."""
-    if inputs.old_log_probs is None:
-        return log_probs.detach()
-    return torch.where(inputs.mask, inputs.old_log_probs, 0.0).detach()
+def _rows(inputs: PolicyLossInputs, config: AlgorithmConfig, reduce: Reduce | None) -> Rows:
+    """The rows with zeros outside the mask, and how long their sequences are."""
+    mask = inputs.mask
 
+    def masked(column: Tensor) -> Tensor:
+        return torch.where(mask, column, 0.0)
 
-def _rows(inputs: PolicyLossInputs, old: Tensor, behaviour: Tensor) -> Rows:
-    current = torch.where(inputs.mask, inputs.log_probs, 0.0).detach()
+    log_probs, behaviour = masked(inputs.log_probs), masked(inputs.behaviour_log_probs)
+    old = log_probs.detach() if inputs.old_log_probs is None else masked(inputs.old_log_probs).detach()
+    sequences = Groups(inputs.sequence_index, inputs.num_sequences, reduce)
+    segments = None
+    if inputs.segment_index is not None:
+        segments = replace(sequences, index=inputs.segment_index, count=inputs.num_segments)
     return Rows(
-        old,
-        current,
-        behaviour,
-        inputs.advantages,
-        inputs.mask,
-        inputs.sequence_index,
-        inputs.num_sequences,
-        inputs.segment_index,
-        inputs.num_segments,
+        log_probs=log_probs,
+        old_log_probs=old,
+        behaviour_log_probs=behaviour,
+        anchor=behaviour if config.correction.reference == "rollout" else old,
+        advantages=masked(inputs.advantages),
+        mask=mask,
+        sequences=sequences,
+        lengths=sequences.sum(mask.to(log_probs.dtype)).clamp(min=1),
+        segments=segments,
+        ages=inputs.ages,
     )
 
 
-def _statistics(
-    inputs: PolicyLossInputs, total: Tensor, terms: dict[str, Tensor], correction: Correction
-) -> LossStatistics:
-    statistics = LossStatistics.zeros(inputs.log_probs.device)
-    count = inputs.mask.sum()
+def _statistics(rows: Rows, total: Tensor, terms: dict[str, Tensor], correction: Correction) -> LossStatistics:
+    statistics = LossStatistics.zeros(rows.log_probs.device)
+    count = rows.mask.sum()
     statistics.add("tokens", count)
     statistics.add("total", total)
     for name, values in terms.items():
         statistics.add(name, values.double().sum())
         statistics.add(f"{name}_tokens", count)
-    kept = torch.where(inputs.mask, correction.weights, 0.0).double()
+    kept = torch.where(rows.mask, correction.weights, 0.0).double()
     statistics.add("correction_tokens", count)
     statistics.add("weight", kept.sum())
     statistics.add("weight_squared", kept.square().sum())
     statistics.add("weight_clipped", correction.clipped.sum())
     statistics.add("weight_masked", correction.masked.sum())
+    # A sequence counts once, however its rows are spread: each row stands for 1 / length of it. It has left the loss
+    # when all of its rows have.
+    share = rows.mask / rows.lengths.double()
+    gone = rows.sequences.sum(correction.masked.to(rows.lengths.dtype)) >= rows.lengths
+    statistics.add("sequences", share.sum())
+    statistics.add("sequences_masked", (share * gone).sum())
     return statistics
 
 
-def _add_mismatch(statistics: LossStatistics, trainer: Tensor, behaviour: Tensor) -> None:
-    """How far the sampler was from the trainer, from the log-probs [m] of both on the trained tokens.
+def _add_ratios(statistics: LossStatistics, rows: Rows, policy: RowLoss, positions: Tensor | None) -> None:
+    """How far pi is from its anchor and where the loss cut it off; how far the sampler was from the trainer.
 
     mismatch/kl is the mean of k3, an estimate of KL(mu || pi_old) with tokens from mu; kl_k1 is its unbiased, signed
     companion; the histogram of |log rho| gives ratio_p99, the 99th percentile of max(rho, 1 / rho).
     """
-    behaviour, trainer = behaviour.double(), trainer.double()
-    statistics.add("mismatch_tokens", torch.tensor(float(behaviour.numel())))
+    mask = rows.mask
+    statistics.add("clipped_below", (policy.below & mask).sum())
+    statistics.add("clipped_above", (policy.above & mask).sum())
+    statistics.add("ppo_kl", kl_estimate(rows.anchor.double(), rows.log_probs.detach().double(), "k3").sum())
+    statistics.add_ratio_histogram(rows.log_ratio.detach()[mask])
+    trainer, behaviour = rows.old_log_probs.double()[mask], rows.behaviour_log_probs.double()[mask]
+    k3 = kl_estimate(behaviour, trainer, "k3")
+    statistics.add("mismatch_tokens", mask.sum())
     statistics.add("mismatch_k1", kl_estimate(behaviour, trainer, "k1").sum())
-    statistics.add("mismatch_k3", kl_estimate(behaviour, trainer, "k3").sum())
+    statistics.add("mismatch_k3", k3.sum())
     statistics.add_mismatch_histogram((trainer - behaviour).abs())
+    clipped = (policy.below | policy.above)[mask]
+    if rows.ages is not None:
+        statistics.add_by_age(rows.ages[mask], k3, clipped)
+    if positions is not None:
+        statistics.add_by_position(positions[mask], k3, clipped)

@@ -1,11 +1,13 @@
 """What a loss reports, as flat vectors that ranks and micro-batches add up and `finalise` turns into numbers.
 
-Sums are float64 and the histogram's bins are fixed, so that the numbers are the same in every layout. Two vectors
-travel: `sums` under SUM and `maxima` under MAX, over the data-parallel and context-parallel ranks.
+Sums are float64 and bins are fixed, so that the numbers are the same in every layout. Two vectors travel: `sums` under
+SUM and `maxima` under MAX, over the data-parallel and context-parallel ranks. Each metric's denominator stands beside
+its name in `mslime.observe.names`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import cast
@@ -19,7 +21,8 @@ SUM_NAMES = (
     "policy",
     "kl",
     "entropy",
-    "clipped_ratio",
+    "clipped_below",
+    "clipped_above",
     "ppo_kl",
     "mismatch_tokens",
     "mismatch_k1",
@@ -29,18 +32,46 @@ SUM_NAMES = (
     "weight_clipped",
     "weight_masked",
     "correction_tokens",
+    "sequences",
+    "sequences_masked",
     "nll",
+    "value_tokens",
+    "value",
+    "value_clipped",
+    "return",
+    "return_squared",
+    "residual",
+    "residual_squared",
     "kl_tokens",
     "entropy_tokens",
     "policy_tokens",
 )
-MAX_NAMES = ("mismatch_abs",)
+MAX_NAMES = ("mismatch_abs", "ratio_above")
 
 BINS = 256
 FIRST_EDGE, LAST_EDGE = 1e-7, 20.0
-"""Bins of |log rho|: bin 0 holds everything below FIRST_EDGE, the others are log-spaced up to LAST_EDGE (7.8% wide)."""
+"""Bins of |log ratio|: bin 0 holds all below FIRST_EDGE, the others are log-spaced up to LAST_EDGE (7.8% wide)."""
 
+AGES = 9
+"""Buckets by age in versions: 0 to 7, and everything older."""
+POSITIONS = (0, 64, 256, 1024, 4096, 16384)
+"""First positions of the buckets by position after a response's first trained token."""
+
+_BLOCKS = {
+    "mismatch_bins": BINS,
+    "ratio_bins": 2 * BINS,  # of signed log r, ascending
+    "age_tokens": AGES,
+    "age_k3": AGES,
+    "age_clipped": AGES,
+    "position_tokens": len(POSITIONS),
+    "position_k3": len(POSITIONS),
+    "position_clipped": len(POSITIONS),
+}
+_STARTS = dict(zip(_BLOCKS, itertools.accumulate(_BLOCKS.values(), initial=len(SUM_NAMES)), strict=False))
+_LENGTH = len(SUM_NAMES) + sum(_BLOCKS.values())
 _LOG_STEP = math.log(LAST_EDGE / FIRST_EDGE) / (BINS - 1)
+_EDGES = [FIRST_EDGE * math.exp(index * _LOG_STEP) for index in range(BINS)]
+"""Upper edge of each bin of |log ratio|."""
 
 
 @dataclass
@@ -48,8 +79,8 @@ class LossStatistics:
     """Accumulated statistics of some rows.
 
     Attributes:
-        sums: [len(SUM_NAMES) + BINS] float64; add over micro-batches and ranks.
-        maxima: [len(MAX_NAMES)] float64; take the maximum over micro-batches and ranks.
+        sums: [len(SUM_NAMES) + the blocks' bins] float64; add over micro-batches and ranks.
+        maxima: [len(MAX_NAMES)] float64, at least 0; take the maximum over micro-batches and ranks.
     """
 
     sums: Tensor
@@ -59,7 +90,7 @@ class LossStatistics:
     def zeros(cls, device: torch.device | str = "cpu") -> LossStatistics:
         """Statistics of no rows."""
         return cls(
-            torch.zeros(len(SUM_NAMES) + BINS, dtype=torch.float64, device=device),
+            torch.zeros(_LENGTH, dtype=torch.float64, device=device),
             torch.zeros(len(MAX_NAMES), dtype=torch.float64, device=device),
         )
 
@@ -73,12 +104,43 @@ class LossStatistics:
 
     def add_mismatch_histogram(self, abs_log_ratio: Tensor) -> None:
         """Count [n] values of |log rho|, and keep their largest."""
-        if abs_log_ratio.numel() == 0:
-            return
-        self.maxima[MAX_NAMES.index("mismatch_abs")] = torch.maximum(self.maxima[0], abs_log_ratio.max().double())
-        position = torch.log(abs_log_ratio.double() / FIRST_EDGE) / _LOG_STEP + 1
-        index = position.floor().clamp(0, BINS - 1).long()
-        self.sums[len(SUM_NAMES) :].index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
+        self._count("mismatch_bins", _bins(abs_log_ratio.double()))
+        self._largest("mismatch_abs", abs_log_ratio)
+
+    def add_ratio_histogram(self, log_ratio: Tensor) -> None:
+        """Count [n] values of log r, and keep their largest."""
+        position = _bins(log_ratio.double().abs())
+        self._count("ratio_bins", torch.where(log_ratio < 0, BINS - 1 - position, BINS + position))
+        self._largest("ratio_above", log_ratio)
+
+    def add_by_age(self, ages: Tensor, k3: Tensor, clipped: Tensor) -> None:
+        """Mismatch and clipping of [n] trained tokens whose ages are [n] int64."""
+        self._add_by("age", ages.clamp(0, AGES - 1), k3, clipped)
+
+    def add_by_position(self, positions: Tensor, k3: Tensor, clipped: Tensor) -> None:
+        """Likewise by [n] int64 positions after the response's first trained token."""
+        first = torch.tensor(POSITIONS, device=positions.device)
+        self._add_by("position", torch.searchsorted(first, positions, right=True) - 1, k3, clipped)
+
+    def _add_by(self, by: str, bucket: Tensor, k3: Tensor, clipped: Tensor) -> None:
+        self._count(f"{by}_tokens", bucket)
+        self._count(f"{by}_k3", bucket, k3)
+        self._count(f"{by}_clipped", bucket, clipped)
+
+    def _count(self, block: str, index: Tensor, values: Tensor | None = None) -> None:
+        """Add `values` [n], or ones, to the bins `index` [n] of a block."""
+        add = torch.ones(index.shape, device=index.device) if values is None else values
+        self.sums.index_add_(0, _STARTS[block] + index, add.detach().double())
+
+    def _largest(self, name: str, values: Tensor) -> None:
+        if values.numel():
+            index = MAX_NAMES.index(name)
+            self.maxima[index] = torch.maximum(self.maxima[index], values.detach().max().double())
+
+
+def _bins(size: Tensor) -> Tensor:
+    """The bin of each |log ratio|, [n] float64 -> [n] int64."""
+    return (torch.log(size / FIRST_EDGE) / _LOG_STEP + 1).floor().clamp(0, BINS - 1).long()
 
 
 def finalise(statistics: LossStatistics) -> dict[str, float]:
@@ -89,9 +151,9 @@ def finalise(statistics: LossStatistics) -> dict[str, float]:
     values = _named_sums(statistics)
     out: dict[str, float] = {"loss/total": values["total"], "loss/tokens": values["tokens"]}
     if values["policy_tokens"]:
-        out["loss/policy"] = values["policy"]
-        out["loss/clip_fraction"] = values["clipped_ratio"] / values["policy_tokens"]
-        out["loss/ppo_kl"] = values["ppo_kl"] / values["policy_tokens"]
+        out |= _policy(values, statistics)
+    elif values["value_tokens"]:
+        out |= _value(values)
     elif values["tokens"]:
         out["loss/nll"] = values["nll"]
     if values["kl_tokens"]:
@@ -99,6 +161,12 @@ def finalise(statistics: LossStatistics) -> dict[str, float]:
     if values["entropy_tokens"]:
         out["loss/entropy"] = values["entropy"]
     return out | _mismatch(values, statistics) | _correction(values)
+
+
+def mean_weight(statistics: LossStatistics) -> float:
+    """Mean correction weight over the step, what `normalise` divides by (1 when there is none, or all are masked)."""
+    values = _named_sums(statistics)
+    return values["weight"] / values["correction_tokens"] if values["weight"] > 0 else 1.0
 
 
 def _floats(values: Tensor) -> list[float]:
@@ -109,18 +177,59 @@ def _named_sums(statistics: LossStatistics) -> dict[str, float]:
     return dict[str, float](zip(SUM_NAMES, _floats(statistics.sums), strict=False))
 
 
+def _block(statistics: LossStatistics, name: str) -> list[float]:
+    start = _STARTS[name]
+    return _floats(statistics.sums[start : start + _BLOCKS[name]])
+
+
+def _policy(values: dict[str, float], statistics: LossStatistics) -> dict[str, float]:
+    count, counts = values["policy_tokens"], _block(statistics, "ratio_bins")
+    largest = statistics.maxima[MAX_NAMES.index("ratio_above")].item()
+    edges = [-edge for edge in reversed([0.0, *_EDGES[:-1]])] + _EDGES
+    out = {
+        "loss/policy": values["policy"],
+        "loss/clip_fraction": (values["clipped_below"] + values["clipped_above"]) / count,
+        "loss/clip_fraction_below": values["clipped_below"] / count,
+        "loss/clip_fraction_above": values["clipped_above"] / count,
+        "loss/ppo_kl": values["ppo_kl"] / count,
+    }
+    for percent in (1, 50, 99):
+        log_ratio = min(_quantile(counts, edges, percent / 100), largest)
+        out[f"loss/ratio_p{percent:02}"] = math.exp(min(log_ratio, LAST_EDGE))
+    return out
+
+
+def _value(values: dict[str, float]) -> dict[str, float]:
+    """The critic's numbers; explained variance is 1 - Var(return - value) / Var(return) over the trained tokens."""
+    count = values["value_tokens"]
+    spread = values["return_squared"] / count - (values["return"] / count) ** 2
+    left = values["residual_squared"] / count - (values["residual"] / count) ** 2
+    return {
+        "loss/value": values["value"],
+        "loss/value_clip_fraction": values["value_clipped"] / count,
+        "loss/explained_variance": 1.0 - left / spread if spread > 0 else 0.0,
+    }
+
+
 def _mismatch(values: dict[str, float], statistics: LossStatistics) -> dict[str, float]:
     count = values["mismatch_tokens"]
     if not count:
         return {}
     largest = statistics.maxima[MAX_NAMES.index("mismatch_abs")].item()
-    p99 = _quantile(_floats(statistics.sums[len(SUM_NAMES) :]), 0.99, largest)
-    return {
+    p99 = min(_quantile(_block(statistics, "mismatch_bins"), _EDGES, 0.99), largest)
+    out = {
         "mismatch/kl": values["mismatch_k3"] / count,
         "mismatch/kl_k1": values["mismatch_k1"] / count,
         "mismatch/abs_max": largest,
         "mismatch/ratio_p99": math.exp(min(p99, LAST_EDGE)),
     }
+    for by, labels in (("age", range(AGES)), ("position", POSITIONS)):
+        tokens, k3, clipped = (_block(statistics, f"{by}_{what}") for what in ("tokens", "k3", "clipped"))
+        for label, n, kl, cut in zip(labels, tokens, k3, clipped, strict=True):
+            if n:
+                out[f"mismatch/kl_{by}_{label}"] = kl / n
+                out[f"loss/clip_fraction_{by}_{label}"] = cut / n
+    return out
 
 
 def _correction(values: dict[str, float]) -> dict[str, float]:
@@ -132,21 +241,16 @@ def _correction(values: dict[str, float]) -> dict[str, float]:
         "correction/mean_weight": values["weight"] / count,
         "correction/clipped_fraction": values["weight_clipped"] / count,
         "correction/masked_fraction": values["weight_masked"] / count,
+        "correction/masked_sequences": values["sequences_masked"] / values["sequences"],
         "correction/effective_share": values["weight"] ** 2 / (count * squared) if squared else 0.0,
     }
 
 
-def mean_weight(statistics: LossStatistics) -> float:
-    """Mean correction weight over the step, what `normalise` divides by (1 when there is none, or all are masked)."""
-    values = _named_sums(statistics)
-    return values["weight"] / values["correction_tokens"] if values["weight"] > 0 else 1.0
-
-
-def _quantile(counts: list[float], q: float, largest: float) -> float:
-    """The q-quantile of |log rho| from the histogram: the upper edge of its bin, never beyond the largest value."""
+def _quantile(counts: list[float], edges: list[float], q: float) -> float:
+    """The q-quantile of what a histogram counted: the upper edge of its bin."""
     target, seen = q * sum(counts), 0.0
-    for index, count in enumerate(counts):
+    for count, edge in zip(counts, edges, strict=True):
         seen += count
-        if seen >= target:
-            return min(FIRST_EDGE * math.exp(index * _LOG_STEP), largest)
-    return largest
+        if count and seen >= target:
+            return edge
+    return edges[-1]

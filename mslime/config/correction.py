@@ -44,6 +44,21 @@ PRESETS: dict[str, dict[str, object]] = {
     },
     # One token that the trainer finds (nearly) impossible vetoes its sequence; token TIS for the others.
     "veto": {"level": "token", "action": "drop", "low": 1e-4, "kept_weight": "token"},
+    # Decoupled PPO (Hilton et al. 2110.00641, AReaL 2505.24298): the weight is pi_old / mu, tokens beyond 5 leave.
+    "areal_decoupled": {"level": "token", "action": "mask", "high": 5.0},
+    # DPPO's trust region (arXiv 2602.04879) in front of any loss: tokens that the update has already moved by more
+    # than 0.2 in probability away from the sampler, in the direction of their advantage, leave the loss.
+    "dppo_tv": {
+        "level": "token",
+        "reference": "rollout",
+        "action": "mask",
+        "metric": "tv",
+        "policy": "current",
+        "high": 0.2,
+        "outward_only": True,
+    },
+    # No weights: the loss's own ratio is over the policy that sampled.
+    "bypass": {"reference": "rollout", "action": "none"},
     "none": {"action": "none"},
 }
 
@@ -87,6 +102,18 @@ class CorrectionConfig(Section):
     negative_advantage_only: bool = Field(
         default=False, description="mask and drop: only sequences with a negative advantage can leave the loss."
     )
+    outward_only: bool = Field(
+        default=False,
+        description="mask and drop, level token: only tokens that have moved where their advantage pushes them, "
+        "(pi - mu) A > 0, can leave the loss.",
+    )
+    max_age: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens of segments sampled by weights more than this many versions old weigh `old_weight` times "
+        "as much; null: no bound.",
+    )
+    old_weight: float = Field(default=0.0, ge=0, lt=1, description="Of tokens beyond max_age; 0 masks them.")
 
     @model_validator(mode="before")
     @classmethod
@@ -131,12 +158,20 @@ class CorrectionConfig(Section):
                 f"{self.action} bounds the ratio itself",
                 "use metric: ratio, or action: mask or drop",
             )
-        if weighs and self.negative_advantage_only:
+        for field in ("negative_advantage_only", "outward_only"):
+            if weighs and getattr(self, field):
+                raise ConfigError(
+                    f"algorithm.correction.{field}",
+                    True,
+                    "applies to mask and drop only",
+                    "use action: drop, or leave it false",
+                )
+        if self.outward_only and self.level != "token":
             raise ConfigError(
-                "algorithm.correction.negative_advantage_only",
+                "algorithm.correction.outward_only",
                 True,
-                "applies to mask and drop only",
-                "use action: drop, or leave it false",
+                f"is about single tokens, and level is {self.level}",
+                "use level: token, or leave it false",
             )
         if self.normalise and self.reference == "rollout":
             raise ConfigError(

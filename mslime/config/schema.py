@@ -16,6 +16,15 @@ from mslime.config.base import EngineSection, Section
 from mslime.config.correction import CorrectionConfig
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout, stage_layers
+from mslime.config.policy_loss import (
+    DPPOConfig,
+    IPOConfig,
+    KimiConfig,
+    LossName,
+    SAPOConfig,
+    TOPRConfig,
+    with_loss_defaults,
+)
 from mslime.config.rules import MEGATRON_RESERVED, SGLANG_RESERVED, check_run
 
 
@@ -224,11 +233,38 @@ class AlgorithmConfig(Section):
 
     advantage: Literal["grpo"] = "grpo"
     normalise_std: bool = Field(default=True, description="Divide by the group's standard deviation (False: Dr. GRPO).")
-    clip_low: float = Field(default=0.2, ge=0)
-    clip_high: float = Field(default=0.28, ge=0, description="Clip-higher (DAPO, arXiv 2503.14476).")
-    clip_dual: float | None = Field(default=None, gt=1, description="Dual clip bound for negative advantages.")
-    kl_coef: float = Field(default=0.0, ge=0)
-    kl_type: Literal["k1", "k2", "k3"] = "k3"
+    loss: LossName = Field(default="ppo", description="The policy loss; each is one formula in docs/algorithms.md.")
+    clip_low: float = Field(
+        default=0.2,
+        ge=0,
+        description="Trust region below. What it bounds follows `loss`: the ratio from 1 - clip_low (ppo, cispo, and "
+        "gspo of a response's mean), the log-ratio (gmpo), the probability (dppo_tv, ipo). The default is ppo's; "
+        "under another loss it is that loss's own.",
+    )
+    clip_high: float = Field(
+        default=0.28, ge=0, description="Trust region above; ppo's default is clip-higher (DAPO, arXiv 2503.14476)."
+    )
+    clip_dual: float | None = Field(
+        default=None,
+        gt=1,
+        description="ppo, gspo: dual clip; a negative advantage A costs at most -clip_dual A.",
+    )
+    sapo: SAPOConfig = Field(default_factory=SAPOConfig)
+    topr: TOPRConfig = Field(default_factory=TOPRConfig)
+    kimi: KimiConfig = Field(default_factory=KimiConfig)
+    dppo: DPPOConfig = Field(default_factory=DPPOConfig)
+    ipo: IPOConfig = Field(default_factory=IPOConfig)
+    kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL to the reference policy.")
+    kl_type: Literal["k1", "k2", "k3", "low_var"] = Field(
+        default="low_var", description="Per-token estimate of the KL; low_var is k3, at most 10."
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss", description="Where the KL acts: as a term of the loss, or taken from the tokens' rewards."
+    )
+    kl_unbiased: bool = Field(
+        default=False,
+        description="In the loss: times pi / mu, which makes the estimate's gradient the KL's (arXiv 2512.02556).",
+    )
     entropy_coef: float = 0.0
     loss_aggregation: Literal["token", "sequence", "group"] = Field(
         default="token",
@@ -241,6 +277,11 @@ class AlgorithmConfig(Section):
         "rollout, sequence-level corrections).",
     )
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _start_from_the_loss(cls, values: dict[str, object]) -> dict[str, object]:
+        return with_loss_defaults(values)
 
 
 class TrainConfig(Section):

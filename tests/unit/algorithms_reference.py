@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mslime.config.correction import CorrectionConfig
 from mslime.config.schema import AlgorithmConfig
+
+from .losses_reference import LOSSES, Response
 
 
 @dataclass
@@ -26,10 +28,12 @@ class Tokens:
     mask: NDArray[np.bool_]
     sequence: NDArray[np.int64]
     segment: NDArray[np.int64]
+    ages: NDArray[np.int64]
+    positions: NDArray[np.int64]
 
 
 def random_tokens(rng: np.random.Generator, lengths: list[int], spread: float, mask_share: float = 0.8) -> Tokens:
-    """A step of sequences of these lengths; each sequence has two segments and one advantage."""
+    """A step of sequences of these lengths; each has one advantage and weight, and two segments, the first older."""
     n = sum(lengths)
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     halves = np.concatenate([np.arange(k) >= k // 2 for k in lengths]) if n else np.zeros(0, bool)
@@ -42,15 +46,22 @@ def random_tokens(rng: np.random.Generator, lengths: list[int], spread: float, m
         reference=np.minimum(old + rng.normal(0, spread, n), 0.0),
         entropy=rng.exponential(1.0, n),
         advantages=rng.normal(0, 1, len(lengths))[sequence] if n else np.zeros(0),
-        weights=np.where(mask, rng.uniform(0.01, 0.1, n), 0.0),
+        weights=np.where(mask, rng.uniform(0.01, 0.1, len(lengths))[sequence], 0.0),
         mask=mask,
         sequence=sequence,
         segment=sequence * 2 + halves,
+        ages=sequence % 3 + 2 * (1 - halves),
+        positions=np.concatenate([np.arange(k) * 50 for k in lengths]),
     )
 
 
 def correction_weights(t: Tokens, config: CorrectionConfig) -> NDArray[np.float64]:
     """The weight of each token, [n]; 1 outside the mask where nothing is rejected."""
+    young = 1.0 if config.max_age is None else np.where(t.ages <= config.max_age, 1.0, config.old_weight)
+    return weights_by_ratio(t, config) * young
+
+
+def weights_by_ratio(t: Tokens, config: CorrectionConfig) -> NDArray[np.float64]:
     bypass = config.reference == "rollout"
     numerator = t.log_probs if config.policy == "current" or bypass else t.old
     n = len(t.mask)
@@ -92,6 +103,8 @@ def rejected(t: Tokens, config: CorrectionConfig, numerator: NDArray[np.float64]
         below = config.low is not None and value < config.low
         above = config.high is not None and value > config.high
         out[i] = below or above
+        if config.outward_only:
+            out[i] &= (math.exp(numerator[i]) - math.exp(t.behaviour[i])) * t.advantages[i] > 0
     if config.action == "drop":
         out = np.array([out[t.sequence == s].any() for s in t.sequence], bool) & t.mask
     if config.negative_advantage_only:
@@ -138,46 +151,57 @@ def clamp(x: float) -> float:
     return min(max(x, -20.0), 20.0)
 
 
-def policy_loss(t: Tokens, config: AlgorithmConfig) -> dict[str, float]:
-    """The loss of the whole step and what it reports."""
-    w = correction_weights(t, config.correction)
-    old = t.behaviour if config.correction.reference == "rollout" else t.old
-    policy = kl = entropy = clipped = 0.0
+def policy_loss(t: Tokens, config: AlgorithmConfig, fixed: NDArray[np.float64] | None = None) -> dict[str, float]:
+    """The loss of the whole step and what it reports; `fixed`: log pi wherever a gradient stops (default: log pi)."""
+    fixed = t.log_probs if fixed is None else fixed
+    still = replace(t, log_probs=fixed)
+    w = correction_weights(still, config.correction)
+    anchor = t.behaviour if config.correction.reference == "rollout" else t.old
+    policy = kl = entropy = 0.0
+    for s in range(int(t.sequence.max()) + 1):
+        rows = np.flatnonzero((t.sequence == s) & t.mask)
+        if len(rows):
+            response = Response(t.log_probs[rows], fixed[rows], anchor[rows], t.advantages[rows])
+            policy += float(np.sum(t.weights[rows] * w[rows] * LOSSES[config.loss](response, config)))
     for i in np.flatnonzero(t.mask):
-        loss, was_clipped = ppo(math.exp(clamp(t.log_probs[i] - old[i])), t.advantages[i], config)
-        policy += t.weights[i] * w[i] * loss
-        clipped += was_clipped
-        kl += t.weights[i] * min(kl_to_reference(t.log_probs[i] - t.reference[i], config.kl_type), 10.0)
+        estimate = kl_to_reference(t.log_probs[i] - t.reference[i], config.kl_type)
+        kl += t.weights[i] * estimate * (math.exp(clamp(t.log_probs[i] - t.behaviour[i])) if config.kl_unbiased else 1)
         entropy += t.weights[i] * t.entropy[i]
     count = int(t.mask.sum())
-    gap = (t.old - t.behaviour)[t.mask]
     out = {
         "loss/policy": policy,
         "loss/kl": kl,
         "loss/entropy": entropy,
         "loss/tokens": count,
-        "loss/total": policy + config.kl_coef * kl - config.entropy_coef * entropy,
+        "loss/total": policy + (config.kl_coef * kl if config.kl_in == "loss" else 0.0) - config.entropy_coef * entropy,
     }
-    if count:
-        out["loss/clip_fraction"] = clipped / count
-        bounded = np.array([clamp(g) for g in gap])
-        out["mismatch/kl"] = float(np.mean(np.exp(bounded) - 1 - bounded))
-        out["mismatch/kl_k1"] = float(np.mean(-bounded))
-        out["mismatch/abs_max"] = float(np.abs(gap).max())
-        out["correction/mean_weight"] = float(w[t.mask].mean())
-        out["correction/masked_fraction"] = float((w[t.mask] == 0).mean())
+    return out | metrics(t, w) if count else out
+
+
+def metrics(t: Tokens, w: NDArray[np.float64]) -> dict[str, float]:
+    """Mismatch of sampler and trainer, and what the correction did, over the trained tokens and their sequences."""
+    gap = np.clip((t.old - t.behaviour)[t.mask], -20, 20)
+    k3 = np.exp(gap) - 1 - gap
+    trained = [s for s in np.unique(t.sequence) if t.mask[t.sequence == s].any()]
+    gone = [(w[(t.sequence == s) & t.mask] == 0).all() for s in trained]
+    out = {
+        "mismatch/kl": float(k3.mean()),
+        "mismatch/kl_k1": float(-gap.mean()),
+        "mismatch/abs_max": float(np.abs(t.old - t.behaviour)[t.mask].max()),
+        "correction/mean_weight": float(w[t.mask].mean()),
+        "correction/masked_fraction": float((w[t.mask] == 0).mean()),
+        "correction/masked_sequences": float(np.mean(gone)),
+    }
+    for age in np.unique(t.ages[t.mask]):
+        out[f"mismatch/kl_age_{age}"] = float(k3[t.ages[t.mask] == age].mean())
+    for first, beyond in ((0, 64), (64, 256), (256, 1024)):
+        inside = (t.positions[t.mask] >= first) & (t.positions[t.mask] < beyond)
+        if inside.any():
+            out[f"mismatch/kl_position_{first}"] = float(k3[inside].mean())
     return out
-
-
-def ppo(ratio: float, advantage: float, config: AlgorithmConfig) -> tuple[float, bool]:
-    bounded = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
-    loss = -min(ratio * advantage, bounded * advantage)
-    clipped = loss != -ratio * advantage
-    if config.clip_dual is not None and advantage < 0 and loss > -config.clip_dual * advantage:
-        return -config.clip_dual * advantage, True
-    return loss, clipped
 
 
 def kl_to_reference(log_ratio: float, kind: str) -> float:
     d = clamp(log_ratio)
-    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[kind]
+    k3 = math.exp(-d) - 1 + d
+    return {"k1": d, "k2": d * d / 2, "k3": k3, "low_var": min(k3, 10.0)}[kind]

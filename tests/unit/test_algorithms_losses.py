@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mslime.algorithms.corrections import Reduce, needs_old_log_probs
+from mslime.algorithms.corrections import needs_old_log_probs
 from mslime.algorithms.kl import kl_estimate
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, sft_loss
+from mslime.algorithms.rows import Reduce
 from mslime.algorithms.statistics import LossStatistics, finalise, mean_weight
 from mslime.config.correction import PRESETS, CorrectionConfig
 from mslime.config.errors import ConfigError
@@ -49,6 +50,8 @@ def as_inputs(
         entropy=column(t.entropy).requires_grad_(),
         segment_index=torch.tensor(t.segment[rows]),
         num_segments=int(t.segment.max()) + 1,
+        ages=torch.tensor(t.ages[rows]),
+        positions=torch.tensor(t.positions[rows]),
     )
 
 

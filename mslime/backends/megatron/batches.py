@@ -8,6 +8,7 @@ the one of token t - 1. Padding sits at the end of sequences, where causal atten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,6 +166,10 @@ class MicroBatch:
         old_log_probs, reference_log_probs: [T] float32, None when the shard has none.
         sequence_index: [T] int64 in [0, num_sequences), numbered alike on all context-parallel ranks; 0 for padding.
         num_sequences: sequences of the micro-batch, at least 1.
+        segment_index: [T] int64 in [0, num_segments), likewise for weight-version segments; None when not known.
+        num_segments: segments of the micro-batch.
+        ages: [T] int64, versions since the predicted token's segment was sampled; None when the shard does not know.
+        positions: [T] int64, distance of the predicted token to the first trained one of its sequence; 0 for others.
     """
 
     index: int
@@ -181,6 +186,10 @@ class MicroBatch:
     reference_log_probs: Tensor | None
     sequence_index: Tensor
     num_sequences: int
+    segment_index: Tensor | None
+    num_segments: int
+    ages: Tensor | None
+    positions: Tensor
 
 
 def build_micro_batch(
@@ -204,11 +213,12 @@ def build_micro_batch(
         wide = column.astype(np.int64) if np.issubdtype(column.dtype, np.integer) else column
         return torch.from_numpy(wide).to(device)
 
-    def predicted(column: NDArray[np.float32]) -> Tensor:
+    def predicted(column: NDArray[Any]) -> Tensor:
         return tensor(slicer.at_targets(column, 0))
 
     cumulative = np.concatenate([[0], np.cumsum(slicer.padded_lengths)])
     old, reference = shard.old_log_probs, shard.reference_log_probs
+    segments, num_segments = number_segments(shard, members)
     return MicroBatch(
         index=index,
         slicer=slicer,
@@ -224,4 +234,32 @@ def build_micro_batch(
         reference_log_probs=None if reference is None else predicted(reference),
         sequence_index=tensor(slicer.at_rows(owner, 0)),
         num_sequences=max(len(members), 1),
+        segment_index=None if segments is None else predicted(segments),
+        num_segments=num_segments,
+        ages=None if shard.segment_ages is None else predicted(shard.segment_ages),
+        positions=predicted(_response_positions(shard, spans)),
     )
+
+
+def number_segments(shard: TrainShard, members: Sequence[int]) -> tuple[NDArray[np.int64] | None, int]:
+    """([N] number of each token's segment among those of the sequences `members`, 0 elsewhere; how many there are).
+
+    (None, 0) when the shard does not know its segments.
+    """
+    if shard.segment_index is None:
+        return None, 0
+    all_spans = shard.spans()
+    numbers, count = np.zeros(len(shard.tokens), np.int64), 0
+    for start, stop in (all_spans[i] for i in members):
+        numbers[start:stop] = count + shard.segment_index[start:stop]
+        count = int(numbers[start:stop].max()) + 1
+    return numbers, max(count, 1)
+
+
+def _response_positions(shard: TrainShard, spans: list[tuple[int, int]]) -> NDArray[np.int64]:
+    """[N] distance of each token of `spans` to the first trained token of its sequence; 0 before it and elsewhere."""
+    positions = np.zeros(len(shard.tokens), np.int64)
+    for start, stop in spans:
+        first = int(shard.loss_mask[start:stop].argmax())
+        positions[start + first : stop] = np.arange(stop - start - first)
+    return positions

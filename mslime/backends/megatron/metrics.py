@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mslime.algorithms.losses import PolicyLossInputs, policy_loss
 from mslime.algorithms.statistics import LossStatistics, mean_weight
+from mslime.backends.megatron.batches import number_segments
 from mslime.config.errors import TrainerError
 from mslime.config.schema import AlgorithmConfig
 from mslime.data.shard import TrainShard
@@ -63,6 +64,7 @@ def normalising_scale(
 
     old = column(shard.old_log_probs)
     lengths = column(shard.lengths)
+    segments, num_segments = number_segments(shard, range(len(lengths)))
     inputs = PolicyLossInputs(
         log_probs=old,
         behaviour_log_probs=column(shard.behaviour_log_probs),
@@ -72,6 +74,9 @@ def normalising_scale(
         sequence_index=torch.arange(len(lengths), device=device).repeat_interleave(lengths),
         num_sequences=len(lengths),
         old_log_probs=old,
+        segment_index=None if segments is None else column(segments),
+        num_segments=num_segments,
+        ages=None if shard.segment_ages is None else column(shard.segment_ages),
     )
     statistics = policy_loss(inputs, algorithm).statistics
     return 1.0 / mean_weight(over_all_ranks(statistics, group))

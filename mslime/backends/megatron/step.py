@@ -211,6 +211,10 @@ class StepRunner:
             old_log_probs=batch.old_log_probs,
             reference_log_probs=batch.reference_log_probs,
             entropy=entropy,
+            segment_index=batch.segment_index,
+            num_segments=batch.num_segments,
+            ages=batch.ages,
+            positions=batch.positions,
         )
         return policy_loss(inputs, self.run.algorithm, self.place.sum_over_context_ranks, weight_scale)
 

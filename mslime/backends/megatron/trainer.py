@@ -37,7 +37,6 @@ from mslime.backends.megatron.settings import (
     transformer_config,
 )
 from mslime.backends.megatron.step import OnMicroBatch, StepRunner
-from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.data.shard import TrainShard
@@ -68,7 +67,6 @@ class MegatronTrainer:
             CheckpointError: the checkpoint is not complete or does not fit.
             TrainerError: the ranks did not find each other.
         """
-        _refuse_unsupported(config)
         self.config = config
         self.device = device_of(config, rank)
         self.hf_config = read_hf_config(config.model.path)
@@ -264,11 +262,3 @@ class MegatronTrainer:
             "perf/train_seconds": float(slowest),
             "perf/train_tokens_per_s": float(tokens / slowest),
         }
-
-
-def _refuse_unsupported(config: RunConfig) -> None:
-    if config.train.task == "rl" and config.algorithm.correction.level == "segment":
-        raise ConfigError(
-            "algorithm.correction.level", "segment", "shards do not carry weight-version segments",
-            "use token, sequence or geometric",
-        )  # fmt: skip

@@ -1,0 +1,171 @@
+"""The policy losses: one function each, and the table that names them.
+
+A loss takes the rows of a micro-batch and gives each row's loss, before correction weights and denominators. r is pi
+over the anchor (pi_old, or mu in bypass mode), A the advantage. A loss over sequences takes its ratio's value from all
+ranks and its gradient from the rows here, so no collective is differentiated: with `_carried(s, log r)` each row has
+the value s and the gradient s * d(log r). Formulas, papers and defaults: docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mslime.algorithms.kl import clamp_log_ratio
+from mslime.algorithms.rows import Rows
+from mslime.config.schema import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class RowLoss:
+    """What a policy loss gives for each row.
+
+    Attributes:
+        loss: [n] float32; carries the gradient.
+        below: [n] bool, the lower side of the trust region took the gradient away, or bounded the weight.
+        above: [n] bool, likewise the upper side.
+    """
+
+    loss: Tensor
+    below: Tensor
+    above: Tensor
+
+
+PolicyLoss = Callable[[Rows, AlgorithmConfig], RowLoss]
+
+
+def ppo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (arXiv 1707.06347; clip-higher 2503.14476).
+
+    With a dual bound c and A < 0, at most -c A (arXiv 1912.09729).
+    """
+    return _clipped(torch.exp(rows.log_ratio), rows, config)
+
+
+def gspo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+    """PPO's clip on s = exp(mean of log r over the response) (arXiv 2507.18071, the token form of section 4.3)."""
+    log_ratio = rows.log_ratio
+    return _clipped(_carried(torch.exp(rows.mean(log_ratio)), log_ratio), rows, config)
+
+
+def gmpo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+    """-A times the geometric mean over the response of r, each r clipped on the side where A pushes it.
+
+    arXiv 2507.20673: the clip is to [e^-clip_low, e^clip_high].
+    """
+    log_ratio, positive = rows.log_ratio, rows.advantages > 0
+    above, below = positive & (log_ratio > config.clip_high), ~positive & (log_ratio < -config.clip_low)
+    kept = torch.where(above, config.clip_high, torch.where(below, -config.clip_low, log_ratio)) * rows.mask
+    return RowLoss(-rows.advantages * _carried(torch.exp(rows.mean(kept)), kept), below, above)
+
+
+def cispo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: no token loses its gradient (MiniMax-M1, 2506.13585)."""
+    ratio = torch.exp(rows.log_ratio.detach())
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    return RowLoss(_weighted(ratio.clamp(low, high), rows), ratio < low, ratio > high)
+
+
+def sapo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate for the clip (arXiv 2511.20347)."""
+    tau = torch.where(rows.advantages > 0, config.sapo.tau_positive, config.sapo.tau_negative)
+    gate = 4.0 / tau * torch.sigmoid(tau * (torch.exp(rows.log_ratio) - 1.0))
+    return _unclipped(-gate * rows.advantages)
+
+
+def topr(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+    """-A log pi where A > 0, -min(r, 1) A log pi elsewhere: negatives fade as they get unlikely (arXiv 2503.14286)."""
+    ratio = torch.exp(_over(rows, config.topr.level))
+    negative = rows.advantages <= 0
+    return RowLoss(
+        _weighted(torch.where(negative, ratio.clamp(max=1.0), 1.0), rows),
+        torch.zeros_like(rows.mask),
+        negative & (ratio > 1.0),
+    )
+
+
+def kimi(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+    """-A log pi + tau / 2 (log r)^2, log r of the whole response or of the token (Kimi k1.5, arXiv 2501.12599).
+
+    A response's square is spread over its tokens: each has the value D log r / 2 and the gradient D d(log r).
+    """
+    log_ratio, total = rows.log_ratio, _over(rows, config.kimi.level)
+    square = total * (log_ratio - 0.5 * log_ratio.detach())
+    return _unclipped(-rows.advantages * rows.log_probs + config.kimi.tau * square)
+
+
+def dppo_tv(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+    """-M sg(min(r, cap)) A log pi; M = 0 where A has pushed the token's probability beyond the bound (2602.04879)."""
+    change, positive = _probability_change(rows), rows.advantages > 0
+    above, below = positive & (change > config.clip_high), ~positive & (change < -config.clip_low)
+    ratio = torch.exp(rows.log_ratio.detach()).clamp(max=config.dppo.ratio_cap)
+    return RowLoss(_weighted(torch.where(above | below, 0.0, ratio), rows), below, above)
+
+
+def ipo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+    """-M r A + kl_tau (log r)^2; M = 0 where the token's probability moved beyond a bound, whatever A (prime-rl)."""
+    change, log_ratio = _probability_change(rows), rows.log_ratio
+    below, above = change < -config.clip_low, change > config.clip_high
+    policy = torch.where(below | above, 0.0, torch.exp(log_ratio)) * rows.advantages
+    return RowLoss(config.ipo.kl_tau * log_ratio.square() - policy, below, above)
+
+
+def reinforce(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+    """-sg(r) A log pi: the policy gradient with its importance weight, and no trust region (Williams 1992)."""
+    return _unclipped(_weighted(torch.exp(rows.log_ratio), rows))
+
+
+LOSSES: dict[str, PolicyLoss] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "gmpo": gmpo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "topr": topr,
+    "kimi": kimi,
+    "dppo_tv": dppo_tv,
+    "ipo": ipo,
+    "reinforce": reinforce,
+}
+
+
+def _clipped(ratio: Tensor, rows: Rows, config: AlgorithmConfig) -> RowLoss:
+    advantages = rows.advantages
+    plain = -ratio * advantages
+    bounded = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
+    loss, cut = torch.maximum(plain, bounded), bounded > plain
+    below, above = cut & (advantages < 0), cut & (advantages > 0)
+    if config.clip_dual is not None:
+        ceiling = -config.clip_dual * advantages
+        over = (advantages < 0) & (loss > ceiling)
+        loss, above = torch.where(over, ceiling, loss), above | over
+    return RowLoss(loss, below, above)
+
+
+def _carried(value: Tensor, log: Tensor) -> Tensor:
+    """`value` [n], with the gradient value * d(log)."""
+    return value * (1.0 + log - log.detach())
+
+
+def _weighted(weight: Tensor, rows: Rows) -> Tensor:
+    """-weight A log pi, [n]; the weight is a constant."""
+    return -weight.detach() * rows.advantages * rows.log_probs
+
+
+def _unclipped(loss: Tensor) -> RowLoss:
+    never = torch.zeros_like(loss, dtype=torch.bool)
+    return RowLoss(loss, never, never)
+
+
+def _over(rows: Rows, level: str) -> Tensor:
+    """log r of each row, or of its whole response: [n], clamped and detached."""
+    log_ratio = rows.log_ratio.detach()
+    return log_ratio if level == "token" else clamp_log_ratio(rows.sequences.sum(log_ratio))
+
+
+def _probability_change(rows: Rows) -> Tensor:
+    """pi - anchor of the sampled token, [n], detached."""
+    return torch.exp(rows.log_probs.detach()) - torch.exp(rows.anchor)

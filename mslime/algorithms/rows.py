@@ -1,0 +1,77 @@
+"""Token rows of a micro-batch as losses and corrections see them, and sums over the sequences that they belong to.
+
+mu is the policy that sampled a token, pi_old the trainer's before this update, pi the one being updated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mslime.algorithms.kl import clamp_log_ratio
+
+Reduce = Callable[[Tensor], Tensor]
+"""Sums a tensor over the ranks that hold other rows of the same sequences, possibly in place."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows belong together: the sequences of a micro-batch, or their weight-version segments.
+
+    Attributes:
+        index: [n] int64 in [0, count), the same numbering on all ranks that `reduce` spans.
+        count: groups of the micro-batch, also those with no row here.
+        reduce: None when groups are whole; called equally often on every rank, and never differentiated.
+    """
+
+    index: Tensor
+    count: int
+    reduce: Reduce | None = None
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[n] -> [n]: for each row the sum over its group, over all ranks; summed in float64, detached."""
+        values = values.detach()
+        sums = torch.zeros(self.count, dtype=torch.float64, device=values.device)
+        sums.index_add_(0, self.index, values.double())
+        return (self.reduce(sums) if self.reduce is not None else sums).to(values.dtype)[self.index]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token rows of a micro-batch on one rank; all [n], and zero outside the mask.
+
+    Attributes:
+        log_probs: float32, log pi; carries the gradient.
+        old_log_probs: float32, log pi_old.
+        behaviour_log_probs: float32, log mu.
+        anchor: float32, what the loss's ratio is over: `old_log_probs`, or `behaviour_log_probs` in bypass mode.
+        advantages: float32.
+        mask: bool, rows that are trained.
+        sequences: the rows' sequences.
+        lengths: float32, trained tokens of the row's sequence over all ranks, at least 1.
+        segments: the rows' weight-version segments, each within one sequence; None: not known.
+        ages: int64, versions between the sampling of the row's token and this step; None: not known.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    behaviour_log_probs: Tensor
+    anchor: Tensor
+    advantages: Tensor
+    mask: Tensor
+    sequences: Groups
+    lengths: Tensor
+    segments: Groups | None = None
+    ages: Tensor | None = None
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """log of pi over the anchor, clamped; carries the gradient."""
+        return clamp_log_ratio(self.log_probs - self.anchor)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """[n] -> [n]: the mean over the row's sequence of values that are 0 outside the mask; detached."""
+        return self.sequences.sum(values) / self.lengths
