@@ -264,6 +264,6 @@ class DuplicatedLinear(torch.nn.Module):
             {},
             sharded_offsets,
             # Without it every rank would call itself the first replica.
-            tp_group=groups.get("tp_group") or parallel_state.get_tensor_model_parallel_group(),
+            tp_group=groups.get("tp_group") or cast("Any", parallel_state.get_tensor_model_parallel_group()),
             dp_cp_group=groups.get("dp_cp_group"),
         )
