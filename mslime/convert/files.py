@@ -25,7 +25,7 @@ _READ_BYTES = 8 << 20
 _GATHERED_BYTES = 1 << 20  # of one call to the system
 _GATHERED_PIECES = 512  # Linux takes 1024
 _BEHIND_BYTES = 8 << 20  # that the thread may lag behind
-_SYNC_BYTES = 32 << 20  # between two waits for the disk
+_SYNC_BYTES = 256 << 20  # between two waits for the disk
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.jobs import run_job
@@ -19,6 +21,7 @@ from mslime.convert.tools.to_hf import ToHf
 from mslime.convert.tools.to_megatron import HF_FILES, ToMegatron
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.trainer_ranks import largest_difference, make_config, run_trainers, shard_of
+from tests.fixtures.convert_tools import fake_placement
 from tests.fixtures.families import CASES
 from tests.fixtures.tiny_models import make_tiny_deepseek_v3, make_tiny_qwen3_dense, make_tiny_qwen3_moe
 
@@ -144,6 +147,21 @@ def round_trips(rank: int, world_size: int, init_method: str, root: Path) -> dic
 def test_every_familys_checkpoint_comes_back_from_megatron_the_same(tmp_path: Path) -> None:
     different = run_ranks(round_trips, 1, tmp_path, deadline_s=170)[0]
     assert different == {name: [] for name in CASES}
+
+
+def test_a_copy_that_is_none_is_not_lost_silently(tmp_path: Path) -> None:
+    """A prediction layer's embedding repeats the model's, so that it is not stored; one that differs is refused."""
+    model = CASES["deepseek-v3"].make(tmp_path / "model")
+    config = read_hf_config(model)
+    alias = next(iter(get_family(config).rules(config).aliases))
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    assert alias in tensors
+    tensors[alias][3, 4] += 1
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=f"{alias}.*\n?.*must repeat"):
+        run_job(ToMegatron(model, config, fake_placement(config)), tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
 
 
 def worst_difference(trainer: MegatronTrainer, plain: Path) -> tuple[int, float]:

@@ -91,6 +91,31 @@ def test_a_kill_leaves_nothing_under_the_final_name_and_the_next_run_goes_on(
     assert compare(HFSide(out), HFSide(tmp_path / "uninterrupted")) == []
 
 
+BUSY = """
+from mslime.convert.workers import Workers
+from tests.fixtures.convert_tools import sleep_long
+if __name__ == "__main__":
+    list(Workers(2).run(sleep_long, [1, 2], print))
+"""
+
+
+def test_workers_end_with_their_parent_in_the_middle_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "busy.py").write_text(BUSY)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, str(tmp_path / "busy.py")], env=environment)
+
+    def busy() -> list[psutil.Process]:
+        """Workers that have imported torch and begun."""
+        return [c for c in psutil.Process(parent.pid).children() if c.num_threads() > 1]
+
+    wait_for(lambda: len(busy()) == 2)
+    workers = busy()
+    time.sleep(0.5)
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers), 10)
+
+
 def _at_most_100_kb() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 

@@ -28,6 +28,7 @@ HF_FILES = "hf"
 """Directory, in a converted checkpoint, of config.json and tokenizer."""
 DESCRIPTION = "conversion.json"
 _COMMON = "common.pt"
+_ROWS = 4096
 
 
 class ToMegatron:
@@ -60,7 +61,9 @@ class ToMegatron:
         checkpoint, table = HFCheckpoint(source), self._table()
         table.check_hf(checkpoint.shapes, str(source))
         self._identity = source_identity([source / file for file in {i.file for i in checkpoint.stored.values()}])
-        self._aliases = [name for name in table.aliases if name in checkpoint.info]
+        aliases = {name: original for name, original in table.aliases.items() if name in checkpoint.info}
+        _check_aliases(checkpoint, aliases)
+        self._aliases = list(aliases)
         self._quantised = checkpoint.quantisation
         self.stored = [
             rule
@@ -126,7 +129,6 @@ class ToMegatron:
 
     def finish(self, directory: Path, written: Sequence[Written]) -> None:
         """Metadata of megatron-core, and what is needed to go back."""
-        self._check_aliases()
         objects = _write_objects(directory / f"__{len(self._tasks)}_0.distcp")
         _write_metadata(directory, self._entries(written), self._placement.objects, objects)
         _write_common(directory / _COMMON)
@@ -148,17 +150,18 @@ class ToMegatron:
                 for piece in self._placement.pieces[name]:
                     yield piece, self._dtypes[name], done
 
-    def _check_aliases(self) -> None:
-        """Tensors that repeat another one are not stored, so that they must do that."""
-        import torch
 
-        checkpoint, table = self._open()
-        for name in self._aliases:
-            original = table.aliases[name]
-            if not torch.equal(checkpoint.tensor(name), checkpoint.tensor(original)):
+def _check_aliases(checkpoint: HFCheckpoint, aliases: Mapping[str, str]) -> None:
+    """Tensors that repeat another one are not stored, so that they must do that."""
+    import torch
+
+    for name, original in aliases.items():
+        copy, kept = checkpoint.view(name), checkpoint.view(original)
+        for row in range(0, kept.shape[0], _ROWS):
+            if not torch.equal(copy[row : row + _ROWS], kept[row : row + _ROWS]):
                 raise CheckpointError(
-                    f"{self._source}: {name}", "other values", f"must repeat {original}: engines share the two",
-                    "use a checkpoint in which they are equal",
+                    f"{checkpoint.directory}: {name}", f"other values from row {row} on",
+                    f"must repeat {original}: engines share the two", "use a checkpoint in which they are equal",
                 )  # fmt: skip
 
 
