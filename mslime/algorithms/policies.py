@@ -71,7 +71,8 @@ def cispo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
 
 def sapo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate for the clip (arXiv 2511.20347)."""
-    tau = torch.where(rows.advantages > 0, config.sapo.tau_positive, config.sapo.tau_negative)
+    tau = torch.full_like(rows.advantages, config.sapo.tau_negative)
+    tau = torch.where(rows.advantages > 0, config.sapo.tau_positive, tau)
     gate = 4.0 / tau * torch.sigmoid(tau * (torch.exp(rows.log_ratio) - 1.0))
     return _unclipped(-gate * rows.advantages)
 

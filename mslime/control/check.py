@@ -13,7 +13,9 @@ from typing import Any
 
 from rich.console import Group as RichGroup
 from rich.table import Table
+from rich.text import Text
 
+from mslime.config.advice import warnings
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
@@ -144,11 +146,12 @@ def _check_optional_packages(config: RunConfig) -> None:
 
 
 def describe(run: ResolvedRun) -> RichGroup:
-    """The resolved run as tables for a person: layout, model, batch arithmetic, staleness, what is on and off."""
+    """The resolved run as tables for a person: layout, model, batch arithmetic, staleness, switches, warnings."""
     config = run.config
     parts: list[Any] = [_model_table(run), _layout_table(config.layout)]
     if config.train.task == "rl":
         parts += [_batch_table(config), _switch_table(run)]
+    parts += [Text(f"warning: {text}", style="yellow") for text in warnings(config)]
     return RichGroup(*parts)
 
 
@@ -284,11 +287,12 @@ def _switch_table(run: ResolvedRun) -> Table:
                     "off": "off",
                 }[config.train.replay],
             ),
+            ("advantage and loss", f"{a.advantage}, {a.loss}"),
             (
                 "correction",
                 a.correction.preset or f"{a.correction.action} by {a.correction.level}",
             ),
-            ("KL to reference", f"{a.kl_coef:g} x {a.kl_type}" if a.kl_coef else "off"),
+            ("KL to reference", f"{a.kl_coef:g} x {a.kl_type}, in the {a.kl_in}" if a.kl_coef else "off"),
             ("entropy bonus", f"{a.entropy_coef:g}" if a.entropy_coef else "off"),
             ("reward", config.reward.function or config.reward.kind),
             ("evaluation", ", ".join(s.name for s in config.data.eval_sets) or "off"),

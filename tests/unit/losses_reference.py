@@ -89,10 +89,10 @@ def topr(x: Response, config: AlgorithmConfig) -> list[float]:
 def kimi(x: Response, config: AlgorithmConfig) -> list[float]:
     """The surrogate of arXiv 2501.12599, section 2.3.2: A log pi(y) - tau / 2 (log pi(y) / pi_old(y))^2.
 
-    A response's square is shared by its tokens, so that the sum over them is the paper's.
+    Of a response's square D^2 each token has its share D d, so that the sum over them is the paper's.
     """
     d = np.clip(x.log_pi - x.anchor, -20, 20)
-    squares = d**2 if config.kimi.level == "token" else np.full(len(d), np.clip(d.sum(), -20, 20) * d.sum() / len(d))
+    squares = d**2 if config.kimi.level == "token" else np.clip(d.sum(), -20, 20) * d
     return list(-x.advantages * x.log_pi + config.kimi.tau / 2 * squares)
 
 

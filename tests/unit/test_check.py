@@ -62,6 +62,14 @@ def test_a_good_run_prints_layout_batch_and_switches(
         assert part in out, part
 
 
+def test_a_meaningless_combination_is_warned_of_and_still_checks(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path
+) -> None:
+    status, out, _ = check(capsys, checkpoint, prompts, "--algorithm.loss", "gspo", "--algorithm.clip-dual", "3")
+    assert status == 0 and "warning: algorithm.loss gspo" in out and "grpo, gspo" in out
+    assert "warning" not in check(capsys, checkpoint, prompts)[1]
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -1,0 +1,132 @@
+"""Combinations that are allowed and known to mean nothing, or to go wrong: what `mslime check` warns of, and why.
+
+What corrupts a run is refused in `rules` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from mslime.config.policy_loss import DPPOConfig, IPOConfig, KimiConfig, SAPOConfig, TOPRConfig
+
+if TYPE_CHECKING:
+    from mslime.config.schema import RunConfig
+
+
+def warnings(config: RunConfig) -> list[str]:
+    """One sentence or two for each setting that has no effect or a doubtful one: which, why, and what to do."""
+    if config.train.task != "rl":
+        return []
+    return [text for advice in _ADVICE for text in advice(config)]
+
+
+def _ratio_is_one(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    alike = ("gspo", "gmpo", "cispo", "sapo", "topr", "kimi")
+    if config.train.optimizer_steps_per_rollout > 1 or algorithm.correction.reference == "rollout":
+        return
+    if algorithm.loss in alike:
+        yield (
+            f"algorithm.loss {algorithm.loss}: with train.optimizer_steps_per_rollout 1 and a recomputed old policy "
+            "the ratio is 1 at its only use, so the loss is the plain policy gradient. Take more steps a rollout, or "
+            "algorithm.correction.preset bypass, whose ratio is over the policy that sampled."
+        )
+    if algorithm.loss in ("dppo_tv", "ipo"):
+        yield (
+            f"algorithm.loss {algorithm.loss}: its trust region is meant to be around the policy that sampled, and is "
+            "around the recomputed one, from which a single step never moves. Set algorithm.correction.preset bypass."
+        )
+
+
+def _unbounded_weights(config: RunConfig) -> Iterator[str]:
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    stale = config.rollout.max_staleness > 0
+    if algorithm.loss == "reinforce" and (
+        config.train.optimizer_steps_per_rollout > 1 or (stale and correction.reference == "rollout")
+    ):
+        yield (
+            "algorithm.loss reinforce: its importance weight has no bound, and off-policy a few tokens come to own the "
+            "gradient (at a lag of 3 versions the KL has been seen to grow thirtyfold). Use cispo, which bounds it."
+        )
+    weighs = correction.action in ("mask", "drop") and correction.kept_weight == "ratio"
+    if stale and weighs and correction.high is None and correction.reference == "recompute":
+        yield (
+            f"algorithm.correction.kept_weight ratio with rollout.max_staleness {config.rollout.max_staleness}: the "
+            "weights have no upper bound. Set algorithm.correction.high, or kept_weight token."
+        )
+    if stale and correction.action == "none" and correction.reference == "recompute":
+        yield (
+            f"algorithm.correction.action none with rollout.max_staleness {config.rollout.max_staleness}: tokens of "
+            "old weights are trained as if the current policy had sampled them. Use the preset tis, or bypass."
+        )
+
+
+def _correction_without_effect(config: RunConfig) -> Iterator[str]:
+    correction, staleness = config.algorithm.correction, config.rollout.max_staleness
+    on_policy = staleness == 0 and config.train.optimizer_steps_per_rollout == 1
+    if correction.negative_advantage_only and on_policy:
+        yield (
+            "algorithm.correction.negative_advantage_only (OPSM) with one optimizer step a rollout and max_staleness "
+            "0: the policy trained is the one that sampled, so only the numerical difference of the two engines is "
+            "left to decide which sequences leave. Take more steps, allow staleness, or use preset tis."
+        )
+    if correction.action in ("truncate", "clip") and correction.reference == "rollout":
+        yield (
+            f"algorithm.correction.action {correction.action} has no effect with reference rollout: the loss's own "
+            "ratio is over the policy that sampled, and is not weighted twice. Use preset bypass, or reference "
+            "recompute."
+        )
+    if correction.max_age is not None and correction.max_age >= staleness:
+        yield (
+            f"algorithm.correction.max_age {correction.max_age} never binds: no token is trained that is older than "
+            f"rollout.max_staleness {staleness}. Lower it."
+        )
+    if correction.level == "segment" and staleness == 0:
+        yield (
+            "algorithm.correction.level segment with rollout.max_staleness 0: every response is of one weight version, "
+            "so this is level sequence."
+        )
+
+
+def _kl(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.kl_coef == 0:
+        return
+    if algorithm.kl_type == "k1" and algorithm.kl_in == "loss" and not algorithm.kl_unbiased:
+        yield (
+            "algorithm.kl_type k1 in the loss: the gradient of log pi - log ref is that of log pi, which is zero on "
+            "average, so nothing is pulled to the reference. Use k2 or low_var, kl_unbiased, or kl_in reward."
+        )
+    if algorithm.kl_unbiased and algorithm.kl_in == "reward":
+        yield "algorithm.kl_unbiased has no effect with kl_in reward: nothing is differentiated there."
+
+
+def _other_losses(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.clip_dual is not None and algorithm.loss not in ("ppo", "gspo"):
+        yield f"algorithm.clip_dual has no effect on the loss {algorithm.loss}; it is of ppo and gspo."
+    unused = {
+        "sapo": ("sapo", algorithm.sapo != SAPOConfig()),
+        "topr": ("topr", algorithm.topr != TOPRConfig()),
+        "kimi": ("kimi", algorithm.kimi != KimiConfig()),
+        "dppo": ("dppo_tv", algorithm.dppo != DPPOConfig()),
+        "ipo": ("ipo", algorithm.ipo != IPOConfig()),
+    }
+    for section, (loss, changed) in unused.items():
+        if changed and loss != algorithm.loss:
+            yield f"algorithm.{section} has no effect: it is of the loss {loss}, and the loss is {algorithm.loss}."
+    if algorithm.loss in ("gspo", "gmpo") and algorithm.loss_aggregation == "token":
+        yield (
+            f"algorithm.loss_aggregation token with {algorithm.loss}: its objective is one number a response, and this "
+            "counts it once a token, so long responses weigh more. The paper's is sequence."
+        )
+
+
+_ADVICE: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    _ratio_is_one,
+    _unbounded_weights,
+    _correction_without_effect,
+    _kl,
+    _other_losses,
+)

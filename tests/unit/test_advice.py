@@ -1,0 +1,86 @@
+"""`mslime check` warns of combinations that mean nothing, and is silent about usual ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mslime.config.advice import warnings
+from mslime.config.loader import build
+from mslime.config.policy_loss import LOSS_DEFAULTS
+
+
+def advice(algorithm: dict[str, Any], staleness: int = 0, steps: int = 1, **train: Any) -> list[str]:
+    """Warnings of a run with these settings."""
+    return warnings(
+        build(
+            {
+                "model": {"path": "unused"},
+                "data": {"prompts": ["unused.jsonl"]},
+                "algorithm": algorithm,
+                "rollout": {"max_staleness": staleness},
+                "train": {"optimizer_steps_per_rollout": steps, **train},
+            }
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "staleness", "steps"),
+    [
+        ({}, 0, 1),
+        ({}, 4, 2),
+        ({"loss": "gspo"}, 0, 4),
+        ({"loss": "dppo_tv"}, 4, 1),
+        ({"loss": "ipo"}, 0, 1),
+        ({"loss": "cispo", "correction": {"preset": "bypass"}}, 4, 1),
+        ({"correction": {"preset": "opsm"}}, 0, 4),
+        ({"correction": {"preset": "opsm"}}, 2, 1),
+        ({"correction": {"preset": "areal_decoupled", "max_age": 2}}, 4, 1),
+        ({"correction": {"preset": "tis", "level": "segment"}}, 1, 1),
+        ({"kl_coef": 0.1}, 0, 1),
+        ({"kl_coef": 0.1, "kl_type": "k1", "kl_in": "reward"}, 0, 1),
+        ({"kl_coef": 0.1, "kl_type": "k1", "kl_unbiased": True}, 0, 1),
+        ({"loss": "reinforce"}, 0, 1),
+        ({"clip_dual": 3.0}, 0, 2),
+    ],
+)
+def test_usual_runs_are_not_warned_of(algorithm: dict[str, Any], staleness: int, steps: int) -> None:
+    assert advice(algorithm, staleness, steps) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "staleness", "steps", "said"),
+    [
+        ({"loss": "gspo"}, 0, 1, "the ratio is 1"),
+        ({"loss": "dppo_tv", "correction": {"preset": "tis"}}, 2, 1, "around the policy that sampled"),
+        ({"loss": "reinforce", "correction": {"preset": "bypass"}}, 2, 1, "no bound"),
+        ({"loss": "reinforce"}, 0, 4, "no bound"),
+        ({"correction": {"preset": "mis", "high": None}}, 2, 1, "no upper bound"),
+        ({"correction": {"preset": "none"}}, 2, 1, "as if the current policy"),
+        ({"correction": {"preset": "opsm"}}, 0, 1, "numerical difference"),
+        ({"correction": {"preset": "tis", "reference": "rollout"}}, 2, 1, "no effect with reference rollout"),
+        ({"correction": {"preset": "tis", "max_age": 2}}, 2, 1, "never binds"),
+        ({"correction": {"preset": "tis", "level": "segment"}}, 0, 1, "one weight version"),
+        ({"kl_coef": 0.1, "kl_type": "k1"}, 0, 1, "zero on average"),
+        ({"kl_coef": 0.1, "kl_in": "reward", "kl_unbiased": True}, 0, 1, "nothing is differentiated"),
+        ({"loss": "sapo", "clip_dual": 3.0, "correction": {"preset": "bypass"}}, 2, 1, "clip_dual has no effect"),
+        ({"kimi": {"tau": 1.0}}, 0, 1, "algorithm.kimi has no effect"),
+        ({"loss": "gspo", "loss_aggregation": "token"}, 0, 4, "once a token"),
+    ],
+)
+def test_what_means_nothing_is_warned_of_with_the_reason(
+    algorithm: dict[str, Any], staleness: int, steps: int, said: str
+) -> None:
+    found = advice(algorithm, staleness, steps)
+    assert len([text for text in found if said in text]) == 1, found
+
+
+@pytest.mark.parametrize("loss", LOSS_DEFAULTS)
+def test_the_defaults_of_a_loss_are_not_warned_of_off_policy(loss: str) -> None:
+    assert advice({"loss": loss}, staleness=4, steps=4) == []
+
+
+def test_supervised_runs_have_no_algorithm_to_warn_of() -> None:
+    assert advice({"correction": {"preset": "opsm"}}, task="sft") == []
