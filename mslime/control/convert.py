@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -195,9 +196,11 @@ def _int4(args: argparse.Namespace, flags: Sequence[str]) -> int:
 def placement(config: Mapping[str, object], directory: Path) -> ModelPlacement:
     """Where megatron-core keeps the parameters of this model; imports it, builds a model on the meta device."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from mslime.backends.megatron.placement import model_placement
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # megatron-core's, about how it is trained
+        from mslime.backends.megatron.placement import model_placement
 
-    return model_placement(config, directory)
+        return model_placement(config, directory)
 
 
 def _bytes(args: argparse.Namespace) -> int:
