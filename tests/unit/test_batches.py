@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -114,6 +116,32 @@ def test_columns_sit_at_the_row_that_predicts_their_token(cp: int) -> None:
             assert batch.sequence_index[row] == (0 if target < 3 else 1)
         total += float(batch.weights.sum())
     assert total == shard.weights.sum()
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_segments_ages_and_positions_sit_at_the_row_that_predicts_their_token(cp: int) -> None:
+    lengths = [3, 4, 5]
+    shard = replace(
+        shard_of(lengths, ((1,), (2, 0))),
+        segment_index=np.array([0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 1, 2], np.int32),
+        segment_ages=np.arange(12, dtype=np.int32),
+    )
+    shard.loss_mask[7:9] = False
+    numbers = {8: 0, 9: 1, 10: 1, 11: 2, 1: 3, 2: 4}
+    positions = {8: 0, 9: 0, 10: 1, 11: 2, 1: 0, 2: 1}
+    for rank in range(cp):
+        batch = build_micro_batch(shard, 1, RowLayout(cp, rank, 1, 0), packed=True, device=torch.device("cpu"))
+        assert batch.segment_index is not None and batch.ages is not None and batch.num_segments == 5
+        for row, target in enumerate(batch.slicer.targets):
+            if target != PADDING:
+                assert batch.segment_index[row] == numbers[target]
+                assert batch.positions[row] == positions[target]
+                assert batch.ages[row] == target
+
+
+def test_a_shard_that_does_not_know_its_segments_has_none() -> None:
+    batch = build_micro_batch(shard_of([3], ((0,),)), 0, RowLayout(), packed=True, device=torch.device("cpu"))
+    assert batch.segment_index is None and batch.ages is None and batch.num_segments == 0
 
 
 @pytest.mark.parametrize("packed", [True, False])
