@@ -91,11 +91,14 @@ def corrections(draw: st.DrawFn) -> CorrectionConfig:
     seed=st.integers(0, 2**31),
     spread=st.sampled_from([0.02, 0.4, 3.0]),
     dual=st.sampled_from([None, 3.0]),
-    kl=st.sampled_from(["k1", "k2", "k3"]),
+    kl=st.sampled_from(["k1", "k2", "k3", "low_var"]),
+    kl_in=st.sampled_from(["loss", "reward"]),
+    unbiased=st.booleans(),
 )
-def test_loss_and_metrics_equal_the_reference(correction, seed, spread, dual, kl) -> None:
+def test_loss_and_metrics_equal_the_reference(correction, seed, spread, dual, kl, kl_in, unbiased) -> None:
     tokens = random_tokens(np.random.default_rng(seed), LENGTHS, spread)
-    check_against_reference(tokens, algorithm(correction, clip_dual=dual, kl_type=kl))
+    config = algorithm(correction, clip_dual=dual, kl_type=kl, kl_in=kl_in, kl_unbiased=unbiased)
+    check_against_reference(tokens, config)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -174,7 +177,7 @@ def test_whole_sequences_in_any_micro_batches_give_the_same_loss_and_metrics(cor
     assert merged(parts) == pytest.approx(finalise(whole.statistics), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3", "low_var"])
 @pytest.mark.parametrize("preset", ["tis", "seq_mis", "opsm"])
 def test_gradient_is_the_derivative_of_the_reference(preset: str, kl_type: str) -> None:
     tokens = random_tokens(np.random.default_rng(11), [4, 6], 0.3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -43,6 +44,16 @@ def configs(draw: st.DrawFn, losses: tuple[str, ...] = tuple(LOSSES)) -> Algorit
         ipo={"kl_tau": 0.05},
         correction={"preset": draw(st.sampled_from(["tis", "bypass", "seq_tis"]))},
     )
+
+
+def test_the_page_about_algorithms_has_every_loss_and_preset_with_its_numbers() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    rows = {line.split("`")[1]: line for line in text.splitlines() if line.startswith("| `")}
+    for name, start in [*LOSS_DEFAULTS.items(), *PRESETS.items()]:
+        for bound in ("clip_low", "clip_high", "low", "high"):
+            assert bound not in start or f"{start[bound]:g}" in rows[name], (name, bound)
+    assert set(rows) >= {*LOSSES, *PRESETS}
+    assert all(f"`{field}`" in text for field in CorrectionConfig.model_fields if field != "preset")
 
 
 def step(seed: int, spread: float = 0.3, **kwargs: float) -> Tokens:
