@@ -1,44 +1,170 @@
-"""Advantages from rewards. NumPy only, so that the driver can call it without torch."""
+"""Advantages of whole rollouts from their rewards. NumPy only, so that the driver can call it without torch.
+
+Groups are formed by group id, whatever order the samples come in, and a rollout has one vote in its group however many
+training samples it became. What depends on log-probs or values is in `advantages_tokens`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from mslime.config.errors import UserError
+from mslime.config.advantage import GROUP_RELATIVE, AdvantageName
+from mslime.config.errors import RewardError, UserError
 
-RewardGroup = Sequence[float] | NDArray[np.float32] | NDArray[np.float64]
+STD_EPS = 1e-6
+"""Added to a group's standard deviation before the division."""
+
+Steps = Sequence[tuple[int, float]]
+"""Process rewards of one sample: (position of the token that ends the step, reward)."""
 
 
-def grpo_advantages(groups: Sequence[RewardGroup], normalise_std: bool, eps: float = 1e-6) -> list[NDArray[np.float32]]:
-    """Rewards relative to the mean of their group (GRPO, arXiv 2402.03300, section 4.1.2).
+@dataclass(frozen=True)
+class Votes:
+    """R rollouts in G groups.
+
+    Attributes:
+        rewards: [R] float64.
+        group: [R] int64 in [0, G).
+        sizes: [G] float64, rollouts of each group.
+        means: [G] float64, mean reward of each group.
+        level: [G] bool, groups whose rewards are all equal.
+        of_sample: [S] int64, the rollout of each training sample.
+    """
+
+    rewards: NDArray[np.float64]
+    group: NDArray[np.int64]
+    sizes: NDArray[np.float64]
+    means: NDArray[np.float64]
+    level: NDArray[np.bool_]
+    of_sample: NDArray[np.int64]
+
+    @property
+    def centred(self) -> NDArray[np.float64]:
+        """[R] reward minus the group's mean; exactly 0 in a group of equal rewards."""
+        return np.where(self.level[self.group], 0.0, self.rewards - self.means[self.group])
+
+
+def count_votes(rewards: ArrayLike, group_ids: ArrayLike, rollout_ids: ArrayLike) -> Votes:
+    """One vote for each (group, rollout), from S training samples.
 
     Args:
-        groups: G groups of rewards; [G, n] or ragged.
-        normalise_std: divide by the group's sample standard deviation (n - 1) plus `eps`; False is Dr. GRPO
-            (arXiv 2503.20783).
-        eps: keeps a group of equal rewards at zero.
-
-    Returns:
-        One float32 array a group, of the group's length.
+        rewards: [S], finite.
+        group_ids, rollout_ids: [S] integers; samples that share both are parts of one rollout.
 
     Raises:
-        UserError: a group has fewer than two rewards.
+        RewardError: samples of one rollout have different rewards.
     """
-    return [_one_group(np.asarray(group, dtype=np.float64), normalise_std, eps) for group in groups]
+    reward = np.asarray(rewards, np.float64)
+    assert np.isfinite(reward).all(), "rewards must be finite before advantages are computed"
+    keys = np.stack([np.asarray(group_ids, np.int64), np.asarray(rollout_ids, np.int64)])
+    pairs, first, inverse = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    of_sample = inverse.reshape(-1)
+    per_rollout = reward[first]
+    odd = np.flatnonzero(reward != per_rollout[of_sample])
+    if len(odd):
+        group_id, rollout_id = pairs[:, of_sample[odd[0]]]
+        seen = sorted(set(reward[of_sample == of_sample[odd[0]]].tolist()))
+        raise RewardError(
+            "reward", seen, f"rollout {rollout_id} of group {group_id} became several training samples, which share "
+            "one reward", "give all samples of a rollout the rollout's reward",
+        )  # fmt: skip
+    _, group = np.unique(pairs[0], return_inverse=True)
+    sizes = np.bincount(group).astype(np.float64)
+    lowest, highest = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
+    np.minimum.at(lowest, group, per_rollout)
+    np.maximum.at(highest, group, per_rollout)
+    means = np.bincount(group, weights=per_rollout) / sizes
+    return Votes(per_rollout, group.astype(np.int64), sizes, means, lowest == highest, of_sample.astype(np.int64))
 
 
-def _one_group(rewards: NDArray[np.float64], normalise_std: bool, eps: float) -> NDArray[np.float32]:
-    if rewards.size < 2:
+def rollout_advantages(votes: Votes, advantage: AdvantageName, normalise_std: bool = True) -> NDArray[np.float32]:
+    """The advantage of each training sample's rollout, [S] float32.
+
+    0 for advantages that are made of token rewards (reinforce_pp, gae) or of none.
+
+    Raises:
+        UserError: a group has a single rollout, and the advantage compares within the group.
+        RewardError: a negative reward, and the advantage is maxrl.
+    """
+    if advantage in GROUP_RELATIVE and (votes.sizes < 2).any():
         raise UserError(
-            "rollout.group_size",
-            int(rewards.size),
-            "GRPO compares responses to one prompt: a group of one has zero advantage and teaches nothing",
+            "rollout.group_size", 1, f"{advantage} compares responses to one prompt: a group of one teaches nothing",
             "set rollout.group_size to 2 or more (8 is usual)",
-        )
-    assert np.isfinite(rewards).all(), "rewards must be finite before advantages are computed"
-    centred = rewards - rewards.mean()
-    scale = rewards.std(ddof=1) + eps if normalise_std else 1.0
-    return (centred / scale).astype(np.float32)
+        )  # fmt: skip
+    if advantage == "grpo":
+        values = grpo(votes, normalise_std)
+    else:
+        values = ESTIMATORS[advantage](votes) if advantage in ESTIMATORS else np.zeros(len(votes.rewards))
+    return values[votes.of_sample].astype(np.float32)
+
+
+def grpo(votes: Votes, normalise_std: bool) -> NDArray[np.float64]:
+    """(r - mean) / (std + STD_EPS), [R], with the sample standard deviation (n - 1) of the group (GRPO, arXiv
+    2402.03300, section 4.1.2); without the division, Dr. GRPO (arXiv 2503.20783)."""
+    centred = votes.centred
+    if not normalise_std:
+        return centred
+    variance = np.bincount(votes.group, weights=centred**2) / (votes.sizes - 1)
+    return centred / (np.sqrt(variance)[votes.group] + STD_EPS)
+
+
+def rloo(votes: Votes) -> NDArray[np.float64]:
+    """r minus the mean of the group's other rewards = n / (n - 1) (r - mean), [R] (arXiv 2402.14740)."""
+    return votes.centred * (votes.sizes / (votes.sizes - 1))[votes.group]
+
+
+def reinforce_pp_baseline(votes: Votes) -> NDArray[np.float64]:
+    """r - mean, [R], before whitening over the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
+    return votes.centred
+
+
+def maxrl(votes: Votes) -> NDArray[np.float64]:
+    """(r - mean) / mean, [R]; 0 in a group without a success (MaxRL, arXiv 2602.02710).
+
+    With rewards of 0 and 1 the mean is the pass rate p, and 1 / p turns the gradient of p into that of log p.
+    """
+    if (votes.rewards < 0).any():
+        raise RewardError(
+            "reward", float(votes.rewards.min()), "maxrl divides by the group's mean reward, its pass rate",
+            "use rewards of 0 and 1 (or any that are not negative), or another algorithm.advantage",
+        )  # fmt: skip
+    means = votes.means[votes.group]
+    return np.divide(votes.centred, means, out=np.zeros_like(means), where=means > 0)
+
+
+ESTIMATORS: dict[str, Callable[[Votes], NDArray[np.float64]]] = {
+    "rloo": rloo,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "maxrl": maxrl,
+}
+"""Group-relative advantages without settings of their own."""
+
+
+def process_advantages(
+    steps: Sequence[Steps], lengths: Sequence[int], group_ids: ArrayLike, normalise_std: bool = True
+) -> list[NDArray[np.float32]]:
+    """GRPO with process supervision (arXiv 2402.03300, section 4.1.3), [T] float32 per sample.
+
+    Each step's reward is normalised by mean and sample standard deviation of all steps of its group; a token's
+    advantage is the sum over the steps that end at it or later.
+    """
+    ids = np.repeat(np.asarray(group_ids, np.int64), [len(s) for s in steps])
+    rewards = np.asarray([reward for sample in steps for _, reward in sample], np.float64)
+    _, group = np.unique(ids, return_inverse=True)
+    counts = np.maximum(np.bincount(group, minlength=1), 1).astype(np.float64)
+    centred = rewards - (np.bincount(group, weights=rewards, minlength=1) / counts)[group]
+    if normalise_std:
+        variance = np.bincount(group, weights=centred**2, minlength=1) / np.maximum(counts - 1, 1)
+        centred = centred / (np.sqrt(variance)[group] + STD_EPS)
+    result: list[NDArray[np.float32]] = []
+    start = 0
+    for sample, length in zip(steps, lengths, strict=True):
+        per_token = np.zeros(length)
+        np.add.at(per_token, [position for position, _ in sample], centred[start : start + len(sample)])
+        start += len(sample)
+        result.append(per_token[::-1].cumsum()[::-1].astype(np.float32))
+    return result

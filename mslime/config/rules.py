@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
+from mslime.config.advantage import GROUP_RELATIVE
 from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -210,12 +211,38 @@ def _engine_on_one_node(config: RunConfig) -> None:
 
 
 def _group_size(config: RunConfig) -> None:
-    if config.train.task == "rl" and config.algorithm.advantage == "grpo" and config.rollout.group_size < 2:
+    advantage = config.algorithm.advantage
+    if config.train.task == "rl" and advantage in GROUP_RELATIVE and config.rollout.group_size < 2:
         raise ConfigError(
             "rollout.group_size",
             config.rollout.group_size,
-            "GRPO compares the responses of a group; a group of one has advantage 0 everywhere and teaches nothing",
-            "use at least 2 (8 is common)",
+            f"{advantage} compares the responses of a group; in a group of one every advantage is 0",
+            "use at least 2 (8 is common), or algorithm.advantage: reinforce_pp",
+        )
+
+
+def _advantage(config: RunConfig) -> None:
+    algorithm, teacher = config.algorithm, config.model.teacher_path
+    if algorithm.advantage == "gae":
+        raise ConfigError(
+            "algorithm.advantage",
+            "gae",
+            "needs the values of a critic, and the trainer has none",
+            "use reinforce_pp (no critic), or grpo or rloo (the group as baseline)",
+        )
+    if algorithm.advantage == "none" and algorithm.opd_coef == 0:
+        raise ConfigError(
+            "algorithm.advantage",
+            "none",
+            "every advantage would be 0, so nothing would be learnt from rewards",
+            "distil a teacher with algorithm.opd_coef and model.teacher_path, or choose another advantage",
+        )
+    if (algorithm.opd_coef > 0) != (teacher is not None):
+        raise ConfigError(
+            "model.teacher_path",
+            None if teacher is None else str(teacher),
+            f"goes together with algorithm.opd_coef, which is {algorithm.opd_coef}",
+            "set both, or neither",
         )
 
 
@@ -299,6 +326,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _overlap,
     _engine_on_one_node,
     _group_size,
+    _advantage,
     _sampling,
     _filters,
     _steps,

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from mslime.config.advantage import AdvantageConfig
 from mslime.config.base import EngineSection, Section
 from mslime.config.correction import CorrectionConfig
 from mslime.config.errors import ConfigError
@@ -34,6 +35,9 @@ class ModelConfig(Section):
     path: Path = Field(description="Hugging Face checkpoint directory (config.json, safetensors, tokenizer).")
     tokenizer_path: Path | None = Field(default=None, description="Tokenizer directory; default: the checkpoint's own.")
     reference_path: Path | None = Field(default=None, description="Reference policy for the KL term; default: `path`.")
+    teacher_path: Path | None = Field(
+        default=None, description="Teacher of on-policy distillation, of the same architecture; see algorithm.opd_coef."
+    )
     ignored_config_fields: tuple[str, ...] = Field(
         default=(), description="Settings of config.json that mslime does not know and that change nothing."
     )
@@ -228,11 +232,9 @@ class RewardConfig(Section):
     )
 
 
-class AlgorithmConfig(Section):
+class AlgorithmConfig(AdvantageConfig):
     """Advantage, loss and off-policy correction."""
 
-    advantage: Literal["grpo"] = "grpo"
-    normalise_std: bool = Field(default=True, description="Divide by the group's standard deviation (False: Dr. GRPO).")
     loss: LossName = Field(default="ppo", description="The policy loss; each is one formula in docs/algorithms.md.")
     clip_low: float = Field(
         default=0.2,
@@ -266,11 +268,6 @@ class AlgorithmConfig(Section):
         description="In the loss: times pi / mu, which makes the estimate's gradient the KL's (arXiv 2512.02556).",
     )
     entropy_coef: float = 0.0
-    loss_aggregation: Literal["token", "sequence", "group"] = Field(
-        default="token",
-        description="token: mean over all tokens of the step. sequence: mean of per-response means. group: mean of "
-        "per-group token means.",
-    )
     old_log_probs: Literal["auto", "always"] = Field(
         default="auto",
         description="auto: a separate old-log-prob pass only when something needs it (several optimizer steps per "
@@ -292,6 +289,12 @@ class TrainConfig(Section):
     optimizer_steps_per_rollout: int = Field(default=1, ge=1)
     max_tokens_per_micro_batch: int = Field(
         default=4096, ge=1, description="Token budget of a packed micro-batch, per CP rank."
+    )
+    quadratic_tokens: float | None = Field(
+        default=24576,
+        gt=0,
+        description="Sequence length n at which attention costs as much as everything else; micro-batches are balanced "
+        "by n + n^2 / this. About 12 x hidden size for a dense model, less for an MoE. null: by tokens alone.",
     )
     packed: bool = Field(
         default=True, description="Pack sequences without padding (thd). False: one sequence a micro-batch."

@@ -3,47 +3,134 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mslime.algorithms.advantages import grpo_advantages
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.algorithms.advantages import Votes, count_votes, process_advantages, rollout_advantages
+from mslime.algorithms.advantages_tokens import advantage_metrics, is_token_level
+from mslime.config.errors import RewardError
 from mslime.config.schema import RunConfig
-from mslime.data.packing import build_shards
+from mslime.data.packing import build_shards, chunks_per_group, packing_metrics
 from mslime.data.sample import Group, Sample, check_invariants
 
 if TYPE_CHECKING:
     from mslime.data.shard import TrainShard
 
 
-def assemble(groups: Sequence[Group], config: RunConfig) -> list[list[TrainShard]]:
-    """[optimizer steps][data-parallel ranks] shards of the groups of one rollout step.
+@dataclass(frozen=True)
+class Assembled:
+    """One rollout step's work for the trainer.
+
+    Attributes:
+        shards: [optimizer steps][data-parallel ranks].
+        metrics: `advantage/*`, `reward/*` by group and by source, `packing/*`.
+    """
+
+    shards: list[list[TrainShard]]
+    metrics: dict[str, float]
+
+
+def assemble(groups: Sequence[Group], config: RunConfig, version: int) -> Assembled:
+    """The shards of the groups of one rollout step, about to be trained by weights of `version`.
 
     Samples without a trainable token (masked as stale, or failed) still shape their group's advantages, but are not
     sent to the trainer.
+
+    Raises:
+        RewardError: parts of one rollout have different rewards, or the advantage has no meaning for these rewards.
     """
-    samples: list[Sample] = []
-    advantages: list[float] = []
-    for group in groups:
-        for sample in group.samples:
-            check_invariants(sample)
-        for sample, advantage in zip(group.samples, _advantages(group, config), strict=True):
-            if sample.trainable_tokens:
-                samples.append(sample)
-                advantages.append(advantage)
-    return _pack(samples, advantages, config)
+    samples = [sample for group in groups for sample in group.samples]
+    for sample in samples:
+        check_invariants(sample)
+        assert sample.reward is not None, f"group {sample.group_id} has unscored samples"
+    votes = count_votes([s.reward or 0.0 for s in samples], [s.group_id for s in samples], _rollout_numbers(samples))
+    advantages = sample_advantages(samples, votes, config)
+    trained = [i for i, sample in enumerate(samples) if sample.trainable_tokens]
+    chosen, their_advantages = [samples[i] for i in trained], [advantages[i] for i in trained]
+    shards = _pack(chosen, their_advantages, config, version)
+    sources = [data_source(group, sample) for group in groups for sample in group.samples]
+    metrics = vote_metrics(votes, sources) | _packing_metrics(shards, config)
+    if not is_token_level(config.algorithm):  # else the trainer reports what became of them
+        every = [shard for step in shards for shard in step]
+        metrics |= advantage_metrics([s.advantages for s in every], [s.loss_mask for s in every])
+    return Assembled(shards, metrics)
 
 
 def assemble_supervised(samples: Sequence[Sample], config: RunConfig) -> list[list[TrainShard]]:
     """Shards of a supervised batch: every trainable token weighs the same, there are no advantages."""
-    return _pack(samples, [0.0] * len(samples), config)
+    return _pack(samples, [0.0] * len(samples), config, None)
 
 
-def _advantages(group: Group, config: RunConfig) -> list[float]:
-    rewards = [s.reward for s in group.samples if s.reward is not None]
-    assert len(rewards) == len(group.samples), f"group {group.group_id} has unscored samples"
-    return grpo_advantages([rewards], config.algorithm.normalise_std)[0].tolist()
+def sample_advantages(samples: Sequence[Sample], votes: Votes, config: RunConfig) -> list[float | NDArray[np.floating]]:
+    """Each sample's advantage: one number, or [T] when its group has process rewards.
+
+    Raises:
+        RewardError: process rewards under an advantage that has no use for them.
+    """
+    algorithm = config.algorithm
+    whole = rollout_advantages(votes, algorithm.advantage, algorithm.normalise_std)
+    if algorithm.advantage in ("reinforce_pp", "gae") or not any(s.process_rewards for s in samples):
+        return whole.tolist()
+    if algorithm.advantage != "grpo":
+        raise RewardError(
+            "algorithm.advantage", algorithm.advantage, "the reward gives process rewards, which have no place in it",
+            "use grpo or reinforce_pp, or return the rollout's reward alone",
+        )  # fmt: skip
+    steps = process_advantages(
+        [s.process_rewards for s in samples], [len(s) for s in samples], [s.group_id for s in samples],
+        algorithm.normalise_std,
+    )  # fmt: skip
+    return [a + per_token for a, per_token in zip(whole, steps, strict=True)]
 
 
-def _pack(samples: Sequence[Sample], advantages: Sequence[float], config: RunConfig) -> list[list[TrainShard]]:
+def data_source(group: Group, sample: Sample) -> str:
+    """Where the prompt came from: the row's `data_source` in its metadata, or the name of its file."""
+    named = sample.metadata.get("data_source")
+    path = group.source.rpartition(":")[0]
+    return str(named if named is not None else path.rpartition("/")[2] or "unknown").replace("/", "_")
+
+
+def vote_metrics(votes: Votes, sources: Sequence[str]) -> dict[str, float]:
+    """`reward/*` by group and by source, one vote per rollout.
+
+    Args:
+        sources: of each training sample.
+    """
+    shares = [bool(v) for v in votes.level]
+    by_source: dict[str, set[int]] = {}
+    for source, rollout in zip(sources, votes.of_sample.tolist(), strict=True):
+        by_source.setdefault(source, set()).add(rollout)
+    metrics = {
+        "reward/group_std": float(np.sqrt(np.bincount(votes.group, weights=votes.centred**2) / votes.sizes).mean()),
+        "reward/zero_variance_share": sum(shares) / len(shares),
+        "rollout/rollouts": float(len(votes.rewards)),
+    }
+    for source, rollouts in by_source.items():
+        metrics[f"reward/source/{source}/mean"] = float(votes.rewards[sorted(rollouts)].mean())
+        metrics[f"reward/source/{source}/rollouts"] = float(len(rollouts))
+    return metrics
+
+
+def _rollout_numbers(samples: Sequence[Sample]) -> list[int]:
+    """A number for each sample that the parts of its rollout share, and no others."""
+    numbers: dict[tuple[int, int, bool], int] = {}
+    return [numbers.setdefault(sample.rollout, len(numbers)) for sample in samples]
+
+
+def _packing_metrics(shards: Sequence[Sequence[TrainShard]], config: RunConfig) -> dict[str, float]:
+    train = config.train
+    return packing_metrics(shards, config.layout, train.max_tokens_per_micro_batch, train.quadratic_tokens)
+
+
+def _pack(
+    samples: Sequence[Sample],
+    advantages: Sequence[float | NDArray[np.floating]],
+    config: RunConfig,
+    version: int | None,
+) -> list[list[TrainShard]]:
     layout, train = config.layout, config.train
     return build_shards(
         samples,
@@ -51,7 +138,10 @@ def _pack(samples: Sequence[Sample], advantages: Sequence[float], config: RunCon
         layout,
         train.max_tokens_per_micro_batch,
         loss_aggregation=config.algorithm.loss_aggregation,
+        max_response_tokens=config.rollout.max_response_tokens,
         packed=train.packed,
         steps=1 if train.task == "sft" else train.optimizer_steps_per_rollout,
-        multiple_of=layout.pp if layout.vpp > 1 else 1,
+        multiple_of=chunks_per_group(layout),
+        quadratic_tokens=train.quadratic_tokens,
+        version=version,
     )

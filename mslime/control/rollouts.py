@@ -109,9 +109,9 @@ class RolloutActor:
         batch = await self._service.take(step)
         if self._samples is not None:
             self._samples.write(step, batch.groups)
-        per_step = assemble(batch.groups, self._config)
+        work = assemble(batch.groups, self._config, self._service.version)
         spans, self._spans = self._spans, []
-        return StepShards(self._references(per_step), batch.metrics, spans)
+        return StepShards(self._references(work.shards), batch.metrics | work.metrics, spans)
 
     def _references(self, per_step: Sequence[Sequence[Any]]) -> list[list[ray.ObjectRef]]:
         """Store each (optimizer step, data-parallel rank, pipeline stage) once; ranks of a stage share it."""

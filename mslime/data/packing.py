@@ -1,26 +1,29 @@
-"""Samples to trainer shards: denominators, micro-batches under a token budget, and balance over data-parallel ranks.
+"""Samples to trainer shards: optimizer steps, micro-batches under a token budget, and balance over data-parallel ranks.
 
-Denominators are computed over a whole optimizer step before anything is split, so a token's weight does not depend on
-the layout. Every rank gets the same number of micro-batches, and those of the same index cost about the same on all
-ranks: with experts spread over data-parallel ranks they wait for each other in every MoE layer.
+Every rank gets the same number of micro-batches, and those of the same index cost about the same on all ranks: with
+experts spread over data-parallel ranks they wait for each other in every MoE layer. The schedule follows from the
+lengths alone; nothing in it is random. Denominators (`denominators`) are there before anything is split, so a token's
+weight does not depend on the layout.
 """
 
 from __future__ import annotations
 
-import itertools
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mslime.config.advantage import LossAggregation
 from mslime.config.layout import ParallelLayout
-from mslime.data.routes import Routes
+from mslime.data.columns import Column, shard_of
+from mslime.data.denominators import token_weights
 from mslime.data.sample import Sample
 from mslime.data.shard import TrainShard
 
-Aggregation = Literal["token", "sequence", "group"]
+Plan = list[list[list[int]]]
+"""[data-parallel ranks][micro-batches] lists of sequence indices."""
 
 
 def build_shards(
@@ -29,11 +32,13 @@ def build_shards(
     layout: ParallelLayout,
     token_budget: int,
     *,
-    loss_aggregation: Aggregation = "token",
+    loss_aggregation: LossAggregation = "token",
+    max_response_tokens: int | None = None,
     packed: bool = True,
     steps: int = 1,
     multiple_of: int = 1,
     quadratic_tokens: float | None = None,
+    version: int | None = None,
 ) -> list[list[TrainShard]]:
     """One shard per optimizer step and data-parallel rank.
 
@@ -41,47 +46,32 @@ def build_shards(
         samples: the groups of a rollout; those of a group share `group_id` and stay in one optimizer step.
         advantages: one number per sample, or one [T] array per sample.
         token_budget: tokens of a micro-batch per context-parallel rank; a longer sequence gets one of its own.
-        loss_aggregation: token: mean over all trainable tokens of the step. sequence: mean of per-response means.
-            group: mean of per-group token means. Sequences and groups without a trainable token do not count.
+        loss_aggregation, max_response_tokens: see `denominators.token_weights`.
         packed: False puts one sequence into each micro-batch.
         steps: optimizer steps to spread the groups over.
         multiple_of: the number of micro-batches per rank is a multiple of it (interleaved pipelines need this).
         quadratic_tokens: sequence length at which attention costs as much as everything else, for balance; None
             balances by tokens.
+        version: the weights that are about to be trained, for the ages of tokens.
 
     Returns:
         [steps][dp] shards. `sequence_ids` are indices into `samples`.
     """
     assert len(advantages) == len(samples) > 0, (len(advantages), len(samples))
     assert token_budget > 0 and steps > 0 and multiple_of > 0
-    packer = _Packer(token_budget * layout.cp, layout.dp, multiple_of, quadratic_tokens)
+    packer = Packer(token_budget * layout.cp, layout.dp, multiple_of, quadratic_tokens)
     result: list[list[TrainShard]] = []
     for members in _split_steps(samples, steps):
         chosen = [samples[i] for i in members]
-        weights = token_weights(chosen, loss_aggregation)
+        weights = token_weights(chosen, loss_aggregation, max_response_tokens)
         lengths = np.asarray([len(s) for s in chosen], np.int64)
         plan = packer.pack(lengths) if packed else packer.one_each(lengths)
         columns = [
-            _Columns(members[j], chosen[j], weights[j], np.asarray(advantages[members[j]], np.float32))
+            Column(members[j], chosen[j], weights[j], np.asarray(advantages[members[j]], np.float32), version)
             for j in range(len(chosen))
         ]
-        result.append([_shard(columns, rank) for rank in plan])
+        result.append([shard_of(columns, rank) for rank in plan])
     return result
-
-
-def token_weights(samples: Sequence[Sample], aggregation: Aggregation) -> list[NDArray[np.float32]]:
-    """Weight of every token in the loss of one optimizer step, [T] float32 per sample; they sum to 1 (or to 0 when
-    nothing is trainable)."""
-    counts = np.asarray([s.trainable_tokens for s in samples], np.float64)
-    if aggregation == "token":
-        denominators = np.full(len(samples), counts.sum())
-    elif aggregation == "sequence":
-        denominators = counts * np.count_nonzero(counts)
-    else:
-        _, group = np.unique([s.group_id for s in samples], return_inverse=True)
-        per_group = np.bincount(group, weights=counts)
-        denominators = per_group[group] * np.count_nonzero(per_group)
-    return [(s.loss_mask / max(d, 1.0)).astype(np.float32) for s, d in zip(samples, denominators, strict=True)]
 
 
 def _split_steps(samples: Sequence[Sample], steps: int) -> list[list[int]]:
@@ -95,7 +85,7 @@ def _split_steps(samples: Sequence[Sample], steps: int) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class _Packer:
+class Packer:
     """Sequences to micro-batches to ranks.
 
     Attributes:
@@ -105,119 +95,181 @@ class _Packer:
 
     budget: int
     dp: int
-    multiple_of: int
-    quadratic: float | None
+    multiple_of: int = 1
+    quadratic: float | None = None
 
-    def one_each(self, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
+    def one_each(self, lengths: NDArray[np.int64]) -> Plan:
         """One sequence a micro-batch; see `pack` for the result."""
         bins = [[int(i)] for i in np.argsort(-lengths, kind="stable")]
-        return self._deal(bins + [[] for _ in range(self._rounded(len(bins)) - len(bins))], lengths)
+        return self._deal(self._filled_up(bins), lengths)
 
-    def pack(self, lengths: NDArray[np.int64]) -> list[list[list[int]]]:
-        """Balanced micro-batches within the budget, as few as first-fit-decreasing needs.
+    def pack(self, lengths: NDArray[np.int64]) -> Plan:
+        """Balanced micro-batches within the budget, as few as best-fit-decreasing needs.
 
         Returns:
-            [dp][micro-batches] lists of sequence indices; the same number of micro-batches on every rank, some empty
-            when there are fewer sequences than micro-batches.
+            The same number of micro-batches on every rank, some empty when there are fewer sequences than those.
         """
-        order = np.argsort(-lengths, kind="stable")
-        fitted = self._first_fit(order, lengths)
-        count = self._rounded(len(fitted))
-        balanced = self._balance(order, lengths, count)  # greedy: may find no room where first-fit-decreasing did
-        return self._deal(balanced or fitted + [[] for _ in range(count - len(fitted))], lengths)
+        order = np.argsort(-lengths, kind="stable").tolist()
+        tokens, costs = lengths.tolist(), self.cost(lengths).tolist()
+        fitted = self._filled_up(_best_fit(order, tokens, self.budget))
+        balanced = _balance(order, tokens, costs, len(fitted), self.budget)  # may find no room where best-fit did
+        return self._deal(balanced or fitted, lengths)
 
-    def _cost(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Estimated work of a sequence, in tokens."""
+    def cost(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Estimated work of each sequence, in tokens: n + n^2 / quadratic."""
         n = lengths.astype(np.float64)
         return n if self.quadratic is None else n * (1 + n / self.quadratic)
 
-    def _rounded(self, bins: int) -> int:
-        """Micro-batches over all ranks, so that each rank has the same number and the granularity is kept."""
-        step = self.dp * self.multiple_of
-        return -(-bins // step) * step
+    def _filled_up(self, bins: list[list[int]]) -> list[list[int]]:
+        """With empty bins, so that each rank has the same number and the granularity is kept."""
+        return bins + [[] for _ in range(-len(bins) % (self.dp * self.multiple_of))]
 
-    def _first_fit(self, order: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[list[int]]:
-        """First-fit-decreasing: each sequence into the first bin with room; one over the budget fills a bin alone."""
-        room = np.zeros(len(order), np.int64)
-        bins: list[list[int]] = []
-        for index in order:
-            fits = np.flatnonzero(room[: len(bins)] >= lengths[index])
-            if not len(fits):
-                room[len(bins)] = self.budget
-                bins.append([])
-            chosen = int(fits[0]) if len(fits) else len(bins) - 1
-            bins[chosen].append(int(index))
-            room[chosen] -= lengths[index]
-        return bins
-
-    def _balance(self, order: NDArray[np.int64], lengths: NDArray[np.int64], count: int) -> list[list[int]] | None:
-        """Longest first, each into the least loaded of `count` bins that has room; None when one finds no room."""
-        costs = self._cost(lengths)
-        load, tokens = np.zeros(count), np.zeros(count, np.int64)
-        bins: list[list[int]] = [[] for _ in range(count)]
-        for index in order:
-            open_bins = np.flatnonzero((tokens + lengths[index] <= self.budget) | (tokens == 0))
-            if not len(open_bins):
-                return None
-            best = int(open_bins[np.argmin(load[open_bins])])
-            bins[best].append(int(index))
-            load[best] += costs[index]
-            tokens[best] += lengths[index]
-        return bins
-
-    def _deal(self, bins: list[list[int]], lengths: NDArray[np.int64]) -> list[list[list[int]]]:
-        """Deal bins to ranks, heaviest first and back and forth, so that equal indices cost about the same."""
-        costs = self._cost(lengths)
-        heaviest = sorted(bins, key=lambda b: -float(costs[b].sum()))
-        ranks: list[list[list[int]]] = [[] for _ in range(self.dp)]
-        for turn in range(len(bins) // self.dp):
-            row = heaviest[turn * self.dp : (turn + 1) * self.dp]
-            for rank, items in zip(ranks, row if turn % 2 == 0 else reversed(row), strict=True):
-                rank.append(items)
+    def _deal(self, bins: list[list[int]], lengths: NDArray[np.int64]) -> Plan:
+        """Rows of equally heavy bins, one for each rank; the heaviest goes to the rank with the least so far."""
+        costs = self.cost(lengths)
+        loads = [float(costs[b].sum()) for b in bins]
+        heaviest = sorted(range(len(bins)), key=lambda b: -loads[b])
+        ranks: Plan = [[] for _ in range(self.dp)]
+        done = [0.0] * self.dp
+        for start in range(0, len(bins), self.dp):
+            lightest = sorted(range(self.dp), key=lambda r: done[r])
+            for rank, b in zip(lightest, heaviest[start : start + self.dp], strict=True):
+                ranks[rank].append(bins[b])
+                done[rank] += loads[b]
         return ranks
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """One sequence on its way into a shard."""
+def _best_fit(order: Sequence[int], tokens: Sequence[int], budget: int) -> list[list[int]]:
+    """Best-fit-decreasing: each sequence into the fullest bin that has room; one over the budget fills a bin alone.
 
-    sequence_id: int
-    sample: Sample
-    weights: NDArray[np.float32]
-    advantage: NDArray[np.float32]
-
-    def advantages(self) -> NDArray[np.float32]:
-        """[T] float32, 0 where the token is not trained."""
-        assert self.advantage.shape in ((), (len(self.sample),)), (self.advantage.shape, len(self.sample))
-        return np.where(self.sample.loss_mask, self.advantage, np.float32(0))
-
-
-def _shard(columns: Sequence[_Columns], micro_batches: Sequence[Sequence[int]]) -> TrainShard:
-    """Lay the sequences of one rank end to end, in the order of its micro-batches."""
-    mine = [columns[i] for micro_batch in micro_batches for i in micro_batch]
-    ends = np.cumsum([0, *(len(m) for m in micro_batches)])
-    local = tuple(tuple(range(int(a), int(b))) for a, b in itertools.pairwise(ends))
-    empty_f32 = np.empty(0, np.float32)
-    return TrainShard(
-        tokens=np.concatenate([np.empty(0, np.int32), *(c.sample.tokens for c in mine)]),
-        lengths=np.asarray([len(c.sample) for c in mine], np.int64),
-        sequence_ids=np.asarray([c.sequence_id for c in mine], np.int64),
-        loss_mask=np.concatenate([np.empty(0, np.bool_), *(c.sample.loss_mask for c in mine)]),
-        weights=np.concatenate([empty_f32, *(c.weights for c in mine)]),
-        advantages=np.concatenate([empty_f32, *(c.advantages() for c in mine)]),
-        behaviour_log_probs=np.concatenate([empty_f32, *(c.sample.log_probs for c in mine)]),
-        micro_batches=local,
-        routes=_joined_routes([c.sample for c in columns], [c.sample for c in mine]),
-    )
+    Needs at most 11/9 of the fewest bins, plus one. Bins are kept by the room they have left, and a bitmap of two
+    levels finds the smallest sufficient room, so that 100,000 sequences take a fraction of a second.
+    """
+    rooms = _Rooms(budget)
+    bins: list[list[int]] = []
+    for index in order:
+        found = rooms.take(tokens[index])
+        if found is None:
+            found = budget, len(bins)
+            bins.append([])
+        room, chosen = found
+        bins[chosen].append(index)
+        if room > tokens[index]:
+            rooms.put(room - tokens[index], chosen)
+    return bins
 
 
-def _joined_routes(all_samples: Sequence[Sample], mine: Sequence[Sample]) -> Routes | None:
-    """Routes of `mine`, one row per token; None when the rollout carried none."""
-    if all_samples[0].routes is None:
-        assert all(s.routes is None for s in all_samples), "some samples carry routes and others do not"
-        return None
-    template = all_samples[0].routes
-    assert all(s.routes is not None for s in all_samples), "some samples carry routes and others do not"
-    padded = [s.routes.padded(len(s)) for s in mine if s.routes is not None]
-    experts = np.concatenate([template.experts[:0], *(r.experts for r in padded)])
-    return Routes(experts, np.concatenate([template.mask[:0], *(r.mask for r in padded)]), template.layer_ids)
+class _Rooms:
+    """Bins by the room they have left."""
+
+    BITS = 10
+
+    def __init__(self, budget: int) -> None:
+        self._bins: dict[int, list[int]] = {}
+        self._words = [0] * ((budget >> self.BITS) + 1)
+        self._used = 0  # words that are not zero
+
+    def put(self, room: int, index: int) -> None:
+        """Add a bin."""
+        held = self._bins.setdefault(room, [])
+        held.append(index)
+        word = room >> self.BITS
+        self._words[word] |= 1 << (room & ((1 << self.BITS) - 1))
+        self._used |= 1 << word
+
+    def take(self, need: int) -> tuple[int, int] | None:
+        """(room, bin) of the bin with the least room that is at least `need`, which is removed; None: there is none."""
+        word, bit = need >> self.BITS, need & ((1 << self.BITS) - 1)
+        bits = self._words[word] >> bit << bit if word < len(self._words) else 0
+        if not bits:
+            above = self._used >> (word + 1) << (word + 1)
+            if not above:
+                return None
+            word = _lowest_bit(above)
+            bits = self._words[word]
+        room = (word << self.BITS) + _lowest_bit(bits)
+        held = self._bins[room]
+        index = held.pop()
+        if not held:
+            self._words[word] ^= bits & -bits
+            if not self._words[word]:
+                self._used ^= 1 << word
+        return room, index
+
+
+def _lowest_bit(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+def _balance(
+    order: Sequence[int], tokens: Sequence[int], costs: Sequence[float], count: int, budget: int
+) -> list[list[int]] | None:
+    """Longest first, each into the cheapest of `count` bins that has room; None when one finds no room.
+
+    A bin without room waits aside until the sequences have become short enough for it, so each step takes O(log count).
+    """
+    cheapest = [(0.0, b) for b in range(count)]
+    waiting: list[tuple[int, int, float]] = []  # (-room, bin, cost)
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room = [budget] * count
+    for index in order:
+        need = tokens[index]
+        while waiting and -waiting[0][0] >= need:
+            _, b, load = heapq.heappop(waiting)
+            heapq.heappush(cheapest, (load, b))
+        while cheapest and room[cheapest[0][1]] < need and bins[cheapest[0][1]]:
+            load, b = heapq.heappop(cheapest)
+            heapq.heappush(waiting, (-room[b], b, load))
+        if not cheapest:
+            return None
+        load, b = cheapest[0]
+        bins[b].append(index)
+        room[b] -= need
+        heapq.heapreplace(cheapest, (load + costs[index], b))
+    return bins
+
+
+def packing_metrics(
+    steps: Sequence[Sequence[TrainShard]], layout: ParallelLayout, token_budget: int, quadratic_tokens: float | None
+) -> dict[str, float]:
+    """`packing/*` of the shards of a rollout, over all optimizer steps."""
+    packer = Packer(token_budget * layout.cp, layout.dp, quadratic=quadratic_tokens)
+    tokens = rows = slots = empty = 0
+    waited = worked = rank_excess = 0.0
+    for shards in steps:
+        loads = np.zeros((layout.dp, len(shards[0].micro_batches)))
+        for rank, shard in enumerate(shards):
+            costs = packer.cost(shard.lengths)
+            for index, members in enumerate(shard.micro_batches):
+                lengths = shard.lengths[list(members)]
+                loads[rank, index] = costs[list(members)].sum()
+                tokens += int(lengths.sum())
+                rows += padded_rows(lengths, layout)
+                empty += not members
+        slots += loads.size
+        waited += float(loads.max(axis=0).sum()) * layout.dp
+        worked += float(loads.sum())
+        rank_excess = max(rank_excess, float(loads.sum(axis=1).max() / max(loads.sum(axis=1).mean(), 1e-9)) - 1)
+    return {
+        "packing/micro_batches": slots / layout.dp / len(steps),
+        "packing/empty_micro_batches": float(empty),
+        "packing/fill": tokens / (slots * packer.budget),
+        "packing/padding": 1 - tokens / rows,
+        "packing/imbalance": waited / worked - 1,
+        "packing/rank_imbalance": rank_excess,
+    }
+
+
+def padded_rows(lengths: NDArray[np.int64], layout: ParallelLayout) -> int:
+    """Rows that a micro-batch of these sequences has over its context-parallel ranks.
+
+    Each sequence to a multiple of 2 x CP, all together to one of that times TP (sequence parallelism), at least that.
+    """
+    each = 2 * layout.cp if layout.cp > 1 else 1
+    total = int((-(-lengths // each) * each).sum())
+    return -(-max(total, 1) // (each * layout.tp)) * each * layout.tp
+
+
+def chunks_per_group(layout: ParallelLayout) -> int:
+    """What the number of micro-batches per rank must be a multiple of: interleaved stages pass them on in groups."""
+    return layout.pp if layout.vpp > 1 else 1

@@ -179,8 +179,9 @@ def _sync_bytes(bucket: Bucket, layout: ParallelLayout) -> int:
 
 
 def host_bytes(config: RunConfig, held: Sequence[StageParameters]) -> int:
-    """Host memory of one machine's trainer ranks: the reference policy, and our own weights while that is in use."""
-    if config.algorithm.kl_coef == 0 or config.train.task != "rl":
+    """Host memory of one machine's trainer ranks: reference and teacher, and our own weights while one is in use."""
+    others = (config.algorithm.kl_coef > 0) + (config.model.teacher_path is not None)
+    if not others or config.train.task != "rl":
         return 0
     ranks = min(config.cluster.gpus_per_node, config.layout.world_size)
-    return 2 * ranks * max(parameter_bytes(config, stage) for stage in held)
+    return (others + 1) * ranks * max(parameter_bytes(config, stage) for stage in held)

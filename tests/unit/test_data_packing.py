@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mslime.config.layout import ParallelLayout
-from mslime.data.packing import build_shards, token_weights
+from mslime.data.denominators import token_weights
+from mslime.data.packing import build_shards
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
+from mslime.algorithms.advantages_tokens import needs_policy_log_probs
 from mslime.algorithms.corrections import needs_old_log_probs
 from mslime.algorithms.statistics import finalise
+from mslime.backends.megatron.advantages import with_token_advantages
 from mslime.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from mslime.backends.megatron.metrics import normalising_scale, over_all_ranks, refuse_not_finite
 from mslime.backends.megatron.model import build_chunks, load_hf_weights, wrap
@@ -80,6 +82,9 @@ class MegatronTrainer:
         if config.train.task == "rl" and config.algorithm.kl_coef > 0:
             directory = config.model.reference_path or config.model.path
             self._reference = ReferencePolicy(self.chunks, self.hf_config, directory)
+        self._teacher: ReferencePolicy | None = None
+        if config.train.task == "rl" and config.model.teacher_path is not None:
+            self._teacher = ReferencePolicy(self.chunks, self.hf_config, config.model.teacher_path)
         load_hf_weights(self.chunks, self.hf_config, config.model.path)
         routed = config.train.task == "rl" and bool(self.model.num_experts)
         self.routing = Routing.attach(
@@ -107,21 +112,27 @@ class MegatronTrainer:
             EngineError: the rollout's routes cannot be replayed.
         """
         prepared = [self._with_log_probs(shard, index, len(shards)) for index, shard in enumerate(shards)]
-        return [self._optimizer_step(shard, index) for index, shard in enumerate(prepared)]
+        found: dict[str, float] = {}
+        if self.config.train.task == "rl":
+            algorithm, group = self.config.algorithm, self.place.dp_group
+            prepared, found = with_token_advantages(prepared, algorithm, self.device, group)
+        return [found | self._optimizer_step(shard, index) for index, shard in enumerate(prepared)]
 
     def log_probs(
-        self, shard: TrainShard, policy: Literal["actor", "reference"] = "actor", replay: bool = False
+        self, shard: TrainShard, policy: Literal["actor", "reference", "teacher"] = "actor", replay: bool = False
     ) -> Tensor:
         """log pi(token | before) of every token of the shard: float32 [N] on the CPU, 0 for first tokens.
 
         Args:
-            policy: the weights being trained, or the reference's (needs algorithm.kl_coef > 0).
+            policy: the weights being trained, the reference's (needs algorithm.kl_coef > 0) or the teacher's (needs
+                model.teacher_path).
             replay: route as the rollout did (r3) instead of naturally.
         """
-        if policy == "reference":
-            assert self._reference is not None, "the reference policy is loaded when algorithm.kl_coef > 0"
-            assert not replay, "a reference policy routes by itself"
-            with self._weights_in_place(), self._reference.swapped_in():
+        if policy != "actor":
+            other = self._reference if policy == "reference" else self._teacher
+            assert other is not None, "a reference is loaded when algorithm.kl_coef > 0, a teacher from its path"
+            assert not replay, f"the {policy} policy routes by itself"
+            with self._weights_in_place(), other.swapped_in():
                 return self.runner.log_probs(shard, None)
         assert not replay or self.routing.mode == "r3", f"train.replay is {self.routing.mode}"
         with self._weights_in_place():
@@ -201,16 +212,19 @@ class MegatronTrainer:
                 chunk.enable_forward_pre_hook()
 
     def _with_log_probs(self, shard: TrainShard, index: int, steps: int) -> TrainShard:
-        """The shard with what must be known before the first gradient: old and reference log-probs."""
+        """The shard with what must be known before the first gradient: old, reference and teacher log-probs."""
         algorithm = self.config.algorithm
         if self.config.train.task == "sft":
             return shard
         always = algorithm.old_log_probs == "always" or self.routing.mode == "r2"
+        always = always or (needs_policy_log_probs(algorithm) and algorithm.correction.reference == "recompute")
         if always or needs_old_log_probs(algorithm.correction, steps):
             with self._weights_in_place(), self.routing.old_log_prob_pass(shard, index) as routes:
                 shard = replace(shard, old_log_probs=self.runner.log_probs(shard, routes).numpy())
         if self._reference is not None:
             shard = replace(shard, reference_log_probs=self.log_probs(shard, "reference").numpy())
+        if self._teacher is not None:
+            shard = replace(shard, teacher_log_probs=self.log_probs(shard, "teacher").numpy())
         return shard
 
     def _optimizer_step(self, shard: TrainShard, index: int) -> dict[str, float]:

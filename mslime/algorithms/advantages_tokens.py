@@ -1,0 +1,258 @@
+"""Advantages of tokens: what needs log-probs, values or sums over all ranks. NumPy only, no collectives of its own.
+
+The trainer calls `token_advantages` once a rollout, after its log-prob passes and before the first gradient. Time runs
+over trained tokens only: an environment's tokens between two turns are a gap that costs no discount and earns nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.config.schema import AlgorithmConfig
+
+LOG_RATIO_BOUND = 20.0
+"""As in `mslime.algorithms.kl`, which needs torch."""
+LOW_VAR_BOUND = 10.0
+"""Likewise."""
+WHITEN_EPS = 1e-8
+"""Added to the variance before the square root."""
+
+Reduce = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""Sums (or maximises) a vector over all data-parallel ranks. A collective: every rank calls it equally often."""
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """One data-parallel rank's part of one optimizer step: N tokens of B sequences laid end to end.
+
+    Attributes:
+        lengths: [B] int64, sum N.
+        mask: [N] bool, trained tokens.
+        advantages: [N] float32, of the token's rollout; 0 where the advantage is made of token rewards.
+        rewards: [N] float32, each on the token that earned it; for reinforce_pp and gae.
+        policy_log_probs: [N] float32, log pi_old; for a KL in the reward and for distillation.
+        reference_log_probs, teacher_log_probs: [N] float32, likewise.
+        values: [N] float32, the critic's value of the state in which token t was sampled; for gae.
+    """
+
+    lengths: NDArray[np.int64]
+    mask: NDArray[np.bool_]
+    advantages: NDArray[np.float32]
+    rewards: NDArray[np.float32] | None = None
+    policy_log_probs: NDArray[np.float32] | None = None
+    reference_log_probs: NDArray[np.float32] | None = None
+    teacher_log_probs: NDArray[np.float32] | None = None
+    values: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """What comes of it, 0 outside the mask.
+
+    Attributes:
+        advantages: [N] float32.
+        returns: [N] float32, what the critic is to learn; None without gae.
+    """
+
+    advantages: NDArray[np.float32]
+    returns: NDArray[np.float32] | None = None
+
+
+def is_token_level(algorithm: AlgorithmConfig) -> bool:
+    """Whether the advantages of rollouts are not all there is, so that `token_advantages` must be called."""
+    token_rewards = algorithm.advantage in ("reinforce_pp", "gae")
+    return token_rewards or algorithm.whitens or _kl_in_reward(algorithm) or algorithm.opd_coef > 0
+
+
+def needs_policy_log_probs(algorithm: AlgorithmConfig) -> bool:
+    """Whether `token_advantages` compares the policy with the reference or the teacher."""
+    return _kl_in_reward(algorithm) or algorithm.opd_coef > 0
+
+
+def token_advantages(
+    steps: Sequence[TokenColumns], algorithm: AlgorithmConfig, sum_over_ranks: Reduce
+) -> list[TokenAdvantages]:
+    """Advantages of all optimizer steps of a rollout, in this order:
+
+    1. token rewards r_t, less kl_coef times the KL to the reference when `kl_in` is reward;
+    2. gae: `gae`; reinforce_pp: sum of gamma^k r_{t+k} (arXiv 2501.03262); otherwise the rollout's advantage, plus the
+       (undiscounted) KL terms from t on, which is the return of an outcome reward on the last token;
+    3. whitening over the trained tokens of all ranks and steps, if `whiten`;
+    4. less opd_coef * (log pi_old - log teacher) (on-policy distillation), in nats whatever the whitening did.
+    """
+    found = [_one_step(columns, algorithm) for columns in steps]
+    masks = [columns.mask for columns in steps]
+    raw = [advantages for advantages, _ in found]
+    if algorithm.whitens:
+        raw = whiten(raw, masks, sum_over_ranks)
+    result: list[TokenAdvantages] = []
+    for columns, advantages, (_, returns) in zip(steps, raw, found, strict=True):
+        taught = advantages - _distillation(columns, algorithm)
+        result.append(TokenAdvantages(taught.astype(np.float32), returns))
+    return result
+
+
+def _one_step(
+    columns: TokenColumns, algorithm: AlgorithmConfig
+) -> tuple[NDArray[np.float64], NDArray[np.float32] | None]:
+    """(advantages [N] before whitening, returns)."""
+    given = np.where(columns.mask, columns.advantages, 0.0).astype(np.float64)
+    penalty = _kl_penalty(columns, algorithm)
+    if algorithm.advantage not in ("reinforce_pp", "gae"):
+        return (given if penalty is None else given - discounted_returns(penalty, columns, 1.0)), None
+    assert columns.rewards is not None, f"{algorithm.advantage} needs token rewards"
+    rewards = columns.rewards.astype(np.float64)
+    rewards = rewards if penalty is None else rewards - penalty
+    if algorithm.advantage == "reinforce_pp":
+        return discounted_returns(rewards, columns, algorithm.gamma), None
+    assert columns.values is not None, "gae needs the critic's values"
+    advantages = gae(rewards, columns.values, columns, algorithm.gamma, algorithm.gae_lambda)
+    return advantages, np.where(columns.mask, advantages + columns.values, 0.0).astype(np.float32)
+
+
+def discounted_returns(rewards: NDArray[np.floating], columns: TokenColumns, gamma: float) -> NDArray[np.float64]:
+    """sum over k >= 0 of gamma^k r_{t+k}, [N] float64, over trained tokens; 0 elsewhere."""
+    trained, counts = _trained(columns)
+    out = np.zeros(len(columns.mask))
+    out[trained] = discounted_sums(_credited(rewards, columns, trained), counts, gamma)
+    return out
+
+
+def gae(
+    rewards: NDArray[np.floating], values: NDArray[np.floating], columns: TokenColumns, gamma: float, lam: float
+) -> NDArray[np.float64]:
+    """Generalised advantage estimates (arXiv 1506.02438, eq. 16), [N] float64, over trained tokens; 0 elsewhere.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the sequence's next
+    trained token and V is 0 after the last one.
+    """
+    trained, counts = _trained(columns)
+    value = values[trained].astype(np.float64)
+    following = np.append(value[1:], 0.0)
+    following[np.cumsum(counts)[counts > 0] - 1] = 0.0
+    deltas = _credited(rewards, columns, trained) + gamma * following - value
+    out = np.zeros(len(columns.mask))
+    out[trained] = discounted_sums(deltas, counts, gamma * lam)
+    return out
+
+
+def discounted_sums(
+    values: NDArray[np.float64], lengths: NDArray[np.int64], factor: float, chunk: int = 128
+) -> NDArray[np.float64]:
+    """S_t = x_t + factor * S_{t+1} within each of the sequences of `lengths` that lie end to end in `values` [M]: [M].
+
+    A scan in chunks: a matrix product inside all chunks at once, then one carry from chunk to chunk, over all sequences
+    at once. The loop runs longest sequence / chunk times.
+    """
+    assert len(values) == int(lengths.sum()), (len(values), lengths)
+    rows_of = -(-lengths // chunk)
+    first_row = np.cumsum(rows_of) - rows_of
+    ends = np.cumsum(lengths)
+    from_end = np.repeat(ends, lengths) - 1 - np.arange(len(values))
+    row = np.repeat(first_row, lengths) + from_end // chunk
+    column = from_end % chunk
+    grid = np.zeros((int(rows_of.sum()), chunk))
+    grid[row, column] = values
+    powers = factor ** np.arange(chunk + 1, dtype=np.float64)
+    apart = np.subtract.outer(np.arange(chunk), np.arange(chunk))
+    sums = grid @ np.where(apart >= 0, powers[np.abs(apart)], 0.0).T
+    carry = np.zeros(len(grid))
+    for k in range(1, int(rows_of.max(initial=0))):
+        here = first_row[rows_of > k] + k
+        carry[here] = sums[here - 1, -1] + powers[chunk] * carry[here - 1]
+    return (sums + carry[:, None] * powers[1:])[row, column]
+
+
+def whiten(
+    advantages: Sequence[NDArray[np.float64]], masks: Sequence[NDArray[np.bool_]], sum_over_ranks: Reduce
+) -> list[NDArray[np.float64]]:
+    """(A - mean) / sqrt(variance + WHITEN_EPS) over all trained tokens of all parts and ranks; 0 outside the masks.
+
+    The variance is the sample's (n - 1). Two collectives, whether or not this rank has a trained token.
+    """
+    kept = [a[m] for a, m in zip(advantages, masks, strict=True)]
+    count, total = sum_over_ranks(
+        np.asarray([sum(len(k) for k in kept), sum(float(k.sum()) for k in kept)], np.float64)
+    )
+    mean = total / max(count, 1.0)
+    squares = sum_over_ranks(np.asarray([sum(float(((k - mean) ** 2).sum()) for k in kept)], np.float64))
+    scale = 1.0 / np.sqrt(squares[0] / max(count - 1.0, 1.0) + WHITEN_EPS)
+    return [np.where(m, (a - mean) * scale, 0.0) for a, m in zip(advantages, masks, strict=True)]
+
+
+def advantage_metrics(
+    advantages: Sequence[NDArray[np.floating]],
+    masks: Sequence[NDArray[np.bool_]],
+    sum_over_ranks: Reduce = np.asarray,
+    max_over_ranks: Reduce = np.asarray,
+) -> dict[str, float]:
+    """`advantage/*` over the trained tokens of all parts and ranks; empty when there are none. Three collectives."""
+    kept = np.concatenate([np.zeros(0), *(a[m] for a, m in zip(advantages, masks, strict=True))]).astype(np.float64)
+    count, total = sum_over_ranks(np.asarray([len(kept), kept.sum()]))
+    mean = total / max(count, 1.0)
+    squares = sum_over_ranks(np.asarray([((kept - mean) ** 2).sum()]))
+    extremes = max_over_ranks(np.asarray([kept.max(initial=-np.inf), (-kept).max(initial=-np.inf)]))
+    if not count:
+        return {}
+    return {
+        "advantage/mean": float(mean),
+        "advantage/std": float(np.sqrt(squares[0] / count)),
+        "advantage/min": float(-extremes[1]),
+        "advantage/max": float(extremes[0]),
+    }
+
+
+def _kl_in_reward(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.kl_in == "reward" and algorithm.kl_coef > 0
+
+
+def _kl_penalty(columns: TokenColumns, algorithm: AlgorithmConfig) -> NDArray[np.float64] | None:
+    """kl_coef times the estimate of KL(pi_old || ref) of each trained token, [N]; None when it is not in the reward."""
+    if not _kl_in_reward(algorithm):
+        return None
+    assert columns.policy_log_probs is not None and columns.reference_log_probs is not None, "needs both log-probs"
+    d = np.where(columns.mask, columns.policy_log_probs.astype(np.float64) - columns.reference_log_probs, 0.0)
+    return algorithm.kl_coef * kl_values(d, algorithm.kl_type)
+
+
+def kl_values(log_ratio: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
+    """`mslime.algorithms.kl.kl_estimate` of log p - log q, [n], in NumPy."""
+    d = np.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    if kind == "k1":
+        return d
+    if kind == "k2":
+        return 0.5 * d**2
+    k3 = np.expm1(-d) + d
+    return np.minimum(k3, LOW_VAR_BOUND) if kind == "low_var" else k3
+
+
+def _distillation(columns: TokenColumns, algorithm: AlgorithmConfig) -> NDArray[np.float64]:
+    """opd_coef * (log pi_old - log teacher) of each trained token, [N]: the reverse KL to the teacher, estimate k1."""
+    if algorithm.opd_coef == 0:
+        return np.zeros(len(columns.mask))
+    assert columns.policy_log_probs is not None and columns.teacher_log_probs is not None, "needs both log-probs"
+    d = columns.policy_log_probs.astype(np.float64) - columns.teacher_log_probs
+    return algorithm.opd_coef * np.where(columns.mask, kl_values(d, "k1"), 0.0)
+
+
+def _trained(columns: TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(indices of the M trained tokens, how many each of the B sequences has)."""
+    trained = np.flatnonzero(columns.mask)
+    owner = np.repeat(np.arange(len(columns.lengths)), columns.lengths)
+    return trained, np.bincount(owner[trained], minlength=len(columns.lengths))
+
+
+def _credited(rewards: NDArray[np.floating], columns: TokenColumns, trained: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[M] rewards of the trained tokens. What lies on another token goes to the sequence's last trained one before it;
+    nothing that was trained has earned what lies before the first."""
+    lying = np.flatnonzero(rewards)
+    owner = np.repeat(np.arange(len(columns.lengths)), columns.lengths)
+    earner = np.searchsorted(trained, lying, side="right") - 1
+    earned = (earner >= 0) & (owner[trained[np.maximum(earner, 0)]] == owner[lying]) if len(trained) else earner >= 0
+    out = np.zeros(len(trained))
+    np.add.at(out, earner[earned], rewards[lying[earned]])
+    return out
