@@ -139,8 +139,9 @@ class LossStatistics:
 
 
 def _bins(size: Tensor) -> Tensor:
-    """The bin of each |log ratio|, [n] float64 -> [n] int64."""
-    return (torch.log(size / FIRST_EDGE) / _LOG_STEP + 1).floor().clamp(0, BINS - 1).long()
+    """The bin of each |log ratio|, [n] float64 -> [n] int64; the last one for what is not a number."""
+    position = torch.log(size / FIRST_EDGE) / _LOG_STEP + 1
+    return position.floor().nan_to_num(nan=BINS - 1).clamp(0, BINS - 1).long()
 
 
 def finalise(statistics: LossStatistics) -> dict[str, float]:

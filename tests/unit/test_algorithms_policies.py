@@ -181,6 +181,12 @@ def test_ratios_beyond_any_number_stay_finite(loss: str, preset: str) -> None:
     assert all(np.isfinite(v) for v in finalise(output.statistics).values())
 
 
+def test_log_probs_that_are_not_numbers_reach_the_loss_where_the_trainer_stops_on_them() -> None:
+    tokens = step(3, mask_share=1.0)
+    output = policy_loss(as_inputs(replace(tokens, log_probs=np.full(sum(LENGTHS), np.nan))), algorithm("ppo"))
+    assert np.isnan(finalise(output.statistics)["loss/total"])
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_all_masked_and_single_tokens(loss: str) -> None:
     one = random_tokens(np.random.default_rng(1), [1, 1, 1], 0.3, mask_share=1.0)
