@@ -9,6 +9,7 @@ weight does not depend on the layout.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -147,15 +148,18 @@ def _best_fit(order: Sequence[int], tokens: Sequence[int], budget: int) -> list[
     """
     rooms = _Rooms(budget)
     bins: list[list[int]] = []
-    for index in order:
-        found = rooms.take(tokens[index])
-        if found is None:
-            found = budget, len(bins)
-            bins.append([])
-        room, chosen = found
-        bins[chosen].append(index)
-        if room > tokens[index]:
-            rooms.put(room - tokens[index], chosen)
+    for need, run in itertools.groupby(order, key=tokens.__getitem__):
+        equal = list(run)
+        start = 0
+        while start < len(equal):
+            room, chosen = rooms.take(need) or (budget, len(bins))
+            if chosen == len(bins):
+                bins.append([])
+            count = max(min(room // need, len(equal) - start), 1)  # the fullest bin with room is the same for the next
+            bins[chosen] += equal[start : start + count]
+            start += count
+            if room > need * count:
+                rooms.put(room - need * count, chosen)
     return bins
 
 
@@ -171,8 +175,10 @@ class _Rooms:
 
     def put(self, room: int, index: int) -> None:
         """Add a bin."""
-        held = self._bins.setdefault(room, [])
-        held.append(index)
+        if room in self._bins:
+            self._bins[room].append(index)
+            return
+        self._bins[room] = [index]
         word = room >> self.BITS
         self._words[word] |= 1 << (room & ((1 << self.BITS) - 1))
         self._used |= 1 << word
@@ -191,6 +197,7 @@ class _Rooms:
         held = self._bins[room]
         index = held.pop()
         if not held:
+            del self._bins[room]
             self._words[word] ^= bits & -bits
             if not self._words[word]:
                 self._used ^= 1 << word

@@ -39,6 +39,7 @@ def rollouts(draw: st.DrawFn) -> list[Sample]:
             samples.append(
                 make_sample(group, index, draw(st.integers(1, 20)), response, draw(st.integers(0, response)))
             )
+            samples[-1].rollout_id = draw(st.sampled_from([None, None, 0, 1]))
     return samples
 
 
@@ -46,8 +47,8 @@ layouts = st.builds(ParallelLayout, dp=st.integers(1, 4), cp=st.integers(1, 2))
 
 
 @settings(max_examples=150, deadline=None)
-@given(rollouts(), layouts, st.integers(4, 100), st.sampled_from(["token", "sequence", "group"]), st.booleans(),
-       st.integers(1, 3), st.sampled_from([None, 32.0]))  # fmt: skip
+@given(rollouts(), layouts, st.integers(4, 100), st.sampled_from(["token", "sequence", "rollout", "group"]),
+       st.booleans(), st.integers(1, 3), st.sampled_from([None, 32.0]))  # fmt: skip
 def test_every_sequence_once_within_the_budget_with_equal_micro_batch_counts(
     samples, layout, budget, aggregation, packed, multiple_of, quadratic
 ):
@@ -73,13 +74,21 @@ def test_every_sequence_once_within_the_budget_with_equal_micro_batch_counts(
 
 
 def reference_weights(samples: list[Sample], aggregation: str) -> list[np.ndarray]:
-    """The definitions of the three aggregations, one loop at a time, in float64."""
+    """The definitions of the five aggregations, one loop at a time, in float64."""
     groups: dict[int, int] = {}
     for s in samples:
         groups[s.group_id] = groups.get(s.group_id, 0) + s.trainable_tokens
     total = sum(s.trainable_tokens for s in samples)
     live = [s for s in samples if s.trainable_tokens]
     live_groups = [g for g, n in groups.items() if n]
+
+    def parts(s: Sample) -> list[Sample]:
+        """The samples of the same rollout."""
+        if s.rollout_id is None:
+            return [s]
+        return [o for o in samples if (o.group_id, o.rollout_id) == (s.group_id, s.rollout_id)]
+
+    rollouts_alive = len({min(id(o) for o in parts(s)) for s in live})
     result = []
     for s in samples:
         w = np.zeros(len(s))
@@ -89,6 +98,10 @@ def reference_weights(samples: list[Sample], aggregation: str) -> list[np.ndarra
                     w[t] = 1 / total
                 elif aggregation == "sequence":
                     w[t] = 1 / len(live) / s.trainable_tokens
+                elif aggregation == "rollout":
+                    w[t] = 1 / rollouts_alive / sum(o.trainable_tokens for o in parts(s))
+                elif aggregation == "constant":
+                    w[t] = 1 / rollouts_alive / 60
                 else:
                     w[t] = 1 / len(live_groups) / groups[s.group_id]
         result.append(w)
@@ -96,18 +109,18 @@ def reference_weights(samples: list[Sample], aggregation: str) -> list[np.ndarra
 
 
 @settings(max_examples=100, deadline=None)
-@given(rollouts(), st.sampled_from(["token", "sequence", "group"]))
+@given(rollouts(), st.sampled_from(["token", "sequence", "rollout", "group", "constant"]))
 def test_weights_follow_their_definition_and_sum_to_one_in_every_layout(samples, aggregation):
     expected = reference_weights(samples, aggregation)
     trainable = sum(s.trainable_tokens for s in samples)
     for layout in (ParallelLayout(), ParallelLayout(dp=2), ParallelLayout(dp=4, cp=2), ParallelLayout(tp=2, pp=2)):
         for packed in (True, False):
             (shards,) = build_shards(
-                samples, [1.0] * len(samples), layout, 64, loss_aggregation=aggregation, packed=packed
-            )
-            assert sum(float(s.weights.astype(np.float64).sum()) for s in shards) == pytest.approx(
-                float(trainable > 0), abs=1e-5
-            )
+                samples, [1.0] * len(samples), layout, 64, loss_aggregation=aggregation, packed=packed,
+                max_response_tokens=60,
+            )  # fmt: skip
+            total = sum(float(s.weights.astype(np.float64).sum()) for s in shards)
+            assert aggregation == "constant" or total == pytest.approx(float(trainable > 0), abs=1e-5)
             for shard in shards:
                 for sequence_id, (start, end) in zip(shard.sequence_ids, shard.spans(), strict=True):
                     np.testing.assert_allclose(shard.weights[start:end], expected[sequence_id], rtol=1e-6)
@@ -169,8 +182,60 @@ def test_attention_cost_moves_long_sequences_apart():
 
 def test_a_step_without_a_trainable_token_weighs_nothing():
     samples = [make_sample(0, 0, 2, 4, masked=4), make_sample(0, 1, 2, 3, masked=3)]
-    for aggregation in ("token", "sequence", "group"):
-        assert all((w == 0).all() for w in token_weights(samples, aggregation))
+    for aggregation in ("token", "sequence", "rollout", "group", "constant"):
+        assert all((w == 0).all() for w in token_weights(samples, aggregation, 10))
+
+
+def test_a_rollout_that_became_three_samples_weighs_what_it_would_weigh_whole():
+    whole, other = make_sample(0, 0, 4, 12), make_sample(0, 1, 4, 6)
+    parts = [make_sample(0, 10 + i, 4, n) for i, n in enumerate([2, 4, 6])]
+    for part in parts:
+        part.rollout_id = 0
+    for aggregation in ("token", "rollout", "group", "constant"):
+        alone = token_weights([whole, other], aggregation, 20)
+        cut = token_weights([*parts, other], aggregation, 20)
+        assert sum(float(w.sum()) for w in cut[:3]) == pytest.approx(float(alone[0].sum()), rel=1e-6)
+        np.testing.assert_allclose(cut[3], alone[1], rtol=1e-6)
+    by_sequence = token_weights([*parts, other], "sequence")
+    assert [float(w.sum()) for w in by_sequence] == pytest.approx([0.25] * 4)
+
+
+def test_rewards_lie_on_the_last_trained_token_and_where_steps_end():
+    samples = [make_sample(0, 0, 2, 4), make_sample(0, 1, 3, 3)]
+    samples[0].extend([9, 9])
+    samples[0].reward, samples[1].reward = 2.0, 1.0
+    samples[0].process_rewards = [(3, 0.5), (5, 0.25)]
+    ((shard,),) = build_shards(samples, [0.0, 0.0], ParallelLayout(), 100)
+    by_id = dict(zip(shard.sequence_ids.tolist(), shard.spans(), strict=True))
+    assert shard.rewards is not None
+    assert shard.rewards[slice(*by_id[0])].tolist() == [0, 0, 0, 0.5, 0, 2.25, 0, 0]
+    assert shard.rewards[slice(*by_id[1])].tolist() == [0, 0, 0, 0, 0, 1]
+    samples[1].reward = None
+    ((unscored,),) = build_shards(samples, [0.0, 0.0], ParallelLayout(), 100)
+    assert unscored.rewards is None
+
+
+def test_weight_versions_are_numbered_within_a_sequence_and_aged_from_the_one_trained():
+    sample = Sample.from_prompt(0, 0, [1, 2])
+    sample.extend([3, 4, 5], log_probs=[-1.0] * 3, versions=[(4, 0, 1), (6, 1, 3)], engine="a")
+    sample.extend([6])
+    sample.extend([7, 8], log_probs=[-1.0] * 2, versions=[(6, 0, 1), (7, 1, 2)], engine="b")
+    ((shard,),) = build_shards([sample], [1.0], ParallelLayout(), 100, version=7)
+    assert shard.segment_index is not None and shard.segment_ages is not None
+    assert shard.segment_index.tolist() == [0, 0, 0, 1, 1, 0, 1, 2]
+    assert shard.segment_ages.tolist() == [0, 0, 3, 1, 1, 0, 1, 0]
+    ((undated,),) = build_shards([sample], [1.0], ParallelLayout(), 100)
+    assert undated.segment_ages is None
+
+
+def test_parts_of_a_rollout_stay_in_one_optimizer_step():
+    samples = [make_sample(g, i, 3, 4) for i in range(3) for g in range(6)]
+    for sample in samples:
+        sample.rollout_id = sample.index // 2
+    for steps in build_shards(samples, [1.0] * 18, ParallelLayout(dp=2), 40, steps=3):
+        members = {int(i) for shard in steps for i in shard.sequence_ids}
+        groups = {samples[i].group_id for i in members}
+        assert members == {i for i, s in enumerate(samples) if s.group_id in groups}
 
 
 def micro_batch_tokens(shards: list) -> list[list[int]]:

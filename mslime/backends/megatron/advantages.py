@@ -36,11 +36,19 @@ def with_token_advantages(
     """
     if not is_token_level(algorithm):
         return list(shards), {}
-    add, highest = _over(group, dist.ReduceOp.SUM, device), _over(group, dist.ReduceOp.MAX, device)
+    return completed(
+        shards, algorithm, _over(group, dist.ReduceOp.SUM, device), _over(group, dist.ReduceOp.MAX, device)
+    )
+
+
+def completed(
+    shards: Sequence[TrainShard], algorithm: AlgorithmConfig, add: Reduce, highest: Reduce
+) -> tuple[list[TrainShard], dict[str, float]]:
+    """`with_token_advantages`, given the sums and maxima over data-parallel ranks."""
     found = token_advantages([_columns(shard, algorithm) for shard in shards], algorithm, add)
-    completed = [replace(s, advantages=f.advantages, returns=f.returns) for s, f in zip(shards, found, strict=True)]
-    masks = [shard.loss_mask for shard in completed]
-    return completed, advantage_metrics([shard.advantages for shard in completed], masks, add, highest)
+    final = [replace(s, advantages=f.advantages, returns=f.returns) for s, f in zip(shards, found, strict=True)]
+    masks = [shard.loss_mask for shard in final]
+    return final, advantage_metrics([shard.advantages for shard in final], masks, add, highest)
 
 
 def _columns(shard: TrainShard, algorithm: AlgorithmConfig) -> TokenColumns:
