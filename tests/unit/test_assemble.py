@@ -1,0 +1,165 @@
+"""From scored groups to shards, as the driver does it, for every advantage that a user can name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mslime.config.errors import RewardError
+from mslime.config.schema import RunConfig
+from mslime.control.assemble import assemble, assemble_supervised
+from mslime.data.sample import Group, Sample
+from mslime.data.shard import TrainShard
+from mslime.observe.names import is_known
+from mslime.rollout.state import pack_groups, unpack_groups
+
+
+def make_config(**sections: dict[str, object]) -> RunConfig:
+    base: dict[str, object] = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}}
+    return RunConfig.model_validate({**base, "cluster": {"device": "cpu"}, **sections})
+
+
+def make_group(group: int, rewards: list[float], source: str = "data/math.jsonl:3") -> Group:
+    samples: list[Sample] = []
+    for index, reward in enumerate(rewards):
+        sample = Sample.from_prompt(group, index, [1, 2, 3])
+        sample.extend([5] * (index + 1), log_probs=[-1.0] * (index + 1), versions=[(2, 0, index + 1)], engine="e")
+        sample.reward = reward
+        samples.append(sample)
+    return Group(group, samples, source)
+
+
+def only_shard(groups: list[Group], config: RunConfig) -> TrainShard:
+    ((shard,),) = assemble(groups, config, version=3).shards
+    return shard
+
+
+def advantages_by_sample(shard: TrainShard) -> list[float]:
+    spans = dict(zip(shard.sequence_ids.tolist(), shard.spans(), strict=True))
+    return [float(shard.advantages[spans[i][1] - 1]) for i in sorted(spans)]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        ("grpo", [1.1547, -0.57735, -0.57735]),
+        ("rloo", [1.0, -0.5, -0.5]),
+        ("maxrl", [2.0, -1.0, -1.0]),
+        ("reinforce_pp_baseline", [2 / 3, -1 / 3, -1 / 3]),
+        ("reinforce_pp", [0.0, 0.0, 0.0]),
+    ],
+)
+def test_the_named_advantage_reaches_the_shard(advantage: str, expected: list[float]) -> None:
+    shard = only_shard([make_group(0, [1.0, 0.0, 0.0])], make_config(algorithm={"advantage": advantage}))
+    assert advantages_by_sample(shard) == pytest.approx(expected, abs=1e-4)
+    assert shard.rewards is not None and shard.rewards.sum() == 1.0 and shard.segment_ages is not None
+    assert set(shard.segment_ages[shard.loss_mask].tolist()) == {1}
+
+
+def test_groups_are_formed_by_group_id_and_parts_of_a_rollout_vote_once() -> None:
+    whole = make_group(4, [1.0, 0.0, 0.0])
+    for part in whole.samples[1:]:
+        part.rollout_id = 9
+    shard = only_shard([whole], make_config(algorithm={"advantage": "rloo"}))
+    assert advantages_by_sample(shard) == [1.0, -1.0, -1.0]
+    whole.samples[1].reward = 0.5
+    with pytest.raises(RewardError, match="group 4"):
+        assemble([whole], make_config(), version=0)
+
+
+def test_a_sample_of_its_own_is_no_part_of_the_rollout_with_its_index_as_id() -> None:
+    group = make_group(0, [1.0, 0.0, 0.0])
+    group.samples[1].rollout_id = group.samples[2].rollout_id = 0
+    shard = only_shard([group], make_config(algorithm={"advantage": "rloo"}))
+    assert advantages_by_sample(shard) == [1.0, -1.0, -1.0]
+
+
+def test_samples_without_a_trained_token_vote_and_are_not_sent() -> None:
+    group = make_group(0, [1.0, 0.0, 0.5])
+    group.samples[0].mask_before(99)
+    config = make_config(algorithm={"advantage": "reinforce_pp_baseline", "whiten": False})
+    assert advantages_by_sample(only_shard([group], config)) == [-0.5, 0.0]
+
+
+def test_process_rewards_reach_grpo_and_reinforce_pp_and_are_refused_elsewhere() -> None:
+    group = make_group(0, [1.0, 0.0, 0.0])
+    group.samples[2].process_rewards = [(3, 1.0), (5, 0.0)]
+    shard = only_shard([group], make_config(algorithm={"normalise_std": False}))
+    start, end = dict(zip(shard.sequence_ids.tolist(), shard.spans(), strict=True))[2]
+    assert shard.advantages[start:end] == pytest.approx([0, 0, 0, -1 / 3, -1 / 3 - 0.5, -1 / 3 - 0.5])
+    raw = only_shard([group], make_config(algorithm={"advantage": "reinforce_pp"}))
+    assert raw.rewards is not None and raw.rewards.sum() == 2.0
+    with pytest.raises(RewardError, match="process rewards"):
+        assemble([group], make_config(algorithm={"advantage": "rloo"}), version=0)
+
+
+def test_metrics_of_a_step_have_known_names_and_count_rollouts() -> None:
+    groups = [make_group(0, [1.0, 0.0, 0.0]), make_group(1, [0.5, 0.5, 0.5], "data/code.jsonl:1")]
+    groups[0].samples[1].rollout_id = groups[0].samples[2].rollout_id = 5
+    groups[1].samples[0].metadata["data_source"] = "code/easy"
+    metrics = assemble(groups, make_config(), version=3).metrics
+    assert all(is_known(name) for name in metrics), metrics
+    expected = {
+        "rollout/rollouts": 5,
+        "reward/zero_variance_share": 0.5,
+        "reward/group_std": 0.25,
+        "reward/source/math.jsonl/mean": 0.5,
+        "reward/source/math.jsonl/rollouts": 2,
+        "reward/source/code.jsonl/rollouts": 2,
+        "reward/source/code_easy/mean": 0.5,
+        "advantage/max": pytest.approx(0.5**0.5, abs=1e-4),
+        "advantage/mean": pytest.approx((1 - 2 - 3) * 0.5**0.5 / 12, abs=1e-4),
+        "packing/micro_batches": 1,
+    }
+    assert {name: metrics[name] for name in expected} == expected
+    whitened = assemble(groups, make_config(algorithm={"advantage": "reinforce_pp"}), version=3).metrics
+    assert "advantage/mean" not in whitened  # the trainer's to report
+
+
+def test_supervised_batches_have_no_rewards_and_no_ages() -> None:
+    samples = make_group(0, [1.0, 0.0]).samples
+    for sample in samples:
+        sample.reward = None
+    ((shard,),) = assemble_supervised(samples, make_config(train={"task": "sft"}))
+    assert shard.rewards is None and shard.segment_ages is None and (shard.advantages == 0).all()
+
+
+def test_a_constant_denominator_is_rollouts_times_the_response_limit() -> None:
+    algorithm = {"normalise_std": False, "loss_aggregation": "constant"}
+    config = make_config(algorithm=algorithm, rollout={"max_response_tokens": 100})
+    shard = only_shard([make_group(0, [1.0, 0.0, 0.0]), make_group(1, [0.0, 1.0])], config)
+    assert np.unique(shard.weights[shard.loss_mask]) == pytest.approx([1 / 500])
+
+
+def test_parts_and_process_rewards_survive_a_resume() -> None:
+    group = make_group(0, [1.0, 0.0])
+    group.samples[0].rollout_id, group.samples[0].process_rewards = 3, [(4, 0.5)]
+    (back,) = unpack_groups(*pack_groups([group]))
+    assert [s.rollout_id for s in back.samples] == [3, None]
+    assert back.samples[0].process_rewards == [(4, 0.5)] and back.samples[1].process_rewards == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage"),
+        ({"algorithm": {"advantage": "none"}}, "algorithm.advantage"),
+        ({"algorithm": {"opd_coef": 0.5}}, "model.teacher_path"),
+        ({"algorithm": {"advantage": "rloo"}, "rollout": {"group_size": 1}}, "rollout.group_size"),
+        ({"algorithm": {"advantage": "maxrl"}, "rollout": {"group_size": 1}}, "rollout.group_size"),
+    ],
+)
+def test_advantages_without_what_they_need_are_refused(sections: dict[str, dict[str, object]], field: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s){field} = .*way out"):
+        make_config(**sections)
+
+
+def test_reinforce_pp_takes_groups_of_one_and_distillation_takes_no_reward(tmp_path: Path) -> None:
+    alone = make_config(algorithm={"advantage": "reinforce_pp"}, rollout={"group_size": 1})
+    assert alone.algorithm.whitens
+    taught = make_config(
+        model={"path": "unused", "teacher_path": str(tmp_path)}, algorithm={"advantage": "none", "opd_coef": 1.0}
+    )
+    assert not taught.algorithm.whitens
