@@ -97,7 +97,7 @@ def transformer_config(config: RunConfig, hf_config: Mapping[str, object], devic
     values: dict[str, Any] = {
         **architecture,
         "activation_func": ACTIVATIONS[activation],
-        **_layout_fields(config),
+        **_layout_fields(config, device),
         **_numeric_fields(config, device),
     }
     if architecture.get("num_moe_experts"):
@@ -121,7 +121,7 @@ def _refuse_unequal_allgather(config: RunConfig) -> None:
         )  # fmt: skip
 
 
-def _layout_fields(config: RunConfig) -> dict[str, Any]:
+def _layout_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
     m, layout = config.megatron, config.layout
     interleaved = layout.vpp > 1
     return {
@@ -139,7 +139,8 @@ def _layout_fields(config: RunConfig) -> dict[str, Any]:
         "batch_p2p_comm": not interleaved,
         # Stages tell each other the shape of every micro-batch: packed and unpacked ones differ in length.
         "variable_seq_lengths": layout.pp > 1,
-        "deallocate_pipeline_outputs": layout.pp > 1,
+        # Interleaved stages free an output that is still being sent: a CUDA stream keeps it alive, gloo does not.
+        "deallocate_pipeline_outputs": layout.pp > 1 and device.type == "cuda",
         # Also for dense models: the default refuses variable lengths.
         "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
         "recompute_granularity": m.recompute_granularity,
