@@ -2,14 +2,13 @@
 
 Frames (four bytes of length, then a pickle) arrive on standard input and leave on a private copy of standard output;
 what the function prints goes to standard error. The first frame names the function; afterwards every frame is
-(number, sample) and is answered by (number, reward, error). The parent kills a worker that does not answer.
+(number, sample) and is answered by (number, verdict). The parent kills a worker that does not answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import os
 import pickle
 import struct
@@ -17,10 +16,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO, SupportsFloat
+from typing import Any, BinaryIO
 
 from mslime.config.errors import ConfigError
 from mslime.rollout.functions import load_function
+from mslime.rollout.verdict import Verdict, checked
 
 HEADER = struct.Struct("<I")
 
@@ -37,8 +37,8 @@ def read_frame(stream: BinaryIO) -> Any:
     return pickle.loads(stream.read(HEADER.unpack(header)[0])) if len(header) == HEADER.size else None
 
 
-async def answer(function: Callable[[Any], Any], sample: Any, limit_s: float) -> tuple[float, str]:
-    """(reward, error) for one sample; an error is text, with where it was raised, and leaves the reward 0."""
+async def answer(function: Callable[[Any], Any], sample: Any, limit_s: float) -> Verdict:
+    """The verdict on one sample; an error is text, with where it was raised."""
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:
@@ -47,18 +47,10 @@ async def answer(function: Callable[[Any], Any], sample: Any, limit_s: float) ->
                 value = await value
     except Exception as error:  # a user's function may raise anything: reported, never fatal
         if isinstance(error, TimeoutError) and limit.expired():
-            return 0.0, f"took longer than {limit_s:g} s"
+            return Verdict(0.0, f"took longer than {limit_s:g} s")
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return 0.0, f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-    return checked(value)
-
-
-def checked(value: Any) -> tuple[float, str]:
-    """(reward, error) of what a function returned: a finite number or something that is not."""
-    if isinstance(value, str) or not isinstance(value, SupportsFloat):
-        return 0.0, f"returned {value!r:.80}, which is not a number"
-    reward = float(value)
-    return (reward, "") if math.isfinite(reward) else (0.0, f"returned {reward}, which is not finite")
+        return Verdict(0.0, f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
+    return checked(value, len(sample))
 
 
 async def serve(stdin: BinaryIO, out: BinaryIO) -> None:
@@ -75,7 +67,7 @@ async def serve(stdin: BinaryIO, out: BinaryIO) -> None:
     tasks: set[asyncio.Task[None]] = set()
 
     async def work(number: int, sample: Any) -> None:
-        out.write(encode((number, *await answer(function, sample, limit_s))))
+        out.write(encode((number, await answer(function, sample, limit_s))))
         out.flush()
 
     loop = asyncio.get_running_loop()

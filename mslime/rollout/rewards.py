@@ -17,6 +17,7 @@ from mslime.config.errors import ConfigError, RewardError
 from mslime.config.schema import RewardConfig
 from mslime.data.sample import Sample
 from mslime.rollout.reward_worker import HEADER, encode
+from mslime.rollout.verdict import Verdict
 
 START_SECONDS = 120.0  # importing a user's module may load a model
 GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
@@ -38,7 +39,7 @@ class Worker:
 
     def __init__(self, process: asyncio.subprocess.Process, concurrent: bool) -> None:
         self._process, self.concurrent = process, concurrent
-        self._waiting: dict[int, asyncio.Future[tuple[float, str]]] = {}
+        self._waiting: dict[int, asyncio.Future[Verdict]] = {}
         self._count = 0
         self.claims, self.reserved = 0, False
         self._reader = asyncio.create_task(self._read())
@@ -73,8 +74,8 @@ class Worker:
             raise detail
         return cls(process, detail)
 
-    async def call(self, sample: Sample, limit_s: float) -> tuple[float, str]:
-        """(reward, error) of a sample. Raises WorkerLostError when the process ends, TimeoutError when it is stuck."""
+    async def call(self, sample: Sample, limit_s: float) -> Verdict:
+        """The verdict on a sample. Raises WorkerLostError when the process ends, TimeoutError when it is stuck."""
         assert self._process.stdin is not None
         number, self._count = self._count, self._count + 1
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -96,9 +97,9 @@ class Worker:
         assert self._process.stdout is not None
         try:
             while True:
-                number, reward, error = await _read_message(self._process.stdout)
+                number, verdict = await _read_message(self._process.stdout)
                 if number in self._waiting and not self._waiting[number].done():
-                    self._waiting[number].set_result((reward, error))
+                    self._waiting[number].set_result(verdict)
         except asyncio.IncompleteReadError:
             code = await self._process.wait()
             for future in self._waiting.values():
@@ -125,8 +126,8 @@ class WorkerPool:
         self._turns: asyncio.Semaphore | None = None
         self._want_alone = 0
 
-    async def score(self, sample: Sample) -> tuple[float, str]:
-        """(reward, error) of a sample. Raises ConfigError when the function cannot be imported."""
+    async def score(self, sample: Sample) -> Verdict:
+        """The verdict on a sample. Raises ConfigError when the function cannot be imported."""
         async with await self._queue():
             result = await self._try(sample, alone=False) or await self._try(sample, alone=True)
         assert result is not None, "a sample that is alone with its process gets a verdict"
@@ -151,17 +152,17 @@ class WorkerPool:
                 self._turns = asyncio.Semaphore(slots * self._size)
             return self._turns
 
-    async def _try(self, sample: Sample, alone: bool) -> tuple[float, str] | None:
-        """(reward, error) from one process; None when another sample may be to blame that there is neither."""
+    async def _try(self, sample: Sample, alone: bool) -> Verdict | None:
+        """The verdict of one process; None when another sample may be to blame that there is neither."""
         worker = await self._claim(alone)
         alone = alone or not worker.concurrent
         try:
             return await worker.call(sample, self._limit_s)
         except TimeoutError:
             await worker.kill()
-            return (0.0, f"took longer than {self._limit_s:g} s; its process was killed") if alone else None
+            return Verdict(0.0, f"took longer than {self._limit_s:g} s; its process was killed") if alone else None
         except (WorkerLostError, BrokenPipeError, ConnectionResetError) as error:
-            return (0.0, str(error) or "its process ended") if alone else None
+            return Verdict(0.0, str(error) or "its process ended") if alone else None
         finally:
             worker.claims -= 1
             worker.reserved = False
@@ -217,7 +218,7 @@ class RewardScorer:
             await self._pool.start()
 
     async def score(self, sample: Sample) -> float | None:
-        """The reward of a finished sample; None when it is to be dropped.
+        """The reward of a finished sample, whose process rewards are set; None when it is to be dropped.
 
         Raises:
             RewardError: it could not be scored and `reward.on_error` is `fail`.
@@ -226,16 +227,17 @@ class RewardScorer:
         if self._pool is None:
             return exact_match(sample)
         bare = dataclasses.replace(sample, routes=None, supports=None)  # large, and no reward reads them
-        reward, error = await self._pool.score(bare)
-        if not error:
-            return reward
+        verdict = await self._pool.score(bare)
+        if not verdict.error:
+            sample.process_rewards = list(verdict.steps)
+            return verdict.reward
         self.errors += 1
-        sample.error = error
+        sample.error = verdict.error
         if self._config.on_error == "fail":
             raise RewardError(
                 f"reward {self.name}",
                 f"group {sample.group_id}, sample {sample.index}: {sample.response[:200]!r}",
-                error,
+                verdict.error,
                 "mend the function, or set reward.on_error to zero or drop",
             )
         return 0.0 if self._config.on_error == "zero" else None

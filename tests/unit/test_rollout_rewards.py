@@ -69,6 +69,18 @@ def test_a_users_function_sees_response_and_metadata():
     assert score("length", sample("abc"), sample("abc", bonus=2)) == [3.0, 5.0]
 
 
+def test_a_function_may_return_process_rewards_beside_the_rollouts():
+    samples = [sample("0"), sample(""), sample("0 0")]
+    assert score("by_step", *samples) == [1.0, 0.0, 2.0]
+    assert [s.process_rewards for s in samples] == [[(0, 0.5)], [], [(0, 0.5), (0, 0.5)]]
+
+
+def test_process_rewards_that_are_none_or_lie_beyond_the_sample_are_errors():
+    beyond, strange = score("by_step", sample("1")), score("odd_steps", sample("no pairs"))
+    assert isinstance(beyond[0], RewardError) and "beyond the 1 tokens" in str(beyond[0])
+    assert isinstance(strange[0], RewardError) and "not pairs of position and reward" in str(strange[0])
+
+
 def test_async_functions_wait_together():
     began = time.monotonic()
     assert score("slow_length", *(sample("x" * i) for i in range(40)), workers=1, timeout_s=5) == list(range(40))

@@ -14,6 +14,16 @@ def length(sample: Sample) -> float:
     return len(sample.response) + sample.metadata.get("bonus", 0)
 
 
+def by_step(sample: Sample) -> object:
+    """The number of steps, with a process reward of half on each of the positions that the response names."""
+    steps = [int(at) for at in sample.response.split()]
+    return len(steps), [(at, 0.5) for at in steps]
+
+
+def odd_steps(sample: Sample) -> object:
+    return 1.0, sample.response
+
+
 async def slow_length(sample: Sample) -> float:
     await asyncio.sleep(0.3)
     return float(len(sample.response))
