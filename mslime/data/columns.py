@@ -66,12 +66,28 @@ class Column:
         return out
 
 
-def shard_of(columns: Sequence[Column], micro_batches: Sequence[Sequence[int]]) -> TrainShard:
-    """The shard of one rank: `micro_batches` of indices into the `columns` of the whole step, in that order."""
-    mine = [columns[i] for micro_batch in micro_batches for i in micro_batch]
-    ends = np.cumsum([0, *(len(m) for m in micro_batches)]).tolist()
+def shards_of(columns: Sequence[Column], plan: Sequence[Sequence[Sequence[int]]]) -> list[TrainShard]:
+    """The shards of all ranks: `plan[rank]` holds micro-batches of indices into the `columns` of the whole step.
+
+    A column that only some samples have (rewards, ages) is left out everywhere; routes are all samples' or none's.
+    """
+    template = columns[0].sample.routes
+    assert all((c.sample.routes is None) == (template is None) for c in columns), "some samples carry routes"
     scored = all(c.sample.reward is not None for c in columns)
     dated = all(c.version is not None for c in columns)
+    return [_shard(columns, rank, template, scored=scored, dated=dated) for rank in plan]
+
+
+def _shard(
+    columns: Sequence[Column],
+    micro_batches: Sequence[Sequence[int]],
+    template: Routes | None,
+    *,
+    scored: bool,
+    dated: bool,
+) -> TrainShard:
+    mine = [columns[i] for micro_batch in micro_batches for i in micro_batch]
+    ends = np.cumsum([0, *(len(m) for m in micro_batches)]).tolist()
     return TrainShard(
         tokens=_joined([c.sample.tokens for c in mine], np.int32),
         lengths=np.asarray([len(c.sample) for c in mine], np.int64),
@@ -84,7 +100,7 @@ def shard_of(columns: Sequence[Column], micro_batches: Sequence[Sequence[int]]) 
         rewards=_joined([c.rewards() for c in mine], np.float32) if scored else None,
         segment_index=_joined([c.segment_index() for c in mine], np.int32),
         segment_ages=_joined([c.segment_ages() for c in mine], np.int32) if dated else None,
-        routes=_joined_routes([c.sample for c in columns], [c.sample for c in mine]),
+        routes=None if template is None else _joined_routes(template, [c.sample for c in mine]),
     )
 
 
@@ -92,13 +108,8 @@ def _joined(parts: Sequence[NDArray[Scalar]], dtype: type[Scalar]) -> NDArray[Sc
     return np.concatenate([np.empty(0, dtype), *parts])
 
 
-def _joined_routes(all_samples: Sequence[Sample], mine: Sequence[Sample]) -> Routes | None:
-    """Routes of `mine`, one row per token; None when the rollout carried none."""
-    if all_samples[0].routes is None:
-        assert all(s.routes is None for s in all_samples), "some samples carry routes and others do not"
-        return None
-    template = all_samples[0].routes
-    assert all(s.routes is not None for s in all_samples), "some samples carry routes and others do not"
+def _joined_routes(template: Routes, mine: Sequence[Sample]) -> Routes:
+    """Routes of `mine`, one row per token, for the layers and in the dtype of `template`."""
     padded = [s.routes.padded(len(s)) for s in mine if s.routes is not None]
     experts = np.concatenate([template.experts[:0], *(r.experts for r in padded)])
     return Routes(experts, np.concatenate([template.mask[:0], *(r.mask for r in padded)]), template.layer_ids)

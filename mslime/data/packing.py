@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mslime.config.advantage import LossAggregation
 from mslime.config.layout import ParallelLayout
-from mslime.data.columns import Column, shard_of
+from mslime.data.columns import Column, shards_of
 from mslime.data.denominators import token_weights
 from mslime.data.sample import Sample
 from mslime.data.shard import TrainShard
@@ -71,7 +71,7 @@ def build_shards(
             Column(members[j], chosen[j], weights[j], np.asarray(advantages[members[j]], np.float32), version)
             for j in range(len(chosen))
         ]
-        result.append([shard_of(columns, rank) for rank in plan])
+        result.append(shards_of(columns, plan))
     return result
 
 

@@ -97,7 +97,7 @@ METRICS: dict[str, tuple[str, str]] = {
     "packing/fill": ("", "tokens over the token budgets of all micro-batches"),
     "packing/padding": ("", "share of the model's rows that are padding"),
     "packing/imbalance": ("", "time that ranks wait for each other's micro-batches, over time at work (estimated)"),
-    "packing/rank_imbalance": ("", "work of the busiest rank over the mean, less 1 (estimated); the worst optimizer step"),
+    "packing/rank_imbalance": ("", "work of the busiest rank over the mean, less 1 (estimated); of the worst step"),
     "weights/seconds": ("s", "duration of the weight sync"),
     "weights/bytes": ("bytes", "sent to each engine"),
     "weights/gb_per_s": ("GB/s", "bytes sent to each engine over the duration"),
