@@ -79,7 +79,8 @@ def _value(ref: ray.ObjectRef, who: str, what: str, log_paths: Mapping[str, str]
         cause = error.cause
         if isinstance(cause, UserError):
             raise cause from None
-        raise TrainerError(what, who, f"crashed with\n{error.traceback_str}", f"the whole log is {log}") from None
+        # Not `error.traceback_str`: Ray forwards it to the cause, and an AttributeError of that kind eats it.
+        raise TrainerError(what, who, f"crashed with\n{error}", f"the whole log is {log}") from None
     except RayActorError as error:
         raise TrainerError(
             what,

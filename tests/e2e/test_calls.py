@@ -1,0 +1,39 @@
+"""What a failed remote call says, on real Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from mslime.config.errors import ConfigError, TrainerError
+from mslime.control.calls import call
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("kind", [AttributeError, KeyError, ValueError])
+def test_a_crash_in_another_process_comes_with_its_traceback(cluster: None, kind: type[Exception]) -> None:
+    @ray.remote
+    def crash() -> None:
+        raise kind("the words of the cause")
+
+    with pytest.raises(TrainerError, match="rank 3") as error:
+        call(crash.remote(), "rank 3", "train", 60, "rank3.log")
+    message = str(error.value)
+    assert "in crash" in message and "the words of the cause" in message and "rank3.log" in message
+
+
+def test_a_users_mistake_in_another_process_is_raised_as_it_is(cluster: None) -> None:
+    @ray.remote
+    def refuse() -> None:
+        raise ConfigError("train.lr", -1, "must be positive", "set 1e-6")
+
+    with pytest.raises(ConfigError, match="train.lr"):
+        call(refuse.remote(), "rank 3", "train", 60)
