@@ -16,7 +16,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,6 +112,7 @@ class DistCheckpoint:
             chunks = tuple(self._chunk(key, chunk, storage) for chunk in entry.chunks)
             self.tensors[key] = StoredTensor(_dtype_name(entry.properties.dtype), _shape(entry.size), chunks)
         self._handles: OrderedDict[str, io.BufferedReader] = OrderedDict()
+        self._layouts: dict[int, list[tuple[bytes, _Record]]] = {}
         self._sizes: dict[str, int] = {}
         self._check_files()
 
@@ -164,7 +165,7 @@ class DistCheckpoint:
         handle = self._handle(chunk.file)
         promised = torch_dtype(self.tensors[key].dtype)
         try:
-            stored = _locate(handle, chunk)
+            stored = self._locate(handle, chunk)
             whole = torch.empty(stored.numel, dtype=promised)
             if whole.nbytes != stored.nbytes:
                 raise ValueError(f"{stored.nbytes} bytes for {stored.numel} elements of {promised}")
@@ -181,6 +182,18 @@ class DistCheckpoint:
                 f"{METADATA} promises {chunk.sizes} of {self.tensors[key].dtype}", _AGAIN,
             )  # fmt: skip
         return whole.as_strided(stored.size, stored.stride, stored.offset)
+
+    def _locate(self, handle: io.BufferedReader, chunk: Chunk) -> _Record:
+        """Where the chunk's elements lie; archives of one length that begin with the same bytes are laid out alike."""
+        for head, record in self._layouts.get(chunk.length, ()):
+            handle.seek(chunk.start)
+            if handle.read(len(head)) == head:
+                return replace(record, start=chunk.start + record.start)
+        record = _locate(handle, chunk)
+        handle.seek(chunk.start)
+        head, relative = handle.read(record.start - chunk.start), replace(record, start=record.start - chunk.start)
+        self._layouts.setdefault(chunk.length, []).append((head, relative))
+        return record
 
     def _handle(self, file: str) -> io.BufferedReader:
         if file not in self._handles:
