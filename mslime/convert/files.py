@@ -24,8 +24,8 @@ Advance = Callable[[int], None]
 _READ_BYTES = 8 << 20
 _GATHERED_BYTES = 1 << 20  # of one call to the system
 _GATHERED_PIECES = 512  # Linux takes 1024
-_BEHIND_BYTES = 8 << 20  # that the thread may lag behind
-_WRITEBACK_BYTES = 8 << 20  # after which the disk is told
+_BEHIND_BYTES = 16 << 20  # that the thread may lag behind
+_SYNC_BYTES = 256 << 20  # between two waits for the disk, so that dirty pages do not pile up
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class OutputFile:
         self._gathered: list[bytes | memoryview] = []
         self._gathered_bytes = 0
         self._writing: deque[tuple[Future[None], int]] = deque()
-        self._synced = self._unsynced = 0
+        self._unsynced = 0
         self._latest = "header"
         self.spans: dict[str, Span] = {}
         self.records: dict[str, tuple[int, int]] = {}
@@ -127,10 +127,9 @@ class OutputFile:
                 written -= len(waiting.pop(0))
             if written:
                 waiting[0] = memoryview(waiting[0])[written:]
-        if self._unsynced >= _WRITEBACK_BYTES:
-            # Starts writing these pages to the disk, so that the last wait is short and dirty pages do not pile up.
-            os.posix_fadvise(self._file.fileno(), self._synced, self._unsynced, os.POSIX_FADV_DONTNEED)
-            self._synced, self._unsynced = self._synced + self._unsynced, 0
+        if self._unsynced >= _SYNC_BYTES:
+            os.fdatasync(self._file.fileno())
+            self._unsynced = 0
 
     def write_tensor(self, name: str, tensor: Tensor) -> Span:
         """Append the bytes of a contiguous CPU tensor and remember their checksum. Raises like `write`."""
