@@ -261,7 +261,7 @@ def convert_all_ways(source, out, shard):
 def kib(what):
     return int(re.search(what + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
-source, out, shard = Path(sys.argv[1]), Path(sys.argv[2]), 16 << 20
+source, out, shard = Path(sys.argv[1]), Path(sys.argv[2]), 24 << 20
 convert_all_ways(write_model(out / "small"), out / "warm", shard)  # pays for imports
 Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
 before = kib("VmRSS")
@@ -272,7 +272,7 @@ print((kib("VmHWM") - before) * 1024 / shard)
 
 def test_a_conversion_of_many_shards_needs_no_more_memory_than_two(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", shards=8, hidden_size=1024, moe_intermediate_size=1024, num_experts=16)
-    assert sum(path.stat().st_size for path in source.glob("*.safetensors")) > 12 * (16 << 20)
+    assert sum(path.stat().st_size for path in source.glob("*.safetensors")) > 8 * (24 << 20)
     (tmp_path / "out").mkdir()
     measured = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", MEASURE, str(source), str(tmp_path / "out")],
