@@ -102,7 +102,8 @@ def start_run(values: dict[str, Any], directory: Path, *flags: str) -> Run:
     output = directory / f"driver{len(list(directory.glob('driver*')))}.log"
     with output.open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mslime.cli", "train", str(config), *flags],
+            # A test session in the background ignores SIGINT, and so would its children.
+            ["env", "--default-signal=INT", sys.executable, "-m", "mslime.cli", "train", str(config), *flags],
             stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
