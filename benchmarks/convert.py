@@ -1,7 +1,7 @@
 """Checkpoint conversion against a plain copy of the same bytes on the same disk, and against mbridge.
 
-    python benchmarks/convert.py                  # 8 layers of 96 experts: 2,304 expert tensors, 0.6 GB
-    python benchmarks/convert.py --experts 32 --hidden 2048 --ffn 1024
+    python benchmarks/convert.py                  # 8 layers of 96 experts: 2,304 expert tensors, 2.6 GB
+    python benchmarks/convert.py --hidden 512 --ffn 256   # 0.7 GB
 
 The copy reads every file of the checkpoint and writes it to a new one, synced to the disk: the floor. Conversion does
 the same and places, checksums and indexes every tensor; with verification it also reads everything again. Each run is
@@ -38,7 +38,7 @@ from mslime.convert.tools.to_megatron import ToMegatron
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.engines.megatron_ranks import run_ranks
 
-SHARD_BYTES = 64 << 20
+SHARD_BYTES = 512 << 20
 
 
 def synthetic_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -182,8 +182,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=96)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--ffn", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--ffn", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", type=Path, help="where to write (default: the system's temporary directory)")
     args = parser.parse_args()
