@@ -44,7 +44,7 @@ class AdvantageConfig(Section):
         default=0.0,
         ge=0,
         description="On-policy distillation: takes this times (log pi_old - log teacher) from each token's advantage; "
-        "the teacher is model.teacher_path.",
+        "the teacher is served (see `teacher`) or held by the trainer (model.teacher_path).",
     )
     loss_aggregation: LossAggregation = Field(
         default="token",

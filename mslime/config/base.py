@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from mslime.config.passthrough import collect_extra, engine_fields
+from mslime.config.passthrough import collect_extra
 
 
 class Section(BaseModel):
@@ -23,11 +23,13 @@ class EngineSection(Section):
     """A section that also takes the engine's own fields, and keeps those in `extra`.
 
     Attributes:
-        engine: `megatron` or `sglang`, which is also the section's name.
+        engine: `megatron` or `sglang`.
+        section: the section's name, where it is not the engine's.
         reserved: engine fields that mslime sets itself, with the reason.
     """
 
     engine: ClassVar[str]
+    section: ClassVar[str] = ""
     reserved: ClassVar[dict[str, str]]
 
     @model_validator(mode="before")
@@ -36,4 +38,4 @@ class EngineSection(Section):
         own = set(cls.model_fields)
         if set(values) <= own and not values.get("extra"):
             return values
-        return collect_extra(cls.engine, values, own, engine_fields(cls.engine), cls.reserved)
+        return collect_extra(cls.section or cls.engine, cls.engine, values, own, cls.reserved)

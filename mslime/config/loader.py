@@ -131,6 +131,7 @@ def _wrap_lists(values: dict[str, Any]) -> dict[str, Any]:
     for section, key in (
         ("data", "prompts"),
         ("sglang", "urls"),
+        ("teacher", "urls"),
         ("rollout", "stop"),
         ("rollout", "stop_token_ids"),
         ("megatron", "recompute_modules"),

@@ -168,20 +168,21 @@ def engine_fields(engine: str) -> dict[str, EngineField]:
 
 
 def collect_extra(
-    section: str, values: dict[str, Any], own: set[str], known: dict[str, EngineField], reserved: dict[str, str]
+    section: str, engine: str, values: dict[str, Any], own: set[str], reserved: dict[str, str]
 ) -> dict[str, Any]:
     """Move the keys that belong to the engine into `extra`, checking names and values.
 
     Args:
-        section: `megatron` or `sglang`, for messages.
+        section: its name, for messages.
+        engine: `megatron` or `sglang`, whose fields it takes.
         values: what the user wrote in that section.
         own: mslime's typed keys of the section.
-        known: the engine's fields.
         reserved: engine fields that mslime sets itself, with the reason.
 
     Raises:
         ConfigError: unknown key, a value of the wrong type, or a reserved field.
     """
+    known = engine_fields(engine)
     kept = {k: v for k, v in values.items() if k in own}
     extra = {**dict(values.get("extra") or {}), **{k: v for k, v in values.items() if k not in own}}
     for key, value in extra.items():
@@ -193,8 +194,8 @@ def collect_extra(
             raise ConfigError(
                 path,
                 value,
-                f"the installed {section} engine has no such field",
-                hint or f"see `mslime check --fields {section}` for the {len(known)} known names",
+                f"the installed {engine} engine has no such field",
+                hint or f"see `mslime check --fields {engine}` for the {len(known)} known names",
             )
         if not known[key].accepts(value):
             raise ConfigError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from mslime.config.advantage import GROUP_RELATIVE
 from mslime.config.errors import ConfigError
+from mslime.config.teacher import check_teacher
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
@@ -35,15 +36,6 @@ MEGATRON_RESERVED: dict[str, str] = {
     "account_for_embedding_in_pipeline_split": "use num_layers_in_first_pipeline_stage",
     "account_for_loss_in_pipeline_split": "use num_layers_in_last_pipeline_stage",
     "transformer_impl": "it follows cluster.device: Transformer Engine on cuda, the local spec on cpu",
-}
-SGLANG_RESERVED: dict[str, str] = {
-    "model_path": "use model.path",
-    "tokenizer_path": "use model.tokenizer_path",
-    "host": "engines are launched and found by mslime",
-    "port": "engines are launched and found by mslime",
-    "device": "use cluster.device",
-    "enable_return_routed_experts": "it follows train.replay",
-    "skip_server_warmup": "the capability handshake is the warm-up",
 }
 
 
@@ -222,7 +214,7 @@ def _group_size(config: RunConfig) -> None:
 
 
 def _advantage(config: RunConfig) -> None:
-    algorithm, teacher = config.algorithm, config.model.teacher_path
+    algorithm = config.algorithm
     if algorithm.advantage == "gae":
         raise ConfigError(
             "algorithm.advantage",
@@ -235,14 +227,7 @@ def _advantage(config: RunConfig) -> None:
             "algorithm.advantage",
             "none",
             "every advantage would be 0, so nothing would be learnt from rewards",
-            "distil a teacher with algorithm.opd_coef and model.teacher_path, or choose another advantage",
-        )
-    if (algorithm.opd_coef > 0) != (teacher is not None):
-        raise ConfigError(
-            "model.teacher_path",
-            None if teacher is None else str(teacher),
-            f"goes together with algorithm.opd_coef, which is {algorithm.opd_coef}",
-            "set both, or neither",
+            "distil a teacher (algorithm.opd_coef), or choose another advantage",
         )
 
 
@@ -327,6 +312,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _engine_on_one_node,
     _group_size,
     _advantage,
+    check_teacher,
     _sampling,
     _filters,
     _steps,

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from mslime.config.advantage import AdvantageConfig
 from mslime.config.base import EngineSection, Section
 from mslime.config.correction import CorrectionConfig
+from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout, stage_layers
 from mslime.config.policy_loss import (
@@ -26,7 +27,8 @@ from mslime.config.policy_loss import (
     TOPRConfig,
     with_loss_defaults,
 )
-from mslime.config.rules import MEGATRON_RESERVED, SGLANG_RESERVED, check_run
+from mslime.config.rules import MEGATRON_RESERVED, check_run
+from mslime.config.teacher import TeacherConfig
 
 
 class ModelConfig(Section):
@@ -36,7 +38,8 @@ class ModelConfig(Section):
     tokenizer_path: Path | None = Field(default=None, description="Tokenizer directory; default: the checkpoint's own.")
     reference_path: Path | None = Field(default=None, description="Reference policy for the KL term; default: `path`.")
     teacher_path: Path | None = Field(
-        default=None, description="Teacher of on-policy distillation, of the same architecture; see algorithm.opd_coef."
+        default=None,
+        description="Teacher of on-policy distillation, of the same architecture, held by the trainer; see `teacher`.",
     )
     ignored_config_fields: tuple[str, ...] = Field(
         default=(), description="Settings of config.json that mslime does not know and that change nothing."
@@ -126,30 +129,6 @@ class MegatronConfig(EngineSection):
             self.num_layers_in_first_pipeline_stage,
             self.num_layers_in_last_pipeline_stage,
         )
-
-
-class SGLangConfig(EngineSection):
-    """The generation engines, under SGLang's own names."""
-
-    engine: ClassVar[str] = "sglang"
-    reserved: ClassVar[dict[str, str]] = SGLANG_RESERVED
-
-    num_engines: int = Field(default=1, ge=1, description="Servers to launch (ignored when `urls` is given).")
-    urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
-    tp_size: int = Field(default=1, ge=1, description="GPUs of one engine.")
-    ep_size: int = Field(default=1, ge=1)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
-    max_total_tokens: int | None = Field(default=None, ge=1)
-    max_running_requests: int | None = Field(default=None, ge=1)
-    extra: dict[str, Any] = Field(
-        default_factory=dict, description="Any other SGLang ServerArgs field; may also be given beside these."
-    )
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of all engines."""
-        return (len(self.urls) or self.num_engines) * self.tp_size
 
 
 class EvalSetConfig(Section):
@@ -374,6 +353,7 @@ class RunConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     sglang: SGLangConfig = Field(default_factory=SGLangConfig)
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
