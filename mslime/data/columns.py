@@ -47,6 +47,11 @@ class Column:
             out[trained[-1]] += self.sample.reward
         return out
 
+    def teacher(self) -> NDArray[np.float32]:
+        """[T] float32, the served teacher's log-prob of each trained token; 0 elsewhere."""
+        assert self.sample.teacher_log_probs is not None
+        return self.sample.teacher_log_probs
+
     def segment_index(self) -> NDArray[np.int32]:
         """[T] int32, 0, 1, ... for each weight version in order; 0 where no policy sampled the token."""
         out = np.zeros(len(self.sample), np.int32)
@@ -69,13 +74,15 @@ class Column:
 def shards_of(columns: Sequence[Column], plan: Sequence[Sequence[Sequence[int]]]) -> list[TrainShard]:
     """The shards of all ranks: `plan[rank]` holds micro-batches of indices into the `columns` of the whole step.
 
-    A column that only some samples have (rewards, ages) is left out everywhere; routes are all samples' or none's.
+    A column that only some samples have (rewards, ages, a teacher's scores) is left out everywhere; routes are all
+    samples' or none's.
     """
     template = columns[0].sample.routes
     assert all((c.sample.routes is None) == (template is None) for c in columns), "some samples carry routes"
     scored = all(c.sample.reward is not None for c in columns)
     dated = all(c.version is not None for c in columns)
-    return [_shard(columns, rank, template, scored=scored, dated=dated) for rank in plan]
+    taught = all(c.sample.teacher_log_probs is not None for c in columns)
+    return [_shard(columns, rank, template, scored=scored, dated=dated, taught=taught) for rank in plan]
 
 
 def _shard(
@@ -85,6 +92,7 @@ def _shard(
     *,
     scored: bool,
     dated: bool,
+    taught: bool,
 ) -> TrainShard:
     mine = [columns[i] for micro_batch in micro_batches for i in micro_batch]
     ends = np.cumsum([0, *(len(m) for m in micro_batches)]).tolist()
@@ -97,6 +105,7 @@ def _shard(
         advantages=_joined([c.advantages() for c in mine], np.float32),
         behaviour_log_probs=_joined([c.sample.log_probs for c in mine], np.float32),
         micro_batches=tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends)),
+        teacher_log_probs=_joined([c.teacher() for c in mine], np.float32) if taught else None,
         rewards=_joined([c.rewards() for c in mine], np.float32) if scored else None,
         segment_index=_joined([c.segment_index() for c in mine], np.int32),
         segment_ages=_joined([c.segment_ages() for c in mine], np.int32) if dated else None,

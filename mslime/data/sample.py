@@ -68,6 +68,8 @@ class Sample:
         supports: kept token ids per position, T rows; None when sampling was unrestricted.
         reward: None until scored; of the whole rollout.
         process_rewards: (position of the token that ends a step, reward), beside `reward`.
+        teacher_log_probs: [T] float32, a served teacher's log-probability of each trained token, 0 elsewhere; None
+            until a finished sample is scored, and when no server holds the teacher.
         label, metadata: from the prompt's row, handed to the reward unchanged.
     """
 
@@ -84,6 +86,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     reward: float | None = None
     process_rewards: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    teacher_log_probs: NDArray[np.float32] | None = None
     rollout_id: int | None = None
     status: SampleStatus = SampleStatus.PENDING
     response: str = ""
@@ -154,6 +157,7 @@ class Sample:
                 cover every token but the newest. `self.routes` must have been set (for example `Routes.empty`).
             supports: n rows of kept token ids; an empty row for an unrestricted draw.
         """
+        assert self.teacher_log_probs is None, "a sample that the teacher has scored is finished"
         n, old = len(tokens), len(self.tokens)
         sampled = log_probs is not None
         if sampled:
@@ -198,6 +202,8 @@ class Sample:
             if s.trainable and s.version is not None and s.version < version:
                 masked += int(self.loss_mask[s.start : s.end].sum())
                 self.loss_mask[s.start : s.end] = False
+                if self.teacher_log_probs is not None:
+                    self.teacher_log_probs[s.start : s.end] = 0.0
                 self.segments[i] = Segment(s.start, s.end, s.version, s.engine, False)
         return masked
 
@@ -209,6 +215,7 @@ class Sample:
         if self.routes is not None:
             self.routes = Routes(self.routes.experts[:0], self.routes.mask[:0], self.routes.layer_ids)
         self.supports, self.reward, self.process_rewards, self.response = None, None, [], ""
+        self.teacher_log_probs = None
         self.status = SampleStatus.PENDING
         return lost
 
@@ -249,6 +256,8 @@ def check_invariants(sample: Sample) -> None:
         assert not s.trainable or s.version is not None, f"trainable segment without a version: {s}"
         assert s.trainable or not sample.loss_mask[s.start : s.end].any(), f"trained token in {s}"
     assert np.isfinite(sample.log_probs).all() and (sample.log_probs <= 1e-6).all(), "log-probs must be finite and <= 0"
+    if sample.teacher_log_probs is not None:
+        check_teacher_log_probs(sample.teacher_log_probs, sample.loss_mask)
     assert all(0 <= at < n for at, _ in sample.process_rewards), f"process rewards beyond {n} tokens"
     if sample.routes is not None:
         assert len(sample.routes) <= n - 1, f"{len(sample.routes)} route rows for {n} tokens"
@@ -257,3 +266,10 @@ def check_invariants(sample: Sample) -> None:
         for t in range(n):
             row = sample.supports.row(t)
             assert len(row) == 0 or sample.tokens[t] in row, f"token {t} is outside the support it was drawn from"
+
+
+def check_teacher_log_probs(scores: NDArray[np.float32], loss_mask: NDArray[np.bool_]) -> None:
+    """Assert that a teacher's log-probs [T] float32 may be those of a sample with this mask."""
+    assert scores.shape == loss_mask.shape and scores.dtype == np.float32, "one float32 score for each token"
+    assert np.isfinite(scores).all() and (scores <= 1e-6).all(), "the teacher's log-probs must be finite and <= 0"
+    assert not scores[~loss_mask].any(), "the teacher scored a token that is not trained"

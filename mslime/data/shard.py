@@ -38,7 +38,8 @@ class TrainShard:
             where none did. None: not known.
         segment_ages: [N] int32: weight versions between the one that sampled the token and the one being trained; 0
             where none did. None: not known.
-        old_log_probs, reference_log_probs, teacher_log_probs: [N] float32 once computed, else None.
+        old_log_probs, reference_log_probs: [N] float32 once computed, else None.
+        teacher_log_probs: [N] float32; from the rollouts when the teacher is served, else computed like those before.
         values, returns: [N] float32, the critic's and what it is to learn, once computed, else None.
         routes: N rows (rows without a route are masked), None when replay is off or recorded by the trainer.
         micro_batches: indices into the B sequences; every rank of the step has the same number of micro-batches. An

@@ -128,3 +128,23 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
             f"{tokenizer.vocab_size} ids does not have",
             "use the tokenizer that belongs to the checkpoint",
         )
+
+
+def probe_texts(tokenizer: Tokenizer) -> list[str]:
+    """Texts on which tokenizers that differ give different ids: tokens from all over the vocabulary, the last ones all.
+
+    Models of one family share most of a vocabulary and differ in its end, where added tokens are.
+    """
+    size = tokenizer.vocab_size
+    ids = sorted({*range(0, size, max(1, size // 256)), *range(max(0, size - 256), size)})
+    texts = dict.fromkeys(tokenizer.decode([i]) for i in ids)
+    return ["".join(texts), *(text for text in texts if text)]
+
+
+def first_difference(texts: Sequence[str], ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> str:
+    """The first text to which two tokenizers give different ids, with both; empty when there is none."""
+    for text, left, right in zip(texts, ours, theirs, strict=True):
+        if left != right:
+            at = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), 0)
+            return f"{text[:40]!r} is {left[at : at + 4]} here and {right[at : at + 4]} there"
+    return ""

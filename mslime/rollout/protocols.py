@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mslime.backends.sglang.client import GenerateRequest, GenerateResult, PauseMode
 from mslime.config.errors import EngineError
 from mslime.data.sample import Group, Sample
@@ -55,6 +58,14 @@ class Scorer(Protocol):
 
     async def score(self, sample: Sample) -> float | None:
         """The reward; None when the sample is to be dropped. Raises RewardError when the run is to stop."""
+        ...
+
+
+class Teacher(Protocol):
+    """Holds a teacher for on-policy distillation."""
+
+    async def score(self, sample: Sample) -> NDArray[np.float32]:
+        """[T] float32: its log-prob of each trained token of a finished sample, 0 elsewhere. Raises EngineError."""
         ...
 
 

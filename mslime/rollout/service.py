@@ -21,7 +21,7 @@ from mslime.backends.sglang.client import EngineDied
 from mslime.config.errors import DataError, EngineError, UserError
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.ledger import Ledger
-from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
+from mslime.data.sample import Group, Sample, SampleStatus, check_invariants, check_teacher_log_probs
 from mslime.data.source import Prompt, PromptSource
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.buffer import PartialBuffer
@@ -29,7 +29,7 @@ from mslime.rollout.evaluate import EvalResult, summarise
 from mslime.rollout.filters import load_filter
 from mslime.rollout.gate import SubmitGate
 from mslime.rollout.generation import Generator, Sampling, Traffic
-from mslime.rollout.protocols import Engines, ModelInfo, ProgressHook, Scorer, SpanHook, StepBatch, living
+from mslime.rollout.protocols import Engines, ModelInfo, ProgressHook, Scorer, SpanHook, StepBatch, Teacher, living
 from mslime.rollout.state import load_state, pack_groups, save_state, unpack_groups
 from mslime.rollout.statistics import StepCounters, batch_metrics
 
@@ -52,6 +52,7 @@ class RolloutService:
         engines: the engine pool; see `protocols.Engines`.
         source: training prompts. tokenizer: decodes responses and encodes held-out prompts.
         scorer: the reward.
+        teacher: scores finished responses, when it is served (`teacher`).
         on_progress, on_span: told about group counts and about stretches of work.
 
     Attributes:
@@ -68,12 +69,14 @@ class RolloutService:
         scorer: Scorer,
         model: ModelInfo,
         *,
+        teacher: Teacher | None = None,
         on_progress: ProgressHook | None = None,
         on_span: SpanHook | None = None,
     ) -> None:
         r = config.rollout
         self._config, self._engines, self._source, self._tokenizer = config, engines, source, tokenizer
         self._scorer, self._model, self._on_progress, self._on_span = scorer, model, on_progress, on_span
+        self._teacher = teacher
         self._gate = SubmitGate(r.groups_per_step, r.max_staleness, r.over_sampling)
         self._filter_name, self._keep = load_filter(r.dynamic_filter)
         self._generator = Generator(config, engines, tokenizer, model, self._request_done)
@@ -225,11 +228,16 @@ class RolloutService:
         assert not self._running and not self._accepted and not len(self._partial), "the service has begun already"
         self._source.load_state_dict(header["source"])
         groups = unpack_groups(header["groups"], arrays)
-        self._accepted = groups[: header["accepted"]]
-        for group in groups[header["accepted"] :]:
+        accepted, resting = groups[: header["accepted"]], groups[header["accepted"] :]
+        self._accepted = [g for g in accepted if not self._untaught(g)]
+        for group in [g for g in accepted if self._untaught(g)] + resting:
             self._partial.put(group)
         self.version, self._next_group_id = header["version"], header["next_group_id"]
         self.ledger, self._counters = Ledger.from_state(header["ledger"]), StepCounters(header["counters"])
+
+    def _untaught(self, group: Group) -> bool:
+        """Whether the teacher has not scored the group: it is of a run that had none."""
+        return self._teacher is not None and any(s.teacher_log_probs is None for s in group.samples)
 
     def save(self, path: Path) -> None:
         """Write `state_dict` to `path` (.npz without pickle), whole or not at all."""
@@ -325,10 +333,27 @@ class RolloutService:
             elif sample.status.finished:
                 self._counters.add("done")
                 self._report()
-        if sample.status.finished and sample.status is not SampleStatus.FAILED and sample.reward is None:
+        if sample.status.finished and sample.status is not SampleStatus.FAILED:
+            both = await asyncio.gather(self._reward(sample), self._teach(sample), return_exceptions=True)
+            for error in both:
+                if error is not None:
+                    raise error
+
+    async def _reward(self, sample: Sample) -> None:
+        """Score a finished sample, unless it was before an interruption."""
+        if sample.reward is None:
             sample.reward = await self._scorer.score(sample)
             if sample.reward is None:
                 sample.status = SampleStatus.FAILED
+
+    async def _teach(self, sample: Sample) -> None:
+        """Let the served teacher, if there is one, score a finished sample, unless it was before an interruption."""
+        if self._teacher is not None and sample.teacher_log_probs is None:
+            started = time.time()
+            scores = await self._teacher.score(sample)
+            check_teacher_log_probs(scores, sample.loss_mask)
+            sample.teacher_log_probs = scores
+            self._span("teacher", "score", started)
 
     def _shelve(self, group: Group) -> None:
         """Keep an interrupted group; without partial rollouts it begins again from its prompt."""

@@ -30,6 +30,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str
     arrays: dict[str, NDArray[Any]] = {}
     for name in _COLUMNS:
         arrays[name] = _joined([vars(s)[name] for s in samples])
+    arrays["teacher_log_probs"] = _joined([s.teacher_log_probs for s in samples if s.teacher_log_probs is not None])
     routes = [s.routes for s in samples if s.routes is not None]
     arrays["experts"] = _joined([r.experts.reshape(-1) for r in routes])
     arrays["route_mask"] = _joined([r.mask for r in routes])
@@ -101,6 +102,7 @@ def _header(s: Sample) -> dict[str, Any]:
         "segments": [[g.start, g.end, g.version, g.engine, g.trainable] for g in s.segments],
         "routes": None if routes is None else _routes_header(routes),
         "support_ids": None if s.supports is None else len(s.supports.ids),
+        "taught": s.teacher_log_probs is not None,
         "label": s.label,
         "metadata": s.metadata,
         "reward": s.reward,
@@ -120,6 +122,7 @@ def _routes_header(routes: Routes) -> dict[str, Any]:
 
 def _sample(header: Mapping[str, Any], cut: _Cutter) -> Sample:
     h: dict[str, Any] = dict(header)
+    taught = h.pop("taught", False)  # not in files from before teachers were served
     n, shape, support_ids = h.pop("length"), h.pop("routes"), h.pop("support_ids")
     routes = supports = None
     if shape is not None:
@@ -134,6 +137,8 @@ def _sample(header: Mapping[str, Any], cut: _Cutter) -> Sample:
     h["process_rewards"] = [(at, reward) for at, reward in h.get("process_rewards", [])]
     h["status"] = SampleStatus(h["status"])
     h |= {name: cut(name, n) for name in _COLUMNS}
+    if taught:
+        h["teacher_log_probs"] = cut("teacher_log_probs", n)
     return Sample(**h, routes=routes, supports=supports)
 
 

@@ -27,6 +27,7 @@ import orjson
 import tenacity
 from numpy.typing import NDArray
 
+from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.config.errors import EngineError
 from mslime.config.schema import DeadlineConfig
 
@@ -282,19 +283,35 @@ class EngineClient:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Continue a sequence. Raises EngineError when the server dies, refuses, or misses its deadline."""
-        top = max(request.input_ids, default=0)
-        if self.model is not None and top >= self.model.vocab_size:
-            raise EngineError(
-                f"request {request.rid}",
-                int(top),
-                f"the prompt holds a token id beyond the model's vocabulary of {self.model.vocab_size}",
-                "check that the tokenizer belongs to the model",
-            )
+        self._check_ids(request)
         answer = await self._call("POST", "/generate", request.payload(), self.deadlines.engine_request_s)
         try:
             return parse_generation(request, answer, self.name, self.model)
         except (AssertionError, KeyError, TypeError) as error:
             raise self.error(f"request {request.rid}", f"an answer that does not add up: {error!r}") from error
+
+    async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
+        """[n] float32 log-probs of given tokens, see `scoring.parse_scores`; tried again when the connection fails.
+
+        Raises EngineError when the server dies, refuses, misses its deadline, or returns what does not add up.
+        """
+        self._check_ids(request)
+        answer = await self._retrying("POST", "/generate", request.payload(), self.deadlines.engine_request_s)
+        try:
+            return parse_scores(request, answer, None if self.model is None else self.model.vocab_size)
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            raise self.error(f"request {request.rid}", f"an answer that does not add up: {error!r}") from error
+
+    def _check_ids(self, request: GenerateRequest | ScoreRequest) -> None:
+        """Raise EngineError for a token id that would kill the server."""
+        top = max(request.input_ids, default=0)
+        if self.model is not None and top >= self.model.vocab_size:
+            raise EngineError(
+                f"request {request.rid}",
+                int(top),
+                f"the prompt holds a token id beyond the vocabulary of {self.model.vocab_size} that {self.name} serves",
+                "check that the tokenizer belongs to the model",
+            )
 
     async def abort(self, rid: str | None = None) -> None:
         """Stop one request, or all of them; each returns what it has so far with finish `abort`."""
@@ -397,6 +414,12 @@ class EngineClient:
     async def server_info(self) -> dict[str, Any]:
         """GET /server_info: the resolved ServerArgs, the version, and the schedulers' state."""
         return await self._question("/server_info")
+
+    async def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text by the server's own tokenizer, without special tokens."""
+        body = {"prompt": list(texts), "add_special_tokens": False}
+        answer = await self._retrying("POST", "/tokenize", body, self.deadlines.engine_control_s)
+        return [list(map(int, ids)) for ids in answer["tokens"]]
 
     async def openapi(self) -> dict[str, Any]:
         """GET /openapi.json: every route and the fields of its body."""

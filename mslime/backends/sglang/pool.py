@@ -12,7 +12,11 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mslime.backends.sglang.client import EngineClient, EngineDied, GenerateRequest, GenerateResult, PauseMode
+from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.errors import EngineError
 
 T = TypeVar("T")
@@ -79,12 +83,11 @@ class EnginePool:
             EngineError: the engine refused the request.
             EngineDied: the engine died meanwhile; the others go on.
         """
-        slot = self._choose(request.session_id)
-        slot.assigned += 1
-        try:
-            return await self._unless_dead(slot, self._limited(slot, request))
-        finally:
-            slot.assigned -= 1
+        return await self._one(request.session_id, lambda client: client.generate(request))
+
+    async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
+        """Score given tokens on one engine; see `generate` for which, and for the errors."""
+        return await self._one(request.session_id, lambda client: client.score(request))
 
     async def abort(self, rid: str | None = None) -> None:
         """Stop one request, wherever it runs, or all."""
@@ -139,6 +142,15 @@ class EnginePool:
             raise first
         return live
 
+    async def _one(self, session_id: str, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
+        """One call to the session's engine, or to the least busy one."""
+        slot = self._choose(session_id)
+        slot.assigned += 1
+        try:
+            return await self._unless_dead(slot, self._limited(slot, call))
+        finally:
+            slot.assigned -= 1
+
     def _choose(self, session_id: str) -> _Slot:
         slot = self._sessions.get(session_id) if session_id else None
         if slot is None or slot.error is not None:
@@ -151,9 +163,9 @@ class EnginePool:
         return slot
 
     @staticmethod
-    async def _limited(slot: _Slot, request: GenerateRequest) -> GenerateResult:
+    async def _limited(slot: _Slot, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
         async with slot.limit:
-            return await slot.client.generate(request)
+            return await call(slot.client)
 
     @staticmethod
     async def _unless_dead(slot: _Slot, work: Awaitable[T]) -> T:

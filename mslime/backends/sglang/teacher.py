@@ -1,0 +1,87 @@
+"""A server that holds a teacher, met before a run depends on it: does it speak the student's tokens, and score them?
+
+A token id beyond a model's vocabulary kills an SGLang server, so how many ids the teacher embeds must be known, and
+log-probs of other words would train silently on nonsense, so its tokenizer must be the student's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mslime.backends.sglang.client import EngineClient, ServedModel
+from mslime.backends.sglang.flags import read_model_config
+from mslime.backends.sglang.scoring import ScoreRequest
+from mslime.config.errors import CheckpointError, EngineError
+from mslime.data.tokenizer import Tokenizer, first_difference, probe_texts
+
+_PROBE = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Student:
+    """What a teacher must fit.
+
+    Attributes:
+        vocab_size: rows of its embedding.
+        longest: tokens of a sequence that is sure to be scored.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    longest: int
+
+
+async def meet_teachers(clients: Sequence[EngineClient], student: Student) -> None:
+    """`meet_teacher` with every server at once."""
+    await asyncio.gather(*(meet_teacher(client, student) for client in clients))
+
+
+async def meet_teacher(client: EngineClient, student: Student) -> None:
+    """Check one server, and tell its client how many ids it embeds.
+
+    Raises:
+        EngineError: the server is not there, is of other words or too few, is too short, or does not score.
+    """
+    info = await client.server_info()
+    rows = embedding_rows(Path(str(info.get("model_path", ""))))
+    if rows is not None and rows < student.vocab_size:
+        raise client.error(
+            f"a vocabulary of {rows}",
+            f"the teacher embeds fewer token ids than the student, which may sample any of {student.vocab_size}",
+        )
+    await _compare_tokenizers(client, student.tokenizer)
+    # Where its checkpoint is out of sight, it embeds at least the tokens of its tokenizer, which is ours.
+    client.model = ServedModel(layers=0, top_k=0, vocab_size=rows or student.tokenizer.vocab_size)
+    limit = info.get("max_req_input_len")
+    if isinstance(limit, int) and student.longest >= limit:
+        raise client.error(
+            f"at most {limit - 1} tokens", f"the teacher must score sequences of {student.longest} tokens and more"
+        )
+    scores = await client.score(ScoreRequest(f"handshake-{client.name}", _PROBE))
+    if not (np.count_nonzero(scores) and scores[0] == 0):
+        raise client.error("scores", f"{len(_PROBE)} tokens were scored as {scores.tolist()}")
+
+
+def embedding_rows(checkpoint: Path) -> int | None:
+    """Token ids that a checkpoint's model embeds; None when its config.json cannot be read on this machine."""
+    try:
+        config = read_model_config(checkpoint)
+    except CheckpointError:
+        return None
+    return int(config.get("text_config", config)["vocab_size"])
+
+
+async def _compare_tokenizers(client: EngineClient, tokenizer: Tokenizer) -> None:
+    texts = probe_texts(tokenizer)
+    try:
+        theirs = await client.tokenize(texts)
+    except EngineError as error:
+        raise client.error("/tokenize", f"its tokenizer cannot be compared with the student's: {error.rule}") from error
+    different = first_difference(texts, [tokenizer.encode(text, special_tokens=False) for text in texts], theirs)
+    if different:
+        raise client.error("its tokenizer", f"a teacher needs the student's tokenizer, but {different}")

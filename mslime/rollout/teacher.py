@@ -1,0 +1,69 @@
+"""A served teacher scores finished responses: one prefill each, beside the reward and the generation of others."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.backends.sglang.client import EngineDied
+from mslime.backends.sglang.scoring import ScoreRequest
+from mslime.config.errors import EngineError
+from mslime.data.sample import Sample
+
+TRIES = 4
+FIRST_WAIT_S = 0.1  # doubled after each try
+
+
+class ScoringEngines(Protocol):
+    """The teacher's servers; `backends.sglang.pool.EnginePool` is one."""
+
+    async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
+        """Log-probs of given tokens. Raises EngineDied when a server died meanwhile, EngineError when it refused."""
+        ...
+
+    def __len__(self) -> int:
+        """Servers that are alive."""
+        ...
+
+
+class ServedTeacher:
+    """Scores samples on the teacher's servers. Belongs to one event loop."""
+
+    def __init__(self, engines: ScoringEngines) -> None:
+        self._engines = engines
+        self._run, self._numbers = uuid.uuid4().hex[:8], itertools.count()
+
+    async def score(self, sample: Sample) -> NDArray[np.float32]:
+        """[T] float32: the teacher's log-prob of each trained token of a finished sample, 0 elsewhere.
+
+        Raises:
+            EngineError: the server refused, or its answers did not add up, four times; or no server is left.
+        """
+        scores = np.zeros(len(sample), np.float32)
+        trained = np.flatnonzero(sample.loss_mask)
+        if len(trained):
+            # Neither the prompt before the first trained token nor what follows the last one costs log-probs.
+            first, end = int(trained[0]), int(trained[-1]) + 1
+            found = await self._answer(sample.tokens[:end], first, f"g{sample.group_id}")
+            scores[trained] = found[trained]
+        return scores
+
+    async def _answer(self, tokens: NDArray[np.int32], start: int, session: str) -> NDArray[np.float32]:
+        refusals = 0
+        while True:  # ends: every death leaves one server less
+            request = ScoreRequest(f"{self._run}-{session}-{next(self._numbers)}", tokens, start, session)
+            try:
+                return await self._engines.score(request)
+            except EngineDied:
+                if len(self._engines) == 0:
+                    raise
+            except EngineError:
+                refusals += 1
+                if refusals == TRIES:
+                    raise
+                await asyncio.sleep(FIRST_WAIT_S * 2 ** (refusals - 1))
