@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from ray.util.placement_group import (
@@ -19,6 +19,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.server import Role
 
 PLACEMENT_SECONDS = 120.0
 _LOCAL_OBJECT_STORE = 512 * 2**20
@@ -49,10 +52,12 @@ class Cluster:
         """
         self._config = config
         self._num_engines = config.sglang.num_engines if engines and not config.sglang.urls else 0
+        self._num_teachers = config.teacher.launched if engines else 0
         self._cuda = config.cluster.device == "cuda"
         self._groups: list[PlacementGroup] = []
         self._trainers: PlacementGroup | None = None
         self._engines: PlacementGroup | None = None
+        self._teachers: PlacementGroup | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -72,11 +77,11 @@ class Cluster:
 
     def _start(self) -> None:
         config, world = self._config, self._config.layout.world_size
-        engines = self._num_engines
+        engines, teachers = self._num_engines, self._num_teachers
         local: dict[str, Any] = {}
         if config.cluster.ray_address is None:
             # Logical CPUs: on a laptop there are more ranks than cores, and they take turns.
-            local = {"num_cpus": world + engines + 2, "include_dashboard": False}
+            local = {"num_cpus": world + engines + teachers + 2, "include_dashboard": False}
             if not self._cuda:
                 local |= {"object_store_memory": _LOCAL_OBJECT_STORE}
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -94,6 +99,10 @@ class Cluster:
             self._engines = self._place(
                 "sglang.num_engines",
                 [self._bundle(config.sglang.tp_size) for _ in range(engines)],
+            )
+        if teachers:
+            self._teachers = self._place(
+                "teacher.num_engines", [self._bundle(config.teacher.tp_size) for _ in range(teachers)]
             )
 
     def _bundle(self, gpus: int) -> dict[str, float]:
@@ -118,10 +127,12 @@ class Cluster:
         assert self._trainers is not None
         return self._options(self._trainers, rank, gpus=1)
 
-    def engine_options(self, index: int) -> dict[str, Any]:
-        """Actor options that put engine `index` into its bundle."""
-        assert self._engines is not None
-        return self._options(self._engines, index, gpus=self._config.sglang.tp_size)
+    def engine_options(self, index: int, role: Role = "engine") -> dict[str, Any]:
+        """Actor options that put engine or teacher `index` into its bundle."""
+        teaches = role == "teacher"
+        group, section = (self._teachers, self._config.teacher) if teaches else (self._engines, self._config.sglang)
+        assert group is not None
+        return self._options(group, index, gpus=section.tp_size)
 
     def _options(self, group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)

@@ -1,4 +1,7 @@
-"""The engine group: one Ray actor per SGLang server, which it launches on its own node and ends with itself."""
+"""The engine group: one Ray actor per SGLang server, which it launches on its own node and ends with itself.
+
+A run has one group that generates, and one of teachers when `teacher` says so.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from mslime.control.calls import gather
 from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.server import EngineAddress, Role
 
 STOP_SECONDS = 20.0
 
@@ -20,11 +23,11 @@ STOP_SECONDS = 20.0
 class EngineActor:
     """Launches one server and watches it. The server dies with this process, whatever ends it."""
 
-    def __init__(self, config: RunConfig, index: int, log_dir: str) -> None:
-        redirect_output(Path(log_dir) / f"engine{index}_actor.log")
+    def __init__(self, config: RunConfig, index: int, log_dir: str, role: Role) -> None:
+        redirect_output(Path(log_dir) / f"{role}{index}_actor.log")
         from mslime.backends.sglang.server import ServerProcess
 
-        self._server = ServerProcess(config, index, Path(log_dir), host=own_host(config))
+        self._server = ServerProcess(config, index, Path(log_dir), host=own_host(config), role=role)
 
     def start(self) -> EngineAddress:
         """Launch and wait until it serves."""
@@ -36,33 +39,41 @@ class EngineActor:
 
 
 class EngineGroup:
-    """All engines of a run: launched, or attached to by URL."""
+    """All engines of a run, or all teachers: launched, or attached to by URL."""
 
-    def __init__(self, config: RunConfig, cluster: Cluster, log_dir: Path) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, cluster: Cluster, log_dir: Path, role: Role = "engine") -> None:
+        from mslime.backends.sglang.flags import teacher_run
+
+        settings = config.teacher if role == "teacher" else config.sglang
+        count = config.teacher.launched if role == "teacher" else config.sglang.num_engines
+        if role == "teacher" and count:
+            config = teacher_run(config)
+        self._config, self._urls = config, settings.urls
+        self._role: Role = role
         self._actors: list[Any] = []
         self.log_paths: dict[str, str] = {}
         self.addresses: list[EngineAddress] = []
-        if config.sglang.urls:
+        if self._urls:
             return
         remote = remote_class(EngineActor)
-        for index in range(config.sglang.num_engines):
-            self.log_paths[_name(index)] = str(log_dir / f"engine{index}.log")
-            self._actors.append(remote.options(**cluster.engine_options(index)).remote(config, index, str(log_dir)))
+        for index in range(count):
+            self.log_paths[self._name(index)] = str(log_dir / f"{role}{index}.log")
+            options = cluster.engine_options(index, role)
+            self._actors.append(remote.options(**options).remote(config, index, str(log_dir), role))
 
     def begin_start(self) -> dict[str, ray.ObjectRef]:
         """Start all servers without waiting, so that trainers can start beside them."""
-        return {_name(i): actor.start.remote() for i, actor in enumerate(self._actors)}
+        return {self._name(i): actor.start.remote() for i, actor in enumerate(self._actors)}
 
     def finish_start(self, starting: dict[str, ray.ObjectRef]) -> list[EngineAddress]:
         """Wait until every server serves. Raises EngineError with the end of the log of the one that does not."""
         from mslime.backends.sglang.server import attach
 
-        if self._config.sglang.urls:
-            self.addresses = [attach(url, i) for i, url in enumerate(self._config.sglang.urls)]
+        if self._urls:
+            self.addresses = [attach(url, i, self._role) for i, url in enumerate(self._urls)]
         else:
             deadline = self._config.deadlines.engine_start_s + STOP_SECONDS
-            self.addresses = list(gather(starting, "engine start", deadline, self.log_paths).values())
+            self.addresses = list(gather(starting, f"{self._role} start", deadline, self.log_paths).values())
         return self.addresses
 
     def stop(self) -> None:
@@ -72,6 +83,5 @@ class EngineGroup:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
 
-
-def _name(index: int) -> str:
-    return f"engine {index}"
+    def _name(self, index: int) -> str:
+        return f"{self._role} {index}"

@@ -19,9 +19,12 @@ from mslime.data.sample_log import SampleLog
 from mslime.observe.progress import RolloutCounts
 
 if TYPE_CHECKING:
+    from mslime.backends.sglang.pool import EnginePool
     from mslime.backends.sglang.server import EngineAddress
     from mslime.control.check import ResolvedRun
+    from mslime.data.tokenizer import Tokenizer
     from mslime.rollout.service import RolloutService
+    from mslime.rollout.teacher import ServedTeacher
 
 WHO = "rollout service"
 Spans = list[tuple[str, str, float, float, int]]
@@ -50,9 +53,15 @@ class RolloutActor:
         self._run, self._config = run, run.config
         self._counts = RolloutCounts(0, 0, 0)
         self._spans: Spans = []
+        self._teachers: EnginePool | None = None
 
     async def start(
-        self, addresses: Sequence[EngineAddress], layers: Sequence[tuple[int, ...]], state: bytes | None, version: int
+        self,
+        addresses: Sequence[EngineAddress],
+        layers: Sequence[tuple[int, ...]],
+        state: bytes | None,
+        version: int,
+        teachers: Sequence[EngineAddress],
     ) -> None:
         """Connect to the engines, check what they can do, and open the prompts.
 
@@ -60,6 +69,7 @@ class RolloutActor:
             layers: global MoE layer ids of every trainer rank's pipeline stage.
             state: of `save`, when resuming.
             version: weight version that the trainer starts with.
+            teachers: servers of the teacher, if SGLang serves one.
         """
         from mslime.backends.sglang.client import EngineClient, ServedModel
         from mslime.backends.sglang.handshake import Needs, handshake_all
@@ -94,6 +104,7 @@ class RolloutActor:
             tokenizer,
             self._scorer,
             info,
+            teacher=await self._meet_teachers(teachers, tokenizer),
             on_progress=self._on_progress,
             on_span=self._on_span,
         )
@@ -101,6 +112,23 @@ class RolloutActor:
         if state is not None:
             restore(self._service, state)
         self._samples = SampleLog(config.run_dir) if config.observe.save_rollouts else None
+
+    async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
+        """The teacher behind these servers, which are checked; None when there are none."""
+        from mslime.backends.sglang.client import EngineClient
+        from mslime.backends.sglang.pool import EnginePool
+        from mslime.backends.sglang.teacher import Student, meet_teachers
+        from mslime.rollout.teacher import ServedTeacher
+
+        if not addresses:
+            return None
+        config, model = self._config, self._run.model
+        rollout, prompt = config.rollout, config.data.max_prompt_tokens or 1
+        longest = min(rollout.max_total_tokens or model.max_positions, prompt + rollout.max_response_tokens)
+        clients = [EngineClient(a.url, a.name, config.deadlines, log_path=a.log_path) for a in addresses]
+        await meet_teachers(clients, Student(tokenizer, model.vocab_size, longest))
+        self._teachers = EnginePool(clients, config.teacher.concurrency)
+        return ServedTeacher(self._teachers)
 
     async def take(self, step: int) -> StepShards:
         """Wait for a step's groups; shard them."""
@@ -155,6 +183,8 @@ class RolloutActor:
         """Stop generating, close connections, end the reward workers."""
         await self._service.close()
         await self._pool.close()
+        if self._teachers is not None:
+            await self._teachers.close()
         await self._scorer.close()
 
     def _on_progress(self, *, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
@@ -191,12 +221,17 @@ class RolloutHandle:
         self._actor = remote_class(RolloutActor).options(num_cpus=0.5, max_concurrency=64).remote(run, self._log)
 
     def start(
-        self, addresses: Sequence[EngineAddress], layers: Sequence[tuple[int, ...]], state: bytes | None, version: int
+        self,
+        addresses: Sequence[EngineAddress],
+        layers: Sequence[tuple[int, ...]],
+        state: bytes | None,
+        version: int,
+        teachers: Sequence[EngineAddress] = (),
     ) -> None:
         """See `RolloutActor.start`."""
         self._call(
             "rollout start",
-            self._actor.start.remote(addresses, layers, state, version),
+            self._actor.start.remote(addresses, layers, state, version, teachers),
             self._config.deadlines.engine_start_s,
         )
 

@@ -108,14 +108,19 @@ class Session:
         """Engines and trainers start side by side; the rollout service connects when both are there."""
         self._engines = EngineGroup(self.config, cluster, logs)
         self._stack.callback(self._engines.stop)
-        starting = self._engines.begin_start()
+        teachers = EngineGroup(self.config, cluster, logs, "teacher")
+        self._stack.callback(teachers.stop)
+        starting, teachers_starting = self._engines.begin_start(), teachers.begin_start()
         self._layers = self._trainers.start()
         addresses = self._engines.finish_start(starting)
         self._progress.note("engines: " + ", ".join(a.url for a in addresses))
+        taught_by = teachers.finish_start(teachers_starting)
+        if taught_by:
+            self._progress.note("teachers: " + ", ".join(a.url for a in taught_by))
         self._rollouts = RolloutHandle(self._run, logs / "rollouts.log")
         self._stack.callback(self._rollouts.stop)
         state = self._extra.get("rollouts") if self.first_step else None
-        self._rollouts.start(addresses, self._layers, state, self.first_step)
+        self._rollouts.start(addresses, self._layers, state, self.first_step, taught_by)
         engines = self._trainers.connect([a.url for a in addresses])
         self._commit = Commit(engines, self.config.deadlines.weight_sync_s)
 

@@ -61,6 +61,19 @@ def is_moe(model_config: Mapping[str, Any]) -> bool:
     return any(text.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
 
 
+def teacher_run(config: RunConfig) -> RunConfig:
+    """The run as the servers of its teacher see it: their checkpoint, their settings, and no routes."""
+    teacher = config.teacher
+    assert teacher.path is not None, "there is nothing to launch"
+    return config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": teacher.path, "tokenizer_path": None}),
+            "sglang": teacher,
+            "train": config.train.model_copy(update={"replay": "off"}),
+        }
+    )
+
+
 def server_fields(config: RunConfig, index: int, host: str, port: int, cpu: bool) -> dict[str, Any]:
     """ServerArgs fields of engine `index`; what the user passed through wins over our defaults."""
     engine, model = config.sglang, config.model

@@ -18,12 +18,16 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mslime.backends.cpu.sglang import check_version
 from mslime.backends.sglang.flags import command_line, environment, server_fields
 from mslime.backends.sglang.guard import GRACE_SECONDS, descendants, kill_all
 from mslime.config.errors import EngineError
 from mslime.config.schema import RunConfig
+
+Role = Literal["engine", "teacher"]
+"""What a server is for: generating with the student's weights, or scoring with a teacher's."""
 
 TAIL_LINES = 30
 PORT_ATTEMPTS = 3
@@ -39,11 +43,12 @@ class EngineAddress:
     log_path: Path | None = None
 
 
-def attach(url: str, index: int) -> EngineAddress:
+def attach(url: str, index: int, role: Role = "engine") -> EngineAddress:
     """The address of a server that somebody else runs. Raises EngineError when the URL is not one."""
     if not url.startswith(("http://", "https://")):
-        raise EngineError("sglang.urls", url, "is not the URL of a server", "write http://host:port")
-    return EngineAddress(f"engine{index}", url.rstrip("/"))
+        field = "teacher.urls" if role == "teacher" else "sglang.urls"
+        raise EngineError(field, url, "is not the URL of a server", "write http://host:port")
+    return EngineAddress(f"{role}{index}", url.rstrip("/"))
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -147,11 +152,12 @@ class ServerProcess:
     Args:
         config: the run; `cluster.device` must have been decided (auto counts as cpu when no GPU driver is found).
         index: which of the run's engines this is.
-        log_dir: `engine<index>.log` is written there.
+        log_dir: `<name>.log` is written there.
         host: address to listen on; loopback unless engines and rollout live on different machines.
         gpus: devices for this server; None takes what this process may see.
         port: fixed port; None picks a free one, and another one should somebody be quicker.
         skip_patches: names of CPU patches to leave out (only tests do that).
+        role: the server is called `<role><index>`; a teacher's `config` is that of `flags.teacher_run`.
     """
 
     def __init__(
@@ -163,9 +169,10 @@ class ServerProcess:
         gpus: Sequence[str] | None = None,
         port: int | None = None,
         skip_patches: Sequence[str] = (),
+        role: Role = "engine",
     ) -> None:
         self.config, self.index, self.host, self.gpus, self.port = config, index, host, gpus, port
-        self.name = f"engine{index}"
+        self.name = f"{role}{index}"
         self.log_path = Path(log_dir) / f"{self.name}.log"
         self.cpu = runs_on_cpu(config)
         self._skip = tuple(skip_patches)
