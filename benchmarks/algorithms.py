@@ -1,0 +1,334 @@
+"""The quickstart's task under several algorithms, and under stale data with and without correction: plot and table.
+
+    python benchmarks/algorithms.py [--only gspo,cispo] [--seeds 1234,2] [--steps 30] [--out outputs/algorithms]
+
+For each seed one supervised warm start that all variants share, then one `mslime train` a variant: the same prompts in
+the same order, as many responses a step, as many optimizer steps, one learning rate; a loss keeps its own clip range.
+The variants `stale_*` are the variant `grpo` at `rollout.max_staleness` 4.
+
+What is finished is not run again and what was interrupted goes on, so the same command continues a comparison.
+`--plot-only` draws and prints what is there. Writes algorithms.png and algorithms.md into --out; the plot needs
+`pip install 'mslime[benchmarks]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+
+from mslime.config.loader import merge, read_values
+
+QUICKSTART = Path("examples/quickstart")
+TRAIN = (sys.executable, "-m", "mslime.cli", "train")
+WINDOW = 5
+"""Steps whose rewards are averaged before they are drawn or compared with the threshold."""
+
+BUDGET: dict[str, Any] = {
+    "rollout": {"max_staleness": 0, "over_sampling": 1.0, "concurrency": 256},
+    "train": {"optimizer_steps_per_rollout": 4, "lr": 1e-4, "min_lr": 1e-5},
+    "checkpoint": {"keep": 1, "save_hf": False},
+    "observe": {"save_rollouts": False},
+}
+"""What every variant has, on top of run.yaml. Four optimizer steps a rollout, because losses that differ in their trust
+region are the same at the first one, where the ratio is 1."""
+
+OF_THE_LOSS = ("clip_low", "clip_high", "loss_aggregation")
+"""run.yaml gives these for GRPO; here every loss starts from its own."""
+
+STALE: dict[str, Any] = {"max_staleness": 4}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One line of the comparison.
+
+    Attributes:
+        label: in plot and table.
+        panel: index of the plot's panel that it belongs to.
+        algorithm, rollout: settings on top of BUDGET.
+    """
+
+    label: str
+    panel: int
+    algorithm: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    rollout: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+VARIANTS: dict[str, Variant] = {
+    "grpo": Variant("GRPO", 0),
+    "gspo": Variant("GSPO", 0, {"loss": "gspo"}),
+    "cispo": Variant("CISPO", 0, {"loss": "cispo"}),
+    "reinforce_pp": Variant("REINFORCE++", 0, {"advantage": "reinforce_pp"}),
+    "stale_none": Variant("staleness 4, none", 1, {"correction": {"preset": "none"}}, STALE),
+    "stale_tis": Variant("staleness 4, tis", 1, {"correction": {"preset": "tis"}}, STALE),
+    "stale_mis": Variant("staleness 4, mis", 1, {"correction": {"preset": "mis"}}, STALE),
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one run measured.
+
+    Attributes:
+        rewards: mean reward of each step's responses.
+        greedy, sampled: held-out accuracy by step, where evaluated.
+        metrics: means over the steps, and some maxima (`max ...`).
+        seconds: of the steps without evaluations; engine start and saving are not in it.
+    """
+
+    rewards: list[float]
+    greedy: dict[int, float]
+    sampled: dict[int, float]
+    metrics: dict[str, float]
+    seconds: float
+
+
+def main() -> int:
+    """Run what is missing, then draw and print; 1 when a variant failed."""
+    args = _arguments()
+    console = Console(stderr=True)
+    names = args.only or list(VARIANTS)
+    failed = list[str]()
+    if not args.plot_only:
+        for seed in args.seeds:
+            _warm_start(args.out / f"seed{seed}", seed, console)
+            for i, name in enumerate(names):
+                console.rule(f"{VARIANTS[name].label}, seed {seed} ({i + 1} of {len(names)})")
+                if not _train(name, args.out / f"seed{seed}", seed, args.steps, console):
+                    failed.append(f"{name} (seed {seed})")
+    curves = {name: found for name in VARIANTS if (found := _curves(args.out, name, args.seeds, args.steps))}
+    if curves:
+        text = table(curves, args.threshold)
+        (args.out / "algorithms.md").write_text(text)
+        print(text)
+        draw(curves, args.out / "algorithms.png")
+        console.print(f"{args.out}/algorithms.md and algorithms.png")
+    if failed:
+        console.print(f"[red]failed:[/] {', '.join(failed)}; what each wrote is in its logs/")
+    return 1 if failed else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=_names, metavar="A,B", help=f"of {', '.join(VARIANTS)} (default: all)")
+    parser.add_argument("--seeds", type=lambda s: [int(x) for x in s.split(",")], default=[1234], metavar="N,M")
+    parser.add_argument("--steps", type=int, default=30, help="rollouts of 256 responses, each for 4 optimizer steps")
+    parser.add_argument("--threshold", type=float, default=0.8, help="reward to reach, mean of 5 steps (default 0.8)")
+    parser.add_argument("--out", type=Path, default=Path("outputs/algorithms"))
+    parser.add_argument("--plot-only", action="store_true", help="run nothing; draw and print what is there")
+    return parser.parse_args()
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [n for n in names if n not in VARIANTS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: no such variant; they are {', '.join(VARIANTS)}")
+    return names
+
+
+# ------------------------------------------------------------------------------------------------------------- running
+
+
+def _warm_start(directory: Path, seed: int, console: Console) -> None:
+    """Task, model and supervised training of scripts/quickstart.sh, once a seed."""
+    if not (directory / "task" / "heldout.jsonl").exists():
+        command = [sys.executable, str(QUICKSTART / "make_task.py"), "--out", str(directory / "task")]
+        subprocess.run([*command, "--seed", str(seed)], check=True)
+    if (directory / "sft" / "hf" / "config.json").exists():
+        return
+    console.rule(f"supervised warm start, seed {seed}")
+    flags = ["--output-dir", str(directory), "--seed", str(seed), "--model.path", f"{directory}/task/model"]
+    subprocess.run(
+        [*TRAIN, str(QUICKSTART / "sft.yaml"), *flags, "--data.prompts", f"{directory}/task/sft.jsonl"], check=True
+    )
+
+
+def _train(name: str, directory: Path, seed: int, steps: int, console: Console) -> bool:
+    """One variant, unless it is finished; whether it is now."""
+    run = directory / name
+    config = run / "variant.json"
+    settings = settings_of(name, directory, seed, steps)
+    match state_of(settings, json.loads(config.read_text()) if config.exists() else None, _rows(run)):
+        case "other":
+            raise SystemExit(f"{run} was made with other settings ({config}); move it away, or give another --out")
+        case "done":
+            console.print("done already")
+            return True
+        case _:
+            run.mkdir(parents=True, exist_ok=True)
+            config.write_text(json.dumps(settings, indent=1))  # JSON is YAML
+            return subprocess.run([*TRAIN, str(config)], check=False).returncode == 0
+
+
+def settings_of(name: str, directory: Path, seed: int, steps: int) -> dict[str, Any]:
+    """The run configuration of one variant: run.yaml, BUDGET, and what is its own."""
+    heldout = directory / "task" / "heldout.jsonl"
+    base = read_values(QUICKSTART / "run.yaml")
+    base["algorithm"] = {k: v for k, v in base["algorithm"].items() if k not in OF_THE_LOSS}
+    sets = [
+        {"name": "held_out", "path": str(heldout)},
+        {"name": "sampled", "path": f"{heldout}@[:128]", "samples_per_prompt": 4, "temperature": 1.0},
+    ]
+    paths = {
+        "name": name, "output_dir": str(directory), "seed": seed, "model": {"path": f"{directory}/sft/hf"},
+        "data": {"prompts": [f"{directory}/task/train.jsonl"], "eval_sets": sets}, "train": {"num_steps": steps},
+    }  # fmt: skip
+    variant = VARIANTS[name]
+    own = {"algorithm": dict(variant.algorithm), "rollout": dict(variant.rollout)}
+    return reduce(merge, (paths, BUDGET, own), base)
+
+
+def state_of(settings: Mapping[str, Any], before: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> str:
+    """new, continue, done, or other: a run with other settings is in the way.
+
+    Args:
+        settings, before: configuration of this run, and that which the directory was made with (None: nothing there).
+        rows: what it measured so far.
+    """
+    if before is None:
+        return "new"
+    if before != settings:
+        return "other"
+    return "done" if rows and rows[-1]["step"] >= settings["train"]["num_steps"] else "continue"
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _rows(run: Path) -> list[dict[str, float]]:
+    path = run / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _curves(out: Path, name: str, seeds: Sequence[int], steps: int) -> dict[int, Curve]:
+    """By seed, those that are there, up to `steps`."""
+    runs = {seed: [r for r in _rows(out / f"seed{seed}" / name) if r["step"] <= steps] for seed in seeds}
+    return {seed: curve_of(rows) for seed, rows in runs.items() if len(rows) > 1}
+
+
+MEANS = (
+    "staleness/mean", "mismatch/kl", "correction/effective_share", "correction/mean_weight",
+    "correction/clipped_fraction", "correction/masked_fraction", "loss/clip_fraction", "loss/entropy", "grad_norm",
+)  # fmt: skip
+
+
+def curve_of(rows: Sequence[Mapping[str, float | None]]) -> Curve:
+    """The curve of a run from the rows of its metrics.jsonl."""
+    steps = [r for r in rows if "perf/step_seconds" in r]
+    metrics = {n: fmean(found) for n in MEANS if (found := [v for r in steps if (v := r.get(n)) is not None])}
+    for name in ("staleness/max", "mismatch/kl"):
+        metrics[f"max {name}"] = max(r.get(name) or 0.0 for r in steps)
+    spent = (float(r["perf/step_seconds"] or 0) - float(r.get("perf/eval_seconds") or 0) for r in steps)
+    return Curve(
+        [float(r["reward/mean"] or 0) for r in steps],
+        _scores(rows, "eval/held_out/accuracy"),
+        _scores(rows, "eval/sampled/pass@1"),
+        metrics,
+        sum(spent),
+    )
+
+
+def _scores(rows: Sequence[Mapping[str, float | None]], name: str) -> dict[int, float]:
+    return {int(r["step"] or 0): float(value) for r in rows if (value := r.get(name)) is not None}
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean of each value and up to WINDOW - 1 before it."""
+    return [fmean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
+
+
+def steps_to(rewards: Sequence[float], threshold: float) -> int | None:
+    """Steps after which the mean reward of the last WINDOW steps is at least `threshold`; None: never."""
+    means = smooth(rewards)
+    return next((i + 1 for i in range(WINDOW - 1, len(means)) if means[i] >= threshold), None)
+
+
+# ------------------------------------------------------------------------------------------------------------- showing
+
+
+def table(curves: Mapping[str, Mapping[int, Curve]], threshold: float) -> str:
+    """Markdown: a row a variant; several seeds stand side by side."""
+    heads = [
+        "variant", "greedy", "sampled", f"steps to {threshold:g}", "s a step", "age mean, max",
+        "mismatch KL mean, max", "ESS", "weights bounded", "masked", "clipped by the loss", "entropy",
+    ]  # fmt: skip
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for name, by_seed in curves.items():
+        cells = zip(*(_cells(curve, threshold) for curve in by_seed.values()), strict=True)
+        lines.append(f"| {VARIANTS[name].label} | " + " | ".join(" / ".join(c) for c in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(curve: Curve, threshold: float) -> list[str]:
+    m = curve.metrics
+
+    def share(name: str) -> str:
+        return f"{m[name]:.1%}" if name in m else "-"
+
+    return [
+        f"{_last(curve.greedy):.1%}",
+        f"{_last(curve.sampled):.1%}",
+        str(steps_to(curve.rewards, threshold) or "never"),
+        f"{curve.seconds / len(curve.rewards):.1f}",
+        f"{m['staleness/mean']:.1f}, {m['max staleness/max']:.0f}",
+        f"{m['mismatch/kl']:.1e}, {m['max mismatch/kl']:.1e}",
+        share("correction/effective_share"),
+        share("correction/clipped_fraction"),
+        share("correction/masked_fraction"),
+        share("loss/clip_fraction"),
+        f"{m['loss/entropy']:.2f}" if "loss/entropy" in m else "-",
+    ]
+
+
+def _last(scores: Mapping[int, float]) -> float:
+    return scores[max(scores)]
+
+
+def draw(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
+    """Two panels, algorithms and staleness: the reward of a step as a line, greedy held-out accuracy as points.
+
+    With several seeds the line is their mean and the band goes from the lowest to the highest.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = {name: f"C{i}" for i, name in enumerate(VARIANTS)}
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    for i, panel in enumerate(panels):
+        shown = [n for n in curves if VARIANTS[n].panel == i or n == "grpo"]
+        for name in shown:
+            colour = "0.45" if i and name == "grpo" else colours[name]
+            label = "synchronous" if i and name == "grpo" else VARIANTS[name].label
+            runs = list(curves[name].values())
+            means = list(zip(*(smooth(c.rewards) for c in runs), strict=False))
+            x = range(1, len(means) + 1)
+            panel.plot(x, [fmean(m) for m in means], color=colour, label=label, lw=1.8)
+            if len(runs) > 1:
+                panel.fill_between(x, [min(m) for m in means], [max(m) for m in means], color=colour, alpha=0.15, lw=0)
+            for run in runs:
+                panel.plot(run.greedy.keys(), run.greedy.values(), "o", color=colour, ms=4, mew=0)
+        panel.set_title(("Algorithms, synchronous", "GRPO, data up to 4 versions old")[i], fontsize=11)
+        panel.set_xlabel("step (256 responses, 4 optimizer steps)")
+        panel.grid(alpha=0.25)
+        panel.legend(loc="lower right", fontsize=9, frameon=False)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylim(0, 1.02)
+    panels[0].set_ylabel(f"line: reward, mean of {WINDOW} steps\npoints: held-out accuracy, greedy")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
