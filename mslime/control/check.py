@@ -24,7 +24,7 @@ from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.source import PromptSource, supervised_sample
-from mslime.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 from mslime.rollout.gate import SubmitGate
 
 
@@ -70,6 +70,7 @@ def resolve(config: RunConfig) -> ResolvedRun:
         )
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     check_vocabulary(tokenizer, config.model.path)
+    _check_teacher(config, model, tokenizer)
     _check_data(config, tokenizer)
     _check_optional_packages(config)
     run = ResolvedRun(config, hf_config, family, model)
@@ -101,6 +102,26 @@ def _refuse_quantised(config: RunConfig, checkpoint: HFCheckpoint) -> None:
             "the engines would load quantised weights, and the trainer sends plain ones",
             f"write a plain copy with `mslime convert bf16 {config.model.path} OUT` and train from it",
         )  # fmt: skip
+
+
+def _check_teacher(config: RunConfig, model: ModelFields, tokenizer: Tokenizer) -> None:
+    """A teacher that mslime serves must speak the student's tokens; one that runs already is asked when it is met."""
+    from mslime.backends.sglang.teacher import embedding_rows
+
+    path = config.teacher.path
+    if path is None:
+        return
+    rows = embedding_rows(path)
+    if rows is None:
+        raise CheckpointError("teacher.path", str(path), "there is no config.json in this directory that can be read",
+                              "give a Hugging Face checkpoint")  # fmt: skip
+    texts = probe_texts(tokenizer)
+    ours, theirs = ([t.encode(text, special_tokens=False) for text in texts] for t in (tokenizer, load_tokenizer(path)))
+    different = first_difference(texts, ours, theirs)
+    if different or rows < model.vocab_size:
+        rule = different or f"it embeds {rows} token ids, and the student may sample any of {model.vocab_size}"
+        raise ConfigError("teacher.path", str(path), f"a teacher needs the student's tokenizer and vocabulary: {rule}",
+                          "distil from a model of the student's family")  # fmt: skip
 
 
 def _check_lengths(config: RunConfig, model: ModelFields) -> None:
@@ -293,12 +314,25 @@ def _switch_table(run: ResolvedRun) -> Table:
                 a.correction.preset or f"{a.correction.action} by {a.correction.level}",
             ),
             ("KL to reference", f"{a.kl_coef:g} x {a.kl_type}, in the {a.kl_in}" if a.kl_coef else "off"),
+            ("distillation", _distillation(config)),
             ("entropy bonus", f"{a.entropy_coef:g}" if a.entropy_coef else "off"),
             ("reward", config.reward.function or config.reward.kind),
             ("evaluation", ", ".join(s.name for s in config.data.eval_sets) or "off"),
             ("weight check", run.weight_check),
         ],
     )
+
+
+def _distillation(config: RunConfig) -> str:
+    teacher, coefficient = config.teacher, config.algorithm.opd_coef
+    if coefficient == 0:
+        return "off"
+    where = f"held by the trainer, {config.model.teacher_path}"
+    if teacher.urls:
+        where = f"served at {', '.join(teacher.urls)}; its vocabulary is compared when the run meets it"
+    elif teacher.path is not None:
+        where = f"{teacher.num_engines} server(s) x TP{teacher.tp_size} of {teacher.path}"
+    return f"{coefficient:g} x (log pi_old - log teacher); teacher {where}"
 
 
 _PAST = {"mask": "masked", "reroll": "generated again", "drop": "dropped"}

@@ -50,17 +50,22 @@ async def meet_teacher(client: EngineClient, student: Student) -> None:
     info = await client.server_info()
     rows = embedding_rows(Path(str(info.get("model_path", ""))))
     if rows is not None and rows < student.vocab_size:
-        raise client.error(
+        raise EngineError(
+            client.name,
             f"a vocabulary of {rows}",
             f"the teacher embeds fewer token ids than the student, which may sample any of {student.vocab_size}",
+            "serve a teacher of the student's family",
         )
     await _compare_tokenizers(client, student.tokenizer)
     # Where its checkpoint is out of sight, it embeds at least the tokens of its tokenizer, which is ours.
     client.model = ServedModel(layers=0, top_k=0, vocab_size=rows or student.tokenizer.vocab_size)
     limit = info.get("max_req_input_len")
     if isinstance(limit, int) and student.longest >= limit:
-        raise client.error(
-            f"at most {limit - 1} tokens", f"the teacher must score sequences of {student.longest} tokens and more"
+        raise EngineError(
+            client.name,
+            f"at most {limit - 1} tokens",
+            f"the teacher must score sequences of {student.longest} tokens and more",
+            "start it with a longer context, or lower rollout.max_response_tokens or rollout.max_total_tokens",
         )
     scores = await client.score(ScoreRequest(f"handshake-{client.name}", _PROBE))
     if not (np.count_nonzero(scores) and scores[0] == 0):
@@ -84,4 +89,9 @@ async def _compare_tokenizers(client: EngineClient, tokenizer: Tokenizer) -> Non
         raise client.error("/tokenize", f"its tokenizer cannot be compared with the student's: {error.rule}") from error
     different = first_difference(texts, [tokenizer.encode(text, special_tokens=False) for text in texts], theirs)
     if different:
-        raise client.error("its tokenizer", f"a teacher needs the student's tokenizer, but {different}")
+        raise EngineError(
+            client.name,
+            "its tokenizer",
+            f"a teacher needs the student's tokenizer, but {different}",
+            "serve a teacher of the student's family, with its tokenizer",
+        )
