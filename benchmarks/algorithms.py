@@ -20,6 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -30,14 +31,11 @@ from mslime.config.loader import merge, read_values
 
 QUICKSTART = Path("examples/quickstart")
 TRAIN = (sys.executable, "-m", "mslime.cli", "train")
-WINDOW = 5
-"""Steps whose rewards are averaged before they are drawn or compared with the threshold."""
-
 BUDGET: dict[str, Any] = {
     "rollout": {"max_staleness": 0, "over_sampling": 1.0, "concurrency": 256},
     "train": {"optimizer_steps_per_rollout": 4, "lr": 1e-4, "min_lr": 1e-5},
     "checkpoint": {"keep": 1, "save_hf": False},
-    "observe": {"save_rollouts": False},
+    "observe": {"eval_every": 5, "save_rollouts": False},
 }
 """What every variant has, on top of run.yaml. Four optimizer steps a rollout, because losses that differ in their trust
 region are the same at the first one, where the ratio is 1."""
@@ -80,13 +78,13 @@ class Curve:
     """What one run measured.
 
     Attributes:
-        rewards: mean reward of each step's responses.
+        steps: how many there were.
         greedy, sampled: held-out accuracy by step, where evaluated.
         metrics: means over the steps, and some maxima (`max ...`).
         seconds: of the steps without evaluations; engine start and saving are not in it.
     """
 
-    rewards: list[float]
+    steps: int
     greedy: dict[int, float]
     sampled: dict[int, float]
     metrics: dict[str, float]
@@ -123,7 +121,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", type=_names, metavar="A,B", help=f"of {', '.join(VARIANTS)} (default: all)")
     parser.add_argument("--seeds", type=lambda s: [int(x) for x in s.split(",")], default=[1234], metavar="N,M")
     parser.add_argument("--steps", type=int, default=30, help="rollouts of 256 responses, each for 4 optimizer steps")
-    parser.add_argument("--threshold", type=float, default=0.8, help="reward to reach, mean of 5 steps (default 0.8)")
+    parser.add_argument("--threshold", type=float, default=0.8, help="sampled accuracy to reach (default 0.8)")
     parser.add_argument("--out", type=Path, default=Path("outputs/algorithms"))
     parser.add_argument("--plot-only", action="store_true", help="run nothing; draw and print what is there")
     return parser.parse_args()
@@ -230,7 +228,7 @@ def curve_of(rows: Sequence[Mapping[str, float | None]]) -> Curve:
         metrics[f"max {name}"] = max(r.get(name) or 0.0 for r in steps)
     spent = (float(r["perf/step_seconds"] or 0) - float(r.get("perf/eval_seconds") or 0) for r in steps)
     return Curve(
-        [float(r["reward/mean"] or 0) for r in steps],
+        len(steps),
         _scores(rows, "eval/held_out/accuracy"),
         _scores(rows, "eval/sampled/pass@1"),
         metrics,
@@ -242,15 +240,13 @@ def _scores(rows: Sequence[Mapping[str, float | None]], name: str) -> dict[int, 
     return {int(r["step"] or 0): float(value) for r in rows if (value := r.get(name)) is not None}
 
 
-def smooth(values: Sequence[float]) -> list[float]:
-    """Mean of each value and up to WINDOW - 1 before it."""
-    return [fmean(values[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(values))]
-
-
-def steps_to(rewards: Sequence[float], threshold: float) -> int | None:
-    """Steps after which the mean reward of the last WINDOW steps is at least `threshold`; None: never."""
-    means = smooth(rewards)
-    return next((i + 1 for i in range(WINDOW - 1, len(means)) if means[i] >= threshold), None)
+def steps_to(scores: Mapping[int, float], threshold: float) -> float | None:
+    """Where the line through `scores` (by step) first reaches `threshold`; None: never."""
+    points = sorted(scores.items())
+    for (x0, y0), (x1, y1) in pairwise(points):
+        if y1 >= threshold:
+            return float(x0) if y0 >= threshold else x0 + (x1 - x0) * (threshold - y0) / (y1 - y0)
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------- showing
@@ -259,7 +255,7 @@ def steps_to(rewards: Sequence[float], threshold: float) -> int | None:
 def table(curves: Mapping[str, Mapping[int, Curve]], threshold: float) -> str:
     """Markdown: a row a variant; several seeds stand side by side."""
     heads = [
-        "variant", "greedy", "sampled", f"steps to {threshold:g}", "s a step", "age mean, max",
+        "variant", "greedy", "sampled", f"steps to {threshold:.0%} sampled", "s a step", "age mean, max",
         "mismatch KL mean, max", "ESS", "weights bounded", "masked", "clipped by the loss", "entropy",
     ]  # fmt: skip
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
@@ -278,8 +274,8 @@ def _cells(curve: Curve, threshold: float) -> list[str]:
     return [
         f"{_last(curve.greedy):.1%}",
         f"{_last(curve.sampled):.1%}",
-        str(steps_to(curve.rewards, threshold) or "never"),
-        f"{curve.seconds / len(curve.rewards):.1f}",
+        "never" if (reached := steps_to(curve.sampled, threshold)) is None else f"{reached:.0f}",
+        f"{curve.seconds / curve.steps:.1f}",
         f"{m['staleness/mean']:.1f}, {m['max staleness/max']:.0f}",
         f"{m['mismatch/kl']:.1e}, {m['max mismatch/kl']:.1e}",
         share("correction/effective_share"),
@@ -295,7 +291,7 @@ def _last(scores: Mapping[int, float]) -> float:
 
 
 def draw(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
-    """Two panels, algorithms and staleness: the reward of a step as a line, greedy held-out accuracy as points.
+    """Two panels, algorithms and staleness: held-out accuracy of sampled responses as lines, greedy as points.
 
     With several seeds the line is their mean and the band goes from the lowest to the highest.
     """
@@ -312,20 +308,21 @@ def draw(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
             colour = "0.45" if i and name == "grpo" else colours[name]
             label = "synchronous" if i and name == "grpo" else VARIANTS[name].label
             runs = list(curves[name].values())
-            means = list(zip(*(smooth(c.rewards) for c in runs), strict=False))
-            x = range(1, len(means) + 1)
-            panel.plot(x, [fmean(m) for m in means], color=colour, label=label, lw=1.8)
+            x = sorted(set.intersection(*(set(c.sampled) for c in runs)))
+            found = [[c.sampled[step] for c in runs] for step in x]
+            panel.plot(x, [fmean(f) for f in found], color=colour, label=label, lw=1.8)
             if len(runs) > 1:
-                panel.fill_between(x, [min(m) for m in means], [max(m) for m in means], color=colour, alpha=0.15, lw=0)
+                panel.fill_between(x, [min(f) for f in found], [max(f) for f in found], color=colour, alpha=0.15, lw=0)
             for run in runs:
-                panel.plot(run.greedy.keys(), run.greedy.values(), "o", color=colour, ms=4, mew=0)
+                panel.plot(run.greedy.keys(), run.greedy.values(), "o", color=colour, ms=4, mew=0, alpha=0.7)
         panel.set_title(("Algorithms, synchronous", "GRPO, data up to 4 versions old")[i], fontsize=11)
         panel.set_xlabel("step (256 responses, 4 optimizer steps)")
         panel.grid(alpha=0.25)
-        panel.legend(loc="lower right", fontsize=9, frameon=False)
+        if shown:
+            panel.legend(loc="lower right", fontsize=9, frameon=False)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylim(0, 1.02)
-    panels[0].set_ylabel(f"line: reward, mean of {WINDOW} steps\npoints: held-out accuracy, greedy")
+    panels[0].set_ylabel("held-out accuracy\nline: sampled at temperature 1, points: greedy")
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
