@@ -215,19 +215,44 @@ def _group_size(config: RunConfig) -> None:
 
 def _advantage(config: RunConfig) -> None:
     algorithm = config.algorithm
-    if algorithm.advantage == "gae":
-        raise ConfigError(
-            "algorithm.advantage",
-            "gae",
-            "needs the values of a critic, and the trainer has none",
-            "use reinforce_pp (no critic), or grpo or rloo (the group as baseline)",
-        )
     if algorithm.advantage == "none" and algorithm.opd_coef == 0:
         raise ConfigError(
             "algorithm.advantage",
             "none",
             "every advantage would be 0, so nothing would be learnt from rewards",
             "distil a teacher (algorithm.opd_coef), or choose another advantage",
+        )
+
+
+def _critic(config: RunConfig) -> None:
+    critic, train = config.critic, config.train
+    if not config.has_critic:
+        defaults = type(critic)()
+        given = [name for name in type(critic).model_fields if getattr(critic, name) != getattr(defaults, name)]
+        if given:
+            raise ConfigError(
+                f"critic.{given[0]}",
+                getattr(critic, given[0]),
+                f"algorithm.advantage {config.algorithm.advantage} and train.task {train.task} have no critic",
+                "set algorithm.advantage: gae, or remove the section",
+            )
+        return
+    if critic.warmup_steps >= train.num_steps:
+        raise ConfigError(
+            "critic.warmup_steps",
+            critic.warmup_steps,
+            f"must be below train.num_steps = {train.num_steps}, or the policy is never trained",
+            "shorten the warm-up, or raise train.num_steps",
+        )
+    if critic.min_lr > critic.lr:
+        raise ConfigError("critic.min_lr", critic.min_lr, f"must not exceed critic.lr = {critic.lr}", "lower it")
+    total = train.num_steps * train.optimizer_steps_per_rollout
+    if critic.lr_warmup_steps >= total > 1:
+        raise ConfigError(
+            "critic.lr_warmup_steps",
+            critic.lr_warmup_steps,
+            f"must be below the run's {total} optimizer steps",
+            "shorten it, or raise train.num_steps",
         )
 
 
@@ -264,12 +289,12 @@ def _steps(config: RunConfig) -> None:
     t, r = config.train, config.rollout
     if t.min_lr > t.lr:
         raise ConfigError("train.min_lr", t.min_lr, f"must not exceed train.lr = {t.lr}", "lower it")
-    total = t.num_steps * t.optimizer_steps_per_rollout
+    total = config.policy_steps * t.optimizer_steps_per_rollout
     if t.lr_warmup_steps >= total > 1:
         raise ConfigError(
             "train.lr_warmup_steps",
             t.lr_warmup_steps,
-            f"must be below the run's {total} optimizer steps",
+            f"must be below the policy's {total} optimizer steps",
             "shorten the warm-up, or raise train.num_steps",
         )
     if t.task == "rl" and r.groups_per_step % t.optimizer_steps_per_rollout:
@@ -313,6 +338,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _group_size,
     _advantage,
     check_teacher,
+    _critic,
     _sampling,
     _filters,
     _steps,

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from mslime.config.advantage import AdvantageConfig
 from mslime.config.base import EngineSection, Section
 from mslime.config.correction import CorrectionConfig
+from mslime.config.critic import CriticConfig
 from mslime.config.engines import SGLangConfig
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout, stage_layers
@@ -357,6 +358,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -370,8 +372,23 @@ class RunConfig(Section):
 
     @property
     def layout(self) -> ParallelLayout:
-        """The trainer's parallel layout."""
+        """The trainer's parallel layout, and the critic's."""
         return self.megatron.layout(self.cluster.trainer_ranks)
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a value model is trained beside the policy."""
+        return self.train.task == "rl" and self.algorithm.advantage == "gae"
+
+    @property
+    def critic_ranks(self) -> int:
+        """Processes, and GPUs, that a critic of its own takes beside the trainer's."""
+        return self.layout.world_size if self.has_critic and self.critic.placement == "separate" else 0
+
+    @property
+    def policy_steps(self) -> int:
+        """Steps of the run that train the policy: all but those in which the critic is warmed up."""
+        return self.train.num_steps - (self.critic.warmup_steps if self.has_critic else 0)
 
     @model_validator(mode="after")
     def _cross_section_rules(self) -> RunConfig:

@@ -144,7 +144,10 @@ def test_parts_and_process_rewards_survive_a_resume() -> None:
 @pytest.mark.parametrize(
     ("sections", "field"),
     [
-        ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage"),
+        ({"critic": {"lr": 1e-4}}, "critic.lr"),
+        ({"algorithm": {"advantage": "gae"}, "critic": {"warmup_steps": 100}}, "critic.warmup_steps"),
+        ({"algorithm": {"advantage": "gae"}, "critic": {"min_lr": 1e-4}}, "critic.min_lr"),
+        ({"algorithm": {"advantage": "gae"}, "critic": {"lr_warmup_steps": 100}}, "critic.lr_warmup_steps"),
         ({"algorithm": {"advantage": "none"}}, "algorithm.advantage"),
         ({"algorithm": {"opd_coef": 0.5}}, "model.teacher_path"),
         ({"algorithm": {"advantage": "rloo"}, "rollout": {"group_size": 1}}, "rollout.group_size"),

@@ -163,7 +163,7 @@ class MicroBatch:
         labels: [T] int64, 0 where the row predicts nothing.
         loss_mask: [T] bool.
         weights, advantages, behaviour_log_probs: [T] float32.
-        old_log_probs, reference_log_probs: [T] float32, None when the shard has none.
+        old_log_probs, reference_log_probs, values, returns: [T] float32, None when the shard has none.
         sequence_index: [T] int64 in [0, num_sequences), numbered alike on all context-parallel ranks; 0 for padding.
         num_sequences: sequences of the micro-batch, at least 1.
         segment_index: [T] int64 in [0, num_segments), likewise for weight-version segments; None when not known.
@@ -184,6 +184,8 @@ class MicroBatch:
     behaviour_log_probs: Tensor
     old_log_probs: Tensor | None
     reference_log_probs: Tensor | None
+    values: Tensor | None
+    returns: Tensor | None
     sequence_index: Tensor
     num_sequences: int
     segment_index: Tensor | None
@@ -216,8 +218,10 @@ def build_micro_batch(
     def predicted(column: NDArray[Any]) -> Tensor:
         return tensor(slicer.at_targets(column, 0))
 
+    def if_known(column: NDArray[Any] | None) -> Tensor | None:
+        return None if column is None else predicted(column)
+
     cumulative = np.concatenate([[0], np.cumsum(slicer.padded_lengths)])
-    old, reference = shard.old_log_probs, shard.reference_log_probs
     segments, num_segments = number_segments(shard, members)
     return MicroBatch(
         index=index,
@@ -230,13 +234,15 @@ def build_micro_batch(
         weights=predicted(shard.weights),
         advantages=predicted(shard.advantages),
         behaviour_log_probs=predicted(shard.behaviour_log_probs),
-        old_log_probs=None if old is None else predicted(old),
-        reference_log_probs=None if reference is None else predicted(reference),
+        old_log_probs=if_known(shard.old_log_probs),
+        reference_log_probs=if_known(shard.reference_log_probs),
+        values=if_known(shard.values),
+        returns=if_known(shard.returns),
         sequence_index=tensor(slicer.at_rows(owner, 0)),
         num_sequences=max(len(members), 1),
-        segment_index=None if segments is None else predicted(segments),
+        segment_index=if_known(segments),
         num_segments=num_segments,
-        ages=None if shard.segment_ages is None else predicted(shard.segment_ages),
+        ages=if_known(shard.segment_ages),
         positions=predicted(_response_positions(shard, spans)),
     )
 

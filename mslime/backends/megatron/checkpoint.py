@@ -125,10 +125,14 @@ def load_checkpoint(
     fail = _cannot_read(directory)
     written = _together(lambda: checkpoints.read_manifest(directory, check_files=dist.get_rank() == 0), fail)
     state = _together(lambda: _load_state(directory, chunks, optimizer, schedule), fail)
-    for key, chunk in _named(chunks):
-        chunk.load_state_dict(state[key], strict=True)
-    optimizer.load_state_dict(state["optimizer"])
-    schedule.load_state_dict(state["schedule"])
+
+    def take() -> None:
+        for key, chunk in _named(chunks):
+            chunk.load_state_dict(state[key], strict=True)
+        optimizer.load_state_dict(state["optimizer"])
+        schedule.load_state_dict(state["schedule"])
+
+    _together(take, fail)
     if written.layout == layout and written.world_size == dist.get_world_size():
         _together(lambda: _load_rng(directory), fail)
     return _together(lambda: checkpoints.extra_of(directory, written), fail)
@@ -313,7 +317,7 @@ def _cannot_write(directory: Path) -> Callable[[str], CheckpointError]:
 def _cannot_read(directory: Path) -> Callable[[str], CheckpointError]:
     return lambda reason: CheckpointError(
         str(directory), reason, "must be a readable checkpoint of the model that is trained",
-        "resume with the model that wrote it, or from an older checkpoint",
+        "resume with the model and megatron.use_distributed_optimizer that wrote it, or from an older checkpoint",
     )  # fmt: skip
 
 

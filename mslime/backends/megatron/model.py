@@ -20,6 +20,7 @@ from mslime.backends.megatron.norms import use_joint_qk_norms, use_post_norms
 from mslime.backends.megatron.parallel import tensor_shard
 from mslime.backends.megatron.routers import use_own_routers
 from mslime.backends.megatron.specs import block_spec
+from mslime.backends.megatron.value_head import ValueHead, is_value_head
 from mslime.convert.families import ModelFields, get_family
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.kinds import padded_vocab_size
@@ -27,19 +28,20 @@ from mslime.convert.table import RuleTable
 
 
 def build_chunks(
-    config: TransformerConfig, model: ModelFields, device: torch.device, mtp: bool = False
+    config: TransformerConfig, model: ModelFields, device: torch.device, mtp: bool = False, values: bool = False
 ) -> list[GPTModel]:
     """This rank's model chunks, in virtual-stage order, weights not yet set.
 
     Args:
         mtp: also build the `config.mtp_num_layers` multi-token-prediction layers, which the trainer does not train.
+        values: a critic, with a value head (at 0) in the place of the output layer.
 
     Expert parameters are marked `allreduce=False` in every layout: megatron-core 0.16.1 does it for EP > 1 only, and
     without it trains on wrong gradients where ETP differs from TP. Attention sinks are marked as shared out, so that
     the gradient norm counts those of every tensor-parallel rank.
     """
     stages: Sequence[int | None] = range(config.virtual_pipeline_model_parallel_size or 0) or [None]
-    chunks = [_build_chunk(config, model, device, stage, mtp).to(device) for stage in stages]
+    chunks = [_build_chunk(config, model, device, stage, mtp, values).to(device) for stage in stages]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
@@ -51,7 +53,7 @@ def build_chunks(
 
 
 def _build_chunk(
-    config: TransformerConfig, model: ModelFields, device: torch.device, stage: int | None, mtp: bool
+    config: TransformerConfig, model: ModelFields, device: torch.device, stage: int | None, mtp: bool, values: bool
 ) -> GPTModel:
     layers = block_spec(config, device, stage)
     use_own_routers(layers, config)
@@ -60,7 +62,7 @@ def _build_chunk(
     if model.post_norms:
         use_post_norms(layers, config)
     mtp_layers = get_gpt_mtp_block_spec(config, layers, device.type == "cuda", vp_stage=stage) if mtp else None
-    return GPTModel(
+    chunk = GPTModel(
         config=config,
         transformer_layer_spec=layers,  # type: ignore[arg-type]
         vocab_size=padded_vocab_size(model.vocab_size, config.tensor_model_parallel_size),
@@ -68,7 +70,7 @@ def _build_chunk(
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=model.tie_embeddings,
+        share_embeddings_and_output_weights=model.tie_embeddings and not values,
         position_embedding_type=model.position_embedding,
         rotary_percent=model.rotary_percent,
         rotary_base=model.rotary_base,  # type: ignore[arg-type]
@@ -77,11 +79,16 @@ def _build_chunk(
         mtp_block_spec=mtp_layers,  # type: ignore[arg-type]
         vp_stage=stage,
     )
+    if values and chunk.post_process:
+        chunk.output_layer = ValueHead(config)  # type: ignore[assignment]
+    return chunk
 
 
 @torch.no_grad()
 def load_hf_weights(chunks: Sequence[GPTModel], hf_config: Mapping[str, object], directory: Path) -> None:
     """Fill every parameter of these chunks from a Hugging Face checkpoint, reading only this rank's parts.
+
+    A critic's value head is in no checkpoint of a language model, and keeps its values.
 
     Raises:
         CheckpointError: a tensor is missing, misshapen or unknown.
@@ -89,8 +96,10 @@ def load_hf_weights(chunks: Sequence[GPTModel], hf_config: Mapping[str, object],
     rules = get_family(hf_config).rules(hf_config)
     checkpoint = HFCheckpoint(directory)
     rules.check_hf(checkpoint.shapes, str(directory))
-    for name, tensor in named_local_params(chunks):
-        tensor.copy_(_local_shard(rules, checkpoint, name, tensor.shape))
+    for chunk in chunks:
+        for name, tensor in named_local_params([chunk]):
+            if not is_value_head(chunk, name):
+                tensor.copy_(_local_shard(rules, checkpoint, name, tensor.shape))
 
 
 def _local_shard(rules: RuleTable, checkpoint: HFCheckpoint, name: str, shape: torch.Size) -> torch.Tensor:
@@ -116,7 +125,11 @@ def wrap(
 
 def _in_bfloat16(config: TransformerConfig, chunk: GPTModel) -> Float16Module:
     """The chunk in bfloat16, but for the parameters, and the routers' correction biases, that stay in float32."""
-    own = [(p, p.data) for name, p in chunk.named_parameters() if name.endswith(FLOAT32_PARAMETERS)]
+    own = [
+        (p, p.data)
+        for name, p in chunk.named_parameters()
+        if name.endswith(FLOAT32_PARAMETERS) or is_value_head(chunk, name)
+    ]
     # Rounding replaces buffers: megatron-core would turn them to float32 again later, without the digits.
     biases = [(m, m.expert_bias) for m in chunk.modules() if isinstance(m, TopKRouter) and m.expert_bias is not None]
     module = Float16Module(config, chunk)

@@ -11,19 +11,20 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from mslime.config.schema import RunConfig, TrainConfig
+from mslime.config.schema import TrainConfig
 
 
 def build_optimizer(
-    chunks: Sequence[DistributedDataParallel], optimizer_config: OptimizerConfig, config: RunConfig
+    chunks: Sequence[DistributedDataParallel], optimizer_config: OptimizerConfig, train: TrainConfig, steps: int
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """AdamW over these chunks (sharded over data-parallel ranks when so configured) and its schedule.
 
     The schedule counts optimizer steps; it is advanced before a step, so that the first step of a warm-up has a
     learning rate above zero and the last step of a decay has `min_lr`.
+
+    Args:
+        steps: optimizer steps of the whole run.
     """
-    t = config.train
-    total = t.num_steps * t.optimizer_steps_per_rollout
     optimizer = get_megatron_optimizer(optimizer_config, list(chunks))
     for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
         if isinstance(part, DistributedOptimizer):
@@ -31,14 +32,14 @@ def build_optimizer(
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
-        max_lr=t.lr,
-        min_lr=t.min_lr,
-        lr_warmup_steps=min(t.lr_warmup_steps, total - 1),
-        lr_decay_steps=total,
-        lr_decay_style=t.lr_decay_style,
-        start_wd=t.weight_decay,
-        end_wd=t.weight_decay,
-        wd_incr_steps=total,
+        max_lr=train.lr,
+        min_lr=train.min_lr,
+        lr_warmup_steps=min(train.lr_warmup_steps, steps - 1),
+        lr_decay_steps=steps,
+        lr_decay_style=train.lr_decay_style,
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=steps,
         wd_incr_style="constant",
         # On resume the step count comes from the checkpoint, everything else from the run configuration.
         use_checkpoint_opt_param_scheduler=False,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mslime.backends.megatron.batches import MicroBatch
 from mslime.backends.megatron.parallel import Place
+from mslime.backends.megatron.pipeline import RouteHooks
 from mslime.backends.megatron.replay import ReplayReport, RouteRows, RoutingReplay, ShardRoutes, check_routes
-from mslime.backends.megatron.step import RouteHooks
 from mslime.convert.families import ModelFields
 from mslime.data.shard import TrainShard
 

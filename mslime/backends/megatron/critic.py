@@ -1,0 +1,114 @@
+"""`MegatronCritic`: one rank of PPO's value model, in the policy's layout, with its own optimizer and checkpoint.
+
+It lives in the policy's processes (`critic.placement: shared`) or in as many of its own. Either way it is handed the
+shards of the policy's rank of the same number, fills in their values, and learns the returns that the policy's rank
+makes of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mslime.algorithms.losses import LossOutput, value_loss
+from mslime.algorithms.statistics import LossStatistics
+from mslime.backends.megatron.batches import MicroBatch
+from mslime.backends.megatron.model import build_chunks, load_hf_weights
+from mslime.backends.megatron.parallel import start_process_groups, stop_process_groups
+from mslime.backends.megatron.pipeline import OnMicroBatch, Pipeline
+from mslime.backends.megatron.settings import device_of, transformer_config
+from mslime.backends.megatron.trained import TrainedModel
+from mslime.config.schema import RunConfig
+from mslime.convert.families import get_family, read_hf_config
+from mslime.data.shard import TrainShard
+
+METRICS = {
+    "loss/value": "loss/value",
+    "loss/value_clip_fraction": "loss/value_clip_fraction",
+    "loss/explained_variance": "loss/explained_variance",
+    "grad_norm": "critic/grad_norm",
+    "lr": "critic/lr",
+    "perf/train_seconds": "perf/critic_seconds",
+}
+"""What the critic reports of an optimizer step, by the name that any trained model reports it under."""
+
+
+class MegatronCritic(TrainedModel):
+    """One critic rank.
+
+    Attributes:
+        on_micro_batch: called with (done, in all) during `train`; may be replaced.
+    """
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int, init_method: str | None) -> None:
+        """Build this rank's part of the critic and read its weights.
+
+        Args:
+            init_method: where the critic's ranks meet; None in a process whose trainer has joined its own already.
+
+        Raises:
+            ConfigError: a setting that the critic cannot follow.
+            CheckpointError: the checkpoint is not complete or does not fit.
+            TrainerError: the ranks did not find each other.
+        """
+        own, device = critic_config(config), device_of(config, rank)
+        hf_config = read_hf_config(own.model.path)
+        transformer = transformer_config(own, hf_config, device)
+        if init_method is not None:
+            start_process_groups(own, rank, world_size, init_method, device)
+        chunks = build_chunks(transformer, get_family(hf_config).model_fields(hf_config), device, values=True)
+        load_hf_weights(chunks, hf_config, own.model.path)
+        super().__init__(own, chunks, transformer, device, config.train.num_steps)
+        self._pipeline = Pipeline(self.wrapped, transformer, own, self.place, device)
+        self.on_micro_batch: OnMicroBatch | None = None
+
+    def with_values(self, shards: Sequence[TrainShard]) -> list[TrainShard]:
+        """The shards with the value, [N] float32, of the state in which each token was sampled. A collective."""
+        with self.weights_in_place():
+            found = [self._pipeline.per_token(shard, lambda _, values: _column(values)).numpy() for shard in shards]
+        return [replace(shard, values=values) for shard, values in zip(shards, found, strict=True)]
+
+    def train(self, shards: Sequence[TrainShard]) -> list[dict[str, float]]:
+        """One optimizer step for each shard, with values and returns, in order. A collective.
+
+        Returns:
+            Metrics of each step, equal on all ranks.
+
+        Raises:
+            TrainerError: the loss or the gradient is not finite.
+        """
+        return [self._step(shard) for shard in shards]
+
+    def close(self) -> None:
+        """Leave the process groups, of a critic that joined its own."""
+        stop_process_groups()
+
+    def _step(self, shard: TrainShard) -> dict[str, float]:
+        assert shard.values is not None and shard.returns is not None, "a critic learns returns"
+
+        def add_gradients() -> LossStatistics:
+            return self._pipeline.add_gradients(shard, self._loss, progress=self.on_micro_batch)
+
+        found = self.optimizer_step(add_gradients, len(shard.tokens))
+        return {name: found[key] for key, name in METRICS.items() if key in found}
+
+    def _loss(self, batch: MicroBatch, output: Tensor) -> LossOutput:
+        assert batch.values is not None and batch.returns is not None
+        clip = self.config.critic.value_clip
+        return value_loss(_column(output), batch.values, batch.returns, batch.weights, batch.loss_mask, clip)
+
+
+def critic_config(config: RunConfig) -> RunConfig:
+    """The run as the critic sees it: its own checkpoint and learning rate; it routes by itself, without replay."""
+    critic = config.critic
+    rates = {"lr": critic.lr, "min_lr": critic.min_lr, "lr_warmup_steps": critic.lr_warmup_steps, "replay": "off"}
+    model = config.model.model_copy(update={"path": critic.path or config.model.path})
+    return config.model_copy(update={"model": model, "train": config.train.model_copy(update=rates)})
+
+
+def _column(output: Tensor) -> Tensor:
+    """[T, 1] -> [T]."""
+    return output.squeeze(1).to(torch.float32)

@@ -1,0 +1,192 @@
+"""One pass of a shard through this rank's model chunks, together with the other ranks: megatron-core's schedule.
+
+The schedule averages losses over micro-batches and gradients over data-parallel ranks; a shard's weights already hold
+their denominators, so both averages are undone here and the gradient is that of the plain sum over everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mslime.algorithms.losses import LossOutput
+from mslime.algorithms.statistics import LossStatistics
+from mslime.backends.megatron.batches import MicroBatch, build_micro_batch
+from mslime.backends.megatron.naming import unwrap
+from mslime.backends.megatron.parallel import Place
+from mslime.config.schema import RunConfig
+from mslime.data.shard import TrainShard
+
+OnMicroBatch = Callable[[int, int], None]
+"""Called with (micro-batches done, micro-batches in all) by every rank during a pass."""
+
+
+class RouteHooks(Protocol):
+    """What routing replay does around each forward pass of a model chunk."""
+
+    def before_forward(self, chunk: int, batch: MicroBatch) -> None: ...
+
+    def after_forward(self, chunk: int, batch: MicroBatch) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Runs shards through this rank's model chunks.
+
+    Attributes:
+        chunks: wrapped model chunks, in virtual-stage order.
+        config: their TransformerConfig.
+        run: the run configuration.
+        place: where this rank stands.
+        device: where its tensors live.
+    """
+
+    chunks: Sequence[DistributedDataParallel]
+    config: TransformerConfig
+    run: RunConfig
+    place: Place
+    device: torch.device
+
+    @torch.no_grad()
+    def per_token(
+        self,
+        shard: TrainShard,
+        read: Callable[[MicroBatch, Tensor], Tensor],
+        routes: RouteHooks | None = None,
+        progress: OnMicroBatch | None = None,
+    ) -> Tensor:
+        """What the model says about each of the shard's N tokens: float32 [N] on the CPU, on every rank.
+
+        A sequence's first token, which nothing predicts, gets 0. A collective over the whole trainer.
+
+        Args:
+            read: from the model's output [T, ...] to [T] on the last stage, each about the token that the row predicts.
+        """
+        out = torch.zeros(len(shard.tokens), dtype=torch.float32, device=self.device)
+
+        def collect(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            batch.slicer.scatter_targets(read(batch, output), out)
+            return output.new_zeros(()), {}
+
+        self._run(self._micro_batches(shard), collect, routes, progress, forward_only=True)
+        if self.place.is_last_stage:
+            self.place.sum_over_context_ranks(out)
+        return self.place.broadcast_from_last_stage(out).cpu()
+
+    def add_gradients(
+        self,
+        shard: TrainShard,
+        loss: Callable[[MicroBatch, Tensor], LossOutput],
+        routes: RouteHooks | None = None,
+        progress: OnMicroBatch | None = None,
+    ) -> LossStatistics:
+        """Add the gradient of the shard's loss to the gradient buffers; reduced over the ranks when this returns.
+
+        Args:
+            loss: of a micro-batch and the model's output [T, ...] for it, on the last stage.
+
+        Returns:
+            This rank's share of the statistics: sum and maximise over all ranks.
+        """
+        batches = self._micro_batches(shard)
+        # The schedule divides by micro-batches and multiplies by CP; the data-parallel wrapper divides by DP x CP.
+        undo_averages = len(batches) * self.place.dp_group.size()
+        total = LossStatistics.zeros(self.device)
+
+        def scaled(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            nonlocal total
+            found = loss(batch, output)
+            if self.place.counts:
+                total = total.merge(found.statistics)
+            return found.loss * undo_averages, {}
+
+        self._run(batches, scaled, routes, progress, forward_only=False)
+        return total
+
+    def _micro_batches(self, shard: TrainShard) -> list[MicroBatch]:
+        """This rank's view of the micro-batches; interleaved stages get empty ones up to a multiple of PP."""
+        stages = self.config.pipeline_model_parallel_size if len(self.chunks) > 1 else 1
+        missing = -len(shard.micro_batches) % stages
+        padded = replace(shard, micro_batches=shard.micro_batches + ((),) * missing)
+        return [
+            build_micro_batch(padded, i, self.place.rows, packed=self.run.train.packed, device=self.device)
+            for i in range(len(padded.micro_batches))
+        ]
+
+    def _run(
+        self,
+        batches: list[MicroBatch],
+        on_output: Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]],
+        routes: RouteHooks | None,
+        progress: OnMicroBatch | None,
+        *,
+        forward_only: bool,
+    ) -> None:
+        """All micro-batches through the pipeline; `on_output` is called on the last stage with [T, ...]."""
+        done = 0
+
+        def forward(iterator: Iterator[MicroBatch], chunk: DistributedDataParallel) -> tuple[Tensor, Callable]:
+            nonlocal done
+            batch = next(iterator)
+            index = unwrap(chunk).vp_stage or 0
+            if routes is not None:
+                routes.before_forward(index, batch)
+            output = chunk(**self._model_inputs(batch))
+            if routes is not None:
+                routes.after_forward(index, batch)
+            if index == len(self.chunks) - 1:
+                done += 1
+                if progress is not None:
+                    progress(done, len(batches))
+            return output, partial(self._apply, on_output, batch)
+
+        iterators = [iter(batches) for _ in self.chunks]
+        interleaved = len(self.chunks) > 1
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if interleaved else iterators[0],
+            model=list(self.chunks) if interleaved else self.chunks[0],
+            num_microbatches=len(batches),
+            seq_length=1,  # stages exchange the true shapes (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _apply(
+        self,
+        on_output: Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]],
+        batch: MicroBatch,
+        output: Tensor,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        return on_output(batch, output.squeeze(0))
+
+    def _model_inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        inputs: dict[str, Any] = {
+            "input_ids": batch.tokens,
+            "position_ids": batch.position_ids,
+            "attention_mask": None,
+            "packed_seq_params": None if batch.cumulative_lengths is None else _packed(batch),
+        }
+        if self.config.bf16:
+            inputs["fp32_output"] = False  # log-probs go to float32 chunk by chunk
+        return inputs
+
+
+def _packed(batch: MicroBatch) -> PackedSeqParams:
+    longest = max(batch.slicer.padded_lengths)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cumulative_lengths,  # type: ignore[arg-type]
+        cu_seqlens_kv=batch.cumulative_lengths,  # type: ignore[arg-type]
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
