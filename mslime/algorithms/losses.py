@@ -103,7 +103,7 @@ def policy_loss(
         terms["entropy"] = weights * torch.where(mask, inputs.entropy, 0.0)
         total = total - config.entropy_coef * terms["entropy"].sum()
     statistics = _statistics(rows, total, terms, correction)
-    _add_ratios(statistics, rows, policy, inputs.positions)
+    _add_ratios(statistics, rows, policy, inputs)
     return LossOutput(total, statistics)
 
 
@@ -203,8 +203,8 @@ def _statistics(rows: Rows, total: Tensor, terms: dict[str, Tensor], correction:
     return statistics
 
 
-def _add_ratios(statistics: LossStatistics, rows: Rows, policy: RowLoss, positions: Tensor | None) -> None:
-    """How far pi is from its anchor and where the loss cut it off; how far the sampler was from the trainer.
+def _add_ratios(statistics: LossStatistics, rows: Rows, policy: RowLoss, inputs: PolicyLossInputs) -> None:
+    """How far pi is from its anchor and where the loss cut it off; how far the sampler was from the trainer; entropy.
 
     mismatch/kl is the mean of k3, an estimate of KL(mu || pi_old) with tokens from mu; kl_k1 is its unbiased, signed
     companion; the histogram of |log rho| gives ratio_p99, the 99th percentile of max(rho, 1 / rho).
@@ -220,8 +220,11 @@ def _add_ratios(statistics: LossStatistics, rows: Rows, policy: RowLoss, positio
     statistics.add("mismatch_k1", kl_estimate(behaviour, trainer, "k1").sum())
     statistics.add("mismatch_k3", k3.sum())
     statistics.add_mismatch_histogram((trainer - behaviour).abs())
-    clipped = (policy.below | policy.above)[mask]
+    of_tokens = {"k3": k3, "clipped": (policy.below | policy.above)[mask]}
+    if inputs.entropy is not None:
+        of_tokens["entropy"] = inputs.entropy.detach()[mask].double()
+        statistics.add("entropy_of_tokens", of_tokens["entropy"].sum())
     if rows.ages is not None:
-        statistics.add_by_age(rows.ages[mask], k3, clipped)
-    if positions is not None:
-        statistics.add_by_position(positions[mask], k3, clipped)
+        statistics.add_by_age(rows.ages[mask], of_tokens)
+    if inputs.positions is not None:
+        statistics.add_by_position(inputs.positions[mask], of_tokens)

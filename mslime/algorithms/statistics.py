@@ -44,6 +44,7 @@ SUM_NAMES = (
     "residual_squared",
     "kl_tokens",
     "entropy_tokens",
+    "entropy_of_tokens",
     "policy_tokens",
 )
 MAX_NAMES = ("mismatch_abs", "ratio_above")
@@ -63,9 +64,11 @@ _BLOCKS = {
     "age_tokens": AGES,
     "age_k3": AGES,
     "age_clipped": AGES,
+    "age_entropy": AGES,
     "position_tokens": len(POSITIONS),
     "position_k3": len(POSITIONS),
     "position_clipped": len(POSITIONS),
+    "position_entropy": len(POSITIONS),
 }
 _STARTS = dict(zip(_BLOCKS, itertools.accumulate(_BLOCKS.values(), initial=len(SUM_NAMES)), strict=False))
 _LENGTH = len(SUM_NAMES) + sum(_BLOCKS.values())
@@ -113,19 +116,19 @@ class LossStatistics:
         self._count("ratio_bins", torch.where(log_ratio < 0, BINS - 1 - position, BINS + position))
         self._largest("ratio_above", log_ratio)
 
-    def add_by_age(self, ages: Tensor, k3: Tensor, clipped: Tensor) -> None:
-        """Mismatch and clipping of [n] trained tokens whose ages are [n] int64."""
-        self._add_by("age", ages.clamp(0, AGES - 1), k3, clipped)
+    def add_by_age(self, ages: Tensor, of_tokens: dict[str, Tensor]) -> None:
+        """Sums of each column of [n] trained tokens, `k3`, `clipped` or `entropy`, by their [n] int64 ages."""
+        self._add_by("age", ages.clamp(0, AGES - 1), of_tokens)
 
-    def add_by_position(self, positions: Tensor, k3: Tensor, clipped: Tensor) -> None:
+    def add_by_position(self, positions: Tensor, of_tokens: dict[str, Tensor]) -> None:
         """Likewise by [n] int64 positions after the response's first trained token."""
         first = torch.tensor(POSITIONS, device=positions.device)
-        self._add_by("position", torch.searchsorted(first, positions, right=True) - 1, k3, clipped)
+        self._add_by("position", torch.searchsorted(first, positions, right=True) - 1, of_tokens)
 
-    def _add_by(self, by: str, bucket: Tensor, k3: Tensor, clipped: Tensor) -> None:
+    def _add_by(self, by: str, bucket: Tensor, of_tokens: dict[str, Tensor]) -> None:
         self._count(f"{by}_tokens", bucket)
-        self._count(f"{by}_k3", bucket, k3)
-        self._count(f"{by}_clipped", bucket, clipped)
+        for name, column in of_tokens.items():
+            self._count(f"{by}_{name}", bucket, column)
 
     def _count(self, block: str, index: Tensor, values: Tensor | None = None) -> None:
         """Add `values` [n], or ones, to the bins `index` [n] of a block."""
@@ -161,7 +164,8 @@ def finalise(statistics: LossStatistics) -> dict[str, float]:
         out["loss/kl"] = values["kl"]
     if values["entropy_tokens"]:
         out["loss/entropy"] = values["entropy"]
-    return out | _mismatch(values, statistics) | _correction(values)
+        out["entropy/mean"] = values["entropy_of_tokens"] / values["entropy_tokens"]
+    return out | _mismatch(values, statistics) | _breakdowns(values, statistics) | _correction(values)
 
 
 def mean_weight(statistics: LossStatistics) -> float:
@@ -218,18 +222,29 @@ def _mismatch(values: dict[str, float], statistics: LossStatistics) -> dict[str,
         return {}
     largest = statistics.maxima[MAX_NAMES.index("mismatch_abs")].item()
     p99 = min(_quantile(_block(statistics, "mismatch_bins"), _EDGES, 0.99), largest)
-    out = {
+    return {
         "mismatch/kl": values["mismatch_k3"] / count,
         "mismatch/kl_k1": values["mismatch_k1"] / count,
         "mismatch/abs_max": largest,
         "mismatch/ratio_p99": math.exp(min(p99, LAST_EDGE)),
     }
+
+
+def _breakdowns(values: dict[str, float], statistics: LossStatistics) -> dict[str, float]:
+    """By age and by position: how many tokens there are, and means over them. A bucket without a token is left out."""
+    out: dict[str, float] = {}
     for by, labels in (("age", range(AGES)), ("position", POSITIONS)):
-        tokens, k3, clipped = (_block(statistics, f"{by}_{what}") for what in ("tokens", "k3", "clipped"))
-        for label, n, kl, cut in zip(labels, tokens, k3, clipped, strict=True):
+        tokens, k3, clipped, entropy = (
+            _block(statistics, f"{by}_{what}") for what in ("tokens", "k3", "clipped", "entropy")
+        )
+        for index, label in enumerate(labels):
+            n = tokens[index]
             if n:
-                out[f"mismatch/kl_{by}_{label}"] = kl / n
-                out[f"loss/clip_fraction_{by}_{label}"] = cut / n
+                out[f"loss/tokens_{by}_{label}"] = n
+                out[f"mismatch/kl_{by}_{label}"] = k3[index] / n
+                out[f"loss/clip_fraction_{by}_{label}"] = clipped[index] / n
+            if n and values["entropy_tokens"]:
+                out[f"entropy/{by}_{label}"] = entropy[index] / n
     return out
 
 
@@ -239,6 +254,7 @@ def _correction(values: dict[str, float]) -> dict[str, float]:
         return {}
     squared = values["weight_squared"]
     return {
+        "loss/sequences": values["sequences"],
         "correction/mean_weight": values["weight"] / count,
         "correction/clipped_fraction": values["weight_clipped"] / count,
         "correction/masked_fraction": values["weight_masked"] / count,

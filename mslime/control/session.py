@@ -27,6 +27,7 @@ from mslime.data.source import PromptSource, supervised_sample
 from mslime.data.tokenizer import load_tokenizer
 from mslime.observe.metrics import MetricsLogger
 from mslime.observe.progress import open_progress
+from mslime.observe.rows import over_optimizer_steps
 from mslime.observe.timeline import STEP, Timeline
 from mslime.weights.commit import Commit
 
@@ -157,13 +158,11 @@ class Session:
         return batch
 
     def train(self, shards: Shards) -> dict[str, float]:
-        """Optimizer steps on the shards; metrics averaged over them."""
+        """Optimizer steps on the shards, and one row of metrics of them all."""
         metrics, spans = self._trainers.train(shards, self._progress.train)
         self._trained = self._step
         self._record_ranks("train", spans)
-        # An optimizer step leaves out what it had no tokens for.
-        found = {name: [m[name] for m in metrics if name in m] for m in metrics for name in m}
-        return {name: sum(values) / len(values) for name, values in found.items()}
+        return over_optimizer_steps(metrics)
 
     def publish_weights(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's weights under a new version; generation goes on under it afterwards.

@@ -1,4 +1,4 @@
-"""Every metric that a run may record: its stable name, unit and meaning. `{...}` stands for an open part of a name.
+"""Every metric that a run may record: its stable name, unit, meaning, denominator. `{...}` is an open part of a name.
 
 This list is the one definition. A name that is not here is a misspelling, and `MetricsLogger.log` asserts.
 """
@@ -7,134 +7,193 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Literal, NamedTuple
 
-METRICS: dict[str, tuple[str, str]] = {
-    "step": ("", "optimizer updates from rollouts done so far; 0 is the state before training"),
-    "version": ("", "weight version after the step"),
-    "time": ("s", "seconds since the epoch at the end of the step"),
-    "reward/mean": ("", "mean over the step's trained responses"),
-    "reward/std": ("", "standard deviation over responses"),
-    "reward/min": ("", "lowest"),
-    "reward/max": ("", "highest"),
-    "reward/zero_variance_groups": ("groups", "complete groups whose rewards are all equal"),
-    "reward/zero_variance_share": ("", "share of groups whose rollouts all have the same reward"),
-    "reward/group_std": ("", "standard deviation of the rewards within a group, mean over groups"),
-    "reward/source/{source}/mean": ("", "mean over the rollouts of one data source"),
-    "reward/source/{source}/rollouts": ("rollouts", "of one data source"),
-    "advantage/mean": ("", "mean over trained tokens, as the loss sees it"),
-    "advantage/std": ("", "standard deviation over trained tokens"),
-    "advantage/min": ("", "lowest of a trained token"),
-    "advantage/max": ("", "highest of a trained token"),
-    "reward/errors": ("responses", "rewards that raised, hung or were not finite"),
-    "eval/{set}/accuracy": ("", "share of responses to a held-out set whose reward exceeds 0.5"),
-    "eval/{set}/pass@{k}": ("", "probability that one of k responses is right"),
-    "eval/{set}/response_len_mean": ("tokens", "mean response length on a held-out set"),
-    "eval/{set}/truncated": ("", "share of responses cut at the length limit"),
-    "eval/{set}/seconds": ("s", "duration of the evaluation"),
-    "loss/total": ("", "what was minimised"),
-    "loss/policy": ("", "corrected policy-gradient term"),
-    "loss/value": ("", "half the squared error of the critic"),
-    "loss/value_clip_fraction": ("", "share of tokens whose value left the band around the one before the update"),
-    "loss/explained_variance": ("", "1 - variance of return minus value, over the variance of returns; over tokens"),
-    "loss/kl": ("nats", "KL to the reference policy, before its coefficient"),
-    "loss/entropy": ("nats", "entropy of the next-token distribution"),
-    "loss/nll": ("nats", "negative log-likelihood (supervised)"),
-    "loss/aux": ("", "load-balancing loss of the routers"),
-    "loss/clip_fraction": ("", "share of tokens that the loss's trust region bounded"),
-    "loss/clip_fraction_below": ("", "share of tokens bounded on the lower side: less likely than before"),
-    "loss/clip_fraction_above": ("", "share of tokens bounded on the upper side: more likely than before"),
-    "loss/clip_fraction_age_{age}": ("", "share of tokens of an age in versions that were bounded; 8: 8 and older"),
-    "loss/clip_fraction_position_{start}": ("", "share of tokens bounded, from this position of the response on"),
-    "loss/ratio_p01": ("", "1st percentile over tokens of r, the current policy over what the loss compares it with"),
-    "loss/ratio_p50": ("", "median of r"),
-    "loss/ratio_p99": ("", "99th percentile of r"),
-    "loss/ppo_kl": ("nats", "KL between the policy before the update and the one being updated"),
-    "loss/tokens": ("tokens", "tokens in the loss"),
-    "grad_norm": ("", "gradient norm before clipping"),
-    "lr": ("", "learning rate"),
-    "mismatch/kl": ("nats", "KL(sampler || trainer) per token, k3 estimate"),
-    "mismatch/kl_k1": ("nats", "KL(sampler || trainer) per token, k1 estimate"),
-    "mismatch/abs_max": ("nats", "largest difference of log-probabilities"),
-    "mismatch/ratio_p99": ("", "99th percentile of max(rho, 1 / rho)"),
-    "mismatch/kl_age_{age}": ("nats", "mismatch/kl over the tokens of an age in versions; 8: 8 and older"),
-    "mismatch/kl_position_{start}": ("nats", "mismatch/kl over tokens from this position of the response on"),
-    "correction/mean_weight": ("", "mean correction weight of a token"),
-    "correction/clipped_fraction": ("", "share of tokens whose weight was bounded"),
-    "correction/masked_fraction": ("", "share of tokens that the correction took out of the loss"),
-    "correction/masked_sequences": ("", "share of sequences that the correction took out of the loss whole"),
-    "correction/effective_share": ("", "effective sample size over sample size"),
-    "replay/coverage": ("", "share of tokens whose routes were replayed"),
-    "replay/agreement": ("", "share of replayed experts that the trainer's own router would have chosen"),
-    "replay/agreement_min_layer": ("", "agreement of the layer that agrees least"),
-    "replay/agreement_layer_{layer}": ("", "agreement of one layer, by global layer id"),
-    "replay/fingerprint": ("", "checksum of the routes consumed"),
-    "staleness/mean": ("versions", "mean age of trained tokens"),
-    "staleness/max": ("versions", "largest age of trained tokens"),
-    "ledger/generated_tokens": ("tokens", "sampled in this step"),
-    "ledger/trained_tokens": ("tokens", "entered the loss in this step"),
-    "ledger/masked_tokens": ("tokens", "kept in a sequence, but out of the loss"),
-    "ledger/dropped_tokens": ("tokens", "thrown away"),
-    "ledger/pending_tokens": ("tokens", "fate open at the end of the step"),
-    "ledger/masked/{reason}_tokens": ("tokens", "masked for this reason"),
-    "ledger/dropped/{reason}_tokens": ("tokens", "dropped for this reason"),
-    "rollout/tokens_per_s": ("tokens/s", "generated by all engines"),
-    "rollout/prompt_len_mean": ("tokens", "mean prompt length"),
-    "rollout/response_len_mean": ("tokens", "mean response length"),
-    "rollout/response_len_p10": ("tokens", "10th percentile of the response length"),
-    "rollout/response_len_p50": ("tokens", "median response length"),
-    "rollout/response_len_p90": ("tokens", "90th percentile of the response length"),
-    "rollout/response_len_max": ("tokens", "longest response"),
-    "rollout/truncated": ("", "share of responses cut at the length limit"),
-    "rollout/aborted": ("responses", "stopped in mid-generation"),
-    "rollout/recycled": ("responses", "continued from an earlier step"),
-    "rollout/filtered_groups": ("groups", "complete groups that the dynamic filter refused"),
-    "rollout/groups": ("groups", "accepted for training"),
-    "rollout/responses": ("responses", "accepted for training"),
-    "rollout/rollouts": ("rollouts", "accepted for training; one may have become several responses"),
-    "rollout/cached_tokens": ("tokens", "prompt tokens that the engines had in their cache"),
-    "packing/micro_batches": ("micro-batches", "of each rank in an optimizer step"),
-    "packing/empty_micro_batches": ("micro-batches", "without a sequence, on all ranks and in all optimizer steps"),
-    "packing/fill": ("", "tokens over the token budgets of all micro-batches"),
-    "packing/padding": ("", "share of the model's rows that are padding"),
-    "packing/imbalance": ("", "time that ranks wait for each other's micro-batches, over time at work (estimated)"),
-    "packing/rank_imbalance": ("", "work of the busiest rank over the mean, less 1 (estimated); of the worst step"),
-    "weights/seconds": ("s", "duration of the weight sync"),
-    "weights/bytes": ("bytes", "sent to each engine"),
-    "weights/gb_per_s": ("GB/s", "bytes sent to each engine over the duration"),
-    "weights/pause_seconds": ("s", "time in which the engines did not generate"),
-    "weights/buckets": ("buckets", "sent in the sync"),
-    "perf/step_seconds": ("s", "wall time of the step"),
-    "perf/wait_seconds": ("s", "trainer waits for samples"),
-    "perf/log_prob_seconds": ("s", "old and reference log-prob passes"),
-    "perf/train_seconds": ("s", "forward, backward and optimizer"),
-    "perf/eval_seconds": ("s", "evaluation on held-out sets"),
-    "perf/checkpoint_seconds": ("s", "saving"),
-    "perf/train_tokens_per_s": ("tokens/s", "tokens through the trainer while it trains"),
+
+class Metric(NamedTuple):
+    """What a number means.
+
+    Attributes:
+        unit: empty for shares, ratios and rewards.
+        meaning: what it is.
+        per: what a mean or share is over: the name of the metric that counts it, or words. Empty: not a mean.
+        over_steps: how the numbers of a rollout's optimizer steps become one (`rows.over_optimizer_steps`): a mean is
+            weighted by `per`, where that was counted.
+    """
+
+    unit: str
+    meaning: str
+    per: str = ""
+    over_steps: Literal["mean", "sum", "max", "last"] = "mean"
+
+
+TOKENS = "loss/tokens"
+WEIGHTS = "algorithm.loss_aggregation"
+"""The denominator of the loss's terms: a sum over tokens of the weights that it gives them."""
+
+METRICS: dict[str, Metric] = {
+    "step": Metric("", "optimizer updates from rollouts done so far; 0 is the state before training"),
+    "version": Metric("", "weight version after the step"),
+    "time": Metric("s", "seconds since the epoch at the end of the step"),
+    "reward/mean": Metric("", "mean reward of what the step trains on", "rollout/responses"),
+    "reward/std": Metric("", "standard deviation", "rollout/responses"),
+    "reward/min": Metric("", "lowest of a response"),
+    "reward/max": Metric("", "highest of a response"),
+    "reward/zero_variance_groups": Metric("groups", "groups whose responses all have the same reward"),
+    "reward/zero_variance_share": Metric("", "share whose rollouts all have the same reward", "rollout/groups"),
+    "reward/group_std": Metric("", "standard deviation of the rewards within a group, mean", "rollout/groups"),
+    "reward/source/{source}/mean": Metric("", "mean of one data source", "reward/source/{source}/rollouts"),
+    "reward/source/{source}/rollouts": Metric("rollouts", "of one data source"),
+    "reward/errors": Metric("responses", "rewards that raised, hung or were not finite"),
+    "advantage/mean": Metric("", "mean, as the loss sees it", "trained tokens of the rollout"),
+    "advantage/std": Metric("", "standard deviation", "trained tokens of the rollout"),
+    "advantage/min": Metric("", "lowest of a trained token"),
+    "advantage/max": Metric("", "highest of a trained token"),
+    "eval/{set}/accuracy": Metric("", "share with a reward above 0.5", "responses to a held-out set"),
+    "eval/{set}/pass@{k}": Metric("", "probability that one of k responses is right", "prompts of a held-out set"),
+    "eval/{set}/response_len_mean": Metric("tokens", "mean response length", "responses to a held-out set"),
+    "eval/{set}/truncated": Metric("", "share cut at the length limit", "responses to a held-out set"),
+    "eval/{set}/seconds": Metric("s", "duration of the evaluation"),
+    "loss/tokens": Metric("tokens", "trained tokens: in the loss, also when a correction rejects them", "", "sum"),
+    "loss/sequences": Metric("sequences", "with a trained token", "", "sum"),
+    "loss/total": Metric("", "what was minimised", WEIGHTS),
+    "loss/policy": Metric("", "corrected policy-gradient term", WEIGHTS),
+    "loss/kl": Metric("nats", "KL to the reference policy, before its coefficient", WEIGHTS),
+    "loss/entropy": Metric("nats", "entropy term, before its coefficient", WEIGHTS),
+    "loss/nll": Metric("nats", "negative log-likelihood (supervised)", WEIGHTS),
+    "loss/value": Metric("", "half the squared error of the critic", WEIGHTS),
+    "loss/value_clip_fraction": Metric("", "share whose value left the band around the one before the update", TOKENS),
+    "loss/explained_variance": Metric("", "1 - variance of return minus value, over the variance of returns", TOKENS),
+    "loss/clip_fraction": Metric("", "share that the loss's trust region bounded", TOKENS),
+    "loss/clip_fraction_below": Metric("", "share bounded on the lower side: less likely than before", TOKENS),
+    "loss/clip_fraction_above": Metric("", "share bounded on the upper side: more likely than before", TOKENS),
+    "loss/ppo_kl": Metric("nats", "KL(policy before the update || updated), k3 estimate", TOKENS),
+    "loss/ratio_p01": Metric("", "1st percentile of r: updated policy over what the loss compares it with", TOKENS),
+    "loss/ratio_p50": Metric("", "median of r", TOKENS),
+    "loss/ratio_p99": Metric("", "99th percentile of r", TOKENS),
+    "loss/tokens_age_{age}": Metric("tokens", "trained tokens of an age in versions; 8: 8 and older", "", "sum"),
+    "loss/tokens_position_{start}": Metric("tokens", "trained tokens from this position of the response on", "", "sum"),
+    "loss/clip_fraction_age_{age}": Metric("", "share bounded, of one age", "loss/tokens_age_{age}"),
+    "loss/clip_fraction_position_{start}": Metric(
+        "", "share bounded, from one position on", "loss/tokens_position_{start}"
+    ),
+    "entropy/mean": Metric("nats", "entropy of the next-token distribution", TOKENS),
+    "entropy/age_{age}": Metric("nats", "of one age", "loss/tokens_age_{age}"),
+    "entropy/position_{start}": Metric("nats", "from one position on", "loss/tokens_position_{start}"),
+    "grad_norm": Metric("", "gradient norm before clipping"),
+    "lr": Metric("", "learning rate", "", "last"),
+    "critic/grad_norm": Metric("", "the critic's gradient norm before clipping"),
+    "critic/lr": Metric("", "the critic's learning rate", "", "last"),
+    "mismatch/kl": Metric("nats", "KL(sampler || trainer), k3 estimate", TOKENS),
+    "mismatch/kl_k1": Metric("nats", "KL(sampler || trainer), k1 estimate: unbiased, signed", TOKENS),
+    "mismatch/abs_max": Metric("nats", "largest difference of log-probabilities", "", "max"),
+    "mismatch/ratio_p99": Metric("", "99th percentile of max(rho, 1 / rho)", TOKENS),
+    "mismatch/kl_age_{age}": Metric("nats", "mismatch/kl of one age", "loss/tokens_age_{age}"),
+    "mismatch/kl_position_{start}": Metric("nats", "mismatch/kl from one position on", "loss/tokens_position_{start}"),
+    "correction/mean_weight": Metric("", "mean correction weight", TOKENS),
+    "correction/clipped_fraction": Metric("", "share whose weight was bounded", TOKENS),
+    "correction/masked_fraction": Metric("", "share that the correction took out of the loss", TOKENS),
+    "correction/masked_sequences": Metric("", "share that the correction took out of the loss whole", "loss/sequences"),
+    "correction/effective_share": Metric("", "effective sample size (sum w)^2 / sum w^2, over sample size", TOKENS),
+    "replay/coverage": Metric("", "share of the pairs of trained token and layer that were replayed", TOKENS),
+    "replay/agreement": Metric("", "share of replayed tokens whose own router would have chosen alike", "layers"),
+    "replay/agreement_min_layer": Metric("", "agreement of the layer that agrees least"),
+    "replay/agreement_layer_{layer}": Metric("", "agreement of one layer, by global layer id", "replayed tokens"),
+    "staleness/mean": Metric("versions", "mean age", "ledger/trained_tokens"),
+    "staleness/max": Metric("versions", "largest age of trained tokens"),
+    "ledger/generated_tokens": Metric("tokens", "sampled in this step"),
+    "ledger/trained_tokens": Metric("tokens", "entered the loss in this step"),
+    "ledger/masked_tokens": Metric("tokens", "kept in a sequence, but out of the loss"),
+    "ledger/dropped_tokens": Metric("tokens", "thrown away"),
+    "ledger/pending_tokens": Metric("tokens", "fate open at the end of the step"),
+    "ledger/masked/{reason}_tokens": Metric("tokens", "masked for this reason"),
+    "ledger/dropped/{reason}_tokens": Metric("tokens", "dropped for this reason"),
+    "rollout/tokens_per_s": Metric("tokens/s", "generated by all engines", "seconds between two steps' batches"),
+    "rollout/prompt_len_mean": Metric("tokens", "mean prompt length", "rollout/responses"),
+    "rollout/response_len_mean": Metric("tokens", "mean response length", "rollout/responses"),
+    "rollout/response_len_p10": Metric("tokens", "10th percentile of the response length", "rollout/responses"),
+    "rollout/response_len_p50": Metric("tokens", "median response length", "rollout/responses"),
+    "rollout/response_len_p90": Metric("tokens", "90th percentile of the response length", "rollout/responses"),
+    "rollout/response_len_max": Metric("tokens", "longest response"),
+    "rollout/truncated": Metric("", "share cut at the length limit", "rollout/responses"),
+    "rollout/aborted": Metric("responses", "stopped in mid-generation"),
+    "rollout/recycled": Metric("responses", "continued from an earlier step"),
+    "rollout/filtered_groups": Metric("groups", "complete groups that the dynamic filter refused"),
+    "rollout/groups": Metric("groups", "accepted for training"),
+    "rollout/responses": Metric("responses", "accepted for training"),
+    "rollout/rollouts": Metric("rollouts", "accepted for training; one may have become several responses"),
+    "rollout/cached_tokens": Metric("tokens", "prompt tokens that the engines had in their cache"),
+    "packing/micro_batches": Metric("micro-batches", "of each rank in an optimizer step"),
+    "packing/empty_micro_batches": Metric("micro-batches", "without a sequence, over ranks and optimizer steps"),
+    "packing/fill": Metric("", "share that tokens fill", "token budgets of all micro-batches"),
+    "packing/padding": Metric("", "share that is padding", "rows of the model"),
+    "packing/imbalance": Metric("", "time that ranks wait for each other's micro-batches (estimated)", "time at work"),
+    "packing/rank_imbalance": Metric("", "work of the busiest rank, less 1 (estimated); worst step", "mean work"),
+    "weights/seconds": Metric("s", "duration of the weight sync"),
+    "weights/bytes": Metric("bytes", "sent to each engine"),
+    "weights/gb_per_s": Metric("GB/s", "sent to each engine", "seconds of sending"),
+    "weights/pause_seconds": Metric("s", "time in which the engines did not generate"),
+    "weights/buckets": Metric("buckets", "sent in the sync"),
+    "perf/step_seconds": Metric("s", "wall time of the step"),
+    "perf/wait_seconds": Metric("s", "trainer waits for samples"),
+    "perf/log_prob_seconds": Metric("s", "passes before the first gradient: log-probs, values, advantages"),
+    "perf/train_seconds": Metric("s", "forward, backward and optimizer", "", "sum"),
+    "perf/critic_seconds": Metric("s", "the critic's forward, backward and optimizer", "", "sum"),
+    "perf/eval_seconds": Metric("s", "evaluation on held-out sets"),
+    "perf/checkpoint_seconds": Metric("s", "saving, after the step before"),
+    "perf/train_tokens_per_s": Metric("tokens/s", "tokens through the trainer while it trains", "perf/train_seconds"),
 }
 
 
 @cache
-def _pattern() -> re.Pattern[str]:
-    templates = [re.sub(r"\\\{\w+\\\}", r"[^/]+", re.escape(name)) for name in METRICS]
-    return re.compile("|".join(templates))
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>[^/]+)", re.escape(template)))
+
+
+def open_parts(template: str, name: str) -> dict[str, str] | None:
+    """What stands in `name` for the `{...}` of a template; None when it does not fit."""
+    found = _pattern(template).fullmatch(name)
+    return None if found is None else found.groupdict()
+
+
+@cache
+def metric_of(name: str) -> Metric | None:
+    """What METRICS says of `name`, with the open parts of `per` filled in; None when it is not one of them."""
+    for template, metric in METRICS.items():
+        if (parts := open_parts(template, name)) is not None:
+            return metric._replace(per=metric.per.format(**parts))
+    return None
 
 
 def is_known(name: str) -> bool:
     """Whether `name` is one of METRICS, with its open parts filled in."""
-    return _pattern().fullmatch(name) is not None
+    return metric_of(name) is not None
+
+
+HEAD = """# Metrics
+
+What `metrics.jsonl` holds: one JSON object a step. Values that are not finite are null.
+
+The last column is what a mean or a share is over: the metric that counts it, or words. Those of the loss are sums over
+all ranks, divided once, so they do not depend on the layout. When a rollout is trained in several optimizer steps, what
+each of them reports is joined: counts and seconds are added, `mismatch/abs_max` is the largest, `lr` the last, and
+everything else the mean, weighted by its denominator where that is in this list.
+
+"""
 
 
 def markdown() -> str:
     """The list as the text of docs/metrics.md."""
-    rows = [f"| `{name}` | {unit} | {meaning} |" for name, (unit, meaning) in METRICS.items()]
-    head = [
-        "# Metrics",
-        "",
-        "What `metrics.jsonl` holds: one JSON object a step. Values that are not finite are null.",
-        "",
-    ]
-    table = ["| name | unit | meaning |", "|---|---|---|", *rows]
-    return "\n".join([*head, *table]) + "\n"
+    rows = [f"| `{name}` | {m.unit} | {_cell(m.meaning)} | {_denominator(m.per)} |" for name, m in METRICS.items()]
+    return HEAD + "\n".join(["| name | unit | meaning | per |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _denominator(per: str) -> str:
+    return f"`{per}`" if per in METRICS or per == WEIGHTS else per
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@
     return node;
   }
 
-  const colour = (index) => `var(--c${index % 7})`;
+  const colour = (index) => `var(--c${index % 8})`;
   const escape = (text) => String(text).replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
   const known = (values) => values.filter((v) => v !== null);
 

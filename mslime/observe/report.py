@@ -19,8 +19,10 @@ import yaml
 from mslime.config.errors import UserError
 from mslime.config.schema import RunConfig
 from mslime.observe import metrics, timeline
-from mslime.observe.charts import SECTIONS, Chart, Row, chart_data
+from mslime.observe.charts import Chart, chart_data
 from mslime.observe.progress import format_seconds
+from mslime.observe.rows import Row, by_step, total
+from mslime.observe.sections import SECTIONS
 from mslime.observe.timeline import STEP, Span, idle_shares, merge_spans, step_window
 
 FILE_NAME = "report.html"
@@ -51,22 +53,20 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _rows(run_dir: Path) -> list[Row]:
-    """One row a step, in order; rows of the same step are joined."""
+    """One row a step (`rows.by_step`)."""
     path = run_dir / metrics.FILE_NAME
     if not run_dir.is_dir():
         raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
-    joined: dict[int, dict[str, Any]] = {}
-    for row in metrics.read_rows(path):
-        joined.setdefault(row["step"], {}).update(row)
-    if not joined:
-        found = "is empty" if path.exists() else "is missing"
+    found = by_step(metrics.read_rows(path))
+    if not found:
+        why = "is empty" if path.exists() else "is missing"
         raise UserError(
             str(path),
             None,
-            f"the run has recorded no step yet: {metrics.FILE_NAME} {found}",
+            f"the run has recorded no step yet: {metrics.FILE_NAME} {why}",
             "wait for the first step, or look at the run's log for why it did not get there",
         )
-    return [joined[step] for step in sorted(joined)]
+    return found
 
 
 def _parts(run_dir: Path, rows: Sequence[Row], config_text: str) -> dict[str, str]:
@@ -172,15 +172,15 @@ def _tiles(rows: Sequence[Row], config: dict[str, Any]) -> list[tuple[str, str, 
     for name in accuracy[:2]:
         tiles += _start_end(rows, name, f"accuracy, {name.split('/')[1]}", "first to last evaluation")
     tiles += _start_end(rows, "reward/mean", "reward", "first to last step")
-    step_seconds = _sum(rows, "perf/step_seconds")
+    step_seconds = total(rows, "perf/step_seconds")
     times = [row["time"] for row in rows if row.get("time") is not None]
     if len(times) > 1:
         tiles.append(("wall time", format_seconds(times[-1] - times[0]), "first to last row"))
-    if step_seconds and (waited := _sum(rows, "perf/wait_seconds")) is not None:
+    if step_seconds and (waited := total(rows, "perf/wait_seconds")) is not None:
         tiles.append(("trainer waited", f"{100 * waited / step_seconds:.0f}%", "of its time, for rollouts"))
-    if trained := _sum(rows, "ledger/trained_tokens"):
+    if trained := total(rows, "ledger/trained_tokens"):
         tiles.append(
-            ("tokens trained", _short(trained), f"of {_short(_sum(rows, 'ledger/generated_tokens') or 0)} generated")
+            ("tokens trained", _short(trained), f"of {_short(total(rows, 'ledger/generated_tokens') or 0)} generated")
         )
     return tiles
 
@@ -192,11 +192,6 @@ def _start_end(rows: Sequence[Row], name: str, label: str, note: str) -> list[tu
     if len(values) == 1:
         return [(label, f"{values[0]:.2f}", "recorded once")]
     return [(label, f"{values[0]:.2f}<i>&#8594;</i>{values[-1]:.2f}", note)]
-
-
-def _sum(rows: Sequence[Row], name: str) -> float | None:
-    values = [row[name] for row in rows if row.get(name) is not None]
-    return sum(values) if values else None
 
 
 def _short(count: float) -> str:

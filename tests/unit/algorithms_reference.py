@@ -192,12 +192,20 @@ def metrics(t: Tokens, w: NDArray[np.float64]) -> dict[str, float]:
         "correction/masked_fraction": float((w[t.mask] == 0).mean()),
         "correction/masked_sequences": float(np.mean(gone)),
     }
+    entropy = t.entropy[t.mask]
+    out["entropy/mean"] = float(entropy.mean())
+    out["loss/sequences"] = len(trained)
     for age in np.unique(t.ages[t.mask]):
-        out[f"mismatch/kl_age_{age}"] = float(k3[t.ages[t.mask] == age].mean())
+        of_age = t.ages[t.mask] == age
+        out[f"loss/tokens_age_{age}"] = int(of_age.sum())
+        out[f"mismatch/kl_age_{age}"] = float(k3[of_age].mean())
+        out[f"entropy/age_{age}"] = float(entropy[of_age].mean())
     for first, beyond in ((0, 64), (64, 256), (256, 1024)):
         inside = (t.positions[t.mask] >= first) & (t.positions[t.mask] < beyond)
         if inside.any():
+            out[f"loss/tokens_position_{first}"] = int(inside.sum())
             out[f"mismatch/kl_position_{first}"] = float(k3[inside].mean())
+            out[f"entropy/position_{first}"] = float(entropy[inside].mean())
     return out
 
 

@@ -160,4 +160,4 @@ def test_observe_imports_neither_torch_nor_a_sink_that_nobody_asked_for() -> Non
 def test_the_documented_metrics_are_the_list() -> None:
     """Write the file anew with `python -m mslime.observe.names > docs/metrics.md`."""
     assert (Path(__file__).parents[2] / "docs" / "metrics.md").read_text() == markdown()
-    assert all(meaning for _, meaning in METRICS.values())
+    assert all(metric.meaning for metric in METRICS.values())

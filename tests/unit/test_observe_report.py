@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from mslime.config.errors import UserError
-from mslime.observe.charts import DERIVED, MAX_HEAT_COLUMNS, MAX_POINTS, SECTIONS
-from mslime.observe.names import is_known
+from mslime.observe.charts import MAX_HEAT_COLUMNS, MAX_POINTS
+from mslime.observe.names import METRICS, is_known
 from mslime.observe.report import write_report
+from mslime.observe.sections import DERIVED, SECTIONS
 from tests.fixtures.make_run import make_synthetic_run
 
 ALL_CHARTS = [chart for charts in SECTIONS.values() for chart in charts]
@@ -76,6 +77,7 @@ def test_charts_ask_only_for_metrics_that_exist() -> None:
         for series in chart.series:
             for name in (series.metric, *(series.band or ())):
                 assert is_known(name) or name in DERIVED, name
+        assert METRICS.keys() >= chart.each.keys(), chart.each
 
 
 def test_charts_draw_the_recorded_numbers(run_dir: Path) -> None:
@@ -85,6 +87,12 @@ def test_charts_draw_the_recorded_numbers(run_dir: Path) -> None:
     assert charts["reward"]["series"][0]["values"] == pytest.approx([r["reward/mean"] for r in rows[1:]], rel=1e-5)
     assert charts["accuracy"]["steps"] == [0, 10, 20, 30, 40]
     assert [s["label"] for s in charts["accuracy"]["series"]] == ["held_out", "held_out pass@4"]
+    assert [s["label"] for s in charts["mismatch-position"]["series"]] == ["from 0", "from 64", "from 256"]
+    assert charts["mismatch-age"]["series"][2]["values"][:3] == [
+        None,
+        None,
+        pytest.approx(rows[3]["mismatch/kl_age_2"], rel=1e-5),
+    ]
     assert charts["agreement-layers"]["layers"] == ["0", "1", "2", "3"]
     step_time = [sum(s["values"][5] or 0 for s in charts["step-time"]["series"])]
     assert step_time == pytest.approx([rows[6]["perf/step_seconds"]], rel=1e-4)
@@ -127,7 +135,7 @@ def test_rows_of_one_step_are_joined(own_run: Path) -> None:
     with (own_run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 40, "eval/other/accuracy": 0.5}) + "\n")
     charts = page_data(write_report(own_run).read_text())["charts"]
-    assert [s["label"] for s in charts[1]["series"]] == ["held_out", "held_out pass@4", "other"]
+    assert [s["label"] for s in charts[1]["series"]] == ["held_out", "other", "held_out pass@4"]
     assert charts[0]["steps"].count(40) == 1
 
 
