@@ -29,7 +29,7 @@ from rich.console import Console
 
 from mslime.config.loader import merge, read_values
 
-QUICKSTART = Path("examples/quickstart")
+QUICKSTART = Path(__file__).resolve().parents[1] / "examples" / "quickstart"
 TRAIN = (sys.executable, "-m", "mslime.cli", "train")
 BUDGET: dict[str, Any] = {
     "rollout": {"max_staleness": 0, "over_sampling": 1.0, "concurrency": 256},
