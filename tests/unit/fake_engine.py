@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -48,8 +49,9 @@ class FakeEngine:
         schema, info, model: answers to be spoilt by a test.
         delay_s: how long /generate takes.
         broken: routes that answer 500.
-        drop_connections: /generate closes the connection instead of answering.
-        routes_rows_off: rows of routes too many.
+        drop_connections: /generate closes the connection instead of answering, always or for so many requests.
+        routes_rows_off: rows of routes too many. scores_off: log-probs of given tokens too many.
+        tokens: text -> ids, the answer of /tokenize.
         seen: (path, body) of every POST.
     """
 
@@ -57,7 +59,10 @@ class FakeEngine:
         self.schema = copy.deepcopy(SCHEMA)
         self.info: dict[str, Any] = {"version": "0.5.23", "enable_return_routed_experts": True}
         self.model: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "weight_version": "default"}
-        self.delay_s, self.drop_connections, self.routes_rows_off, self.pause_works = 0.0, False, 0, True
+        self.delay_s, self.routes_rows_off, self.pause_works = 0.0, 0, True
+        self.drop_connections: bool | int = False
+        self.scores_off = 0
+        self.tokens: Callable[[str], list[int]] = lambda text: [ord(c) for c in text]
         self.broken: set[str] = set()
         self.seen: list[tuple[str, dict[str, Any]]] = []
         self.running = self.most_running = 0
@@ -95,6 +100,8 @@ class FakeEngine:
         self.seen.append((request.path, body))
         if request.path in self.broken:
             return web.json_response({"error": {"message": "told to fail"}}, status=500)
+        if request.path == "/tokenize":
+            return web.json_response({"tokens": [self.tokens(text) for text in body["prompt"]]})
         if request.path == "/pause_generation":
             self.paused = self.pause_works
         if request.path == "/continue_generation":
@@ -114,11 +121,15 @@ class FakeEngine:
             self.running -= 1
         if self.drop_connections:
             assert request.transport is not None
+            if self.drop_connections is not True:
+                self.drop_connections -= 1
             request.transport.close()
         return web.json_response(self.answer(body))
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What /generate returns: token i is i + 1 with log-prob -1."""
+        """What /generate returns: token i is i + 1 with log-prob -1; given tokens have -position."""
+        if "logprob_start_len" in body:
+            return self._scores(body)
         n, prompt = body["sampling_params"]["max_new_tokens"], len(body["input_ids"])
         ids = [i + 1 for i in range(n)]
         meta: dict[str, Any] = {
@@ -136,3 +147,10 @@ class FakeEngine:
             meta["output_token_sampling_mask"] = [[t, t + 1] for t in ids]
             meta["output_token_sampling_logprobs"] = [-0.5] * n
         return {"text": "", "output_ids": ids, "meta_info": meta}
+
+    def _scores(self, body: dict[str, Any]) -> dict[str, Any]:
+        start, ids = body["logprob_start_len"], body["input_ids"]
+        pairs = [[None if t == start else float(-t), ids[t], None] for t in range(start, len(ids))]
+        pairs += [[-1.0, 1, None]] * self.scores_off
+        meta = {"finish_reason": {"type": "length", "length": 0}, "input_token_logprobs": pairs}
+        return {"text": "", "output_ids": [], "meta_info": meta}

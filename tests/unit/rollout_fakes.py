@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineDied, GenerateRequest, GenerateResult
+from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig
@@ -134,6 +136,32 @@ class FakeDyingEngines(FakeSlowEngine):
             raise self.dead[name]
         if len(self.dead) == 2:
             raise self.dead["fake 1"]
+
+
+class FakeTeacher:
+    """Servers of a teacher in whose opinion token t has log-prob -t/100; they fail when told to.
+
+    Attributes:
+        failures: errors to be raised by the next calls, one each.
+        requests: everything that was asked, in order.
+    """
+
+    def __init__(self, failures: Sequence[EngineError] = (), servers: int = 1, delay_s: float = 0.0) -> None:
+        self.failures, self.alive, self.delay_s = list(failures), servers, delay_s
+        self.requests: list[ScoreRequest] = []
+
+    def __len__(self) -> int:
+        return self.alive
+
+    async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
+        self.requests.append(request)
+        await asyncio.sleep(self.delay_s)
+        if self.failures:
+            error = self.failures.pop(0)
+            self.alive -= isinstance(error, EngineDied)
+            raise error
+        t = np.arange(len(request.input_ids))
+        return np.where(t < request.start, 0, -t / 100).astype(np.float32)
 
 
 class FakeScorer:

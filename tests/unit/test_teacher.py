@@ -1,0 +1,385 @@
+"""A served teacher: what is asked of it, where its log-probs go, and what happens when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mslime.backends.sglang.client import EngineClient, EngineDied, ServedModel
+from mslime.backends.sglang.flags import server_fields, teacher_run
+from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
+from mslime.backends.sglang.teacher import Student, meet_teacher
+from mslime.config.errors import ConfigError, EngineError
+from mslime.config.loader import build
+from mslime.config.schema import DeadlineConfig, RunConfig
+from mslime.control.assemble import assemble
+from mslime.data.sample import Group, Sample, check_invariants
+from mslime.rollout.state import pack_groups, unpack_groups
+from mslime.rollout.teacher import TRIES, ServedTeacher
+from tests.unit.fake_engine import FakeEngine
+from tests.unit.rollout_fakes import FakeSlowEngine, FakeTeacher, FakeTokenizer, make_service, publish, run_config
+
+MODEL = ServedModel(0, 0, 300)
+STUDENT = Student(FakeTokenizer(), 200, 20)
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 30))
+
+
+def config(**sections: Any) -> RunConfig:
+    return build({"model": {"path": "student"}, "data": {"prompts": ["p.jsonl"]}, **sections})
+
+
+# ------------------------------------------------------------------------------------------------- configuration
+
+TAUGHT = {"algorithm": {"opd_coef": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        ({"teacher": {"urls": ["http://t"]}}, "teacher.urls"),
+        ({"teacher": {"path": "t"}}, "teacher.path"),
+        ({**TAUGHT}, "model.teacher_path"),
+        ({**TAUGHT, "teacher": {"urls": ["http://t"], "path": "t"}}, "teacher.path"),
+        ({**TAUGHT, "teacher": {"path": "t"}, "model": {"path": "s", "teacher_path": "t"}}, "model.teacher_path"),
+        ({**TAUGHT, "teacher": {"urls": ["http://t"]}, "rollout": {"temperature": 0.7}}, "rollout.temperature"),
+        ({**TAUGHT, "teacher": {"urls": ["http://t/"]}, "sglang": {"urls": ["http://t"]}}, "teacher.urls"),
+        ({**TAUGHT, "teacher": {"path": "t", "tp_size": 16}, "cluster": {"device": "cuda"}}, "teacher.tp_size"),
+        ({**TAUGHT, "teacher": {"path": "t", "model_path": "u"}}, "teacher.model_path"),
+        ({**TAUGHT, "teacher": {"path": "t", "quantisation": "fp8"}}, "teacher.quantisation"),
+    ],
+)
+def test_a_teacher_is_named_once_goes_with_its_coefficient_and_scores_at_temperature_one(
+    sections: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**sections)
+    assert caught.value.field == field and caught.value.way_out
+
+
+def test_a_teacher_in_the_trainer_scores_at_any_temperature() -> None:
+    held = {"path": "s", "teacher_path": "t"}
+    assert not config(model=held, rollout={"temperature": 0.7}, **TAUGHT).teacher.serves
+    assert config(teacher={"urls": "http://t"}, **TAUGHT).teacher.urls == ["http://t"]
+
+
+def test_a_launched_teacher_runs_its_own_checkpoint_with_its_own_settings(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"num_experts": 8}))
+    settings = {"path": str(tmp_path), "tp_size": 4, "quantization": "fp8"}
+    student = {"path": "s", "tokenizer_path": "u"}
+    run_ = config(teacher=settings, model=student, cluster={"device": "cuda"}, **TAUGHT)
+    fields = server_fields(teacher_run(run_), 0, "h", 1, cpu=False)
+    assert fields["model_path"] == fields["tokenizer_path"] == str(tmp_path) and fields["quantization"] == "fp8"
+    assert fields["tp_size"] == 4 and not fields["enable_return_routed_experts"]
+
+
+# -------------------------------------------------------------------------------------------------------- scores
+
+
+@given(n=st.integers(2, 40), start=st.integers(1, 39), seed=st.integers(0, 99))
+def test_the_score_at_index_t_is_that_of_token_t(n: int, start: int, seed: int) -> None:
+    ids = np.random.default_rng(seed).integers(0, 300, n, np.int32)
+    request = ScoreRequest("r", ids, min(start, n - 1))
+    scores = parse_scores(request, FakeEngine().answer(request.payload()), 300)
+    assert scores.dtype == np.float32
+    assert scores.tolist() == [0.0 if t < request.start else -t for t in range(n)]
+
+
+def spoil_first(pairs: list[Any]) -> None:
+    pairs[0][0] = -1.0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (list.pop, "3 log-probs for 4"),
+        (lambda pairs: pairs.append([-1.0, 9, None]), "5 log-probs for 4"),
+        (lambda pairs: pairs[2].__setitem__(1, 12), "other tokens"),
+        (lambda pairs: pairs[2].__setitem__(1, 0), "other tokens"),
+        (lambda pairs: pairs[2].__setitem__(0, float("nan")), "finite"),
+        (lambda pairs: pairs[2].__setitem__(0, None), "finite|float"),
+        (spoil_first, "first entry"),
+    ],
+)
+def test_scores_that_do_not_add_up_are_refused(spoil: Callable[[list[Any]], object], why: str) -> None:
+    request = ScoreRequest("r", [5, 6, 7, 8, 9])
+    answer = FakeEngine().answer(request.payload())
+    spoil(answer["meta_info"]["input_token_logprobs"])
+    with pytest.raises((AssertionError, TypeError), match=why):
+        parse_scores(request, answer, 300)
+
+
+def test_the_last_id_of_the_vocabulary_comes_back_as_zero() -> None:
+    request = ScoreRequest("r", [5, 299, 7])
+    answer = FakeEngine().answer(request.payload())
+    answer["meta_info"]["input_token_logprobs"][1][1] = 0  # what 0.5.23 does
+    assert parse_scores(request, answer, 300).tolist() == [0, -1, -2]
+    with pytest.raises(AssertionError, match="other tokens"):
+        parse_scores(request, answer, 301)
+
+
+def score(spoilt: dict[str, Any], ids: list[int], **deadlines: float) -> Any:
+    async def work() -> Any:
+        limits = DeadlineConfig.model_validate({"engine_request_s": 10, **deadlines})
+        async with FakeEngine() as engine, EngineClient(engine.url, "teacher0", limits, MODEL) as asking:
+            vars(engine).update(spoilt)
+            return await asking.score(ScoreRequest("r", ids))
+
+    return run(work())
+
+
+def test_a_broken_connection_is_tried_again_and_a_dead_server_is_named() -> None:
+    assert score({"drop_connections": 2}, [1, 2, 3]).tolist() == [0, -1, -2]
+    with pytest.raises(EngineDied, match="teacher0"):
+        score({"drop_connections": True}, [1, 2, 3])
+    with pytest.raises(EngineDied, match="teacher0.*/generate.*no answer within 0.2 s"):
+        score({"delay_s": 5.0}, [1, 2, 3], engine_request_s=0.2)
+
+
+def test_a_wrong_count_and_a_foreign_id_name_the_server() -> None:
+    with pytest.raises(EngineError, match="teacher0.*does not add up.*3 log-probs for 2 tokens"):
+        score({"scores_off": 1}, [1, 2, 3])
+    with pytest.raises(EngineError, match="vocabulary of 300 that teacher0 serves"):
+        score({}, [1, 300, 3])
+
+
+# ------------------------------------------------------------------------------------------------- meeting a teacher
+
+
+def meet(student: Student, **spoilt: Any) -> ServedModel | None:
+    async def work() -> ServedModel | None:
+        async with FakeEngine() as engine, EngineClient(engine.url, "teacher0") as client:
+            vars(engine).update(spoilt)
+            await meet_teacher(client, student)
+            return client.model
+
+    return run(work())
+
+
+def test_a_teacher_of_the_student_s_words_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 256}}))
+    assert meet(STUDENT, info={"model_path": str(tmp_path), "max_req_input_len": 21}) == ServedModel(0, 0, 256)
+    assert meet(STUDENT, info={"model_path": "somewhere/else"}) == ServedModel(0, 0, FakeTokenizer.vocab_size)
+
+
+def test_a_teacher_of_other_words_or_with_too_little_room_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 199}))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"info": {"model_path": str(tmp_path)}}, "vocabulary of 199.*fewer token ids.*any of 200"),
+        ({"tokens": lambda text: [ord(c) % 50 for c in text]}, "the student's tokenizer, but"),
+        ({"info": {"max_req_input_len": 20}}, "at most 19 tokens.*sequences of 20 tokens"),
+        ({"broken": {"/tokenize"}}, "cannot be compared.*told to fail"),
+        ({"drop_connections": True}, "connection broke"),
+        ({"scores_off": 2}, "does not add up"),
+    ]
+    for spoilt, why in cases:
+        with pytest.raises(EngineError, match=f"(?s)teacher0.*{why}"):
+            meet(STUDENT, **spoilt)
+
+
+# ------------------------------------------------------------------------------------------- retries of the service
+
+
+def refusal() -> EngineError:
+    return EngineError("teacher0", "HTTP 500", "told to refuse", "do not tell it")
+
+
+def death() -> EngineDied:
+    return EngineDied("teacher0", "/generate", "told to die", "do not tell it")
+
+
+def finished(response: int = 3, untrained_tail: int = 2) -> Sample:
+    sample = Sample.from_prompt(7, 0, [1, 2, 3])
+    sample.extend([4] * response, log_probs=[-1.0] * response, versions=[(1, 0, response)], engine="e")
+    sample.extend([9] * untrained_tail)
+    return sample
+
+
+def test_only_trained_tokens_are_scored_and_only_what_they_need_is_sent() -> None:
+    engines = FakeTeacher()
+    scores = run(ServedTeacher(engines).score(finished()))
+    np.testing.assert_allclose(scores, [0, 0, 0, -0.03, -0.04, -0.05, 0, 0], rtol=1e-6)
+    (request,) = engines.requests
+    assert (len(request.input_ids), request.start, request.session_id) == (6, 3, "g7")
+    assert not run(ServedTeacher(engines).score(finished(0))).any() and len(engines.requests) == 1
+
+
+def test_refusals_are_tried_again_and_a_death_is_taken_over() -> None:
+    engines = FakeTeacher([refusal(), death(), refusal()], servers=2)
+    assert run(ServedTeacher(engines).score(finished())).any() and len(engines.requests) == 4
+    assert len({r.rid for r in engines.requests}) == 4
+    for failures, servers, seen in ((TRIES * [refusal()], 1, TRIES), ([death()], 1, 1)):
+        engines = FakeTeacher(failures, servers)
+        with pytest.raises(EngineError, match="teacher0"):
+            run(ServedTeacher(engines).score(finished()))
+        assert len(engines.requests) == seen
+
+
+def test_scores_of_a_group_share_a_server_and_leave_the_dead() -> None:
+    async def work() -> list[int]:
+        async with FakeEngine() as left, FakeEngine() as right:
+            clients = [EngineClient(e.url, f"teacher{i}", model=MODEL) for i, e in enumerate((left, right))]
+            pool = EnginePool(clients, 4)
+            left.drop_connections = True
+            await asyncio.gather(*(ServedTeacher(pool).score(finished()) for _ in range(6)))
+            await pool.close()
+            return [len(pool), len(right.seen)]
+
+    assert run(work()) == [1, 6]
+
+
+# ----------------------------------------------------------------------------------------------------- the service
+
+
+def short(group: str, index: int) -> int:
+    return 3 + index
+
+
+def test_every_sample_of_a_step_arrives_with_its_scores_in_the_shards(tmp_path: Path) -> None:
+    async def work() -> None:
+        settings, engine, teacher = run_config(tmp_path, over_sampling=2.0), FakeSlowEngine(short), FakeTeacher()
+        service = make_service(settings, engine, teacher=ServedTeacher(teacher))
+        for step in range(3):
+            batch = await service.take(step)
+            for sample in batch.samples:
+                expected = np.where(sample.loss_mask, -np.arange(len(sample)) / 100, 0)
+                assert sample.teacher_log_probs is not None
+                np.testing.assert_allclose(sample.teacher_log_probs, expected.astype(np.float32))
+            ((shard,),) = assemble(batch.groups, settings, service.version).shards
+            assert shard.teacher_log_probs is not None
+            position = np.concatenate([np.arange(n) for n in shard.lengths])
+            wanted = np.where(shard.loss_mask, -position / 100, 0)
+            np.testing.assert_allclose(shard.teacher_log_probs, wanted.astype(np.float32))
+            await publish(service, engine, step + 1)
+        assert len({(r.session_id, len(r.input_ids)) for r in teacher.requests}) == len(teacher.requests), "once each"
+
+    run(work())
+
+
+def test_scoring_overlaps_with_the_reward_and_with_generation(tmp_path: Path) -> None:
+    class FakeSlowScorer:
+        async def score(self, sample: Sample) -> float:
+            await asyncio.sleep(0.2)
+            return 1.0
+
+    async def work() -> float:
+        teacher = ServedTeacher(FakeTeacher(delay_s=0.2))
+        service = make_service(run_config(tmp_path), FakeSlowEngine(short), FakeSlowScorer(), teacher=teacher)
+        started = asyncio.get_running_loop().time()
+        await service.take(0)
+        return asyncio.get_running_loop().time() - started
+
+    assert run(work()) < 0.39
+
+
+def test_a_teacher_that_fails_ends_the_step_with_its_name_and_nothing_is_lost(tmp_path: Path) -> None:
+    async def work() -> None:
+        settings, engine = run_config(tmp_path), FakeSlowEngine(short)
+        failing = make_service(settings, engine, teacher=ServedTeacher(FakeTeacher([death()])))
+        with pytest.raises(EngineDied, match="teacher0"):
+            await failing.take(0)
+        await failing.drain()
+        failing.save(tmp_path / "state.npz")
+        await failing.close()
+        held = [s for g in failing._held() for s in g.samples]
+        scored = sum(s.teacher_log_probs is not None for s in held)
+        assert scored and all(s.response_length for s in held)
+        asked, teacher = len(engine.requests), FakeTeacher()
+        service = make_service(settings, engine, teacher=ServedTeacher(teacher))
+        service.load(tmp_path / "state.npz")
+        batch = await service.take(0)
+        assert all(s.teacher_log_probs is not None for s in batch.samples)
+        unfinished = sum(not s.status.finished for s in held)
+        assert len(engine.requests) - asked == unfinished, "a finished response was generated again"
+        assert len(teacher.requests) == len(held) - scored, "a scored response was scored again"
+
+    run(work())
+
+
+def test_groups_of_a_run_without_a_teacher_are_scored_before_they_are_trained(tmp_path: Path) -> None:
+    async def work() -> None:
+        settings, engine = run_config(tmp_path, max_staleness=1), FakeSlowEngine(short)
+        before = make_service(settings, engine)
+        await before.take(0)
+        while len(before._accepted) < 4:
+            await asyncio.sleep(0.01)
+        before.save(tmp_path / "state.npz")
+        await before.close()
+        asked, teacher = len(engine.requests), FakeTeacher()
+        after = make_service(settings, engine, teacher=ServedTeacher(teacher))
+        after.load(tmp_path / "state.npz")
+        after._base_version = 0
+        batch = await after.take(1)
+        assert all(s.teacher_log_probs is not None for s in batch.samples) and len(teacher.requests) >= 8
+        assert {r.session_id for r in engine.requests[asked:]}.isdisjoint({f"g{g.group_id}" for g in batch.groups})
+        await after.close()
+
+    run(work())
+
+
+# ------------------------------------------------------------------------------------------------------- the sample
+
+
+def taught() -> Sample:
+    sample = finished()
+    sample.extend([4, 4], log_probs=[-1.0, -1.0], versions=[(2, 0, 2)], engine="e")
+    sample.teacher_log_probs = run(ServedTeacher(FakeTeacher()).score(sample))
+    sample.reward = 1.0
+    return sample
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda scores: np.roll(scores, 1),
+        lambda scores: np.roll(scores, -1),
+        lambda scores: scores[:-1],
+        lambda scores: -scores,
+        lambda scores: scores.astype(np.float64),
+        lambda scores: np.where(scores < 0, np.nan, scores).astype(np.float32),
+    ],
+)
+def test_scores_that_are_shifted_or_no_log_probs_break_an_invariant(spoil: Callable[[Any], Any]) -> None:
+    sample = taught()
+    check_invariants(sample)
+    sample.teacher_log_probs = spoil(sample.teacher_log_probs)
+    with pytest.raises(AssertionError):
+        check_invariants(sample)
+
+
+def test_scores_go_with_the_tokens_they_are_of() -> None:
+    masked, restarted, grown = taught(), taught(), taught()
+    assert masked.mask_before(2) == 3
+    check_invariants(masked)
+    assert masked.teacher_log_probs is not None and np.count_nonzero(masked.teacher_log_probs) == 2
+    restarted.restart()
+    assert restarted.teacher_log_probs is None
+    with pytest.raises(AssertionError, match="finished"):
+        grown.extend([1])
+
+
+def test_scores_survive_the_way_to_disk_beside_samples_without() -> None:
+    plain, scored, other = finished(), taught(), taught()
+    headers, arrays = pack_groups([Group(0, [plain, scored]), Group(1, [copy.deepcopy(plain), other])])
+    back = [s for g in unpack_groups(headers, arrays) for s in g.samples]
+    for before, after in zip([plain, scored, plain, other], back, strict=True):
+        check_invariants(after)
+        assert (before.teacher_log_probs is None) == (after.teacher_log_probs is None)
+        if before.teacher_log_probs is not None and after.teacher_log_probs is not None:
+            assert after.teacher_log_probs.dtype == np.float32
+            np.testing.assert_array_equal(before.teacher_log_probs, after.teacher_log_probs)
+    for header in (h for group in headers for h in group["samples"]):
+        del header["taught"]  # as files were before teachers were served
+    assert all(s.teacher_log_probs is None for g in unpack_groups(headers, arrays) for s in g.samples)
