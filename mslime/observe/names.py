@@ -136,7 +136,7 @@ METRICS: dict[str, Metric] = {
     "weights/buckets": Metric("buckets", "sent in the sync"),
     "perf/step_seconds": Metric("s", "wall time of the step"),
     "perf/wait_seconds": Metric("s", "trainer waits for samples"),
-    "perf/log_prob_seconds": Metric("s", "passes before the first gradient: log-probs, values, advantages"),
+    "perf/log_prob_seconds": Metric("s", "before the first gradient: passes for log-probs, token advantages"),
     "perf/train_seconds": Metric("s", "forward, backward and optimizer", "", "sum"),
     "perf/critic_seconds": Metric("s", "the critic's forward, backward and optimizer", "", "sum"),
     "perf/eval_seconds": Metric("s", "evaluation on held-out sets"),

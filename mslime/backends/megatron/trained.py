@@ -138,6 +138,12 @@ class TrainedModel:
             for chunk in self.wrapped:
                 chunk.enable_forward_pre_hook()
 
+    def slowest(self, seconds: float) -> float:
+        """The largest of all ranks' seconds. A collective."""
+        largest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest)
+
     def _own_gradient_size(self) -> float:
         """Sum of |gradient| of this rank: not finite when one of its gradients is not."""
         return sum(
@@ -148,11 +154,10 @@ class TrainedModel:
 
     def _speed(self, tokens: int, seconds: float) -> dict[str, float]:
         """Seconds of the slowest rank, and tokens of all data-parallel ranks over them."""
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        slowest = self.slowest(seconds)
         all_tokens = torch.tensor(float(tokens), dtype=torch.float64, device=self.device)
         dist.all_reduce(all_tokens, group=self.place.dp_group)
         return {
-            "perf/train_seconds": float(slowest),
+            "perf/train_seconds": slowest,
             "perf/train_tokens_per_s": float(all_tokens / slowest),
         }

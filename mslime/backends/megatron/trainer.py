@@ -6,6 +6,7 @@ engines; it is handed shards and gives back numbers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -91,8 +92,10 @@ class MegatronTrainer(TrainedModel):
         """
         if self.config.train.task == "sft":
             return list(shards), {}
-        prepared = [self._with_log_probs(shard, index, len(shards)) for index, shard in enumerate(shards)]
-        return with_token_advantages(prepared, self.config.algorithm, self.device, self.place.dp_group)
+        begin = time.perf_counter()
+        with_log_probs = [self._with_log_probs(shard, index, len(shards)) for index, shard in enumerate(shards)]
+        prepared, found = with_token_advantages(with_log_probs, self.config.algorithm, self.device, self.place.dp_group)
+        return prepared, found | {"perf/log_prob_seconds": self.slowest(time.perf_counter() - begin)}
 
     def update(self, prepared: Sequence[TrainShard]) -> list[dict[str, float]]:
         """One optimizer step for each shard of `prepare`, in order.
