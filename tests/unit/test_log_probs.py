@@ -113,7 +113,7 @@ def test_nothing_as_large_as_the_logits_is_kept_for_backward() -> None:
     saved = _SavedBytes([logits, labels])
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         single(logits, labels, with_entropy=True, chunk=4)
-    assert 0 < saved.bytes <= 2 * 4 * ROWS, "two float32 numbers a row"
+    assert 0 < saved.bytes <= 12 * ROWS, "three float32 numbers a row"
 
 
 def _rank(rank: int, world: int, init_method: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:

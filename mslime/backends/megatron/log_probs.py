@@ -1,18 +1,36 @@
-"""Log-probabilities and entropy of vocabulary-parallel logits, without a float32 copy of all logits.
+"""Log-probabilities and entropy of vocabulary-parallel logits, without a float32 copy of the logits.
 
-Every tensor-parallel rank holds some columns of the vocabulary; what comes back is the same on all of them. The
-softmax is computed chunk by chunk over the tokens, in float32 whatever the dtype of the logits, and recomputed in the
-backward pass, so the extra memory is one chunk. Two small collectives per call, of [n] and [3, n] float32.
+Every tensor-parallel rank holds some columns of the vocabulary; what comes back is the same on all of them. Two ways
+compute it, with the same result: on a CPU the softmax is computed chunk by chunk over the tokens
+(`log_probs_chunked`), on CUDA in one pass over the logits (`log_probs_fused`). Both recompute it in the backward pass.
+Beyond the gradient of the logits, which autograd must return, that leaves
+
+- kept for the backward pass: 8 bytes a token, 12 with the entropy;
+- while it runs: at most 64 bytes a token, and on the chunked way three float32 blocks of [chunk, V_local].
+
+Two small collectives per call, of [n] and [3, n] float32. On CUDA nothing waits for the device, so a CUDA graph may
+capture it.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mslime.backends.megatron import log_probs_chunked
+from mslime.backends.megatron.log_probs_shard import Gradients, Shard, Softmax, Sums
+from mslime.backends.megatron.log_probs_support import Support
+
+_log = logging.getLogger(__name__)
+
+Way = Literal["auto", "chunked", "fused"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +56,9 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     chunk: int = 1024,
+    support: Support | None = None,
+    reuse_logits: bool = False,
+    way: Way = "auto",
 ) -> LogProbs:
     """Log-probabilities (and entropy) of `labels` under softmax(logits / temperature).
 
@@ -53,94 +74,124 @@ def vocab_parallel_log_probs(
         vocab_size: true size of the vocabulary; columns with larger ids are padding, outside the softmax.
         temperature: the temperature that the tokens were sampled with.
         with_entropy: also return the entropy.
-        chunk: tokens whose softmax is in memory at once.
+        chunk: tokens whose softmax is in memory at once, on the chunked way.
+        support: the ids that each label was drawn from; the softmax of such a row runs over them alone.
+        reuse_logits: write the gradient over the logits in the backward pass, which spares [n, V_local] elements.
+            For callers that do not read the logits afterwards; autograd refuses when another operation needs them.
+        way: "auto" is fused on CUDA with Triton, otherwise chunked; the others are for tests and measurements.
 
     Raises:
-        AssertionError: a label is outside the vocabulary, or shapes disagree.
+        AssertionError: shapes disagree, a label is outside the vocabulary, or outside its support. On CUDA the two
+            checks of labels are made by the device, which reports them at its next synchronisation.
     """
     assert logits.ndim == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
     assert temperature > 0 and chunk > 0, (temperature, chunk)
-    if labels.numel():
-        low, high = (int(x) for x in labels.aminmax())
-        assert low >= 0 and high < vocab_size, f"labels span [{low}, {high}], the vocabulary has {vocab_size} ids"
-    shard = _Shard(vocab_start, min(max(vocab_size - vocab_start, 0), logits.shape[1]), temperature, chunk)
-    log_probs, entropy = _VocabParallelLogProbs.apply(logits, labels, tp_group, shard, with_entropy)
+    _check_labels(labels, vocab_size)
+    if support is not None:
+        support.check(labels)
+    columns = min(max(vocab_size - vocab_start, 0), logits.shape[1])
+    shard = Shard(vocab_start, columns, temperature, chunk, tp_group, _is_fused(way, logits))
+    assert not (reuse_logits and logits.is_leaf and logits.requires_grad), "the caller keeps a leaf's values"
+    log_probs, entropy = _VocabParallelLogProbs.apply(logits, labels, shard, support, with_entropy, reuse_logits)
     return LogProbs(log_probs, entropy)
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """This rank's part of the vocabulary: real columns [0, columns), ids from `start` on."""
+def _check_labels(labels: Tensor, vocab_size: int) -> None:
+    """On a CPU a message with the numbers; on CUDA an assertion in the stream, because reading them would wait."""
+    if labels.is_cuda:
+        inside = ((labels >= 0) & (labels < vocab_size)).all()
+        message = f"a label is outside the vocabulary, which has {vocab_size} ids"
+        torch.ops.aten._assert_async.msg(inside, message)
+    elif labels.numel():
+        low, high = (int(x) for x in labels.aminmax())
+        assert low >= 0 and high < vocab_size, f"labels span [{low}, {high}], the vocabulary has {vocab_size} ids"
 
-    start: int
-    columns: int
-    temperature: float
-    chunk: int
 
-    def rows(self, n: int) -> list[slice]:
-        return [slice(i, min(i + self.chunk, n)) for i in range(0, n, self.chunk)]
+def _is_fused(way: Way, logits: Tensor) -> bool:
+    if way != "auto":
+        return way == "fused"
+    return logits.is_cuda and logits.stride(1) == 1 and _triton_is_installed()
 
-    def scaled(self, logits: Tensor, rows: slice) -> Tensor:
-        """[chunk, columns] float32: real columns over the temperature."""
-        return logits[rows, : self.columns].float() / self.temperature
 
-    def local(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Column of each label (0 where it is another rank's) and whether it is ours."""
-        column = labels - self.start
-        ours = (column >= 0) & (column < self.columns)
-        return column.masked_fill(~ours, 0), ours
+@cache
+def _triton_is_installed() -> bool:
+    """Asked on CUDA only; says once what a machine without Triton misses."""
+    found = importlib.util.find_spec("triton") is not None
+    if not found:
+        _log.warning("triton is not installed: log-probs are computed chunk by chunk, slower and with more memory")
+    return found
+
+
+def _dense(shard: Shard) -> Any:
+    """The module that reads whole rows: `row_sums` and `write_gradient`, the same signatures in both."""
+    if not shard.fused:
+        return log_probs_chunked
+    from mslime.backends.megatron import log_probs_fused  # imports triton
+
+    return log_probs_fused
+
+
+def _softmax(sums: Sums, ours: Tensor, shard: Shard, *, with_entropy: bool) -> tuple[Tensor, Softmax]:
+    """Log-probs [n] and the softmax's description, from this rank's sums; the two collectives are here."""
+    group, top = shard.group, sums.top
+    if group is not None and group.size() > 1:
+        top = sums.top.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        sums.move_to(top, shard.temperature)
+    totals = torch.stack((sums.total, sums.moment, ((sums.label - top) / shard.temperature).masked_fill_(~ours, 0)))
+    if group is not None and group.size() > 1:
+        dist.all_reduce(totals, group=group)
+    log_total = totals[0].log()
+    entropy = log_total - totals[1] / totals[0] if with_entropy else None
+    return totals[2] - log_total, Softmax(top, log_total, entropy)
 
 
 class _VocabParallelLogProbs(torch.autograd.Function):
-    """With x = logits / T, Z = sum exp(x), p = exp(x) / Z: log p[label] = x[label] - log Z, H = log Z - sum p x."""
+    """With x = logits / T, m = max x, Z = sum exp(x - m): log p[j] = x[j] - m - log Z, H = log Z - sum p (x - m).
+
+    Distances from the maximum, never x itself, enter the sums: float32 then has its full precision however large the
+    logits are.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, shard: _Shard, with_entropy: bool
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        shard: Shard,
+        support: Support | None,
+        with_entropy: bool,
+        reuse_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        n = logits.shape[0]
-        top = logits.new_full((n,), -torch.inf, dtype=torch.float32)
-        sums = logits.new_zeros((3, n), dtype=torch.float32)  # sum exp(x - top), sum x exp(x - top), x[label]
         column, ours = shard.local(labels)
-        for rows in shard.rows(n) if shard.columns else []:
-            x = shard.scaled(logits, rows)
-            top[rows] = x.amax(dim=1)
-            sums[2, rows] = x.gather(1, column[rows, None])[:, 0] * ours[rows]
-            weight = (x - top[rows, None]).exp_()
-            sums[0, rows] = weight.sum(dim=1)
-            if with_entropy:
-                sums[1, rows] = weight.mul_(x).sum(dim=1)
-        if group is not None and group.size() > 1:
-            local_top = top.clone()
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            sums[:2] *= (local_top - top).exp()  # 0 where this rank holds padding only
-            dist.all_reduce(sums, group=group)
-        log_z = top + sums[0].log()
-        entropy = log_z - sums[1] / sums[0] if with_entropy else None
-        ctx.save_for_backward(logits, labels, log_z, entropy)
-        ctx.shard = shard
+        sums: Sums = _dense(shard).row_sums(logits, column, shard, with_entropy=with_entropy)
+        if support is not None:
+            support.replace(sums, logits, shard)
+        log_probs, softmax = _softmax(sums, ours, shard, with_entropy=with_entropy)
+        ctx.save_for_backward(logits, labels, softmax.top, softmax.log_total, softmax.entropy)
+        ctx.shard, ctx.support, ctx.reuse_logits = shard, support, reuse_logits
         ctx.set_materialize_grads(False)
-        return sums[2] - log_z, entropy
+        return log_probs, softmax.entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """d log p[label] / dx = onehot - p;  dH / dx = -p (log p + H);  dx / dlogits = 1 / T."""
-        logits, labels, log_z, entropy = ctx.saved_tensors
-        shard: _Shard = ctx.shard
-        grad_log_probs, grad_entropy = grads
-        if grad_log_probs is None and grad_entropy is None:
-            return None, None, None, None, None
-        grad_logits = torch.zeros_like(logits)
+        logits, labels, top, log_total, entropy = ctx.saved_tensors
+        shard: Shard = ctx.shard
+        support: Support | None = ctx.support
+        softmax, upstream = Softmax(top, log_total, entropy), Gradients(*grads)
+        if upstream.log_probs is None and upstream.entropy is None:
+            return (None,) * 6
         column, ours = shard.local(labels)
-        for rows in shard.rows(logits.shape[0]) if shard.columns else []:
-            log_p = shard.scaled(logits, rows).sub_(log_z[rows, None])
-            p = log_p.exp()
-            grad = torch.zeros_like(p)
-            if grad_log_probs is not None:
-                upstream = grad_log_probs[rows, None]
-                grad -= upstream * p
-                grad.scatter_add_(1, column[rows, None], upstream * ours[rows, None])
-            if grad_entropy is not None:
-                grad -= grad_entropy[rows, None] * p * (log_p + entropy[rows, None])
-            grad_logits[rows, : shard.columns] = (grad / shard.temperature).to(logits.dtype)
-        return grad_logits, None, None, None, None
+        column.masked_fill_(~ours, -1)
+        out = logits.detach() if ctx.reuse_logits else torch.empty_like(logits)
+        if support is None:
+            _dense(shard).write_gradient(out, logits, column, softmax, upstream, shard)
+        else:
+            sparse = support.gradient(logits, labels, softmax, upstream, shard)  # before `out`, which may be the logits
+            dense = support.is_unrestricted()
+            _dense(shard).write_gradient(out, logits, column, softmax.only(dense), upstream.only(dense), shard)
+            sparse.add_to(out)
+        if ctx.reuse_logits:
+            torch.autograd.graph.increment_version(logits)  # a kernel's writes do not count themselves
+        return (out,) + (None,) * 5

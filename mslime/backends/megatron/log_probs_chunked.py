@@ -1,0 +1,86 @@
+"""Row sums of a softmax and its gradient in plain torch, a chunk of tokens at a time: any device, any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mslime.backends.megatron.log_probs_shard import FAR, Gradients, Shard, Softmax, Sums
+
+
+def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool) -> Sums:
+    """The sums of every row of `logits` [n, V_local].
+
+    Two float32 blocks of [chunk, V_local] are in memory at once, one without the entropy.
+
+    Args:
+        logits: [n, V_local], any float dtype.
+        column: [n] int64, column of the label, any valid one where the label is another rank's.
+        shard: which columns count, and the temperature.
+        with_entropy: also sum d exp(d).
+    """
+    n = logits.shape[0]
+    top = logits.new_full((n,), -torch.inf, dtype=torch.float32)
+    total, moment, label = logits.new_zeros((3, n), dtype=torch.float32)
+    for rows in _chunks(n, shard):
+        real = logits[rows, : shard.columns]
+        top[rows] = real.amax(dim=1)
+        label[rows] = real.gather(1, column[rows, None])[:, 0].float()
+        d = _distances(real, top[rows], shard)
+        if with_entropy:
+            weight = d.exp()
+            total[rows] = weight.sum(dim=1)
+            moment[rows] = weight.mul_(d.clamp_(min=FAR)).sum(dim=1)
+        else:
+            total[rows] = d.exp_().sum(dim=1)
+    return Sums(top, total, moment, label)
+
+
+def write_gradient(
+    out: Tensor, logits: Tensor, column: Tensor, softmax: Softmax, upstream: Gradients, shard: Shard
+) -> None:
+    """Write the gradient with respect to `logits` into `out`, both [n, V_local]; padding columns get zeros.
+
+    One float32 block of [chunk, V_local] is in memory, three with a gradient of the entropy.
+
+    Args:
+        out: receives the gradient, in the dtype of the logits.
+        logits: as in the forward pass.
+        column: [n] int64, column of the label, -1 where the label is another rank's.
+        softmax: of the rows, over all ranks.
+        upstream: gradients of the loss.
+        shard: which columns count, and the temperature.
+    """
+    out[:, shard.columns :] = 0
+    for rows in _chunks(logits.shape[0], shard):
+        log_p = _distances(logits[rows, : shard.columns], softmax.top[rows], shard)
+        log_p -= softmax.log_total[rows, None]
+        if upstream.entropy is None:
+            assert upstream.log_probs is not None
+            grad = log_p.exp_().mul_(-upstream.log_probs[rows, None])
+        else:
+            assert softmax.entropy is not None
+            p = log_p.exp()
+            grad = log_p.clamp_(min=FAR).add_(softmax.entropy[rows, None]).mul_(-upstream.entropy[rows, None])
+            if upstream.log_probs is not None:
+                grad -= upstream.log_probs[rows, None]
+            grad *= p
+        if upstream.log_probs is not None:
+            ours = column[rows] >= 0
+            at_label = torch.where(ours, upstream.log_probs[rows], 0)
+            grad.scatter_add_(1, column[rows].clamp(min=0)[:, None], at_label[:, None])
+        out[rows, : shard.columns] = grad.div_(shard.temperature)
+
+
+def _chunks(n: int, shard: Shard) -> Iterator[slice]:
+    """None where this rank holds padding only."""
+    for start in range(0, n if shard.columns else 0, shard.chunk):
+        yield slice(start, min(start + shard.chunk, n))
+
+
+def _distances(logits: Tensor, top: Tensor, shard: Shard) -> Tensor:
+    """[chunk, columns] float32, (logit - top) / temperature, in memory of its own."""
+    d = logits.to(torch.float32, copy=True).sub_(top[:, None])
+    return d if shard.temperature == 1 else d.div_(shard.temperature)
