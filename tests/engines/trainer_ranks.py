@@ -127,11 +127,19 @@ def loss_and_gradients(
     trainer: MegatronTrainer, shard: TrainShard, routes: RouteHooks | None
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss over all ranks, and this rank's gradients by canonical name; nothing is updated."""
+    metrics, gradients = metrics_and_gradients(trainer, shard, routes)
+    return metrics["loss/total"], gradients
+
+
+def metrics_and_gradients(
+    trainer: MegatronTrainer, shard: TrainShard, routes: RouteHooks | None
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """What `loss_and_gradients` gives, with all that the loss reports over all ranks."""
     for chunk in trainer.wrapped:
         chunk.zero_grad_buffer()
     own = trainer.runner.loss_and_gradients(shard, routes)
-    loss = finalise(over_all_ranks(own))["loss/total"]
-    return loss, {name: p.main_grad.clone() for name, p in named_local_params(trainer.chunks) if p.requires_grad}
+    gradients = {name: p.main_grad.clone() for name, p in named_local_params(trainer.chunks) if p.requires_grad}
+    return finalise(over_all_ranks(own)), gradients
 
 
 def to_hf(trainer: MegatronTrainer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
