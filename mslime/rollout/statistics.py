@@ -11,9 +11,12 @@ from mslime.data.sample import Group, SampleStatus
 
 
 def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """`reward/*`, `rollout/*` and `staleness/*` of the groups that are about to be trained by weights of `version`."""
+    """`reward/*`, `rollout/*` and `staleness/*` of the groups that are about to be trained by weights of `version`.
+
+    Rewards have one vote per rollout, lengths one per response: a rollout may have become several of those.
+    """
     samples = [s for g in groups for s in g.samples]
-    rewards = np.asarray([s.reward for s in samples], np.float64)
+    rewards = np.asarray(list({s.rollout: s.reward for s in samples}.values()), np.float64)
     lengths = np.asarray([s.response_length for s in samples], np.float64)
     p10, p50, p90 = np.percentile(lengths, [10, 50, 90])
     mean_age, max_age = staleness(groups, version)
