@@ -18,7 +18,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
@@ -43,8 +43,6 @@ region are the same at the first one, where the ratio is 1."""
 OF_THE_LOSS = ("clip_low", "clip_high", "loss_aggregation")
 """run.yaml gives these for GRPO; here every loss starts from its own."""
 
-STALE: dict[str, Any] = {"max_staleness": 4}
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -53,23 +51,26 @@ class Variant:
     Attributes:
         label: in plot and table.
         panel: index of the plot's panel that it belongs to.
-        algorithm, rollout: settings on top of BUDGET.
+        settings: by section, on top of BUDGET.
     """
 
     label: str
     panel: int
-    algorithm: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    rollout: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    settings: dict[str, dict[str, Any]]
+
+
+def _stale(preset: str) -> dict[str, dict[str, Any]]:
+    return {"rollout": {"max_staleness": 4}, "algorithm": {"correction": {"preset": preset}}}
 
 
 VARIANTS: dict[str, Variant] = {
-    "grpo": Variant("GRPO", 0),
-    "gspo": Variant("GSPO", 0, {"loss": "gspo"}),
-    "cispo": Variant("CISPO", 0, {"loss": "cispo"}),
-    "reinforce_pp": Variant("REINFORCE++", 0, {"advantage": "reinforce_pp"}),
-    "stale_none": Variant("staleness 4, none", 1, {"correction": {"preset": "none"}}, STALE),
-    "stale_tis": Variant("staleness 4, tis", 1, {"correction": {"preset": "tis"}}, STALE),
-    "stale_mis": Variant("staleness 4, mis", 1, {"correction": {"preset": "mis"}}, STALE),
+    "grpo": Variant("GRPO", 0, {}),
+    "gspo": Variant("GSPO", 0, {"algorithm": {"loss": "gspo"}}),
+    "cispo": Variant("CISPO", 0, {"algorithm": {"loss": "cispo"}}),
+    "reinforce_pp": Variant("REINFORCE++", 0, {"algorithm": {"advantage": "reinforce_pp"}}),
+    "stale_none": Variant("staleness 4, none", 1, _stale("none")),
+    "stale_tis": Variant("staleness 4, tis", 1, _stale("tis")),
+    "stale_mis": Variant("staleness 4, mis", 1, _stale("mis")),
 }
 
 
@@ -181,9 +182,7 @@ def settings_of(name: str, directory: Path, seed: int, steps: int) -> dict[str, 
         "name": name, "output_dir": str(directory), "seed": seed, "model": {"path": f"{directory}/sft/hf"},
         "data": {"prompts": [f"{directory}/task/train.jsonl"], "eval_sets": sets}, "train": {"num_steps": steps},
     }  # fmt: skip
-    variant = VARIANTS[name]
-    own = {"algorithm": dict(variant.algorithm), "rollout": dict(variant.rollout)}
-    return reduce(merge, (paths, BUDGET, own), base)
+    return reduce(merge, (paths, BUDGET, VARIANTS[name].settings), base)
 
 
 def state_of(settings: Mapping[str, Any], before: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> str:
