@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import sys
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mslime.backends.megatron import log_probs as module
 from mslime.backends.megatron.log_probs import LogProbs, vocab_parallel_log_probs
+from mslime.backends.megatron.log_probs_chunked import CPU_BLOCK_BYTES
+from mslime.backends.megatron.log_probs_support import Support
 from tests.engines.megatron_ranks import run_ranks
+from tests.fixtures.log_probs import exact, peak_bytes
 
 ROWS, VOCAB, PADDED = 37, 50, 64
 
@@ -114,6 +122,176 @@ def test_nothing_as_large_as_the_logits_is_kept_for_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         single(logits, labels, with_entropy=True, chunk=4)
     assert 0 < saved.bytes <= 12 * ROWS, "three float32 numbers a row"
+
+
+def test_memory_is_the_stated_number_of_bytes_whatever_the_vocabulary() -> None:
+    """Forward: two blocks. Backward: the gradient of the logits and two blocks. And 64 bytes a token."""
+    rows = 300
+    for vocab in (2_000, 8_000):
+        logits = torch.randn(rows, vocab).bfloat16().requires_grad_()
+        labels = torch.arange(rows)
+        out: list[LogProbs] = []
+        stated = 2 * CPU_BLOCK_BYTES + 64 * rows
+
+        def forward(logits: Tensor = logits, labels: Tensor = labels, out: list[LogProbs] = out) -> None:
+            out.append(vocab_parallel_log_probs(
+                logits, labels, tp_group=None, vocab_start=0, vocab_size=logits.shape[1], with_entropy=True
+            ))  # fmt: skip
+
+        assert CPU_BLOCK_BYTES < peak_bytes(forward) <= stated
+        assert out[0].entropy is not None
+        loss = (out[0].log_probs + out[0].entropy).sum()
+        assert peak_bytes(loss.backward) <= stated + 2 * logits.numel()
+
+
+def test_huge_logits_lose_no_precision() -> None:
+    logits, labels, up_log_probs, up_entropy = make_case()
+    for huge in (logits + 1e4, logits * 1e4, torch.full_like(logits, -3e4)):
+        x = huge.clone().requires_grad_()
+        out = single(x, labels, temperature=0.7, with_entropy=True)
+        assert out.entropy is not None
+        (out.log_probs * up_log_probs + out.entropy * up_entropy).sum().backward()
+        want = exact(huge, labels, vocab=VOCAB, temperature=0.7, up_log_probs=up_log_probs, up_entropy=up_entropy)
+        np.testing.assert_allclose(out.log_probs.detach(), want.log_probs, atol=1e-5, rtol=1e-6)
+        np.testing.assert_allclose(out.entropy.detach(), want.entropy, atol=1e-5)
+        assert x.grad is not None
+        np.testing.assert_allclose(x.grad, want.gradient, atol=1e-5)
+
+
+def test_logits_of_minus_infinity_have_no_probability_and_no_gradient() -> None:
+    logits, _, up_log_probs, up_entropy = make_case()
+    logits[:, :40] = -torch.inf
+    labels = torch.full((ROWS,), 45)
+    x = logits.clone().requires_grad_()
+    out = single(x, labels, with_entropy=True)
+    assert out.entropy is not None
+    (out.log_probs * up_log_probs + out.entropy * up_entropy).sum().backward()
+    want = exact(logits, labels, vocab=VOCAB, up_log_probs=up_log_probs, up_entropy=up_entropy)
+    np.testing.assert_allclose(out.entropy.detach(), want.entropy, atol=1e-5)
+    assert x.grad is not None
+    np.testing.assert_allclose(x.grad, want.gradient, atol=1e-5)
+
+
+def make_supports(labels: Tensor) -> tuple[list[list[int]], Support]:
+    """Of growing size, the label at different places. Row 1 is the whole vocabulary, every third row unrestricted, and
+    rows 4, 7, 10... lie within one half of the padded vocabulary."""
+    generator = np.random.default_rng(5)
+    supports: list[list[int]] = []
+    for t, label in enumerate(labels.tolist()):
+        others = [i for i in generator.permutation(VOCAB).tolist() if i != label]
+        if t > 1:
+            others = [i for i in others if t % 3 == 2 or (i < PADDED // 2) == (label < PADDED // 2)][:t]
+        supports.append([] if t % 3 == 0 else [*others[: t // 2], label, *others[t // 2 :]])
+    sizes = np.cumsum([len(row) for row in supports])
+    ids = torch.tensor([i for row in supports for i in row], dtype=torch.int32)
+    return supports, Support(ids, torch.tensor([0, *sizes]))
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_support_restricts_the_softmax_to_its_ids(dtype: torch.dtype, reuse: bool) -> None:
+    logits, labels, up_log_probs, up_entropy = make_case(dtype)
+    logits[4, :VOCAB] = torch.linspace(0, 200, VOCAB)  # what is outside row 4's support is far more probable
+    supports, support = make_supports(labels)
+    x = logits.clone().requires_grad_()
+    out = single(x * 1, labels, temperature=0.7, with_entropy=True, support=support, reuse_logits=reuse)
+    assert out.entropy is not None
+    (out.log_probs * up_log_probs + out.entropy * up_entropy).sum().backward()
+    want = exact(
+        logits, labels, vocab=VOCAB, temperature=0.7, up_log_probs=up_log_probs, up_entropy=up_entropy,
+        supports=supports,
+    )  # fmt: skip
+    np.testing.assert_allclose(out.log_probs.detach(), want.log_probs, atol=1e-5, rtol=1e-6)
+    np.testing.assert_allclose(out.entropy.detach(), want.entropy, atol=1e-5)
+    assert x.grad is not None
+    relative = 1e-5 if dtype == torch.float32 else 1 / 128
+    np.testing.assert_allclose(x.grad.double(), want.gradient, atol=1e-5, rtol=relative)
+
+
+def test_a_label_outside_its_support_is_refused() -> None:
+    logits, labels, _, _ = make_case()
+    _, support = make_supports(labels)
+    support.ids[support.offsets[5]] = support.ids[support.offsets[5] + 1]
+    wrong = labels.clone()
+    wrong[4] = next(i for i in range(VOCAB) if i not in support.ids[support.offsets[4] : support.offsets[5]])
+    with pytest.raises(AssertionError, match="ids of its support"):
+        single(logits, wrong, support=support)
+
+
+def test_reused_logits_hold_the_gradient_and_autograd_guards_them() -> None:
+    logits, labels, up_log_probs, _ = make_case()
+    plain = logits.clone().requires_grad_()
+    (single(plain, labels).log_probs * up_log_probs).sum().backward()
+    leaf = logits.clone().requires_grad_()
+    y = leaf * 1
+    other = (y * y).sum()
+    (single(y, labels, reuse_logits=True).log_probs * up_log_probs).sum().backward(retain_graph=True)
+    assert leaf.grad is not None and plain.grad is not None and torch.equal(leaf.grad, plain.grad)
+    assert torch.equal(y.detach(), plain.grad)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+    with pytest.raises(AssertionError, match="leaf"):
+        single(leaf, labels, reuse_logits=True)
+
+
+def test_a_cpu_run_does_not_load_the_kernels() -> None:
+    """They are the only module of ours that imports triton."""
+    logits, labels, _, _ = make_case()
+    single(logits, labels, with_entropy=True)
+    assert "mslime.backends.megatron.log_probs_fused" not in sys.modules
+
+
+def test_cuda_without_triton_says_once_what_it_misses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    module._triton_is_installed.cache_clear()
+
+    class _FakeCudaLogits:
+        is_cuda = True
+
+        def stride(self, dim: int) -> int:
+            return 1
+
+    with caplog.at_level(logging.WARNING):
+        found = [module._is_fused("auto", _FakeCudaLogits()) for _ in range(2)]  # type: ignore[arg-type]
+    module._triton_is_installed.cache_clear()
+    assert found == [False, False]
+    assert [r.message for r in caplog.records] == [
+        "triton is not installed: log-probs are computed chunk by chunk, slower and with more memory"
+    ]
+
+
+def _support_rank(rank: int, world: int, init_method: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world)
+    logits, labels, up_log_probs, up_entropy = make_case()
+    mine = logits[:, rank * 32 : (rank + 1) * 32].clone().requires_grad_()
+    result = vocab_parallel_log_probs(
+        mine, labels, tp_group=dist.group.WORLD, vocab_start=rank * 32, vocab_size=VOCAB, temperature=0.7,
+        with_entropy=True, support=make_supports(labels)[1],
+    )  # fmt: skip
+    assert result.entropy is not None
+    (result.log_probs * up_log_probs + result.entropy * up_entropy).sum().backward()
+    dist.destroy_process_group()
+    return result.log_probs.detach(), result.entropy.detach(), mine.grad
+
+
+@pytest.mark.timeout(120)
+def test_a_support_that_two_ranks_share_gives_the_float64_result() -> None:
+    """Some supports lie on one rank alone, where the other has no finite logit."""
+    logits, labels, up_log_probs, up_entropy = make_case()
+    supports, _ = make_supports(labels)
+    want = exact(
+        logits, labels, vocab=VOCAB, temperature=0.7, up_log_probs=up_log_probs, up_entropy=up_entropy,
+        supports=supports,
+    )  # fmt: skip
+    assert any(row and max(row) < 32 for row in supports) and any(row and min(row) >= 32 for row in supports)
+    parts = run_ranks(_support_rank, 2)
+    for log_probs, entropy, _ in parts:
+        np.testing.assert_allclose(log_probs, want.log_probs, atol=1e-5, rtol=1e-6)
+        np.testing.assert_allclose(entropy, want.entropy, atol=1e-5)
+    np.testing.assert_allclose(torch.cat([p[2] for p in parts], 1), want.gradient, atol=1e-5)
 
 
 def _rank(rank: int, world: int, init_method: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:

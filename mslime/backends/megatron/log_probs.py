@@ -6,7 +6,8 @@ compute it, with the same result: on a CPU the softmax is computed chunk by chun
 Beyond the gradient of the logits, which autograd must return, that leaves
 
 - kept for the backward pass: 8 bytes a token, 12 with the entropy;
-- while it runs: at most 64 bytes a token, and on the chunked way three float32 blocks of [chunk, V_local].
+- while it runs: at most 64 bytes a token, and on the chunked way two float32 blocks of [chunk, V_local] (of 512 KiB
+  at most on a CPU, or a row).
 
 Two small collectives per call, of [n] and [3, n] float32. On CUDA nothing waits for the device, so a CUDA graph may
 capture it.
@@ -74,7 +75,7 @@ def vocab_parallel_log_probs(
         vocab_size: true size of the vocabulary; columns with larger ids are padding, outside the softmax.
         temperature: the temperature that the tokens were sampled with.
         with_entropy: also return the entropy.
-        chunk: tokens whose softmax is in memory at once, on the chunked way.
+        chunk: most tokens whose softmax is in memory at once, on the chunked way.
         support: the ids that each label was drawn from; the softmax of such a row runs over them alone.
         reuse_logits: write the gradient over the logits in the backward pass, which spares [n, V_local] elements.
             For callers that do not read the logits afterwards; autograd refuses when another operation needs them.
