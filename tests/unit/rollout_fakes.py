@@ -146,8 +146,8 @@ class FakeTeacher:
         requests: everything that was asked, in order.
     """
 
-    def __init__(self, failures: Sequence[EngineError] = (), servers: int = 1, delay_s: float = 0.0) -> None:
-        self.failures, self.alive, self.delay_s = list(failures), servers, delay_s
+    def __init__(self, failures: Sequence[EngineError] = (), servers: int = 1) -> None:
+        self.failures, self.alive = list(failures), servers
         self.requests: list[ScoreRequest] = []
 
     def __len__(self) -> int:
@@ -155,7 +155,7 @@ class FakeTeacher:
 
     async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
         self.requests.append(request)
-        await asyncio.sleep(self.delay_s)
+        await asyncio.sleep(0)
         if self.failures:
             error = self.failures.pop(0)
             self.alive -= isinstance(error, EngineDied)
@@ -191,6 +191,7 @@ def run_config(directory: Path, **rollout: Any) -> RunConfig:
         "model": {"path": str(directory)},
         "data": {"prompts": [str(write_prompts(directory / "prompts.jsonl"))], "shuffle": False},
         "rollout": settings,
+        "train": {"quadratic_tokens": 24576},
         "deadlines": deadlines,
     })  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,36 @@ def test_a_meaningless_combination_is_warned_of_and_still_checks(
     status, out, _ = check(capsys, checkpoint, prompts, "--algorithm.loss", "gspo", "--algorithm.clip-dual", "3")
     assert status == 0 and "warning: algorithm.loss gspo" in out and "grpo, gspo" in out
     assert "warning" not in check(capsys, checkpoint, prompts)[1]
+
+
+def test_where_the_teacher_is_gets_said_and_one_of_other_words_is_refused(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, tmp_path: Path
+) -> None:
+    opd = ["--algorithm.opd-coef", "0.5"]
+    status, out, _ = check(capsys, checkpoint, prompts, *opd, "--teacher.urls", "http://t1", "http://t2")
+    assert status == 0 and "0.5 x (log pi_old - log teacher); teacher served at http://t1, http://t2" in " ".join(
+        out.split()
+    )
+    status, out, _ = check(
+        capsys, checkpoint, prompts, *opd, "--teacher.path", str(checkpoint), "--teacher.tp-size", "2"
+    )
+    assert status == 0 and "1 server(s) x TP2 of" in " ".join(out.split())
+    assert "distillation off" in " ".join(check(capsys, checkpoint, prompts)[1].split())
+
+    small = shutil.copytree(checkpoint, tmp_path / "small")
+    config = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] - 1}))
+    status, _, err = check(capsys, checkpoint, prompts, *opd, "--teacher.path", str(small))
+    assert status == 2 and "teacher.path" in err and "token ids" in err
+    words = shutil.copytree(checkpoint, tmp_path / "words")
+    tokenizer = json.loads((words / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["1"], ids["2"] = ids["2"], ids["1"]
+    (words / "tokenizer.json").write_text(json.dumps(tokenizer))
+    status, _, err = check(capsys, checkpoint, prompts, *opd, "--teacher.path", str(words))
+    assert status == 2 and "teacher.path" in err and "there" in err
+    status, _, err = check(capsys, checkpoint, prompts, *opd, "--teacher.path", str(tmp_path / "nowhere"))
+    assert status == 2 and "no config.json" in err
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineClient, EngineDied, ServedModel
 from mslime.backends.sglang.flags import server_fields, teacher_run
@@ -268,20 +269,35 @@ def test_every_sample_of_a_step_arrives_with_its_scores_in_the_shards(tmp_path: 
     run(work())
 
 
-def test_scoring_overlaps_with_the_reward_and_with_generation(tmp_path: Path) -> None:
-    class FakeSlowScorer:
+def test_the_reward_and_the_teacher_work_on_a_response_at_the_same_time(tmp_path: Path) -> None:
+    class FakeMeeting:
+        """Scores when its counterpart works too, and never otherwise."""
+
+        def __init__(self) -> None:
+            self.came = asyncio.Event()
+            self.other: FakeMeeting = self
+
+        async def meet(self) -> None:
+            self.came.set()
+            await asyncio.wait_for(self.other.came.wait(), 5)
+
+    class FakeMeetingScorer(FakeMeeting):
         async def score(self, sample: Sample) -> float:
-            await asyncio.sleep(0.2)
+            await self.meet()
             return 1.0
 
-    async def work() -> float:
-        teacher = ServedTeacher(FakeTeacher(delay_s=0.2))
-        service = make_service(run_config(tmp_path), FakeSlowEngine(short), FakeSlowScorer(), teacher=teacher)
-        started = asyncio.get_running_loop().time()
-        await service.take(0)
-        return asyncio.get_running_loop().time() - started
+    class FakeMeetingTeacher(FakeMeeting):
+        async def score(self, sample: Sample) -> NDArray[np.float32]:
+            await self.meet()
+            return np.zeros(len(sample), np.float32)
 
-    assert run(work()) < 0.39
+    async def work() -> None:
+        scorer, teacher = FakeMeetingScorer(), FakeMeetingTeacher()
+        scorer.other, teacher.other = teacher, scorer
+        service = make_service(run_config(tmp_path), FakeSlowEngine(short), scorer, teacher=teacher)
+        await service.take(0)
+
+    run(work())
 
 
 def test_a_teacher_that_fails_ends_the_step_with_its_name_and_nothing_is_lost(tmp_path: Path) -> None:
