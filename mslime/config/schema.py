@@ -8,7 +8,7 @@ Rules that span sections live in `rules`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -270,11 +270,11 @@ class TrainConfig(Section):
     max_tokens_per_micro_batch: int = Field(
         default=4096, ge=1, description="Token budget of a packed micro-batch, per CP rank."
     )
-    quadratic_tokens: float | None = Field(
-        default=24576,
-        gt=0,
+    quadratic_tokens: Annotated[float, Field(gt=0)] | Literal["auto"] | None = Field(
+        default="auto",
         description="Sequence length n at which attention costs as much as everything else; micro-batches are balanced "
-        "by n + n^2 / this. About 12 x hidden size for a dense model, less for an MoE. null: by tokens alone.",
+        "by n + n^2 / this. auto: counted from config.json, about 12 x hidden size for a dense model. null: by tokens "
+        "alone.",
     )
     packed: bool = Field(
         default=True, description="Pack sequences without padding (thd). False: one sequence a micro-batch."

@@ -122,7 +122,13 @@ def _rollout_numbers(samples: Sequence[Sample]) -> list[int]:
 
 def _packing_metrics(shards: Sequence[Sequence[TrainShard]], config: RunConfig) -> dict[str, float]:
     train = config.train
-    return packing_metrics(shards, config.layout, train.max_tokens_per_micro_batch, train.quadratic_tokens)
+    return packing_metrics(shards, config.layout, train.max_tokens_per_micro_batch, _quadratic_tokens(config))
+
+
+def _quadratic_tokens(config: RunConfig) -> float | None:
+    found = config.train.quadratic_tokens
+    assert found != "auto", "`check.resolve` counts train.quadratic_tokens from the model"
+    return found
 
 
 def _pack(
@@ -142,6 +148,6 @@ def _pack(
         packed=train.packed,
         steps=1 if train.task == "sft" else train.optimizer_steps_per_rollout,
         multiple_of=chunks_per_group(layout),
-        quadratic_tokens=train.quadratic_tokens,
+        quadratic_tokens=_quadratic_tokens(config),
         version=version,
     )

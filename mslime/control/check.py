@@ -25,12 +25,13 @@ from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.source import PromptSource, supervised_sample
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
+from mslime.plan.work import quadratic_tokens
 from mslime.rollout.gate import SubmitGate
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A validated run: the configuration, with what the checkpoint says about the model."""
+    """A validated run: the configuration, nothing left to the model, with what the checkpoint says about it."""
 
     config: RunConfig
     hf_config: dict[str, object]
@@ -73,7 +74,7 @@ def resolve(config: RunConfig) -> ResolvedRun:
     _check_teacher(config, model, tokenizer)
     _check_data(config, tokenizer)
     _check_optional_packages(config)
-    run = ResolvedRun(config, hf_config, family, model)
+    run = ResolvedRun(with_model(config, hf_config), hf_config, family, model)
     if config.weights.verify == "always" and run.weight_check == "never":
         raise ConfigError(
             "weights.verify", "always",
@@ -82,6 +83,15 @@ def resolve(config: RunConfig) -> ResolvedRun:
             "use never",
         )  # fmt: skip
     return run
+
+
+def with_model(config: RunConfig, hf_config: dict[str, object]) -> RunConfig:
+    """The configuration with what it leaves to the model filled in: `train.quadratic_tokens`."""
+    if config.train.quadratic_tokens != "auto":
+        return config
+    counted = quadratic_tokens(hf_config)
+    known = {"quadratic_tokens": None if counted is None else float(round(counted))}
+    return config.model_copy(update={"train": config.train.model_copy(update=known)})
 
 
 def _check_engine_tp(config: RunConfig, family: Family) -> None:
@@ -269,6 +279,7 @@ def _batch_table(config: RunConfig) -> Table:
                 "optimizer",
                 f"{t.optimizer_steps_per_rollout} step(s) of {per_step} groups, {budget:,} tokens a micro-batch",
             ),
+            ("balance", _balance(t.quadratic_tokens)),
             (
                 "engines",
                 f"{engines} x TP{config.sglang.tp_size}, {r.concurrency} requests each; {in_flight} groups in flight",
@@ -276,6 +287,12 @@ def _batch_table(config: RunConfig) -> Table:
             ("run", f"{t.num_steps} steps = {t.num_steps * responses:,} responses"),
         ],
     )
+
+
+def _balance(quadratic_tokens: float | str | None) -> str:
+    if quadratic_tokens is None:
+        return "micro-batches by tokens alone"
+    return f"micro-batches by n + n^2 / {quadratic_tokens:,.0f} for a sequence of n tokens"
 
 
 def _switch_table(run: ResolvedRun) -> Table:

@@ -72,6 +72,7 @@ def config_for(server: SharedServer, directory: Path, stop_ids: int = 12, **roll
         server.checkpoint,
         data={"prompts": [str(path)], "shuffle": False},
         rollout=settings,
+        train={"quadratic_tokens": 24576},
         reward={"kind": "custom", "function": "tests.unit.user_rewards:parity"},
         deadlines={"rollout_step_s": 90},
     )

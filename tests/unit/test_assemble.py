@@ -18,7 +18,8 @@ from mslime.rollout.state import pack_groups, unpack_groups
 
 def make_config(**sections: dict[str, object]) -> RunConfig:
     base: dict[str, object] = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}}
-    return RunConfig.model_validate({**base, "cluster": {"device": "cpu"}, **sections})
+    train = {"quadratic_tokens": 24576, **sections.pop("train", {})}
+    return RunConfig.model_validate({**base, "cluster": {"device": "cpu"}, "train": train, **sections})
 
 
 def make_group(group: int, rewards: list[float], source: str = "data/math.jsonl:3") -> Group:

@@ -91,7 +91,7 @@ def make_config(advantage: str, aggregation: str, layout: tuple[int, int, int, b
             "cluster": {"device": "cpu", "trainer_ranks": dp * cp},
             "megatron": {"context_parallel_size": cp},
             "rollout": {"max_response_tokens": MAX_RESPONSE},
-            "train": {"max_tokens_per_micro_batch": budget, "packed": packed},
+            "train": {"max_tokens_per_micro_batch": budget, "packed": packed, "quadratic_tokens": 24576},
             "algorithm": {"advantage": advantage, "loss_aggregation": aggregation, "gamma": 0.97},
         }
     )
