@@ -98,13 +98,19 @@ def test_an_asynchronous_run_recycles_partial_rollouts_within_the_staleness_boun
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
     rollout = {"max_staleness": 2, "over_sampling": 2.0, "max_response_tokens": 160, "groups_per_step": 2}
-    run = start_run(settings(tiny_qwen3_moe, prompts, rollout=rollout, train={"num_steps": 4}), tmp_path)
+    # Its teacher, on a server of its own, is the model itself, so at first there is nothing to distil.
+    teacher, distil = {"path": str(tiny_qwen3_moe), "max_total_tokens": 4096}, {"advantage": "none", "opd_coef": 1.0}
+    values = settings(
+        tiny_qwen3_moe, prompts, rollout=rollout, train={"num_steps": 4}, teacher=teacher, algorithm=distil
+    )
+    run = start_run(values, tmp_path)
     runs.append(run)
     assert run.finish(START_S + 4 * STEP_S) == 0, run.text()
     rows = run.rows()
     assert len(rows) == 4 and all(r["staleness/max"] <= 2 for r in rows)
     assert sum(r["rollout/aborted"] for r in rows) > 0 and sum(r["rollout/recycled"] for r in rows) > 0
     assert all(r["replay/coverage"] == 1.0 for r in rows)
+    assert max(-rows[0]["advantage/min"], rows[0]["advantage/max"]) < 1e-4 < rows[-1]["advantage/max"]
     assert run.left_over() == []
 
 
