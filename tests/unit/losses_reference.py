@@ -41,7 +41,7 @@ def ppo(x: Response, config: AlgorithmConfig) -> list[float]:
 
 
 def clipped(r: float, a: float, config: AlgorithmConfig) -> float:
-    """Dual-clip PPO, equation 3 of arXiv 1912.09729: max(min(r A, clip(r) A), c A) for A < 0."""
+    """Dual-clip PPO's objective of arXiv 1912.09729: max(min(r A, clip(r) A), c A) for A < 0."""
     objective = min(r * a, min(max(r, 1 - config.clip_low), 1 + config.clip_high) * a)
     if config.clip_dual is not None and a < 0:
         objective = max(objective, config.clip_dual * a)
@@ -64,13 +64,13 @@ def gmpo(x: Response, config: AlgorithmConfig) -> list[float]:
 
 
 def cispo(x: Response, config: AlgorithmConfig) -> list[float]:
-    """Equations 4 and 5 of arXiv 2506.13585."""
+    """Equations 4 and 5 of arXiv 2506.13585: the clipped weight is a constant of the gradient."""
     weights = np.clip(x.fixed_r, 1 - config.clip_low, 1 + config.clip_high)
     return list(-weights * x.advantages * x.log_pi)
 
 
 def sapo(x: Response, config: AlgorithmConfig) -> list[float]:
-    """Equations 5 and 6 of arXiv 2511.20347."""
+    """The gate of arXiv 2511.20347, 4 / tau sigmoid(tau (r - 1)), in the place of the ratio."""
     out = []
     for r, a in zip(x.r, x.advantages, strict=True):
         tau = config.sapo.tau_positive if a > 0 else config.sapo.tau_negative
@@ -79,7 +79,7 @@ def sapo(x: Response, config: AlgorithmConfig) -> list[float]:
 
 
 def topr(x: Response, config: AlgorithmConfig) -> list[float]:
-    """The update of arXiv 2503.14286, section 3: positives as they are, negatives tapered by min(pi / mu, 1)."""
+    """The update of TOPR, arXiv 2503.14286: positives as they are, negatives tapered by min(pi / mu, 1)."""
     whole = math.exp(np.clip(np.sum(np.clip(x.fixed - x.anchor, -20, 20)), -20, 20))
     ratios = x.fixed_r if config.topr.level == "token" else np.full(len(x.r), whole)
     tapered = np.where(x.advantages > 0, 1.0, np.minimum(ratios, 1.0))
