@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import socket
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import mslime.backends.sglang.client as client_module
 from mslime.backends.sglang.client import (
     EngineClient,
     EngineDied,
@@ -135,6 +138,32 @@ def test_a_broken_connection_names_the_engine_and_its_log() -> None:
     with pytest.raises(EngineDied, match="connection broke") as caught:
         generate(GenerateRequest("a", [1], 1), drop_connections=True)
     assert caught.value.field == "engine0" and "/logs/engine0.log" in caught.value.way_out
+
+
+def test_idle_connections_are_given_up_before_the_server_closes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    (package,) = find_spec("sglang").submodule_search_locations  # read, not imported: that takes seconds
+    setting = re.search(r"SGLANG_TIMEOUT_KEEP_ALIVE = EnvInt\((\d+)\)", (Path(package) / "srt/environ.py").read_text())
+    assert setting is not None and int(setting[1]) / 2 >= client_module.KEEPALIVE_S
+    monkeypatch.setattr(client_module, "KEEPALIVE_S", 0.1)
+    connections: list[int] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(0)
+        while (await reader.readline()).startswith(b"POST"):
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(2)  # {}
+            connections[-1] += 1
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 0\r\n\r\n")
+
+    async def work() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server, client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as asking:
+            for idle in (0.0, 0.0, 0.4):
+                await asyncio.sleep(idle)
+                await asking.begin_weight_update()
+
+    run(work())
+    assert connections == [2, 1]
 
 
 def test_a_refusal_carries_the_engine_s_own_words() -> None:

@@ -32,7 +32,12 @@ from mslime.config.errors import EngineError
 from mslime.config.schema import DeadlineConfig
 
 PauseMode = Literal["abort", "retract", "in_place"]
+
 Finish = Literal["stop", "length", "abort"]
+
+KEEPALIVE_S = 2.0
+"""After so long an idle connection is given up. The server closes it after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a request
+sent into a connection that is just being closed fails as if the engine were dead."""
 
 
 class EngineDied(EngineError):
@@ -443,7 +448,9 @@ class EngineClient:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30))
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+            )
         return self._session
 
     async def _question(self, path: str) -> dict[str, Any]:
