@@ -56,6 +56,7 @@ class Cluster:
         self._cuda = config.cluster.device == "cuda"
         self._groups: list[PlacementGroup] = []
         self._trainers: PlacementGroup | None = None
+        self._critics: PlacementGroup | None = None
         self._engines: PlacementGroup | None = None
         self._teachers: PlacementGroup | None = None
 
@@ -81,7 +82,8 @@ class Cluster:
         local: dict[str, Any] = {}
         if config.cluster.ray_address is None:
             # Logical CPUs: on a laptop there are more ranks than cores, and they take turns.
-            local = {"num_cpus": world + engines + teachers + 2, "include_dashboard": False}
+            processes = world + config.critic_ranks + engines + teachers
+            local = {"num_cpus": processes + 2, "include_dashboard": False}
             if not self._cuda:
                 local |= {"object_store_memory": _LOCAL_OBJECT_STORE}
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -95,6 +97,8 @@ class Cluster:
             runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
         )
         self._trainers = self._place("cluster.trainer_ranks", [self._bundle(1) for _ in range(world)])
+        if config.critic_ranks:
+            self._critics = self._place("critic.placement", [self._bundle(1) for _ in range(config.critic_ranks)])
         if engines:
             self._engines = self._place(
                 "sglang.num_engines",
@@ -126,6 +130,11 @@ class Cluster:
         """Actor options that put trainer `rank` into its bundle. Ranks fill nodes in order (PACK)."""
         assert self._trainers is not None
         return self._options(self._trainers, rank, gpus=1)
+
+    def critic_options(self, rank: int) -> dict[str, Any]:
+        """Actor options that put rank `rank` of a critic of its own into its bundle."""
+        assert self._critics is not None
+        return self._options(self._critics, rank, gpus=1)
 
     def engine_options(self, index: int, role: Role = "engine") -> dict[str, Any]:
         """Actor options that put engine or teacher `index` into its bundle."""

@@ -6,7 +6,7 @@ Every method is one verb of the loop. A failure anywhere leaves through `__exit_
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup
 from mslime.control.rollouts import RolloutHandle, StepShards
 from mslime.control.trainers import TrainerGroup
-from mslime.data.checkpoints import latest_complete, prune, read_extra, step_directory
+from mslime.data.checkpoints import critic_directory, latest_complete, prune, read_extra, step_directory
 from mslime.data.source import PromptSource, supervised_sample
 from mslime.data.tokenizer import load_tokenizer
 from mslime.observe.metrics import MetricsLogger
@@ -102,6 +102,10 @@ class Session:
         if self.loaded is not None:
             self._progress.note(f"continuing from {self.loaded}")
             self._trainers.load(self.loaded, new_run=not self._own)
+            if config.has_critic and not critic_directory(self.loaded).is_dir():
+                self._progress.note(
+                    f"no critic in {self.loaded}: it starts from {config.critic.path or config.model.path}"
+                )
         if config.train.task == "sft":
             self._open_supervised()
 
@@ -159,7 +163,9 @@ class Session:
 
     def train(self, shards: Shards) -> dict[str, float]:
         """Optimizer steps on the shards, and one row of metrics of them all."""
-        metrics, spans = self._trainers.train(shards, self._progress.train)
+        # While the critic is warmed up, the policy stays what it is.
+        policy = not self.config.has_critic or self._step > self.config.critic.warmup_steps
+        metrics, spans = self._trainers.train(shards, self._progress.train, policy)
         self._trained = self._step
         self._record_ranks("train", spans)
         return over_optimizer_steps(metrics)
@@ -229,9 +235,11 @@ class Session:
         self._trainers.save(directory, extra)
         self._saved = next_step
         prune(self._checkpoints, self.config.checkpoint.keep)
+        if self.config.has_critic:
+            prune(critic_directory(directory).parent, self.config.checkpoint.keep)
         end = self._timeline.now()
         self._carried["perf/checkpoint_seconds"] = end - begin
-        self._record_ranks("save", [(begin, end)] * self.config.layout.world_size)
+        self._record_ranks("save", {f"trainer {r}": (begin, end) for r in range(self.config.layout.world_size)})
         self._progress.note(f"saved {directory}")
 
     @contextmanager
@@ -256,9 +264,9 @@ class Session:
         self._trainers.export_hf(directory)
         self._progress.note(f"wrote {directory}")
 
-    def _record_ranks(self, name: str, spans: Sequence[tuple[float, float]]) -> None:
-        for rank, (begin, end) in enumerate(spans):
-            self._timeline.record(f"trainer {rank}", name, begin, end, self._step)
+    def _record_ranks(self, name: str, spans: Mapping[str, tuple[float, float]]) -> None:
+        for rank, (begin, end) in spans.items():
+            self._timeline.record(rank, name, begin, end, self._step)
 
 
 def _checkpoint_to_load(config: RunConfig) -> Path | None:

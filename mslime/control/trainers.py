@@ -1,61 +1,90 @@
-"""The trainer group: one Ray actor per rank around `MegatronTrainer`, called together and failing together."""
+"""The trainer: one Ray actor per rank around `MegatronTrainer`, with the critic's ranks inside or beside them."""
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from mslime.config.schema import RunConfig
-from mslime.control.calls import call, gather
-from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class
+from mslime.control.calls import gather
+from mslime.control.cluster import Cluster
+from mslime.control.ranks import RankActor, RankGroup, Report, fetched
+from mslime.data.checkpoints import critic_directory
 
 if TYPE_CHECKING:
+    from mslime.backends.megatron.critic import MegatronCritic
     from mslime.data.shard import TrainShard
     from mslime.weights.sync import SendReport
     from mslime.weights.transport import EngineInfo
 
+Span = tuple[float, float]
+"""Begin and end of a stretch of work, Unix seconds."""
 
-class TrainerActor:
-    """One trainer rank. Its stdout and stderr go to its own log; engines are imported here, not in the driver."""
+
+class TrainerActor(RankActor):
+    """One trainer rank, and its rank of a critic that shares its GPU."""
 
     def __init__(self, config: RunConfig, rank: int, log_path: str) -> None:
-        redirect_output(Path(log_path))
-        self._config, self._rank = config, rank
-        self._done, self._total = 0, 0
+        super().__init__(config, rank, log_path)
         self._sent, self._buckets = 0, 0
-
-    def address(self) -> str:
-        """`tcp://host:port` that the other ranks can reach: the rendezvous, asked of rank 0."""
-        host = own_host(self._config)
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        self._prepared: list[TrainShard] = []
+        self._found: dict[str, float] = {}
 
     def start(self, rendezvous: str) -> dict[str, Any]:
-        """Build the model and optimizer; returns this rank's MoE layers and grid position."""
+        """Build the model and optimizer; returns this rank's MoE layers."""
+        from mslime.backends.megatron.critic import MegatronCritic
         from mslime.backends.megatron.trainer import MegatronTrainer
 
-        layout = self._config.layout
-        self._trainer = MegatronTrainer(self._config, self._rank, layout.world_size, rendezvous)
+        config = self._config
+        self._trainer = MegatronTrainer(config, self._rank, config.layout.world_size, rendezvous)
         self._trainer.on_micro_batch = self._report
         self._sender = self._trainer.weight_sender(self._report_bucket)
+        self._critic: MegatronCritic | None = None
+        if config.has_critic and config.critic.placement == "shared":
+            self._critic = MegatronCritic(config, self._rank, config.layout.world_size, None)
+            self._critic.on_micro_batch = self._report
         return {"moe_layer_ids": self._trainer.moe_layer_ids}
 
-    def train(self, shards: Sequence[Any]) -> dict[str, Any]:
-        """One optimizer step per shard; returns metrics of each and the span of time this rank was busy."""
-        begin = time.time()
-        own: list[TrainShard] = [ray.get(s) if isinstance(s, ray.ObjectRef) else s for s in shards]
-        metrics = self._trainer.train(own)
-        return {"metrics": metrics, "span": (begin, time.time())}
+    def prepare(self, shards: Sequence[Any], values: Sequence[Any] | None = None) -> list[Any]:
+        """Everything before the first gradient of these shards, which `update` then takes.
 
-    def progress(self) -> tuple[int, int]:
-        """(micro-batches done, of how many) of the step in progress; answered beside the work."""
-        return self._done, self._total
+        Args:
+            values: of a critic elsewhere, one column a shard.
+
+        Returns:
+            What a critic is to learn, one column a shard; None where there is no critic.
+        """
+        own: list[TrainShard] = fetched(shards)
+        if values is not None:
+            own = [replace(shard, values=column) for shard, column in zip(own, values, strict=True)]
+        elif self._critic is not None:
+            own = self._critic.with_values(own)
+        self._prepared, self._found = self._trainer.prepare(own)
+        return [shard.returns for shard in self._prepared]
+
+    def update(self, policy: bool) -> dict[str, Any]:
+        """One optimizer step per prepared shard; returns metrics of each and the span of time this rank was busy.
+
+        Args:
+            policy: also of the policy, not only of the critic on the same GPU.
+        """
+        begin = time.time()
+        rows: list[dict[str, float]] = [dict(self._found) for _ in self._prepared]
+        if self._critic is not None:
+            rows = [row | learnt for row, learnt in zip(rows, self._critic.train(self._prepared), strict=True)]
+        if policy:
+            rows = [row | learnt for row, learnt in zip(rows, self._trainer.update(self._prepared), strict=True)]
+        self._prepared = []
+        return {"metrics": rows, "span": (begin, time.time())}
+
+    def train(self, shards: Sequence[Any], policy: bool) -> dict[str, Any]:
+        """`prepare` and `update` in one."""
+        begin = time.time()
+        self.prepare(shards)
+        return self.update(policy) | {"span": (begin, time.time())}
 
     def buckets(self) -> tuple[int, int]:
         """(weight buckets sent, of how many) of the sync in progress; answered beside the work."""
@@ -66,7 +95,7 @@ class TrainerActor:
         self._sender.connect(engine_urls)
         return self._sender.engines
 
-    def send_weights(self, version: int, verify: bool) -> tuple[SendReport, tuple[float, float]]:
+    def send_weights(self, version: int, verify: bool) -> tuple[SendReport, Span]:
         """Send every bucket; returns the report and the span of time this rank was busy."""
         begin = time.time()
         report = self._sender.send(version, verify)
@@ -77,140 +106,151 @@ class TrainerActor:
         self._sender.export(Path(directory), self._config.model.path)
 
     def save(self, directory: str, extra: dict[str, Any]) -> None:
-        """Write a resumable checkpoint."""
+        """Write a resumable checkpoint, the critic's first."""
+        if self._critic is not None:
+            self._critic.save(critic_directory(Path(directory)), {})
         self._trainer.save(Path(directory), extra)
 
     def load(self, directory: str, new_run: bool) -> None:
-        """Read a checkpoint; of another run when `new_run`."""
+        """Read a checkpoint; of another run when `new_run`. A critic that it lacks stays as it started."""
         self._trainer.load(Path(directory), new_run)
-
-    def _report(self, done: int, total: int) -> None:
-        self._done, self._total = done, total
+        if self._critic is not None and critic_directory(Path(directory)).is_dir():
+            self._critic.load(critic_directory(Path(directory)), new_run)
 
     def _report_bucket(self, sent: int, buckets: int) -> None:
         self._sent, self._buckets = sent, buckets
 
 
+class CriticActor(RankActor):
+    """One rank of a critic on GPUs of its own."""
+
+    def start(self, rendezvous: str) -> None:
+        """Build the model and optimizer."""
+        from mslime.backends.megatron.critic import MegatronCritic
+
+        self._critic = MegatronCritic(self._config, self._rank, self._config.layout.world_size, rendezvous)
+        self._critic.on_micro_batch = self._report
+        self._shards: list[TrainShard] = []
+
+    def values(self, shards: Sequence[Any]) -> list[Any]:
+        """The values of these shards, one column each, which `train` then takes."""
+        self._shards = self._critic.with_values(fetched(shards))
+        return [shard.values for shard in self._shards]
+
+    def train(self, returns: Sequence[Any]) -> dict[str, Any]:
+        """One optimizer step per shard; returns metrics of each and the span of time this rank was busy."""
+        begin = time.time()
+        learnt = [replace(shard, returns=column) for shard, column in zip(self._shards, returns, strict=True)]
+        metrics = self._critic.train(learnt)
+        self._shards = []
+        return {"metrics": metrics, "span": (begin, time.time())}
+
+    def save(self, directory: str) -> None:
+        """Write a resumable checkpoint."""
+        self._critic.save(Path(directory), {})
+
+    def load(self, directory: str, new_run: bool) -> None:
+        """Read a checkpoint; of another run when `new_run`."""
+        self._critic.load(Path(directory), new_run)
+
+
 class TrainerGroup:
-    """All trainer ranks. Every method runs on all of them and returns when all are done."""
+    """All trainer ranks, and those of a critic on GPUs of its own. Every method returns when all ranks are done."""
 
     def __init__(self, config: RunConfig, cluster: Cluster, log_dir: Path) -> None:
         self._config = config
-        world = config.layout.world_size
-        remote = remote_class(TrainerActor, concurrency_groups={"progress": 1})
-        self.log_paths = {_name(r): str(log_dir / f"trainer_rank{r}.log") for r in range(world)}
-        threads = str(config.cluster.trainer_threads)
-        env = {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        }
-        self._actors = [
-            remote.options(**cluster.trainer_options(r), runtime_env={"env_vars": env}).remote(
-                config, r, self.log_paths[_name(r)]
-            )
-            for r in range(world)
-        ]
+        self._trainers = RankGroup("trainer", TrainerActor, config, cluster.trainer_options, log_dir)
+        self._critics: RankGroup | None = None
+        if config.critic_ranks:
+            self._critics = RankGroup("critic", CriticActor, config, cluster.critic_options, log_dir)
 
     def start(self) -> list[tuple[int, ...]]:
-        """Build the model on all ranks; returns every rank's global MoE layer ids."""
-        deadline = self._config.deadlines.trainer_start_s
-        who = _name(0)
-        rendezvous = call(
-            self._actors[0].address.remote(),
-            who,
-            "trainer start",
-            deadline,
-            self.log_paths[who],
-        )
-        started = self._all("trainer start", deadline, lambda a, _: a.start.remote(rendezvous))
-        return [tuple(r["moe_layer_ids"]) for r in started]
+        """Build the models on all ranks; returns every trainer rank's global MoE layer ids."""
+        refs, logs = self._trainers.begin_start(), self._trainers.log_paths
+        if self._critics is not None:
+            refs, logs = refs | self._critics.begin_start(), logs | self._critics.log_paths
+        started = gather(refs, "trainer start", self._config.deadlines.trainer_start_s, logs)
+        return [tuple(started[name]["moe_layer_ids"]) for name in self._trainers.log_paths]
 
     def train(
-        self, shards: Sequence[Sequence[Any]], on_progress: Callable[[int, int], None]
-    ) -> tuple[list[dict[str, float]], list[tuple[float, float]]]:
+        self, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool = True
+    ) -> tuple[list[dict[str, float]], dict[str, Span]]:
         """One optimizer step for each element of `shards[rank]`.
 
+        Args:
+            policy: also of the policy, not only of the critic.
+
         Returns:
-            Metrics of each optimizer step (equal on all ranks), and when each rank was busy (Unix seconds).
+            Metrics of each optimizer step (equal on all ranks), and when each rank was busy.
         """
-        poll = self._poller("progress", on_progress)
-        results = self._all(
-            "train step",
-            self._config.deadlines.train_step_s,
-            lambda a, r: a.train.remote(shards[r]),
-            poll,
-        )
-        return results[0]["metrics"], [r["span"] for r in results]
+        if self._critics is not None:
+            return self._train_apart(self._critics, shards, on_progress, policy)
+        deadline, poll = self._config.deadlines.train_step_s, self._trainers.poller("progress", on_progress)
+        results = self._trainers.all("train step", deadline, lambda a, r: a.train.remote(shards[r], policy), poll)
+        return results[0]["metrics"], _spans("trainer", results)
+
+    def _train_apart(
+        self, critics: RankGroup, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool
+    ) -> tuple[list[dict[str, float]], dict[str, Span]]:
+        """Values go from the critic's ranks to the trainer's and returns back, from rank to rank; then both learn."""
+        trainers, deadline = self._trainers, self._config.deadlines.train_step_s
+        logs, poll = trainers.log_paths | critics.log_paths, trainers.poller("progress", on_progress)
+        valued = critics.submit(lambda a, r: a.values.remote(shards[r]))
+        gather(valued, "train step: values", deadline, logs)
+        values = list(valued.values())
+        prepared = trainers.submit(lambda a, r: a.prepare.remote(shards[r], values[r]))
+        gather(prepared, "train step: log-probs", deadline, logs, poll)
+        returns = list(prepared.values())
+        learning = trainers.submit(lambda a, _: a.update.remote(policy))
+        learning |= critics.submit(lambda a, r: a.train.remote(returns[r]))
+        found = gather(learning, "train step", deadline, logs, poll)
+        of_policy, of_critic = ([found[name] for name in group.log_paths] for group in (trainers, critics))
+        rows = [a | b for a, b in zip(of_policy[0]["metrics"], of_critic[0]["metrics"], strict=True)]
+        return rows, _spans("trainer", of_policy) | _spans("critic", of_critic)
 
     def connect(self, engine_urls: Sequence[str]) -> tuple[EngineInfo, ...]:
         """Meet the engines; returns what they are."""
         urls = list(engine_urls)
-        return self._sync("connect", lambda a, _: a.connect.remote(urls))[0]
+        return self._trainers.all("weight sync: connect", self._sync_deadline, lambda a, _: a.connect.remote(urls))[0]
 
-    def send_weights(
-        self, version: int, verify: bool, on_progress: Callable[[int, int], None]
-    ) -> tuple[SendReport, list[tuple[float, float]]]:
+    def send_weights(self, version: int, verify: bool, on_progress: Report) -> tuple[SendReport, dict[str, Span]]:
         """Send all buckets; returns the report and every rank's busy span."""
-        poll = self._poller("buckets", on_progress)
-        results = self._sync("send", lambda a, _: a.send_weights.remote(version, verify), poll)
-        return results[0][0], [span for _, span in results]
+        poll = self._trainers.poller("buckets", on_progress)
+        results = self._trainers.all(
+            "weight sync: send", self._sync_deadline, lambda a, _: a.send_weights.remote(version, verify), poll
+        )
+        return results[0][0], {f"trainer {rank}": span for rank, (_, span) in enumerate(results)}
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint."""
-        self._all(
-            "export",
-            self._config.deadlines.checkpoint_s,
-            lambda a, _: a.export_hf.remote(str(directory)),
-        )
+        deadline = self._config.deadlines.checkpoint_s
+        self._trainers.all("export", deadline, lambda a, _: a.export_hf.remote(str(directory)))
 
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Write a resumable checkpoint."""
-        self._all(
-            "checkpoint save",
-            self._config.deadlines.checkpoint_s,
-            lambda a, _: a.save.remote(str(directory), extra),
-        )
+        """Write a resumable checkpoint: the critic's, and then the policy's, whose name says that all is saved."""
+        deadline, critic = self._config.deadlines.checkpoint_s, str(critic_directory(directory))
+        if self._critics is not None:
+            self._critics.all("checkpoint save", deadline, lambda a, _: a.save.remote(critic))
+        self._trainers.all("checkpoint save", deadline, lambda a, _: a.save.remote(str(directory), extra))
 
     def load(self, directory: Path, new_run: bool) -> None:
         """Read a checkpoint; of another run when `new_run`, which begins the learning-rate schedule anew."""
-        deadline = self._config.deadlines.checkpoint_s
-        self._all("checkpoint load", deadline, lambda a, _: a.load.remote(str(directory), new_run))
+        deadline, critic = self._config.deadlines.checkpoint_s, critic_directory(directory)
+        self._trainers.all("checkpoint load", deadline, lambda a, _: a.load.remote(str(directory), new_run))
+        if self._critics is not None and critic.is_dir():
+            self._critics.all("checkpoint load", deadline, lambda a, _: a.load.remote(str(critic), new_run))
 
     def stop(self) -> None:
-        """Kill every rank at once: one that hangs in a collective answers nothing else."""
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
+        """Kill every rank."""
+        for group in (self._trainers, self._critics):
+            if group is not None:
+                group.stop()
 
-    def _sync(
-        self, phase: str, submit: Callable[[Any, int], ray.ObjectRef], on_wait: Callable[[], None] | None = None
-    ) -> list[Any]:
+    @property
+    def _sync_deadline(self) -> float:
         # The sender keeps deadlines of its own that name bucket and engine; ours is for a rank that is gone.
-        return self._all(f"weight sync: {phase}", self._config.deadlines.weight_sync_s + 60, submit, on_wait)
-
-    def _all(
-        self,
-        what: str,
-        deadline_s: float,
-        submit: Callable[[Any, int], ray.ObjectRef],
-        on_wait: Callable[[], None] | None = None,
-    ) -> list[Any]:
-        refs = {_name(r): submit(actor, r) for r, actor in enumerate(self._actors)}
-        return list(gather(refs, what, deadline_s, self.log_paths, on_wait).values())
-
-    def _poller(self, method: str, report: Callable[[int, int], None]) -> Callable[[], None]:
-        """Ask rank 0 how far it is, without ever waiting for the answer."""
-        asked: list[ray.ObjectRef] = []
-
-        def poll() -> None:
-            ready = ray.wait(asked, timeout=0)[0] if asked else []
-            if ready:
-                report(*ray.get(asked.pop()))
-            if not asked:
-                asked.append(getattr(self._actors[0], method).options(concurrency_group="progress").remote())
-
-        return poll
+        return self._config.deadlines.weight_sync_s + 60
 
 
-def _name(rank: int) -> str:
-    return f"trainer rank {rank}"
+def _spans(role: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Span]:
+    return {f"{role} {rank}": result["span"] for rank, result in enumerate(results)}

@@ -8,6 +8,7 @@ either absent or complete. The manifest lists every file with its size, so that 
                   /extra/<key>.bin    binary values of extra
                   /rng/rank_00000.pt  random number generators of each rank
                   /...                megatron-core's torch_dist files (weights, optimizer, schedule)
+    <root>/critic/step_10/...         likewise of PPO's critic
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ class Manifest:
 def step_directory(root: Path, step: int) -> Path:
     """Where the checkpoint that continues at `step` lives."""
     return root / f"step_{step}"
+
+
+def critic_directory(directory: Path) -> Path:
+    """Where the critic that belongs to a checkpoint lives: a checkpoint of its own, complete before the policy's is."""
+    return directory.parent / "critic" / directory.name
 
 
 def saving_directory(directory: Path) -> Path:

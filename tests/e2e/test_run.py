@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mslime.convert.hf import HFCheckpoint
-from mslime.data.checkpoints import latest_complete, read_manifest, step_directory
+from mslime.data.checkpoints import critic_directory, latest_complete, read_manifest, step_directory
 from mslime.observe.names import is_known
 from mslime.observe.report import write_report
 from tests.e2e.harness import ROOT, Run, interrupt, start_run
@@ -91,6 +91,35 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
 
     page = write_report(second.directory).read_text()
     assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.timeout(900)
+def test_a_critic_is_warmed_up_on_gpus_of_its_own_and_resumes_on_the_policys(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    apart = {"placement": "separate", "warmup_steps": 1, "lr": 1e-2}
+    values = settings(tiny_qwen3_moe, prompts, algorithm={"advantage": "gae"}, checkpoint={"save_every": 1})
+    first = start_run(values | {"critic": apart}, tmp_path)
+    runs.append(first)
+    assert first.finish(START_S + 2 * STEP_S) == 0, first.text()
+    assert first.left_over() == []
+    warm, trained = first.rows()
+    assert "grad_norm" not in warm and "grad_norm" in trained, "the policy waits for its critic"
+    assert warm["loss/value"] > 0 and warm["critic/lr"] == 1e-2
+    checkpoint = step_directory(first.directory / "checkpoints", 2)
+    assert read_manifest(critic_directory(checkpoint)) and read_manifest(checkpoint)
+
+    values["megatron"] = TP2_EP2
+    values["train"] = values["train"] | {"num_steps": 3}
+    second = start_run(values | {"critic": apart | {"placement": "shared"}}, tmp_path)
+    runs.append(second)
+    assert second.finish(START_S + STEP_S) == 0, second.text()
+    assert "continuing from" in second.text() and "no critic in" not in second.text()
+    rows = second.rows()
+    assert [r["step"] for r in rows] == [1, 2, 3] and {"grad_norm", "critic/grad_norm"} <= set(rows[-1])
+    assert all(is_known(name) for row in rows for name in row)
+    assert not list((first.directory / "checkpoints" / "critic").glob("step_1")), "as many are kept as of the policy"
+    assert second.left_over() == []
 
 
 @pytest.mark.timeout(600)

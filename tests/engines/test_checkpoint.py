@@ -295,3 +295,22 @@ def test_a_kill_in_mid_save_leaves_only_complete_checkpoints(model: Path, tmp_pa
             steps = {json.loads((path / "manifest.json").read_text())["extra"]["step"] for path in named}
             assert steps == set(range(len(named))), "every save before the kill is there, none is half there"
             assert run_trainers(_load_newest, config, root) == [max(steps)]
+
+
+def _save_at_once(trainer: MegatronTrainer, directory: Path) -> Any:
+    trainer.save(directory, {})
+    return curve(train_steps(trainer, 0, 2))
+
+
+def _load_and_begin(trainer: MegatronTrainer, directory: Path) -> Any:
+    trainer.load(directory)
+    assert trainer.step == 0
+    return curve(train_steps(trainer, 0, 2))
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2_ep2_distopt"])
+def test_a_model_that_was_never_updated_is_saved_and_resumed(layout: str, model: Path, tmp_path: Path) -> None:
+    """As a policy is whose critic is still warmed up."""
+    config = config_of(layout, model, tmp_path)
+    saved = run_trainers(_save_at_once, config, tmp_path / "step_0")
+    assert run_trainers(_load_and_begin, config, tmp_path / "step_0") == saved

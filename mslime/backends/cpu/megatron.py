@@ -17,7 +17,7 @@ import logging
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -440,26 +440,6 @@ def _(overrides: _Overrides) -> None:
         setattr(layers, name, alone(getattr(layers, name)))
 
 
-@_patch("adam_state_before_load", "sharded_state_dict(is_loading=True) asserts that torch's AdamW already has state")
-def _(overrides: _Overrides) -> None:
-    import torch
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer.sharded_state_dict
-
-    def with_state(self: Any, model_state: Any, is_loading: bool = False, *args: Any, **options: Any) -> Any:
-        for parameter in _parameters(self.optimizer) if is_loading else ():
-            if not self.optimizer.state[parameter]:
-                self.optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter.data),
-                    "exp_avg_sq": torch.zeros_like(parameter.data),
-                }
-        return original(self, model_state, is_loading, *args, **options)
-
-    DistributedOptimizer.sharded_state_dict = with_state  # type: ignore[method-assign,assignment]
-
-
 @_patch(
     "adam_load_skips_step",
     "loading looks torch AdamW's per-parameter 'step' up in the checkpoint, where it is not, and "
@@ -502,8 +482,3 @@ def _(overrides: _Overrides) -> None:
                 state["step"] = state["step"].clone()
 
     DistributedOptimizer.load_state_dict = load
-
-
-def _parameters(optimizer: Any) -> Iterator[Any]:
-    for group in optimizer.param_groups:
-        yield from group["params"]

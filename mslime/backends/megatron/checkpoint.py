@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mslime.backends.megatron.optimizer import begin_states, load_states
 from mslime.config.errors import CheckpointError
 from mslime.data import checkpoints
 
@@ -129,7 +130,7 @@ def load_checkpoint(
     def take() -> None:
         for key, chunk in _named(chunks):
             chunk.load_state_dict(state[key], strict=True)
-        optimizer.load_state_dict(state["optimizer"])
+        load_states(optimizer, state["optimizer"])
         schedule.load_state_dict(state["schedule"])
 
     _together(take, fail)
@@ -151,6 +152,7 @@ def _state(
     is_loading: bool,
 ) -> dict[str, Any]:
     """The sharded state dict of this rank."""
+    begin_states(optimizer)
     metadata = SHARDING | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state: dict[str, Any] = {
         key: chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -26,7 +27,7 @@ def build_optimizer(
         steps: optimizer steps of the whole run.
     """
     optimizer = get_megatron_optimizer(optimizer_config, list(chunks))
-    for part in optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]:
+    for part in _parts(optimizer):
         if isinstance(part, DistributedOptimizer):
             _number_as_held(part)
     schedule = OptimizerParamScheduler(
@@ -46,6 +47,37 @@ def build_optimizer(
         override_opt_param_scheduler=True,
     )
     return optimizer, schedule
+
+
+def begin_states(optimizer: MegatronOptimizer) -> None:
+    """Adam's moments at 0 where no step has been taken: megatron-core 0.16.1 can neither save nor load without them."""
+    for part in _parts(optimizer):
+        inner = part.optimizer
+        if isinstance(inner, torch.optim.Adam):
+            for parameter in (p for group in inner.param_groups for p in group["params"] if not inner.state[p]):
+                moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
+        elif inner is not None and not inner.state:
+            part.init_state_fn(inner, part.config)  # type: ignore[attr-defined]
+
+
+def load_states(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
+    """Take a loaded state; a step count of 0, which megatron-core 0.16.1 leaves out when it saves, is put back."""
+    _count_from_0(state)
+    optimizer.load_state_dict(state)
+
+
+def _count_from_0(state: dict[Any, Any]) -> None:
+    parameters = state.get("state", {})
+    if any("exp_avg" in own and "step" not in own for own in parameters.values() if isinstance(own, dict)):
+        parameters.setdefault("common_step", torch.tensor(0.0))
+    for inner in state.values():  # of chained optimizers, and inside of one with main weights
+        if isinstance(inner, dict):
+            _count_from_0(inner)
+
+
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def _number_as_held(optimizer: DistributedOptimizer) -> None:

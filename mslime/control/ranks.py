@@ -1,0 +1,122 @@
+"""One Ray actor per rank of a model that is trained: started together, called together and failing together."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mslime.config.schema import RunConfig
+from mslime.control.calls import call, gather
+from mslime.control.cluster import own_host, redirect_output, remote_class
+
+Report = Callable[[int, int], None]
+"""Called with (how much is done, of how much)."""
+
+
+class RankActor:
+    """One rank. Its stdout and stderr go to its own log; engines are imported here, not in the driver."""
+
+    def __init__(self, config: RunConfig, rank: int, log_path: str) -> None:
+        redirect_output(Path(log_path))
+        self._config, self._rank = config, rank
+        self._done, self._total = 0, 0
+
+    def address(self) -> str:
+        """`tcp://host:port` that the other ranks can reach: the rendezvous, asked of rank 0."""
+        host = own_host(self._config)
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"tcp://{host}:{probe.getsockname()[1]}"
+
+    def progress(self) -> tuple[int, int]:
+        """(micro-batches done, of how many) of the step in progress; answered beside the work."""
+        return self._done, self._total
+
+    def _report(self, done: int, total: int) -> None:
+        self._done, self._total = done, total
+
+
+class RankGroup:
+    """All ranks of one model.
+
+    Attributes:
+        role: what its ranks are called.
+        log_paths: where each rank writes, by its name, in rank order.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        actor: type[RankActor],
+        config: RunConfig,
+        placed: Callable[[int], Mapping[str, Any]],
+        log_dir: Path,
+    ) -> None:
+        """
+        Args:
+            placed: Ray's options that put a rank where it belongs.
+        """
+        self.role, self._config, world = role, config, config.layout.world_size
+        remote = remote_class(actor, concurrency_groups={"progress": 1})
+        self.log_paths = {self.name(r): str(log_dir / f"{role}_rank{r}.log") for r in range(world)}
+        threads = str(config.cluster.trainer_threads)
+        env = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        }
+        self._actors = [
+            remote.options(**placed(r), runtime_env={"env_vars": env}).remote(config, r, self.log_paths[self.name(r)])
+            for r in range(world)
+        ]
+
+    def name(self, rank: int) -> str:
+        """A rank's, for messages."""
+        return f"{self.role} rank {rank}"
+
+    def begin_start(self) -> dict[str, ray.ObjectRef]:
+        """Let the ranks meet and build the model; `calls.gather` what this returns."""
+        who, deadline = self.name(0), self._config.deadlines.trainer_start_s
+        rendezvous = call(self._actors[0].address.remote(), who, "trainer start", deadline, self.log_paths[who])
+        return self.submit(lambda a, _: a.start.remote(rendezvous))
+
+    def submit(self, work: Callable[[Any, int], ray.ObjectRef]) -> dict[str, ray.ObjectRef]:
+        """`work(actor, rank)` of every rank, by name, in rank order."""
+        return {self.name(r): work(actor, r) for r, actor in enumerate(self._actors)}
+
+    def all(
+        self,
+        what: str,
+        deadline_s: float,
+        work: Callable[[Any, int], ray.ObjectRef],
+        on_wait: Callable[[], None] | None = None,
+    ) -> list[Any]:
+        """What `work(actor, rank)` gave, in rank order; `calls.gather` says how it may fail."""
+        return list(gather(self.submit(work), what, deadline_s, self.log_paths, on_wait).values())
+
+    def stop(self) -> None:
+        """Kill every rank at once: one that hangs in a collective answers nothing else."""
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+
+    def poller(self, method: str, report: Report) -> Callable[[], None]:
+        """Ask rank 0 how far it is, without ever waiting for the answer."""
+        asked: list[ray.ObjectRef] = []
+
+        def poll() -> None:
+            ready = ray.wait(asked, timeout=0)[0] if asked else []
+            if ready:
+                report(*ray.get(asked.pop()))
+            if not asked:
+                asked.append(getattr(self._actors[0], method).options(concurrency_group="progress").remote())
+
+        return poll
+
+
+def fetched(shards: Sequence[Any]) -> list[Any]:
+    """Shards, or Ray references to them, as shards."""
+    return [ray.get(s) if isinstance(s, ray.ObjectRef) else s for s in shards]
