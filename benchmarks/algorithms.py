@@ -4,7 +4,7 @@
 
 For each seed one supervised warm start that all variants share, then one `mslime train` a variant: the same prompts in
 the same order, as many responses a step, as many optimizer steps, one learning rate; a loss keeps its own clip range.
-The variants `stale_*` are the variant `grpo` at `rollout.max_staleness` 4.
+The variants `stale_*` and `fresh` are GRPO at `rollout.max_staleness` 4 and 0, with twice as many optimizer steps.
 
 What is finished is not run again and what was interrupted goes on, so the same command continues a comparison.
 `--plot-only` draws and prints what is there. Writes algorithms.png and algorithms.md into --out; the plot needs
@@ -59,8 +59,14 @@ class Variant:
     settings: dict[str, dict[str, Any]]
 
 
-def _stale(preset: str) -> dict[str, dict[str, Any]]:
-    return {"rollout": {"max_staleness": 4}, "algorithm": {"correction": {"preset": preset}}}
+def _stale(preset: str, max_staleness: int = 4) -> dict[str, dict[str, Any]]:
+    """Eight optimizer steps a rollout: the policy moves further from its samplers, and the trainer, not the engine, is
+    what the other waits for, so that the data is as old as it may be."""
+    return {
+        "rollout": {"max_staleness": max_staleness},
+        "train": {"optimizer_steps_per_rollout": 8},
+        "algorithm": {"correction": {"preset": preset}},
+    }
 
 
 VARIANTS: dict[str, Variant] = {
@@ -68,7 +74,8 @@ VARIANTS: dict[str, Variant] = {
     "gspo": Variant("GSPO", 0, {"algorithm": {"loss": "gspo"}}),
     "cispo": Variant("CISPO", 0, {"algorithm": {"loss": "cispo"}}),
     "reinforce_pp": Variant("REINFORCE++", 0, {"algorithm": {"advantage": "reinforce_pp"}}),
-    "stale_none": Variant("staleness 4, none", 1, _stale("none")),
+    "fresh": Variant("staleness 0, tis", 1, _stale("tis", 0)),
+    "stale_none": Variant("staleness 4, no correction", 1, _stale("none")),
     "stale_tis": Variant("staleness 4, tis", 1, _stale("tis")),
     "stale_mis": Variant("staleness 4, mis", 1, _stale("mis")),
 }
@@ -121,7 +128,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=_names, metavar="A,B", help=f"of {', '.join(VARIANTS)} (default: all)")
     parser.add_argument("--seeds", type=lambda s: [int(x) for x in s.split(",")], default=[1234], metavar="N,M")
-    parser.add_argument("--steps", type=int, default=30, help="rollouts of 256 responses, each for 4 optimizer steps")
+    parser.add_argument("--steps", type=int, default=30, help="rollouts of 256 responses (default 30)")
     parser.add_argument("--threshold", type=float, default=0.8, help="sampled accuracy to reach (default 0.8)")
     parser.add_argument("--out", type=Path, default=Path("outputs/algorithms"))
     parser.add_argument("--plot-only", action="store_true", help="run nothing; draw and print what is there")
@@ -302,20 +309,19 @@ def draw(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
     colours = {name: f"C{i}" for i, name in enumerate(VARIANTS)}
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     for i, panel in enumerate(panels):
-        shown = [n for n in curves if VARIANTS[n].panel == i or n == "grpo"]
+        shown = [n for n in curves if VARIANTS[n].panel == i]
         for name in shown:
-            colour = "0.45" if i and name == "grpo" else colours[name]
-            label = "synchronous" if i and name == "grpo" else VARIANTS[name].label
+            colour = colours[name]
             runs = list(curves[name].values())
             x = sorted(set.intersection(*(set(c.sampled) for c in runs)))
             found = [[c.sampled[step] for c in runs] for step in x]
-            panel.plot(x, [fmean(f) for f in found], color=colour, label=label, lw=1.8)
+            panel.plot(x, [fmean(f) for f in found], color=colour, label=VARIANTS[name].label, lw=1.8)
             if len(runs) > 1:
                 panel.fill_between(x, [min(f) for f in found], [max(f) for f in found], color=colour, alpha=0.15, lw=0)
             for run in runs:
                 panel.plot(run.greedy.keys(), run.greedy.values(), "o", color=colour, ms=4, mew=0, alpha=0.7)
         panel.set_title(("Algorithms, synchronous", "GRPO, data up to 4 versions old")[i], fontsize=11)
-        panel.set_xlabel("step (256 responses, 4 optimizer steps)")
+        panel.set_xlabel(f"step (256 responses, {4 + 4 * i} optimizer steps)")
         panel.grid(alpha=0.25)
         if shown:
             panel.legend(loc="lower right", fontsize=9, frameon=False)

@@ -36,8 +36,8 @@ PauseMode = Literal["abort", "retract", "in_place"]
 Finish = Literal["stop", "length", "abort"]
 
 KEEPALIVE_S = 2.0
-"""After so long an idle connection is given up. The server closes it after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a request
-sent into a connection that is just being closed fails as if the engine were dead."""
+"""After so long an idle connection is given up. The server closes it after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a
+request sent into a connection that is just being closed fails as if the engine were dead."""
 
 
 class EngineDied(EngineError):
