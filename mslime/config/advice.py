@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from mslime.config.advantage import AdvantageConfig
+from mslime.config.critic import CriticConfig
 from mslime.config.policy_loss import DPPOConfig, IPOConfig, KimiConfig, SAPOConfig, TOPRConfig
 
 if TYPE_CHECKING:
@@ -123,10 +125,73 @@ def _other_losses(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _advantage(config: RunConfig) -> Iterator[str]:
+    algorithm, start = config.algorithm, AdvantageConfig()
+    of = {"gamma": ("reinforce_pp", "gae"), "gae_lambda": ("gae",), "normalise_std": ("grpo",)}
+    for field, users in of.items():
+        if getattr(algorithm, field) != getattr(start, field) and algorithm.advantage not in users:
+            yield (
+                f"algorithm.{field} has no effect: it is of the advantage {' and '.join(users)}, and the advantage is "
+                f"{algorithm.advantage}."
+            )
+    if algorithm.advantage == "reinforce_pp" and not algorithm.whitens:
+        yield (
+            "algorithm.whiten false with reinforce_pp: nothing is left that the return is compared with, so where "
+            "rewards are not negative every response is made more likely, right or wrong. Leave whiten on, or use "
+            "reinforce_pp_baseline."
+        )
+    teaches = algorithm.advantage in ("reinforce_pp", "gae") or algorithm.opd_coef > 0
+    if teaches and config.rollout.dynamic_filter == "zero_variance":
+        why = "opd_coef" if algorithm.opd_coef > 0 else algorithm.advantage
+        yield (
+            f"rollout.dynamic_filter zero_variance with {why}: groups of equal rewards teach here too, and are "
+            "generated for nothing. Set it to none."
+        )
+
+
+def _never_binds(config: RunConfig) -> Iterator[str]:
+    """Clips around what was before the update, when each rollout is used once."""
+    if config.train.optimizer_steps_per_rollout > 1:
+        return
+    algorithm, value_clip = config.algorithm, config.critic.value_clip
+    if algorithm.clip_dual is not None and algorithm.loss == "ppo" and algorithm.correction.reference == "recompute":
+        yield (
+            f"algorithm.clip_dual {algorithm.clip_dual:g} never binds: with train.optimizer_steps_per_rollout 1 and a "
+            "recomputed old policy the ratio is 1 at its only use. Take more steps, or use preset bypass."
+        )
+    if config.has_critic and value_clip is not None and value_clip != CriticConfig().value_clip:
+        yield (
+            f"critic.value_clip {value_clip:g} never binds: with train.optimizer_steps_per_rollout 1 a value is the "
+            "one before the update at its only use. Take more steps, or leave it alone."
+        )
+
+
+def _unused_fields(config: RunConfig) -> Iterator[str]:
+    algorithm, correction = config.algorithm, config.algorithm.correction
+    plain = type(algorithm)()
+    if algorithm.loss in ("sapo", "topr", "kimi", "reinforce"):
+        for field in ("clip_low", "clip_high"):
+            if getattr(algorithm, field) != getattr(plain, field):
+                yield f"algorithm.{field} has no effect: the loss {algorithm.loss} does not clip."
+    if config.model.reference_path is not None and algorithm.kl_coef == 0:
+        yield (
+            "model.reference_path has no effect with algorithm.kl_coef 0: no reference policy is loaded. Set kl_coef."
+        )
+    if correction.token_cap != plain.correction.token_cap and correction.kept_weight != "token":
+        yield "algorithm.correction.token_cap has no effect: it bounds what kept tokens weigh with kept_weight token."
+    if correction.old_weight != 0 and correction.max_age is None:
+        yield "algorithm.correction.old_weight has no effect without max_age: no token is too old."
+    if correction.normalise and correction.action == "none" and correction.max_age is None:
+        yield "algorithm.correction.normalise has no effect with action none: every weight is 1."
+
+
 _ADVICE: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _ratio_is_one,
     _unbounded_weights,
     _correction_without_effect,
     _kl,
     _other_losses,
+    _advantage,
+    _never_binds,
+    _unused_fields,
 )

@@ -213,6 +213,17 @@ def _group_size(config: RunConfig) -> None:
         )
 
 
+def _filtered_groups(config: RunConfig) -> None:
+    r = config.rollout
+    if config.train.task == "rl" and r.dynamic_filter == "zero_variance" and r.group_size == 1:
+        raise ConfigError(
+            "rollout.dynamic_filter",
+            r.dynamic_filter,
+            "the rewards of a group of one are all equal, so every group would be dropped and no step would ever fill",
+            "use none, or a rollout.group_size of at least 2",
+        )
+
+
 def _advantage(config: RunConfig) -> None:
     algorithm = config.algorithm
     if algorithm.advantage == "none" and algorithm.opd_coef == 0:
@@ -336,6 +347,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _overlap,
     _engine_on_one_node,
     _group_size,
+    _filtered_groups,
     _advantage,
     check_teacher,
     _critic,

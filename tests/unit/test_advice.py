@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mslime.config.advice import warnings
+from mslime.config.errors import ConfigError
 from mslime.config.loader import build
 from mslime.config.policy_loss import LOSS_DEFAULTS
 
@@ -75,6 +76,64 @@ def test_what_means_nothing_is_warned_of_with_the_reason(
 ) -> None:
     found = advice(algorithm, staleness, steps)
     assert len([text for text in found if said in text]) == 1, found
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"algorithm": {"gamma": 0.99}}, "algorithm.gamma has no effect"),
+        ({"algorithm": {"advantage": "reinforce_pp", "gae_lambda": 0.9}}, "algorithm.gae_lambda has no effect"),
+        ({"algorithm": {"advantage": "rloo", "normalise_std": False}}, "algorithm.normalise_std has no effect"),
+        ({"algorithm": {"advantage": "reinforce_pp", "whiten": False}}, "every response is made more likely"),
+        (
+            {"algorithm": {"advantage": "gae"}, "rollout": {"dynamic_filter": "zero_variance"}},
+            "zero_variance with gae: groups of equal rewards teach here too",
+        ),
+        (
+            {
+                "algorithm": {"opd_coef": 0.1},
+                "model": {"path": "unused", "teacher_path": "teacher"},
+                "rollout": {"dynamic_filter": "zero_variance"},
+            },
+            "zero_variance with opd_coef",
+        ),
+        ({"algorithm": {"clip_dual": 3.0}}, "clip_dual 3 never binds"),
+        ({"algorithm": {"advantage": "gae"}, "critic": {"value_clip": 0.5}}, "critic.value_clip 0.5 never binds"),
+        ({"algorithm": {"loss": "reinforce", "clip_high": 0.3}}, "algorithm.clip_high has no effect"),
+        ({"model": {"path": "unused", "reference_path": "reference"}}, "no reference policy is loaded"),
+        ({"algorithm": {"correction": {"preset": "tis", "token_cap": 3.0}}}, "token_cap has no effect"),
+        ({"algorithm": {"correction": {"preset": "tis", "old_weight": 0.5}}}, "no token is too old"),
+        ({"algorithm": {"correction": {"preset": "none", "normalise": True}}}, "every weight is 1"),
+    ],
+)
+def test_what_has_no_effect_is_named(sections: dict[str, Any], said: str) -> None:
+    base = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}}
+    found = warnings(build({**base, **sections}))
+    assert len(found) == 1 and said in found[0], found
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"advantage": "gae", "gamma": 0.99, "gae_lambda": 0.95}},
+        {"algorithm": {"advantage": "gae"}, "critic": {"value_clip": 0.5}, "train": {"optimizer_steps_per_rollout": 2}},
+        {"algorithm": {"advantage": "reinforce_pp", "gamma": 0.99}, "rollout": {"group_size": 1}},
+        {"algorithm": {"normalise_std": False, "loss_aggregation": "constant"}},
+        {"algorithm": {"correction": {"preset": "mis", "kept_weight": "token", "token_cap": 3.0}}},
+        {"algorithm": {"kl_coef": 0.1}, "model": {"path": "unused", "reference_path": "reference"}},
+        {"rollout": {"dynamic_filter": "zero_variance"}},
+    ],
+)
+def test_the_same_settings_where_they_act_are_not_warned_of(sections: dict[str, Any]) -> None:
+    base = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}}
+    assert warnings(build({**base, **sections})) == []
+
+
+def test_a_filter_that_drops_every_group_of_one_is_refused() -> None:
+    base = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}}
+    one = {"group_size": 1, "dynamic_filter": "zero_variance"}
+    with pytest.raises(ConfigError, match="no step would ever fill"):
+        build({**base, "algorithm": {"advantage": "reinforce_pp"}, "rollout": one})
 
 
 @pytest.mark.parametrize("loss", LOSS_DEFAULTS)
