@@ -40,6 +40,9 @@ BUDGET: dict[str, Any] = {
 """What every variant has, on top of run.yaml. Four optimizer steps a rollout, because losses that differ in their trust
 region are the same at the first one, where the ratio is 1."""
 
+CRITIC = {"lr": 3e-4, "min_lr": 3e-5, "warmup_steps": 2}
+"""The only learning rate that is not everyone's: the value head starts at 0. The warm-up is part of the budget."""
+
 OF_THE_LOSS = ("clip_low", "clip_high", "loss_aggregation")
 """run.yaml gives these for GRPO; here every loss starts from its own."""
 
@@ -73,6 +76,7 @@ VARIANTS: dict[str, Variant] = {
     "grpo": Variant("GRPO", 0, {}),
     "gspo": Variant("GSPO", 0, {"algorithm": {"loss": "gspo"}}),
     "cispo": Variant("CISPO", 0, {"algorithm": {"loss": "cispo"}}),
+    "ppo": Variant("PPO with critic", 0, {"algorithm": {"advantage": "gae"}, "critic": CRITIC}),
     "reinforce_pp": Variant("REINFORCE++", 0, {"algorithm": {"advantage": "reinforce_pp"}}),
     "fresh": Variant("staleness 0, tis", 1, _stale("tis", 0)),
     "stale_none": Variant("staleness 4, no correction", 1, _stale("none")),
