@@ -47,21 +47,15 @@ class ResolvedRun:
 
 def resolve(config: RunConfig) -> ResolvedRun:
     """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake."""
-    hf_config = read_hf_config(config.model.path)
+    hf_config, checkpoint = _read_model(config, config.model.path)
     family = get_family(hf_config)
-    refuse_unread(family, hf_config, config.model.ignored_config_fields)
-    derived = family.transformer_fields(hf_config)
     model = family.model_fields(hf_config)
-    table = family.rules(hf_config)
-    table.check_layout(config.layout)
-    checkpoint = HFCheckpoint(config.model.path)
-    table.check_hf(checkpoint.shapes, str(config.model.path))
-    check_model(config, derived)
     if config.train.task == "rl":
         _refuse_quantised(config, checkpoint)
         family.refuse_for_engine(hf_config)
         _check_engine_tp(config, family)
     _check_lengths(config, model)
+    _check_critic(config, model)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
         raise ConfigError(
             "train.replay",
@@ -83,6 +77,38 @@ def resolve(config: RunConfig) -> ResolvedRun:
             "use never",
         )  # fmt: skip
     return run
+
+
+def _read_model(config: RunConfig, path: Path) -> tuple[dict[str, object], HFCheckpoint]:
+    """config.json and tensors of a checkpoint that the trainer can build in the run's layout, and load. UserError."""
+    hf_config = read_hf_config(path)
+    family = get_family(hf_config)
+    refuse_unread(family, hf_config, config.model.ignored_config_fields)
+    table = family.rules(hf_config)
+    table.check_layout(config.layout)
+    checkpoint = HFCheckpoint(path)
+    table.check_hf(checkpoint.shapes, str(path))
+    check_model(config, family.transformer_fields(hf_config))
+    return hf_config, checkpoint
+
+
+def _check_critic(config: RunConfig, policy: ModelFields) -> None:
+    """A critic of another checkpoint must read every token that the policy writes, as far as it writes."""
+    path = config.critic.path
+    if not config.has_critic or path is None:
+        return
+    hf_config, _ = _read_model(config, path)
+    critic = get_family(hf_config).model_fields(hf_config)
+    limit = config.rollout.max_total_tokens or policy.max_positions
+    for what, has, needs in (
+        ("token ids", critic.vocab_size, policy.vocab_size),
+        ("positions", critic.max_positions, limit),
+    ):
+        if has < needs:
+            raise ConfigError(
+                "critic.path", str(path), f"this model has {has} {what}, and the policy uses up to {needs}",
+                "start the critic from a model of the policy's family, or remove critic.path",
+            )  # fmt: skip
 
 
 def with_model(config: RunConfig, hf_config: dict[str, object]) -> RunConfig:
@@ -331,6 +357,7 @@ def _switch_table(run: ResolvedRun) -> Table:
                 a.correction.preset or f"{a.correction.action} by {a.correction.level}",
             ),
             ("KL to reference", f"{a.kl_coef:g} x {a.kl_type}, in the {a.kl_in}" if a.kl_coef else "off"),
+            *([("critic", _critic(config))] if config.has_critic else []),
             ("distillation", _distillation(config)),
             ("entropy bonus", f"{a.entropy_coef:g}" if a.entropy_coef else "off"),
             ("reward", config.reward.function or config.reward.kind),
@@ -338,6 +365,13 @@ def _switch_table(run: ResolvedRun) -> Table:
             ("weight check", run.weight_check),
         ],
     )
+
+
+def _critic(config: RunConfig) -> str:
+    critic = config.critic
+    where = "on the policy's GPUs" if critic.placement == "shared" else f"on {config.critic_ranks} GPUs of its own"
+    warm_up = f", alone in the first {critic.warmup_steps} step(s)" if critic.warmup_steps else ""
+    return f"{critic.path or config.model.path} with a value head, {where}, learning rate {critic.lr:g}{warm_up}"
 
 
 def _distillation(config: RunConfig) -> str:

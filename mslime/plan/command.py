@@ -37,7 +37,8 @@ def run_plan(
         UserError: a mistake in the configuration or in config.json.
     """
     config = plan_config(read_values(path, flags), gpus, gpu_memory_gb)
-    plan = make_plan(config, read_hf_config(config.model.path))
+    critic = read_hf_config(config.critic.path) if config.has_critic and config.critic.path is not None else None
+    plan = make_plan(config, read_hf_config(config.model.path), critic)
     if as_json:
         print(json.dumps(plan.as_dict(), indent=2, default=str))
     else:
@@ -54,9 +55,12 @@ def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: 
         values = merge(values, {"cluster": {"gpu_memory_gb": gpu_memory_gb}})
     if gpus is not None:
         # The engines are known before the layout can be: data parallelism is whatever GPUs are left.
-        engine = build({"model": {"path": "."}, **{k: values[k] for k in ("data", "sglang") if k in values}}).sglang
-        served = 0 if merge({"train": {"task": "rl"}}, values)["train"]["task"] == "sft" else engine.gpus
+        laid_out = ("megatron", "cluster")
+        fixed = build({key: section for key, section in values.items() if key not in laid_out})
+        teachers = fixed.teacher.launched * fixed.teacher.tp_size
+        served = fixed.sglang.gpus + teachers if fixed.train.task == "rl" else 0
         if gpus <= served:
             raise ConfigError("--gpus", gpus, f"the engines alone take {served}", "raise it, or plan fewer engines")
-        values = merge(values, {"cluster": {"trainer_ranks": gpus - served}})
+        shares = 2 if fixed.critic_ranks else 1  # a critic of its own takes as many as the policy
+        values = merge(values, {"cluster": {"trainer_ranks": (gpus - served) // shares}})
     return build(values)

@@ -13,7 +13,10 @@ from mslime.plan.sync import NIC_BYTES_PER_SECOND
 
 def describe(plan: RunPlan) -> Group:
     """The whole plan: verdict last, so that it is what a terminal shows."""
-    parts = [_overview(plan), _trainer(plan), _balance(plan)]
+    parts: list[Table | Text] = [_overview(plan), _trainer(plan, plan.stages, "Trainer")]
+    if plan.critic_stages:
+        parts.append(_trainer(plan, plan.critic_stages, "Critic"))
+    parts.append(_balance(plan))
     if plan.engine is not None:
         parts += [_engine(plan), _sync(plan)]
     return Group(*parts, _verdict(plan))
@@ -42,24 +45,27 @@ def _overview(plan: RunPlan) -> Table:
         [
             ("model", f"{plan.model}, {plan.parameters / 1e9:.2f} B parameters, {model.num_layers} layers{experts}"),
             ("trainer", f"{plan.trainer_gpus} GPUs, {plan.layout.describe()}"),
+            *([("critic", f"{plan.trainer_gpus} GPUs of its own")] if plan.critic_stages else []),
             ("engines", f"{plan.engine_gpus} GPUs" if plan.engine_gpus else "none"),
             ("machines", f"{plan.nodes}, each GPU with {plan.gpu_bytes / GIB:.1f} GiB that can be used"),
         ],
     )
 
 
-def _trainer(plan: RunPlan) -> Table:
+def _trainer(plan: RunPlan, stages: tuple[StagePlan, ...], who: str) -> Table:
     table = Table(
-        title="Trainer: GiB of one GPU at its peak, by pipeline stage", title_justify="left", title_style="bold"
+        title=f"{who}: GiB of one GPU at its peak, by pipeline stage", title_justify="left", title_style="bold"
     )
-    for name in ("stage", "layers", *plan.stages[0].memory.components(), "peak", "of the GPU"):
+    shared = any(stage.memory.critic for stage in stages)
+    names = [name for name in stages[0].memory.components() if shared or name != "critic"]
+    for name in ("stage", "layers", *names, "peak", "of the GPU"):
         table.add_column(name, justify="right")
-    for first, last in _runs(plan.stages):
+    for first, last in _runs(stages):
         memory = first.memory
         share = memory.peak / plan.gpu_bytes
-        stages = f"{first.held.stage}" if first is last else f"{first.held.stage} to {last.held.stage}"
+        which = f"{first.held.stage}" if first is last else f"{first.held.stage} to {last.held.stage}"
         table.add_row(
-            stages, str(len(first.held.layers)), *(_gib(size) for size in memory.components().values()),
+            which, str(len(first.held.layers)), *(_gib(memory.components()[name]) for name in names),
             _gib(memory.peak), Text(f"{share:.0%}", style="red" if share > 1 else "green"),
         )  # fmt: skip
     return table

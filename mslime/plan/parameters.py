@@ -54,7 +54,10 @@ class StageParameters:
 
 
 def stage_parameters(
-    table: RuleTable, layout: ParallelLayout, stages: Sequence[tuple[tuple[int, ...], ...]]
+    table: RuleTable,
+    layout: ParallelLayout,
+    stages: Sequence[tuple[tuple[int, ...], ...]],
+    value_head: int = 0,
 ) -> tuple[StageParameters, ...]:
     """The parameters of one rank of every stage.
 
@@ -62,12 +65,17 @@ def stage_parameters(
         table: the model's conversion rules.
         layout: the trainer's parallel sizes.
         stages: global layer ids `[stage][chunk]` (`config.layout.stage_layers`).
+        value_head: of a critic: elements of the float32 head that its last stage has in the place of an output layer.
     """
     found: list[StageParameters] = []
     for stage, chunks in enumerate(stages):
         layers = frozenset(layer for chunk in chunks for layer in chunk)
         counts = {"dense": 0, "expert": 0, "embedding": 0, "float32": 0, "buffers": 0}
+        if value_head and stage == layout.pp - 1:
+            counts["dense"] = counts["float32"] = value_head
         for rule in table.rules:
+            if value_head and rule.megatron.startswith("output_layer."):
+                continue
             size = _held(rule, layout, stage, layers)
             if rule.megatron.endswith(ROUTER_BIAS):
                 counts["buffers"] += size

@@ -6,7 +6,7 @@ Reads config.json and the configuration; no weights, tokenizer or data, no torch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mslime.config.layout import ParallelLayout
@@ -76,7 +76,8 @@ class RunPlan:
         layout: of the trainer.
         gpu_bytes: usable memory of a GPU.
         trainer_gpus, engine_gpus, nodes: of the run; engines that were started elsewhere are counted.
-        stages: the trainer, by pipeline stage.
+        stages: the trainer, by pipeline stage; with a critic that shares its GPUs.
+        critic_stages: likewise a critic on GPUs of its own, as many as the trainer's.
         engine: a GPU of an engine; None for supervised training.
         engine_dtype: of its weights.
         experts_per_rank: of a trainer rank.
@@ -97,6 +98,7 @@ class RunPlan:
     engine_gpus: int
     nodes: int
     stages: tuple[StagePlan, ...]
+    critic_stages: tuple[StagePlan, ...]
     engine: EngineMemory | None
     engine_dtype: str
     experts_per_rank: int
@@ -120,45 +122,41 @@ class RunPlan:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return asdict(self) | {"fits": self.fits, "sync_bytes": self.sync_bytes} | {
-            "stages": [
-                asdict(stage) | {"trained": stage.held.trained, "peak": stage.memory.peak} for stage in self.stages
-            ]
+            name: [asdict(stage) | {"trained": stage.held.trained, "peak": stage.memory.peak} for stage in stages]
+            for name, stages in (("stages", self.stages), ("critic_stages", self.critic_stages))
         }  # fmt: skip
 
 
-def make_plan(config: RunConfig, hf_config: Mapping[str, object]) -> RunPlan:
+def make_plan(
+    config: RunConfig, hf_config: Mapping[str, object], critic: Mapping[str, object] | None = None
+) -> RunPlan:
     """The plan of a run.
 
     Args:
         hf_config: the model's config.json.
+        critic: the critic's, where it is another.
 
     Raises:
         ConfigError: the layout does not divide the model, or a setting contradicts config.json.
         CheckpointError: the architecture or a setting of it is not supported.
     """
     family = get_family(hf_config)
-    fields, model, table = (
-        family.transformer_fields(hf_config), family.model_fields(hf_config), family.rules(hf_config),
-    )  # fmt: skip
-    table.check_layout(config.layout)
-    check_model(config, fields)
-    layout, widths = config.layout, read_widths(fields, model.moe_layer_ids)
-    chunks = config.megatron.stage_layers(model.num_layers)
-    gpu_bytes = int(config.cluster.gpu_memory_gb * GIB * USABLE)
+    model, table = family.model_fields(hf_config), family.rules(hf_config)
+    layout, gpu_bytes = config.layout, int(config.cluster.gpu_memory_gb * GIB * USABLE)
     serves = config.train.task == "rl"
     wire, bucket = engine_dtype(config, hf_config), int(config.weights.bucket_mib * 2**20)
-    flat = [[layer for chunk in stage for layer in chunk] for stage in chunks]
+    flat = [[layer for chunk in stage for layer in chunk] for stage in config.megatron.stage_layers(model.num_layers)]
     sync = build_plan(table, layout, flat, wire, bucket) if serves else WeightPlan(layout, ())
-
-    held = stage_parameters(table, layout, chunks)
-    rows = padded_vocab_size(model.vocab_size, layout.tp) // layout.tp
-    work = [work_per_token(stage, layout, model.top_k, model.num_experts) for stage in held]
-    mean, tokens = sum(work) / len(work), micro_batch_tokens(config, model.max_positions)
-    stages = tuple(
-        StagePlan(stage, trainer_memory(config, widths, tokens, rows, stage, sync, gpu_bytes), each / mean)
-        for stage, each in zip(held, work, strict=True)
-    )
+    stages = _stages(config, hf_config, sync, gpu_bytes, values=False)
+    apart: tuple[StagePlan, ...] = ()
+    if config.has_critic:
+        apart = _stages(config, critic or hf_config, WeightPlan(layout, ()), gpu_bytes, values=True)
+        if config.critic.placement == "shared":
+            pairs = zip(stages, apart, strict=True)
+            stages = tuple(replace(one, memory=one.memory.beside(other.memory)) for one, other in pairs)
+            apart = ()
     largest = max((each.hf_bytes for each in sync.buckets), default=0)
+    widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
     engine = engine_memory(config, table, widths, model.num_layers, wire, largest, gpu_bytes) if serves else None
     engines = config.sglang.gpus if serves else 0
     responses, micro_batches = _tokens(config, model)
@@ -173,6 +171,7 @@ def make_plan(config: RunConfig, hf_config: Mapping[str, object]) -> RunPlan:
         engine_gpus=engines,
         nodes=_nodes(config, engines),
         stages=stages,
+        critic_stages=apart,
         engine=engine,
         engine_dtype=wire,
         experts_per_rank=model.num_experts // layout.ep,
@@ -180,8 +179,34 @@ def make_plan(config: RunConfig, hf_config: Mapping[str, object]) -> RunPlan:
         micro_batches=micro_batches,
         bubble=(layout.pp - 1) / (chunks_of_step + layout.pp - 1),
         syncs=stage_syncs(sync, layout, config.cluster.gpus_per_node) if serves else (),
-        host_bytes=host_bytes(config, held),
-        problems=(*_trainer_problems(config, stages, gpu_bytes), *_engine_problems(config, model, engine, gpu_bytes)),
+        host_bytes=host_bytes(config, [stage.held for stage in stages]),
+        problems=(
+            *_trainer_problems(config, "trainer", stages, gpu_bytes),
+            *_trainer_problems(config, "critic", apart, gpu_bytes),
+            *_engine_problems(config, model, engine, gpu_bytes),
+        ),
+    )
+
+
+def _stages(
+    config: RunConfig, hf_config: Mapping[str, object], sync: WeightPlan, gpu_bytes: int, *, values: bool
+) -> tuple[StagePlan, ...]:
+    """The stages of the policy, or of a critic with a value head."""
+    family, layout = get_family(hf_config), config.layout
+    fields, model, table = (
+        family.transformer_fields(hf_config), family.model_fields(hf_config), family.rules(hf_config),
+    )  # fmt: skip
+    table.check_layout(layout)
+    check_model(config, fields)
+    widths = read_widths(fields, model.moe_layer_ids)
+    chunks = config.megatron.stage_layers(model.num_layers)
+    held = stage_parameters(table, layout, chunks, widths.hidden + 1 if values else 0)
+    rows = 0 if values else padded_vocab_size(model.vocab_size, layout.tp) // layout.tp
+    work = [work_per_token(stage, layout, model.top_k, model.num_experts) for stage in held]
+    mean, tokens = sum(work) / len(work), micro_batch_tokens(config, model.max_positions)
+    return tuple(
+        StagePlan(stage, trainer_memory(config, widths, tokens, rows, stage, sync, gpu_bytes), each / mean)
+        for stage, each in zip(held, work, strict=True)
     )
 
 
@@ -195,16 +220,18 @@ def engine_dtype(config: RunConfig, hf_config: Mapping[str, object]) -> str:
 
 
 def _nodes(config: RunConfig, engine_gpus: int) -> int:
-    """Machines: the trainer fills them in order, engines lie within one or over whole ones."""
-    per_node, tp = config.cluster.gpus_per_node, config.sglang.tp_size
-    free = -config.layout.world_size % per_node
-    nodes = -(-config.layout.world_size // per_node)
-    if not engine_gpus:
-        return nodes
-    engines = engine_gpus // tp
-    if tp > per_node:
-        return nodes + engines * -(-tp // per_node)
-    return nodes + -(-max(engines - free // tp, 0) // (per_node // tp))
+    """Machines: trainer and critic fill them in order; engines and teachers lie within one or over whole ones."""
+    per_node, trained = config.cluster.gpus_per_node, config.layout.world_size + config.critic_ranks
+    nodes, free = -(-trained // per_node), -trained % per_node
+    engines = (engine_gpus // config.sglang.tp_size, config.sglang.tp_size)
+    for servers, tp in (engines, (config.teacher.launched, config.teacher.tp_size)):
+        if tp > per_node:
+            nodes += servers * -(-tp // per_node)
+            continue
+        rest = max(servers - free // tp, 0)
+        more = -(-rest // (per_node // tp))
+        nodes, free = nodes + more, free + more * per_node - servers * tp
+    return nodes
 
 
 def _tokens(config: RunConfig, model: ModelFields) -> tuple[tuple[int, int], int]:
@@ -217,7 +244,9 @@ def _tokens(config: RunConfig, model: ModelFields) -> tuple[tuple[int, int], int
     return (few, many), max(1, -(-many * longest // max(budget, longest)))
 
 
-def _trainer_problems(config: RunConfig, stages: tuple[StagePlan, ...], gpu_bytes: int) -> list[Problem]:
+def _trainer_problems(config: RunConfig, who: str, stages: tuple[StagePlan, ...], gpu_bytes: int) -> list[Problem]:
+    if not stages:
+        return []
     worst = max(stages, key=lambda stage: stage.memory.peak)
     if worst.memory.peak <= gpu_bytes:
         return []
@@ -226,7 +255,7 @@ def _trainer_problems(config: RunConfig, stages: tuple[StagePlan, ...], gpu_byte
     if memory.sync < memory.activations + memory.working + memory.logits:
         del sizes["sync"]
     component = max(sizes, key=lambda name: sizes[name])
-    where = f"trainer, stage {worst.held.stage}"
+    where = f"{who}, stage {worst.held.stage}"
     return [Problem(where, memory.peak, gpu_bytes, component, _way_out(config, component))]
 
 
@@ -248,6 +277,7 @@ def _way_out(config: RunConfig, component: str) -> str:
         "activations": full or tokens,
         "working": f"{tokens}, or raise megatron.tensor_model_parallel_size ({layout.tp})",
         "logits": f"{tokens}, or raise megatron.tensor_model_parallel_size ({layout.tp})",
+        "critic": f"set critic.placement: separate ({layout.world_size} more GPUs)",
         "sync": f"lower weights.bucket_mib ({config.weights.bucket_mib:g})",
     }[component]
 

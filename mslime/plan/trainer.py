@@ -8,7 +8,7 @@ otherwise; fp32 training 8 + 8/d and 16).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
@@ -37,6 +37,7 @@ class TrainerMemory:
         logits: on the last stage, for one micro-batch: logits, their gradient, float32 rows of the log-prob chunk, and
             the inputs of the final norm and the output layer.
         sync: buffers of the weight sync; not at the same time as activations, working and logits.
+        critic: on the same GPU: its weights, gradients and optimizer, and what its step takes beyond the policy's.
         reserve: CUDA context, communication buffers and fragmentation.
     """
 
@@ -48,12 +49,26 @@ class TrainerMemory:
     logits: int
     sync: int
     reserve: int
+    critic: int = 0
+
+    @property
+    def states(self) -> int:
+        """What stays from step to step."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def at_work(self) -> int:
+        """What comes and goes: a training step or a weight sync, whichever takes more."""
+        return max(self.activations + self.working + self.logits, self.sync)
 
     @property
     def peak(self) -> int:
-        """The most that is needed at any time: a training step or a weight sync, whichever is larger."""
-        step = self.activations + self.working + self.logits
-        return self.weights + self.gradients + self.optimizer + max(step, self.sync) + self.reserve
+        """The most that is needed at any time."""
+        return self.states + self.at_work + self.critic + self.reserve
+
+    def beside(self, critic: TrainerMemory) -> TrainerMemory:
+        """The same GPU with a critic on it, which takes its steps in turn with the policy."""
+        return replace(self, critic=critic.states + max(critic.at_work - self.at_work, 0))
 
     def components(self) -> dict[str, int]:
         """Bytes by name."""

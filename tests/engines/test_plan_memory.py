@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from mslime.backends.megatron.critic import MegatronCritic
 from mslime.backends.megatron.gated_delta import FLOAT32_PARAMETERS  # first of all: it patches megatron-core
 from mslime.backends.megatron.naming import layer_ids
+from mslime.backends.megatron.trained import TrainedModel
 from mslime.backends.megatron.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout, stage_layers
@@ -26,6 +30,7 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches  
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # isort: skip
+from tests.engines.megatron_ranks import run_ranks
 from tests.engines.trainer_ranks import loss_and_gradients, make_config, make_shard, run_trainers, shard_of
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
@@ -95,15 +100,29 @@ def test_forward_passes_in_flight_are_the_warm_up_of_megatron_core_and_one(pp: i
 
 
 def allocated(trainer: MegatronTrainer) -> dict[str, Any]:
-    """On every rank, after a step: bytes of parameters, gradients and optimizer state, layers, and the step's loss."""
+    """`sizes` on every rank, and the step's loss."""
     loss, _ = loss_and_gradients(trainer, shard_of(trainer), None)
     trainer.optimizer.step()
+    return sizes(trainer) | {"loss": loss}
+
+
+def allocated_by_critic(rank: int, world_size: int, init_method: str, config: RunConfig) -> dict[str, Any]:
+    critic = MegatronCritic(config, rank, world_size, init_method)
+    shard = make_shard(config.layout.dp, config.layout.dp_rank(rank))
+    zeros = np.zeros(len(shard.tokens), np.float32)
+    critic.train([replace(shard, routes=None, values=zeros, returns=zeros + 1)])
+    found = sizes(critic)
+    critic.close()
+    return found
+
+
+def sizes(trainer: TrainedModel) -> dict[str, Any]:
+    """After a step: layers, and bytes of parameters, gradients and optimizer state."""
     parameters = [p for chunk in trainer.chunks for p in chunk.parameters()]
     chained = trainer.optimizer
     parts = chained.chained_optimizers if isinstance(chained, ChainedOptimizer) else [chained]
     return {
         "layers": [layer for chunk in trainer.chunks for layer in layer_ids(chunk)],
-        "loss": loss,
         "parameters": _bytes(parameters),
         "gradients": _bytes([p.main_grad for p in parameters]),
         "optimizer": sum(_state_bytes(part) for part in parts),
@@ -133,10 +152,22 @@ def _state_bytes(optimizer: Any) -> int:
 def test_parameter_gradient_and_optimizer_bytes_are_what_real_ranks_allocate(
     checkpoint: Path, tmp_path: Path, name: str
 ) -> None:
-    sizes = {"params_dtype": "bfloat16", "use_distributed_optimizer": True} | LAYOUTS[name]
-    config = make_config(checkpoint, tmp_path, train={"replay": "off"}, **sizes)
-    found = run_trainers(allocated, config)
-    planned = planned_stages(config, checkpoint)
+    fields = {"params_dtype": "bfloat16", "use_distributed_optimizer": True} | LAYOUTS[name]
+    config = make_config(checkpoint, tmp_path, train={"replay": "off"}, **fields)
+    compare(config, run_trainers(allocated, config), planned_stages(config, checkpoint))
+
+
+def test_a_critic_s_bytes_are_what_real_ranks_allocate(checkpoint: Path, tmp_path: Path) -> None:
+    fields = {"params_dtype": "bfloat16", "use_distributed_optimizer": True, "tp": 2, "ep": 2, "pp": 2}
+    config = make_config(checkpoint, tmp_path, **fields)
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"advantage": "gae"})})
+    hf_config = read_hf_config(checkpoint)
+    chunks = config.megatron.stage_layers(4)
+    planned = stage_parameters(get_family(hf_config).rules(hf_config), config.layout, chunks, 64 + 1)
+    compare(config, run_ranks(allocated_by_critic, 4, config), planned)
+
+
+def compare(config: RunConfig, found: list[dict[str, Any]], planned: tuple[StageParameters, ...]) -> None:
     per_stage = config.layout.world_size // config.layout.pp
     for stage, held in enumerate(planned):
         ranks = found[stage * per_stage : (stage + 1) * per_stage]

@@ -101,6 +101,22 @@ def test_where_the_teacher_is_gets_said_and_one_of_other_words_is_refused(
     assert status == 2 and "no config.json" in err
 
 
+def test_the_critic_is_described_and_one_of_fewer_tokens_or_positions_is_refused(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, tmp_path: Path
+) -> None:
+    gae = ["--algorithm.advantage", "gae", "--critic.warmup-steps", "5", "--critic.placement", "separate"]
+    status, out, _ = check(capsys, checkpoint, prompts, *gae)
+    assert status == 0 and "on 1 GPUs of its own, learning rate 1e-05, alone in the first 5 step(s)" in " ".join(
+        out.split()
+    )
+    for field, words in (("vocab_size", "token ids"), ("max_position_embeddings", "positions")):
+        small = make_tiny_qwen3_moe(tmp_path / field, **{field: 64, "pad_token_id": 0})
+        status, _, err = check(capsys, checkpoint, prompts, *gae, "--critic.path", str(small))
+        assert status == 2 and "critic.path" in err and f"has 64 {words}" in err
+    status, _, err = check(capsys, checkpoint, prompts, *gae, "--critic.path", str(tmp_path / "nowhere"))
+    assert status == 2 and "nowhere" in err
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -233,6 +233,8 @@ def test_a_directory_with_config_json_is_enough(capsys: pytest.CaptureFixture[st
         (["--model.path", "qwen2.5-7B", "--gpus", "65", "--weights.bucket-mib", "40000"], "bucket", "bucket_mib"),
         (["--model.path", "llama3.1-8B", "--gpus", "65", "--gpu-memory-gb", "24",
           "--sglang.mem-fraction-static", "0.6"], "weights", "sglang.tp_size"),
+        (["--model.path", "qwen2.5-7B", "--gpus", "5", "--megatron.recompute-granularity", "full",
+          "--algorithm.advantage", "gae"], "critic", "critic.placement: separate"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_named_with_the_setting_to_change(
@@ -285,6 +287,32 @@ def test_machines_are_those_that_trainer_and_engines_fill() -> None:
 
     assert [nodes(4, 4, 1), nodes(4, 2, 2), nodes(4, 5, 1), nodes(8, 1, 8), nodes(6, 1, 4)] == [1, 1, 2, 2, 2]
     assert nodes(8, 1, 16, urls=["http://a", "http://b"]) == 5
+
+
+def test_a_teacher_that_is_launched_takes_machines() -> None:
+    sections = {"algorithm": {"opd_coef": 1.0}, "teacher": {"path": ".", "num_engines": 2, "tp_size": 4}}
+    sglang = {"num_engines": 1, "tp_size": 4}
+    plan = planned("olmoe-1B-7B", cluster={"trainer_ranks": 4}, sglang=sglang, **sections)
+    assert plan.nodes == 2
+
+
+def test_a_critic_is_a_second_model_without_an_output_layer() -> None:
+    def with_critic(placement: str, **sections: Any) -> RunPlan:
+        critic = {"critic": {"placement": placement}, "algorithm": {"advantage": "gae"}}
+        return planned("qwen2.5-7B", cluster={"trainer_ranks": 8}, **critic, **sections)
+
+    model = published_config("qwen2.5-7B")
+    hidden, vocabulary = model["hidden_size"], model["vocab_size"]
+    alone, shared, apart = (
+        planned("qwen2.5-7B", cluster={"trainer_ranks": 8}),
+        *map(with_critic, ("shared", "separate")),
+    )
+    [policy], [critic], [both] = alone.stages, apart.critic_stages, shared.stages
+    assert critic.held.trained == policy.held.trained - hidden * vocabulary + hidden + 1
+    assert critic.held.float32 == hidden + 1
+    assert both.memory.peak == policy.memory.peak + critic.memory.states
+    assert (alone.nodes, shared.nodes, apart.nodes) == (2, 2, 3) and not shared.critic_stages
+    assert critic.memory.logits < policy.memory.logits / 10 and critic.memory.sync == 0
 
 
 def test_planning_needs_no_torch() -> None:
