@@ -17,7 +17,14 @@ step ruff format --check .
 step ruff check .
 step lint-imports
 step pyright
-# Three processes: what one kind of test leaves in a process (threads, patched modules) cannot reach the others.
+# Triton, for its interpreter, lies beside the environment: SGLang on a CPU must not find it. The version is the one that
+# the torch of the GPU environment asks for.
+triton="$VENV/triton-3.8.0"
+if [ ! -d "$triton/triton" ]; then
+  step "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --target "$triton" triton==3.8.0
+fi
+# Four processes: what one kind of test leaves in a process (threads, patched modules) cannot reach the others.
 step python -m pytest tests/unit --durations=5 -W ignore
 step python -m pytest tests/engines --durations=5 -W ignore
 step python -m pytest tests/e2e --durations=5 -W ignore
+TRITON_INTERPRET=1 PYTHONPATH="$triton" step python -m pytest tests/kernels --durations=5 -W ignore
