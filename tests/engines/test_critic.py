@@ -135,6 +135,7 @@ def test_values_loss_and_gradient_are_those_of_transformers(model: Path, alone: 
     squares = [float(p.grad.square().sum()) for p in [*reference.parameters(), *own_head] if p.grad is not None]
     first = alone["metrics"][0]
     assert first["loss/value"] == pytest.approx(float(loss), rel=1e-5)
+    assert first["critic/lr"] == CRITIC["lr"], "its own, not the policy's"
     assert first["critic/grad_norm"] == pytest.approx(float(np.sqrt(sum(squares))), rel=1e-4)
     clipped = ((bounded - returns) ** 2 > (values - returns) ** 2)[mask].double().mean()
     assert first["loss/value_clip_fraction"] == pytest.approx(float(clipped)) and 0.1 < float(clipped) < 0.9
