@@ -52,12 +52,13 @@ class Variant:
     """One line of the comparison.
 
     Attributes:
-        label: in plot and table.
+        label, colour: in table and plot.
         panel: index of the plot's panel that it belongs to.
         settings: by section, on top of BUDGET.
     """
 
     label: str
+    colour: str
     panel: int
     settings: dict[str, dict[str, Any]]
 
@@ -73,15 +74,15 @@ def _stale(preset: str, max_staleness: int = 4) -> dict[str, dict[str, Any]]:
 
 
 VARIANTS: dict[str, Variant] = {
-    "grpo": Variant("GRPO", 0, {}),
-    "gspo": Variant("GSPO", 0, {"algorithm": {"loss": "gspo"}}),
-    "cispo": Variant("CISPO", 0, {"algorithm": {"loss": "cispo"}}),
-    "ppo": Variant("PPO with critic", 0, {"algorithm": {"advantage": "gae"}, "critic": CRITIC}),
-    "reinforce_pp": Variant("REINFORCE++", 0, {"algorithm": {"advantage": "reinforce_pp"}}),
-    "fresh": Variant("staleness 0, tis", 1, _stale("tis", 0)),
-    "stale_none": Variant("staleness 4, no correction", 1, _stale("none")),
-    "stale_tis": Variant("staleness 4, tis", 1, _stale("tis")),
-    "stale_mis": Variant("staleness 4, mis", 1, _stale("mis")),
+    "grpo": Variant("GRPO", "C0", 0, {}),
+    "gspo": Variant("GSPO", "C1", 0, {"algorithm": {"loss": "gspo"}}),
+    "cispo": Variant("CISPO", "C2", 0, {"algorithm": {"loss": "cispo"}}),
+    "ppo": Variant("PPO with critic", "C3", 0, {"algorithm": {"advantage": "gae"}, "critic": CRITIC}),
+    "reinforce_pp": Variant("REINFORCE++", "C4", 0, {"algorithm": {"advantage": "reinforce_pp"}}),
+    "fresh": Variant("staleness 0, tis", "0.4", 1, _stale("tis", 0)),
+    "stale_none": Variant("staleness 4, no correction", "C3", 1, _stale("none")),
+    "stale_tis": Variant("staleness 4, tis", "C0", 1, _stale("tis")),
+    "stale_mis": Variant("staleness 4, mis", "C2", 1, _stale("mis")),
 }
 
 
@@ -287,13 +288,17 @@ def _cells(curve: Curve, threshold: float) -> list[str]:
         "never" if (reached := steps_to(curve.sampled, threshold)) is None else f"{reached:.0f}",
         f"{curve.seconds / curve.steps:.1f}",
         f"{m['staleness/mean']:.1f}, {m['max staleness/max']:.0f}",
-        f"{m['mismatch/kl']:.1e}, {m['max mismatch/kl']:.1e}",
+        f"{_nats(m['mismatch/kl'])}, {_nats(m['max mismatch/kl'])}",
         share("correction/effective_share"),
         share("correction/clipped_fraction"),
         share("correction/masked_fraction"),
         share("loss/clip_fraction"),
         f"{m['loss/entropy']:.2f}" if "loss/entropy" in m else "-",
     ]
+
+
+def _nats(value: float) -> str:
+    return "0" if value < 1e-9 else f"{value:.2g}"  # what rounding leaves is not worth its digits
 
 
 def _last(scores: Mapping[int, float]) -> float:
@@ -310,12 +315,11 @@ def draw(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    colours = {name: f"C{i}" for i, name in enumerate(VARIANTS)}
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     for i, panel in enumerate(panels):
         shown = [n for n in curves if VARIANTS[n].panel == i]
         for name in shown:
-            colour = colours[name]
+            colour = VARIANTS[name].colour
             runs = list(curves[name].values())
             x = sorted(set.intersection(*(set(c.sampled) for c in runs)))
             found = [[c.sampled[step] for c in runs] for step in x]
