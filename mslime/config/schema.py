@@ -292,7 +292,11 @@ class TrainConfig(Section):
         default="r3",
         description="Routing replay: r3 uses the rollout's routes, r2 the trainer's own old-log-prob pass.",
     )
-    log_prob_chunk_tokens: int = Field(default=1024, ge=1, description="Tokens whose logits are held in fp32 at once.")
+    log_prob_chunk_tokens: int = Field(
+        default=1024,
+        ge=1,
+        description="Tokens whose logits are held in fp32 at once, where Triton is missing; else none are.",
+    )
     sft_batch_size: int = Field(default=64, ge=1)
 
 

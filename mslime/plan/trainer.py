@@ -20,6 +20,8 @@ CONTEXT_BYTES = 3 * 2**30
 """CUDA context, NCCL's buffers for some ten groups, cuBLAS workspaces: a round number, larger than what is seen."""
 FRAGMENTATION = 0.05
 """Share of the GPU lost between PyTorch's blocks: an assumption."""
+LOG_PROB_BYTES = 76
+"""Of a token, at most: 12 kept for the backward pass and 64 while it runs (`backends/megatron/log_probs.py`)."""
 UNBOUNDED_PROMPT = 1024
 """Tokens of the longest prompt where `data.max_prompt_tokens` does not say: an assumption."""
 
@@ -34,8 +36,8 @@ class TrainerMemory:
         optimizer: main weights and Adam's two moments, this rank's share.
         activations: kept by all micro-batches in flight.
         working: what one layer's backward pass adds.
-        logits: on the last stage, for one micro-batch: logits, their gradient, float32 rows of the log-prob chunk, and
-            the inputs of the final norm and the output layer.
+        logits: on the last stage, for one micro-batch: logits, what log-probs keep, and the inputs of the final norm
+            and the output layer.
         sync: buffers of the weight sync; not at the same time as activations, working and logits.
         critic: on the same GPU: its weights, gradients and optimizer, and what its step takes beyond the policy's.
         reserve: CUDA context, communication buffers and fragmentation.
@@ -155,9 +157,7 @@ def trainer_memory(
         optimizer=optimizer_bytes(config, layout, held),
         activations=int(kept * tokens * width),
         working=int(working_elements(widths, layout, held.layers, how) * tokens * width),
-        logits=_output_bytes(tokens, config.train.log_prob_chunk_tokens, vocab_rows, widths.hidden, width)
-        if held.stage == layout.pp - 1
-        else 0,
+        logits=_output_bytes(tokens, vocab_rows, widths.hidden, width) if held.stage == layout.pp - 1 else 0,
         sync=max((_sync_bytes(bucket, layout) for bucket in sync.stage_buckets(held.stage)), default=0),
         reserve=CONTEXT_BYTES + int(gpu_bytes * FRAGMENTATION),
     )
@@ -181,9 +181,9 @@ def optimizer_bytes(config: RunConfig, layout: ParallelLayout, held: StageParame
     return int(each * usual + optimizer_bytes_per_parameter(4, config.megatron.extra) * held.float32 / dense_ranks)
 
 
-def _output_bytes(tokens: int, chunk: int, vocab_rows: int, hidden: int, width: int) -> int:
-    """Logits [T, V/TP] and their gradient, three float32 blocks of the log-prob chunk, inputs of the last layers."""
-    return vocab_rows * (2 * tokens * width + 3 * min(chunk, tokens) * 4) + 2 * tokens * hidden * width
+def _output_bytes(tokens: int, vocab_rows: int, hidden: int, width: int) -> int:
+    """Logits [T, V/TP], over which their gradient is written, what log-probs keep, and inputs of the last layers."""
+    return tokens * (vocab_rows * width + LOG_PROB_BYTES + 2 * hidden * width)
 
 
 def _sync_bytes(bucket: Bucket, layout: ParallelLayout) -> int:

@@ -228,7 +228,7 @@ def test_a_directory_with_config_json_is_enough(capsys: pytest.CaptureFixture[st
          "expert"),
         (["--model.path", "qwen2.5-7B", "--gpus", "65", "--train.max-tokens-per-micro-batch", "65536"], "activations",
          "recompute_granularity: full"),
-        (["--model.path", "qwen2.5-7B", "--gpus", "65", "--train.max-tokens-per-micro-batch", "120000",
+        (["--model.path", "qwen2.5-0.5B", "--gpus", "65", "--train.max-tokens-per-micro-batch", "240000",
           "--megatron.recompute-granularity", "full"], "logits", "max_tokens_per_micro_batch"),
         (["--model.path", "qwen2.5-7B", "--gpus", "65", "--weights.bucket-mib", "40000"], "bucket", "bucket_mib"),
         (["--model.path", "llama3.1-8B", "--gpus", "65", "--gpu-memory-gb", "24",

@@ -71,6 +71,7 @@ class StepRunner(Pipeline):
             temperature=self.temperature,
             with_entropy=with_entropy,
             chunk=self.run.train.log_prob_chunk_tokens,
+            reuse_logits=True,  # the pipeline hands them to the loss alone
         )
 
     def _loss(self, batch: MicroBatch, logits: Tensor, weight_scale: float) -> LossOutput:
