@@ -266,7 +266,7 @@ def steps_to(scores: Mapping[int, float], threshold: float) -> float | None:
 def table(curves: Mapping[str, Mapping[int, Curve]], threshold: float) -> str:
     """Markdown: a row a variant; several seeds stand side by side."""
     heads = [
-        "variant", "greedy", "sampled", f"steps to {threshold:.0%} sampled", "s a step", "age mean, max",
+        "variant", "greedy at the end", "sampled at the end", "sampled, mean over the run", f"steps to {threshold:.0%} sampled", "s a step", "age mean, max",
         "mismatch KL mean, max", "ESS", "weights bounded", "masked", "clipped by the loss", "entropy",
     ]  # fmt: skip
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
@@ -285,6 +285,7 @@ def _cells(curve: Curve, threshold: float) -> list[str]:
     return [
         f"{_last(curve.greedy):.1%}",
         f"{_last(curve.sampled):.1%}",
+        f"{fmean(score for step, score in curve.sampled.items() if step):.1%}",
         "never" if (reached := steps_to(curve.sampled, threshold)) is None else f"{reached:.0f}",
         f"{curve.seconds / curve.steps:.1f}",
         f"{m['staleness/mean']:.1f}, {m['max staleness/max']:.0f}",

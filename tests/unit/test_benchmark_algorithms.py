@@ -56,4 +56,4 @@ def test_seeds_stand_side_by_side_in_the_table() -> None:
     metrics = {"staleness/mean": 0.0, "max staleness/max": 0.0, "mismatch/kl": 0.0, "max mismatch/kl": 0.0}
     curve = Curve(2, {0: 0.1, 2: 0.5}, {0: 0.1, 2: 0.9}, metrics, 3.0)
     row = table({"grpo": {1: curve, 2: curve}}, 0.8).splitlines()[2]
-    assert row.startswith("| GRPO | 50.0% / 50.0% | 90.0% / 90.0% | 2 / 2 | 1.5 / 1.5 |")
+    assert row.startswith("| GRPO | 50.0% / 50.0% | 90.0% / 90.0% | 90.0% / 90.0% | 2 / 2 | 1.5 / 1.5 |")
