@@ -266,8 +266,9 @@ def steps_to(scores: Mapping[int, float], threshold: float) -> float | None:
 def table(curves: Mapping[str, Mapping[int, Curve]], threshold: float) -> str:
     """Markdown: a row a variant; several seeds stand side by side."""
     heads = [
-        "variant", "greedy at the end", "sampled at the end", "sampled, mean over the run", f"steps to {threshold:.0%} sampled", "s a step", "age mean, max",
-        "mismatch KL mean, max", "ESS", "weights bounded", "masked", "clipped by the loss", "entropy",
+        "variant", "greedy at the end", "sampled at the end", "sampled, mean over the run",
+        f"steps to {threshold:.0%} sampled", "s a step", "age mean, max", "mismatch KL mean, max", "ESS",
+        "weights bounded", "masked", "clipped by the loss", "entropy",
     ]  # fmt: skip
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for name, by_seed in curves.items():
