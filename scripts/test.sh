@@ -1,10 +1,16 @@
 #!/usr/bin/env bash
 # All checks and tests of mslime, from a fresh machine: makes its own virtual environment and installs what it needs.
-#   bash scripts/test.sh                  everything: format, lint, types, import rules, unit, engine and end-to-end tests
+#   bash scripts/test.sh                  format, lint, types, import rules, unit, engine, end-to-end and kernel tests
+#   bash scripts/test.sh --all            also what is marked `nightly`: variations of what other tests prove
 #   bash scripts/test.sh tests/unit -k x  only pytest, with these arguments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+chosen=(-m "not nightly")
+if [ "${1:-}" = --all ]; then
+  chosen=()
+  shift
+fi
 VENV="${MSLIME_VENV:-.venv}"
 bash scripts/install.sh --cpu --dev --venv "$VENV"
 export PATH="$(cd "$VENV" && pwd)/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -24,7 +30,7 @@ if [ ! -d "$triton/triton" ]; then
   step "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --target "$triton" triton==3.8.0
 fi
 # Four processes: what one kind of test leaves in a process (threads, patched modules) cannot reach the others.
-step python -m pytest tests/unit --durations=5 -W ignore
-step python -m pytest tests/engines --durations=5 -W ignore
+step python -m pytest tests/unit -n 2 --dist loadfile --durations=5 -W ignore
+step python -m pytest tests/engines "${chosen[@]}" --durations=5 -W ignore
 step python -m pytest tests/e2e --durations=5 -W ignore
 TRITON_INTERPRET=1 PYTHONPATH="$triton" step python -m pytest tests/kernels --durations=5 -W ignore

@@ -85,11 +85,11 @@ def sync_twice(trainer: MegatronTrainer, url: str, version: int, export: Path) -
     return compared, len(sender.plan.buckets)
 
 
-def engine_log_probs(url: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    """log p of PROMPT's tokens from the second on, as the engine computes them now."""
+def engine_log_probs(url: str, new_tokens: int = 1) -> tuple[torch.Tensor, dict[str, Any]]:
+    """log p of PROMPT's tokens from the second on, as the engine computes them now; continued greedily."""
     body = {
         "input_ids": PROMPT,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "sampling_params": {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True},
         "return_logprob": True,
         "logprob_start_len": 0,
     }
