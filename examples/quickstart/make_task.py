@@ -101,6 +101,10 @@ def write_model(directory: Path, seed: int) -> int:
     torch.manual_seed(seed)
     config = model_config()
     model = Qwen3MoeForCausalLM(config).float()
+    # transformers starts the padding token at 0, where the gradient of RMSNorm is 1/sqrt(eps): a policy that samples it
+    # once would have a gradient norm of thousands, and clipping would throw the step away.
+    with torch.no_grad():
+        model.model.embed_tokens.weight[config.pad_token_id].normal_(std=config.initializer_range)
     model.generation_config = GenerationConfig(pad_token_id=config.pad_token_id, eos_token_id=config.eos_token_id)
     logging.disable_progress_bar()
     model.save_pretrained(directory)
