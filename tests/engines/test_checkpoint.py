@@ -314,3 +314,17 @@ def test_a_model_that_was_never_updated_is_saved_and_resumed(layout: str, model:
     config = config_of(layout, model, tmp_path)
     saved = run_trainers(_save_at_once, config, tmp_path / "step_0")
     assert run_trainers(_load_and_begin, config, tmp_path / "step_0") == saved
+
+
+def _refused(trainer: MegatronTrainer, directory: Path) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        trainer.load(directory)
+    return caught.value
+
+
+def test_state_of_the_other_kind_of_optimizer_is_refused_with_a_way_out(
+    saved: Callable[[str], tuple[Path, list[Any]]], model: Path, tmp_path: Path
+) -> None:
+    directory, _ = saved("one_distopt")
+    (error,) = run_trainers(_refused, config_of("one", model, tmp_path), directory)
+    assert "use_distributed_optimizer" in error.way_out
