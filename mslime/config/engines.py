@@ -29,7 +29,11 @@ class SGLangConfig(EngineSection):
     urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
     tp_size: int = Field(default=1, ge=1, description="GPUs of one engine.")
     ep_size: int = Field(default=1, ge=1)
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Of the engines' weights. auto: float32 on a CPU; on a GPU the checkpoint's bfloat16, and for a "
+        "float32 checkpoint megatron.params_dtype (bfloat16 by default). Never float16.",
+    )
     mem_fraction_static: float | None = Field(default=None, gt=0, lt=1)
     max_total_tokens: int | None = Field(default=None, ge=1)
     max_running_requests: int | None = Field(default=None, ge=1)

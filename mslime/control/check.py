@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mslime.config.advice import warnings
+from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
@@ -54,6 +55,7 @@ def resolve(config: RunConfig) -> ResolvedRun:
         _refuse_quantised(config, checkpoint)
         family.refuse_for_engine(hf_config)
         _check_engine_tp(config, family)
+        engine_dtype(config, hf_config)
     _check_lengths(config, model)
     _check_critic(config, model)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mslime.config.dtypes import export_dtype
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.control.check import describe, resolve, write_resolved
@@ -51,8 +52,6 @@ def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
     Raises:
         UserError: there is no complete checkpoint, or `out` exists.
     """
-    from mslime.backends.megatron.settings import engine_dtype
-
     refuse_existing(out)
     source = checkpoint or latest_complete(config.run_dir / "checkpoints")
     if source is None:
@@ -60,7 +59,7 @@ def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
             "--checkpoint", str(config.run_dir), "holds no complete checkpoint", "name one with --checkpoint"
         )
     read_manifest(source)
-    dtype = engine_dtype(config, read_hf_config(config.model.path))
+    dtype = export_dtype(read_hf_config(config.model.path))
     job = export_job(source, config.model.path, dtype=dtype)
     with _terminate_like_ctrl_c(), Bars(Console(stderr=True), config.observe.progress == "off") as bars:
         run_job(job, out, workers=min(os.cpu_count() or 1, 8), progress=bars)

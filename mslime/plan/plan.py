@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
-from mslime.convert.families import as_object, get_family
+from mslime.convert.families import get_family
 from mslime.convert.families.family import ModelFields
 from mslime.convert.kinds import padded_vocab_size
 from mslime.plan.activations import read_widths
@@ -144,7 +145,8 @@ def make_plan(
     model, table = family.model_fields(hf_config), family.rules(hf_config)
     layout, gpu_bytes = config.layout, int(config.cluster.gpu_memory_gb * GIB * USABLE)
     serves = config.train.task == "rl"
-    wire, bucket = engine_dtype(config, hf_config), int(config.weights.bucket_mib * 2**20)
+    wire = engine_dtype(config, hf_config) if serves else export_dtype(hf_config)
+    bucket = int(config.weights.bucket_mib * 2**20)
     flat = [[layer for chunk in stage for layer in chunk] for stage in config.megatron.stage_layers(model.num_layers)]
     sync = build_plan(table, layout, flat, wire, bucket) if serves else WeightPlan(layout, ())
     stages = _stages(config, hf_config, sync, gpu_bytes, values=False)
@@ -208,15 +210,6 @@ def _stages(
         StagePlan(stage, trainer_memory(config, widths, tokens, rows, stage, sync, gpu_bytes), each / mean)
         for stage, each in zip(held, work, strict=True)
     )
-
-
-def engine_dtype(config: RunConfig, hf_config: Mapping[str, object]) -> str:
-    """The dtype that the engines hold weights in; `auto` is the checkpoint's own, where it names one."""
-    if config.sglang.dtype != "auto":
-        return config.sglang.dtype
-    text = as_object(hf_config.get("text_config")) or hf_config
-    named = (found.get(key) for found in (hf_config, text) for key in ("dtype", "torch_dtype"))
-    return str(next((dtype for dtype in named if dtype), "bfloat16"))
 
 
 def _nodes(config: RunConfig, engine_gpus: int) -> int:

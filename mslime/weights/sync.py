@@ -16,7 +16,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError
+from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
 from mslime.weights.buckets import TORCH_DTYPES, convert, gather, named_tensors, pack
@@ -38,6 +40,7 @@ class SyncOptions:
 
     Attributes:
         dtype: on the wire, as torch names it; the engines' own.
+        export_dtype: of exported checkpoints; None: that of the wire.
         bucket_bytes: upper bound on a bucket.
         backend: of the group with the engines: `nccl` or `gloo`.
         deadline_s: for every phase.
@@ -53,6 +56,7 @@ class SyncOptions:
     kv_heads: int
     engine_float32: tuple[str, ...] = ()
     name: str = "mslime"
+    export_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -100,9 +104,9 @@ class WeightSender:
         self._on_bucket = on_bucket
         self._transport: Transport | None = None
         self.engines: tuple[EngineInfo, ...] = ()
-        self.plan = self._make_plan()
+        self.plan = self._make_plan(options.dtype)
 
-    def _make_plan(self) -> WeightPlan:
+    def _make_plan(self, dtype: str) -> WeightPlan:
         """Collective: every rank learns every stage's layers from the parameters themselves."""
         groups, layout = self._groups, self._groups.layout
         mine = {name: tuple(param.shape) for name, param in self._params()}
@@ -119,7 +123,7 @@ class WeightSender:
             self._table,
             layout,
             [sorted(stage) for stage in layers],
-            self._options.dtype,
+            dtype,
             self._options.bucket_bytes,
         )
         assert len(set(self._exchange(plan.fingerprint()))) == 1, "trainer ranks disagree about the weight plan"
@@ -267,7 +271,7 @@ class WeightSender:
             for left_over in staging.iterdir():
                 left_over.unlink()
         self._exchange(None)
-        params = dict(self._params())
+        plan, params = self._export_plan(), dict(self._params())
         failure: Exception | None = None
         untrained = Untrained(self._table, None, (), {})
         try:
@@ -277,7 +281,7 @@ class WeightSender:
             failure = error
         self._raise_together("export", failure)
         writer = ShardWriter(staging, f"stage{self._groups.stage}")
-        failure = self._write_stage(writer, params, untrained)
+        failure = self._write_stage(writer, plan, params, untrained)
         written: tuple[dict[str, str], int] = ({}, 0)
         try:
             written = writer.close() if failure is None else written
@@ -286,17 +290,26 @@ class WeightSender:
         self._raise_together("export", failure)
         parts = self._exchange(written)
         if self._groups.rank == 0:
-            copy_side_files(source, staging)
+            copy_side_files(source, staging, declared_dtype(read_hf_config(source), self._export_dtype))
             write_index(staging, {k: v for files, _ in parts for k, v in files.items()}, sum(size for _, size in parts))
             publish(directory)
         self._exchange(None)
 
+    @property
+    def _export_dtype(self) -> str:
+        return self._options.export_dtype or self._options.dtype
+
+    def _export_plan(self) -> WeightPlan:
+        """The plan of an export; collective where its dtype is not that of the wire."""
+        same = self._export_dtype == self._options.dtype
+        return self.plan if same else self._make_plan(self._export_dtype)
+
     def _write_stage(
-        self, writer: ShardWriter, params: Mapping[str, torch.Tensor], untrained: Untrained
+        self, writer: ShardWriter, plan: WeightPlan, params: Mapping[str, torch.Tensor], untrained: Untrained
     ) -> ValueError | None:
         """This stage's tensors; the first failure to write is returned after all gathers are over."""
         failure: ValueError | None = None
-        for bucket in self.plan.stage_buckets(self._groups.stage):
+        for bucket in plan.stage_buckets(self._groups.stage):
             try:
                 flat = self._fill(bucket, params)
                 for name, tensor in named_tensors(bucket, flat) if flat is not None and failure is None else ():
@@ -306,7 +319,7 @@ class WeightSender:
                 failure = failure or error
         try:
             if failure is None and self._groups.stage == self._groups.layout.pp - 1:
-                for name, tensor in untrained.tensors(TORCH_DTYPES[self._options.dtype]):
+                for name, tensor in untrained.tensors(TORCH_DTYPES[self._export_dtype]):
                     writer.add(name, tensor)
         except ValueError as error:
             failure = error

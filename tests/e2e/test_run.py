@@ -58,10 +58,10 @@ TP2_EP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
 
 @pytest.mark.timeout(900)
 def test_a_run_trains_resumes_in_another_layout_and_reports(
-    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+    tiny_qwen3_moe_bf16: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
     evals = {"eval_sets": [{"name": "held_out", "path": f"{prompts}@[:4]"}]}
-    values = settings(tiny_qwen3_moe, prompts, megatron=TP2_EP2, data=evals, checkpoint={"save_every": 1})
+    values = settings(tiny_qwen3_moe_bf16, prompts, megatron=TP2_EP2, data=evals, checkpoint={"save_every": 1})
     first = start_run(values, tmp_path)
     runs.append(first)
     assert first.finish(START_S + 2 * STEP_S) == 0, first.text()
@@ -75,11 +75,13 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
         assert row["mismatch/abs_max"] < 1e-3 and row["mismatch/kl"] < 1e-7
         assert row["ledger/trained_tokens"] > 0 and row["staleness/max"] == 0
     assert rows[0]["eval/held_out/accuracy"] is not None
-    assert (first.directory / "hf" / "config.json").is_file()
+    exported = json.loads((first.directory / "hf" / "config.json").read_text())
+    assert exported["dtype"] == "bfloat16", "as the checkpoint that it was trained from"
+    assert {info.dtype for info in HFCheckpoint(first.directory / "hf").info.values()} == {"BF16"}
 
     # Two pipeline stages instead of TP2 EP2: the checkpoint is resharded, the metrics go on.
     resumed = settings(
-        tiny_qwen3_moe, prompts, megatron={"pipeline_model_parallel_size": 2}, data=evals, train={"num_steps": 3}
+        tiny_qwen3_moe_bf16, prompts, megatron={"pipeline_model_parallel_size": 2}, data=evals, train={"num_steps": 3}
     )
     second = start_run(resumed, tmp_path)
     runs.append(second)

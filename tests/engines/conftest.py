@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,18 @@ def serve(checkpoint: Path, log_dir: Path, **sections: Mapping[str, Any]) -> Sha
 def tiny_qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random fp32 Qwen3-MoE checkpoint with its tokenizer."""
     return make_tiny_qwen3_moe(tmp_path_factory.mktemp("checkpoints") / "tiny-qwen3-moe")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_moe_bf16(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_qwen3_moe` cast to bfloat16, as published checkpoints are."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    directory = tmp_path_factory.mktemp("checkpoints") / "tiny-qwen3-moe-bf16"
+    shutil.copytree(tiny_qwen3_moe, directory)
+    AutoModelForCausalLM.from_pretrained(tiny_qwen3_moe, dtype=torch.bfloat16).save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="session")

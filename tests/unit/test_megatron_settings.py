@@ -13,7 +13,6 @@ from mslime.backends.megatron.settings import (
     OptimizerConfig,
     ddp_config,
     device_of,
-    engine_dtype,
     optimizer_config,
     params_dtype,
     passthrough,
@@ -164,9 +163,3 @@ def test_cuda_without_a_gpu_is_refused() -> None:
     assert device_of(run(), 0).type == "cpu"
     with pytest.raises(ConfigError, match="no GPU"):
         device_of(run(cluster={"device": "cuda"}), 0)
-
-
-def test_engines_hold_weights_in_the_dtype_of_the_checkpoint_unless_told() -> None:
-    assert engine_dtype(run(), {"torch_dtype": "bfloat16"}) == "bfloat16"
-    assert engine_dtype(run(), {"text_config": {"dtype": "bfloat16"}}) == "bfloat16"
-    assert engine_dtype(run(sglang={"dtype": "float32"}), {"torch_dtype": "bfloat16"}) == "float32"

@@ -248,7 +248,7 @@ def test_the_server_s_fields_follow_the_run(tiny_run: RunConfig) -> None:
     assert fields["random_seed"] == 12 and fields["weight_version"] == "0" and fields["watchdog_timeout"] == 60.0
     assert fields["dtype"] == "float32" and fields["sleep_on_idle"] and fields["enable_return_routed_experts"]
     on_gpu = server_fields(tiny_run, 0, "127.0.0.1", 3333, cpu=False)
-    assert on_gpu["dtype"] == "auto" and on_gpu["device"] == "cuda" and on_gpu["max_total_tokens"] is None
+    assert on_gpu["dtype"] == "bfloat16" and on_gpu["device"] == "cuda" and on_gpu["max_total_tokens"] is None
 
 
 def test_routes_are_returned_exactly_when_they_are_replayed(tiny_run: RunConfig) -> None:

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from mslime.config.errors import ConfigError
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
-from mslime.convert.families import as_object, get_family
+from mslime.convert.families import get_family
 
 T = TypeVar("T")
 
@@ -70,15 +70,6 @@ def device_of(config: RunConfig, rank: int) -> torch.device:
 def params_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     """The model's dtype: as configured, else bfloat16 on a GPU and float32 on a CPU."""
     return DTYPES[config.megatron.params_dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-
-
-def engine_dtype(config: RunConfig, hf_config: Mapping[str, object]) -> str:
-    """The dtype that the engines hold weights in, as torch names it: SGLang's `auto` is the checkpoint's own."""
-    if config.sglang.dtype != "auto":
-        return config.sglang.dtype
-    text = as_object(hf_config.get("text_config")) or hf_config
-    named = (found.get(key) for found in (hf_config, text) for key in ("dtype", "torch_dtype"))
-    return str(next((dtype for dtype in named if dtype), "float32"))
 
 
 def transformer_config(config: RunConfig, hf_config: Mapping[str, object], device: torch.device) -> TransformerConfig:

@@ -25,9 +25,10 @@ from mslime.backends.megatron.parallel import Place, start_process_groups, stop_
 from mslime.backends.megatron.pipeline import OnMicroBatch
 from mslime.backends.megatron.reference import ReferencePolicy
 from mslime.backends.megatron.routing import Routing
-from mslime.backends.megatron.settings import device_of, engine_dtype, transformer_config
+from mslime.backends.megatron.settings import device_of, transformer_config
 from mslime.backends.megatron.step import StepRunner
 from mslime.backends.megatron.trained import TrainedModel
+from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.data.shard import TrainShard
@@ -146,9 +147,12 @@ class MegatronTrainer(TrainedModel):
         Args:
             on_bucket: called on stage leaders with (buckets sent, buckets of the stage).
         """
-        config, backend = self.config, dist.get_backend()
+        config, backend, cpu = self.config, dist.get_backend(), self.device.type == "cpu"
+        exported = export_dtype(self.hf_config)
+        synced = config.train.task == "rl"
         options = SyncOptions(
-            dtype=engine_dtype(config, self.hf_config),
+            dtype=engine_dtype(config, self.hf_config, cpu=cpu) if synced else exported,
+            export_dtype=exported,
             bucket_bytes=int(config.weights.bucket_mib * (1 << 20)),
             backend=backend,
             deadline_s=config.deadlines.weight_sync_s,

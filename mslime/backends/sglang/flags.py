@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mslime.backends.cpu.sglang import SITE_DIR
+from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import CheckpointError
 from mslime.config.schema import RunConfig
+from mslime.config.teacher import TeacherConfig
 
 CPU_MAX_TOTAL_TOKENS = 65536
 """Tokens in a CPU server's cache unless configured: its own default takes a share of the whole machine's memory."""
@@ -77,14 +79,14 @@ def teacher_run(config: RunConfig) -> RunConfig:
 def server_fields(config: RunConfig, index: int, host: str, port: int, cpu: bool) -> dict[str, Any]:
     """ServerArgs fields of engine `index`; what the user passed through wins over our defaults."""
     engine, model = config.sglang, config.model
+    hf_config = read_model_config(model.path)
     fields: dict[str, Any] = {
         "model_path": str(model.path.resolve()),
         "tokenizer_path": str((model.tokenizer_path or model.path).resolve()),
         "host": host,
         "port": port,
         "device": "cpu" if cpu else "cuda",
-        # On CPU `auto` would run a float32 checkpoint in float16.
-        "dtype": "float32" if cpu and engine.dtype == "auto" else engine.dtype,
+        "dtype": engine_dtype(config, hf_config, cpu=cpu, trained=not isinstance(engine, TeacherConfig)),
         "tp_size": engine.tp_size,
         "ep_size": engine.ep_size,
         "mem_fraction_static": engine.mem_fraction_static,
@@ -93,7 +95,7 @@ def server_fields(config: RunConfig, index: int, host: str, port: int, cpu: bool
         "random_seed": config.seed + index,
         "weight_version": "0",
         "log_level_http": "warning",
-        "enable_return_routed_experts": config.train.replay == "r3" and is_moe(read_model_config(model.path)),
+        "enable_return_routed_experts": config.train.replay == "r3" and is_moe(hf_config),
         "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
     }
     return fields | engine.extra

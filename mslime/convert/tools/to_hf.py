@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint
@@ -54,7 +55,8 @@ class ToHf(HFJob):
         megatron, table, untrained = self._open()
         self._units = {unit.key: unit for unit in megatron.units}
         self._aliases = {name: table.aliases[name] for name in _aliases(checkpoint, untrained, table)}
-        super().__init__(list(self._plan(megatron, table, untrained)), source, {}, max_shard_bytes)
+        changes = declared_dtype(hf_config, self._dtype) if self._dtype else {}
+        super().__init__(list(self._plan(megatron, table, untrained)), source, changes, max_shard_bytes)
         files = sorted(checkpoint.glob("*.distcp"))
         self._identity = source_identity([*files, checkpoint / ".metadata", source / "config.json"])
 

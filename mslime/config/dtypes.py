@@ -1,0 +1,85 @@
+"""In which dtype the engines hold weights, and exported checkpoints are written: decided here and nowhere else.
+
+The server's flag, the wire of the weight sync, the expected digests, the plan's memory and the exported `hf/` all ask
+these functions. SGLang's own `auto` is never passed on: it would serve a float32 checkpoint in float16, which no
+trainer of ours computes in, so that every sync would round (and overflow beyond 65504) without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from mslime.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mslime.config.schema import RunConfig
+
+EXPORTED = ("float32", "bfloat16")
+
+
+def checkpoint_dtype(hf_config: Mapping[str, Any]) -> str | None:
+    """The dtype that a checkpoint's config.json names, as torch calls it; None when it names none."""
+    sections = [hf_config, _text_config(hf_config)]
+    named = (str(section[key]) for section in sections for key in ("dtype", "torch_dtype") if section.get(key))
+    return next(named, None)
+
+
+def engine_dtype(
+    config: RunConfig, hf_config: Mapping[str, Any], *, cpu: bool | None = None, trained: bool = True
+) -> str:
+    """The dtype that the engines hold weights in: `sglang.dtype`, and for `auto`
+
+    - on a CPU float32, whatever the checkpoint is in (widening is exact, and float32 is what CPU ranks train in);
+    - on a GPU the checkpoint's bfloat16; for a checkpoint in float32, or that names nothing, the trainer's own
+      parameters' dtype (`megatron.params_dtype`, bfloat16 by default).
+
+    Args:
+        cpu: whether engines run on a CPU; default: `cluster.device` says so (`auto` counts as a GPU).
+        trained: whether they are sent weights; a teacher is not, and keeps its checkpoint's float16.
+
+    Raises:
+        ConfigError: `auto`, on a GPU, for a checkpoint in float16 or another dtype that is not trained in.
+    """
+    if config.sglang.dtype != "auto":
+        return config.sglang.dtype
+    if config.cluster.device == "cpu" if cpu is None else cpu:
+        return "float32"
+    named = checkpoint_dtype(hf_config)
+    if named in (None, "float32"):
+        return config.megatron.params_dtype or "bfloat16"
+    if named != "bfloat16" and trained:
+        raise ConfigError(
+            "sglang.dtype", "auto",
+            f"the checkpoint {config.model.path} is in {named}, and trainers compute in bfloat16 or float32: weights "
+            f"sent to engines in {named} would be rounded, and overflow where it ends",
+            "set sglang.dtype: bfloat16 (the checkpoint is rounded once), or float32",
+        )  # fmt: skip
+    return named
+
+
+def export_dtype(hf_config: Mapping[str, Any]) -> str:
+    """The dtype that exported Hugging Face checkpoints are written in: the source checkpoint's.
+
+    Float32 where the source names none or one that is not trained in; config.json is then made to say so.
+    """
+    named = checkpoint_dtype(hf_config)
+    return named if named in EXPORTED else "float32"
+
+
+def declared_dtype(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """What of config.json must be written anew so that it names `dtype`; empty when it does already."""
+    named = checkpoint_dtype(hf_config)
+    if named == dtype:
+        return {}
+    keys = [key for key in ("dtype", "torch_dtype") if hf_config.get(key)] or ["dtype"]
+    changes: dict[str, Any] = dict.fromkeys(keys, dtype)
+    text = _text_config(hf_config)
+    inner = [key for key in ("dtype", "torch_dtype") if text.get(key)]
+    return changes | ({"text_config": {**text, **dict.fromkeys(inner, dtype)}} if inner else {})
+
+
+def _text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section of a model that also sees or hears; empty for one that only reads."""
+    text = hf_config.get("text_config")
+    return cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else {}

@@ -1,0 +1,71 @@
+"""One decision about the dtype of engines and exports, which every room that needs it asks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mslime.backends.sglang.flags import server_fields, teacher_run
+from mslime.config.dtypes import checkpoint_dtype, declared_dtype, engine_dtype, export_dtype
+from mslime.config.errors import ConfigError
+from mslime.config.schema import RunConfig
+from mslime.plan.command import plan_config
+from mslime.plan.plan import make_plan
+from tests.fixtures.full_size import CONFIGS, published_config
+
+BF16, FP32, FP16 = {"torch_dtype": "bfloat16"}, {"dtype": "float32"}, {"torch_dtype": "float16"}
+
+
+def run(**sections: Any) -> RunConfig:
+    values: dict[str, Any] = {"model": {"path": "model"}, "data": {"prompts": ["x.jsonl"]}}
+    return RunConfig.model_validate(values | sections)
+
+
+def on(device: str, **sections: Any) -> RunConfig:
+    return run(cluster={"device": device}, **sections)
+
+
+@pytest.mark.parametrize("hf_config", [BF16, FP32, FP16, {}, {"text_config": BF16}])
+def test_engines_on_a_cpu_are_float32_whatever_the_checkpoint_is(hf_config: dict[str, Any]) -> None:
+    assert engine_dtype(on("cpu"), hf_config) == "float32"
+
+
+def test_engines_on_a_gpu_are_never_float16_by_themselves() -> None:
+    assert engine_dtype(on("cuda"), BF16) == engine_dtype(on("auto"), {"text_config": BF16}) == "bfloat16"
+    assert engine_dtype(on("cuda"), FP32) == engine_dtype(on("cuda"), {}) == "bfloat16"
+    assert engine_dtype(on("cuda", megatron={"params_dtype": "float32"}), FP32) == "float32"
+    with pytest.raises(ConfigError, match=r"sglang\.dtype.*float16.*rounded"):
+        engine_dtype(on("cuda"), FP16)
+    assert engine_dtype(on("cuda", sglang={"dtype": "bfloat16"}), FP16) == "bfloat16"
+
+
+def test_a_teacher_is_sent_nothing_and_may_keep_its_float16(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FP16))
+    teacher = teacher_run(on("cuda", teacher={"path": str(tmp_path)}, algorithm={"opd_coef": 1.0}))
+    assert server_fields(teacher, 0, "h", 1, cpu=False)["dtype"] == "float16"
+    (tmp_path / "config.json").write_text(json.dumps(FP32))
+    assert server_fields(teacher, 0, "h", 1, cpu=False)["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("named", ["bfloat16", "float32", None])
+def test_server_flag_and_plan_agree_with_the_wire(tmp_path: Path, device: str, named: str | None) -> None:
+    published = {k: v for k, v in published_config("qwen3-30B-A3B").items() if k not in ("dtype", "torch_dtype")}
+    hf_config = published | ({"dtype": named} if named else {})
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    config = on(device, model={"path": str(tmp_path)})
+    wire = engine_dtype(config, hf_config)
+    assert server_fields(config, 0, "h", 1, cpu=device == "cpu")["dtype"] == wire
+    planned = plan_config({"model": {"path": str(CONFIGS / "qwen3-30B-A3B")}, "cluster": {"device": device}})
+    assert make_plan(planned, hf_config).engine_dtype == wire
+
+
+def test_exports_are_in_the_dtype_that_config_json_names() -> None:
+    assert [export_dtype(c) for c in (BF16, FP32, FP16, {})] == ["bfloat16", "float32", "float32", "float32"]
+    assert declared_dtype(BF16, "bfloat16") == {}
+    for config in ({}, FP16, {"text_config": FP16}, FP16 | {"text_config": {"dtype": "float16", "a": 1}}):
+        declared = config | declared_dtype(config, "float32")
+        assert checkpoint_dtype(declared) == "float32" and "float16" not in json.dumps(declared)
