@@ -79,7 +79,7 @@ def _correction_without_effect(config: RunConfig) -> Iterator[str]:
             "ratio is over the policy that sampled, and is not weighted twice. Use preset bypass, or reference "
             "recompute."
         )
-    if correction.max_age is not None and correction.max_age >= staleness:
+    if correction.max_age is not None and correction.max_age >= staleness and config.on_stale != "keep":
         yield (
             f"algorithm.correction.max_age {correction.max_age} never binds: no token is trained that is older than "
             f"rollout.max_staleness {staleness}. Lower it."
@@ -185,7 +185,28 @@ def _unused_fields(config: RunConfig) -> Iterator[str]:
         yield "algorithm.correction.normalise has no effect with action none: every weight is 1."
 
 
+def _stale_tokens(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.over_sampling > 1 and rollout.max_staleness > 0 and rollout.dynamic_filter == "none":
+        yield (
+            f"rollout.over_sampling {rollout.over_sampling:g} has no effect with max_staleness {rollout.max_staleness} "
+            "and no dynamic_filter: work for later steps is under way already, and no group is refused."
+        )
+    if rollout.max_staleness == 0 and config.spare_groups and rollout.partial and config.on_stale == "mask":
+        yield (
+            "rollout.partial with max_staleness 0 and over_sampling: the tokens of responses that are cut short are "
+            "kept, and masked a step later, up to half of all tokens. Set max_staleness 1, partial false, or "
+            "over_sampling 1."
+        )
+    if config.on_stale == "keep" and rollout.max_staleness == 0 and rollout.partial:
+        yield (
+            "rollout.on_stale keep with max_staleness 0: responses that are continued have tokens of older weights, so "
+            "the run is not on-policy. Leave on_stale alone, or set max_staleness 1."
+        )
+
+
 _ADVICE: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    _stale_tokens,
     _ratio_is_one,
     _unbounded_weights,
     _correction_without_effect,

@@ -169,11 +169,18 @@ class RolloutConfig(Section):
         description="0: on-policy and synchronous. 1: one step ahead. k: asynchronous, at most k versions old.",
     )
     over_sampling: float = Field(
-        default=1.0, ge=1, description="Groups in flight at most, as a multiple of groups_per_step."
+        default=1.0,
+        ge=1,
+        description="Spare groups: 1.5 begins half a step more than is needed. Only where groups can be refused "
+        "(dynamic_filter) or max_staleness is 0, where those that finish last wait for the next step.",
     )
     partial: bool = Field(default=True, description="Keep the tokens of aborted responses and continue them later.")
-    on_stale: Literal["mask", "reroll", "drop"] = Field(
-        default="mask", description="What happens to tokens older than max_staleness."
+    on_stale: Literal["auto", "keep", "mask", "reroll", "drop"] = Field(
+        default="auto",
+        description="What happens to tokens older than max_staleness, which only responses have that take longer than "
+        "that many steps: they are trained under the off-policy correction (keep; `correction.max_age` still bounds "
+        "them), masked, their response generated again, or their group dropped. auto: keep with max_staleness > 0 and "
+        "a correction, else mask.",
     )
     dynamic_filter: Literal["none", "zero_variance"] | str = Field(
         default="none",
@@ -388,6 +395,23 @@ class RunConfig(Section):
     def critic_ranks(self) -> int:
         """Processes, and GPUs, that a critic of its own takes beside the trainer's."""
         return self.layout.world_size if self.has_critic and self.critic.placement == "separate" else 0
+
+    @property
+    def on_stale(self) -> Literal["keep", "mask", "reroll", "drop"]:
+        """`rollout.on_stale`, decided: tokens beyond the bound are kept where something corrects for their age."""
+        chosen, correction = self.rollout.on_stale, self.algorithm.correction
+        if chosen != "auto":
+            return chosen
+        corrects = correction.action != "none" or correction.reference == "rollout"
+        return "keep" if corrects and self.rollout.max_staleness > 0 else "mask"
+
+    @property
+    def spare_groups(self) -> int:
+        """Groups begun beyond what the steps need, see `rollout.over_sampling`."""
+        rollout = self.rollout
+        if rollout.max_staleness > 0 and rollout.dynamic_filter == "none":
+            return 0
+        return int((rollout.over_sampling - 1.0) * rollout.groups_per_step)
 
     @property
     def policy_steps(self) -> int:

@@ -295,7 +295,7 @@ def _batch_table(config: RunConfig) -> Table:
     per_step = r.groups_per_step // t.optimizer_steps_per_rollout
     engines = len(config.sglang.urls) or config.sglang.num_engines
     budget = t.max_tokens_per_micro_batch * config.layout.cp
-    in_flight = SubmitGate(r.groups_per_step, r.max_staleness, r.over_sampling).limit(0)
+    in_flight = SubmitGate(r.groups_per_step, r.max_staleness, config.spare_groups).limit(0)
     return _grid(
         "One step",
         [
@@ -327,14 +327,16 @@ def _switch_table(run: ResolvedRun) -> Table:
     config = run.config
     r, a = config.rollout, config.algorithm
     stale = (
-        "synchronous, on-policy" if r.max_staleness == 0 else f"asynchronous, at most {r.max_staleness} version(s) old"
+        "synchronous, on-policy"
+        if r.max_staleness == 0
+        else f"asynchronous, {r.max_staleness} version(s) ahead at most"
     )
     return _grid(
         "On and off",
         [
             (
                 "staleness",
-                f"max_staleness {r.max_staleness}: {stale}; older tokens are {_PAST[r.on_stale]}",
+                f"max_staleness {r.max_staleness}: {stale}; older tokens are {_PAST[config.on_stale]}",
             ),
             (
                 "partial rollouts",
@@ -342,7 +344,7 @@ def _switch_table(run: ResolvedRun) -> Table:
             ),
             (
                 "over-sampling",
-                f"x {r.over_sampling:g}" if r.over_sampling > 1 else "off",
+                f"{config.spare_groups} spare groups" if config.spare_groups else "off",
             ),
             ("dynamic filter", r.dynamic_filter),
             (
@@ -388,7 +390,7 @@ def _distillation(config: RunConfig) -> str:
     return f"{coefficient:g} x (log pi_old - log teacher); teacher {where}"
 
 
-_PAST = {"mask": "masked", "reroll": "generated again", "drop": "dropped"}
+_PAST = {"keep": "trained under the correction", "mask": "masked", "reroll": "generated again", "drop": "dropped"}
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:

@@ -4,6 +4,7 @@ loop. It turns each step's groups into shards and leaves them in Ray's store, on
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +72,8 @@ class RolloutActor:
             version: weight version that the trainer starts with.
             teachers: servers of the teacher, if SGLang serves one.
         """
-        from mslime.backends.sglang.client import EngineClient, ServedModel
+        from mslime.backends.sglang.client import EngineClient
+        from mslime.backends.sglang.generating import ServedModel
         from mslime.backends.sglang.handshake import Needs, handshake_all
         from mslime.backends.sglang.pool import EnginePool
         from mslime.data.source import PromptSource
@@ -82,10 +84,12 @@ class RolloutActor:
 
         config, model = self._config, self._run.model
         self._layers = layers
-        served = ServedModel(model.num_layers, model.top_k, model.vocab_size)
+        served = ServedModel(model.num_layers, model.top_k, model.vocab_size, model.num_experts)
         clients = [EngineClient(a.url, a.name, config.deadlines, served, a.log_path) for a in addresses]
         architectures = (self._run.family.architecture,)
-        await handshake_all(clients, Needs(config.train.replay == "r3", supports=False, architectures=architectures))
+        refused_input = await handshake_all(
+            clients, Needs(config.train.replay == "r3", supports=False, architectures=architectures)
+        )
         self._pool = EnginePool(clients, config.rollout.concurrency)
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
         source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
@@ -96,6 +100,7 @@ class RolloutActor:
             model.num_experts,
             model.top_k,
             model.max_positions,
+            refused_input,
         )
         self._service = RolloutService(
             config,
@@ -137,9 +142,15 @@ class RolloutActor:
         batch = await self._service.take(step)
         if self._samples is not None:
             self._samples.write(step, batch.groups)
-        work = assemble(batch.groups, self._config, self._service.version)
+
+        def shard() -> tuple[list[list[ray.ObjectRef]], dict[str, float]]:
+            work = assemble(batch.groups, self._config, batch.version)
+            return self._references(work.shards), work.metrics
+
+        # In a thread: seconds for a million tokens, in which responses are to be continued and submitted.
+        references, metrics = await asyncio.to_thread(shard)
         spans, self._spans = self._spans, []
-        return StepShards(self._references(work.shards), batch.metrics | work.metrics, spans)
+        return StepShards(references, batch.metrics | metrics, spans)
 
     def _references(self, per_step: Sequence[Sequence[Any]]) -> list[list[ray.ObjectRef]]:
         """Store each (optimizer step, data-parallel rank, pipeline stage) once; ranks of a stage share it."""

@@ -1,8 +1,9 @@
 """The submit gate: how many groups may be in flight. Pure arithmetic.
 
 With `max_staleness` = s, weights of version v may work on groups for the steps v .. v + s and no further, so groups are
-submitted while `accepted + running < (v + 1 + s) * groups_per_step`. Over-sampling adds a fixed number of groups, as
-spares for those that a filter will refuse or that finish late. Counts and versions are those since the gate opened.
+submitted while `accepted + running < (v + 1 + s) * groups_per_step`. Spare groups come on top, for those that a filter
+will refuse or, with s = 0, that finish late; where nothing is refused and s > 0, the last of them would be of step
+v + s + 1, too old by construction, so there are none. Counts and versions are those since the gate opened.
 """
 
 from __future__ import annotations
@@ -17,17 +18,12 @@ class SubmitGate:
     Attributes:
         groups_per_step: groups that one training step takes.
         max_staleness: versions that a group may be behind when it is trained.
-        over_sampling: at least 1; 1.5 allows half a step of spare groups.
+        spare: groups in flight beyond what the steps need.
     """
 
     groups_per_step: int
     max_staleness: int
-    over_sampling: float = 1.0
-
-    @property
-    def spare(self) -> int:
-        """Groups in flight beyond what the steps need."""
-        return int((self.over_sampling - 1.0) * self.groups_per_step)
+    spare: int = 0
 
     def limit(self, version: int) -> int:
         """Groups that may be accepted or running, counted since the gate opened, under weights of `version`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import time
 import uuid
 import zlib
@@ -16,7 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mslime.backends.sglang.client import EngineDied, GenerateRequest, GenerateResult
+from mslime.backends.sglang.client import EngineBusy, EngineDied
+from mslime.backends.sglang.generating import MALFORMED, GenerateRequest, GenerateResult
+from mslime.config.errors import EngineError
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample, SampleStatus
@@ -32,6 +35,7 @@ class Sampling:
         max_response_tokens: over all continuations of a response.
         max_total_tokens: prompt and response together.
         want_routes: ask for routed experts.
+        refused_input: see `ModelInfo`.
     """
 
     temperature: float
@@ -40,6 +44,7 @@ class Sampling:
     max_response_tokens: int
     max_total_tokens: int
     want_routes: bool
+    refused_input: int = sys.maxsize
 
     @classmethod
     def for_training(cls, config: RunConfig, model: ModelInfo) -> Sampling:
@@ -47,22 +52,29 @@ class Sampling:
         r = config.rollout
         total = r.max_total_tokens or model.max_positions
         replay = config.train.replay == "r3" and bool(model.moe_layer_ids)
-        return cls(r.temperature, r.top_p, r.top_k, r.max_response_tokens, total, replay)
+        return cls(r.temperature, r.top_p, r.top_k, r.max_response_tokens, total, replay, model.refused_input)
 
     @classmethod
     def for_evaluation(cls, config: RunConfig, model: ModelInfo, eval_set: EvalSetConfig) -> Sampling:
         """As the held-out set says; unrestricted draws without routes."""
         total = config.rollout.max_total_tokens or model.max_positions
         length = eval_set.max_response_tokens or config.rollout.max_response_tokens
-        return cls(eval_set.temperature, 1.0, -1, length, total, False)
+        return cls(eval_set.temperature, 1.0, -1, length, total, False, model.refused_input)
 
     @property
     def restricted(self) -> bool:
         """Whether tokens are drawn from less than the whole vocabulary."""
         return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
 
+    @property
+    def longest_input(self) -> int:
+        """Sequences of so many tokens, or more, cannot be continued."""
+        return min(self.max_total_tokens, self.refused_input)
+
     def room(self, sample: Sample) -> int:
-        """Tokens that may still be added to `sample`."""
+        """Tokens that may still be added to `sample`; 0 where no engine would take what there is of it."""
+        if len(sample) >= self.longest_input:
+            return 0
         return min(self.max_response_tokens - sample.response_length, self.max_total_tokens - len(sample))
 
 
@@ -87,6 +99,7 @@ class Generator:
         on_request: told (engine, start, end) of every answered request, seconds since the epoch.
 
     Attributes:
+        version: weight version that the engines serve; an answer names none that is newer, or older than its request.
         ready: cleared while the engines must not receive requests (a weight update).
         cached_tokens: prompt tokens that engines found in their prefix caches, over answered requests.
     """
@@ -104,7 +117,7 @@ class Generator:
         self._slots = asyncio.Semaphore(config.rollout.concurrency * len(engines.clients))
         self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run
         self._numbers = itertools.count()
-        self.cached_tokens = 0
+        self.version = self.cached_tokens = 0
         self.ready = asyncio.Event()
         self.ready.set()
 
@@ -125,11 +138,17 @@ class Generator:
                 return 0
             if sampling.want_routes and sample.routes is None:
                 sample.routes = Routes.empty(self._model.moe_layer_ids, self._model.top_k, self._model.num_experts)
+            oldest = self.version
             result = await self._answer(self._compose(sample, sampling, room, session), traffic)
         if result is None:
             return 0
         self.cached_tokens += result.cached_tokens
-        self._absorb(sample, result)
+        try:
+            self._absorb(sample, result, oldest)
+        except MALFORMED as error:
+            rule = f"an answer that does not add up: {error}"
+            raise EngineError(result.engine, f"group {sample.group_id}, response {sample.index}", rule,
+                              "read the engine's log") from error  # fmt: skip
         return len(result.output_ids)
 
     def _compose(self, sample: Sample, sampling: Sampling, room: int, session: str) -> GenerateRequest:
@@ -153,8 +172,10 @@ class Generator:
 
     async def _answer(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult | None:
         """The answer to a request; when its engine dies, that of another. None when `traffic` closed before it was
-        sent. Raises EngineError when an engine refused, or none is left."""
-        while True:  # ends: every death leaves one engine less
+        sent. Raises EngineError when an engine refused or stays too busy, or none is left."""
+        patience = time.monotonic() + self._config.deadlines.engine_request_s
+        pauses = itertools.chain((0.1, 0.2, 0.5, 1.0, 2.0), itertools.repeat(5.0))
+        while True:  # ends: every death leaves one engine less, and patience with busy ones has an end
             await self.ready.wait()
             if not traffic.open:
                 return None
@@ -163,6 +184,10 @@ class Generator:
             except EngineDied:
                 if living(self._engines) == 0:
                     raise
+            except EngineBusy:
+                if time.monotonic() > patience:
+                    raise
+                await asyncio.sleep(next(pauses))
 
     async def _send(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult:
         """One exchange with an engine. The engine client keeps the deadline."""
@@ -175,9 +200,12 @@ class Generator:
         self._on_request(result.engine, start, time.time())
         return result
 
-    def _absorb(self, sample: Sample, result: GenerateResult) -> None:
-        """Add an answer to its sample."""
+    def _absorb(self, sample: Sample, result: GenerateResult, oldest: int) -> None:
+        """Add an answer to its sample, if it names weights that the engines may have served since `oldest`."""
         if len(result.output_ids):
+            versions = [version for version, _, _ in result.versions]
+            possible = oldest <= min(versions) and max(versions) <= self.version
+            assert possible, f"weight versions {versions}, when {oldest} to {self.version} were served"
             routes = None if result.routes is None else result.routes[:, np.asarray(self._model.moe_layer_ids, np.intp)]
             sample.extend(
                 result.output_ids,

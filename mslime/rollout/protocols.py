@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,7 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.client import GenerateRequest, GenerateResult, PauseMode
+from mslime.backends.sglang.client import PauseMode
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
 from mslime.data.sample import Group, Sample
 
@@ -97,12 +99,14 @@ class ModelInfo:
         moe_layer_ids: global ids of the layers that route; empty for a dense model.
         num_experts, top_k: 0 for a dense model.
         max_positions: longest sequence, in tokens.
+        refused_input: an engine refuses to continue so many tokens, or more (6 fewer than its context holds).
     """
 
     moe_layer_ids: tuple[int, ...]
     num_experts: int
     top_k: int
     max_positions: int
+    refused_input: int = sys.maxsize
 
 
 @dataclass(frozen=True)

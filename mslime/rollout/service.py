@@ -3,8 +3,9 @@
 A group lives in exactly one place: `running` (a task generates and scores it), `partial` (interrupted, waits to be
 continued) or `accepted` (complete, waits for the trainer). `max_staleness` = 0 generates inside `take` only and
 interrupts what is left over when a step has enough; with `max_staleness` > 0 generation stops around weight updates
-only. Two rules bound the age of what is trained: the submit gate bounds what is begun, and the age test at
-`take` decides about tokens that grew too old all the same. Every token is in the ledger.
+only. The submit gate bounds the age of what is begun. Responses that take longer than the bound have tokens that are
+older all the same: those are kept, masked, generated again or dropped, as `rollout.on_stale` says. Every token is in
+the ledger.
 
 The service knows neither Ray nor Megatron. All its methods belong to one event loop.
 """
@@ -56,7 +57,6 @@ class RolloutService:
         on_progress, on_span: told about group counts and about stretches of work.
 
     Attributes:
-        version: weight version that the engines serve and the trainer holds.
         ledger: the fate of every generated token.
     """
 
@@ -77,11 +77,12 @@ class RolloutService:
         self._config, self._engines, self._source, self._tokenizer = config, engines, source, tokenizer
         self._scorer, self._model, self._on_progress, self._on_span = scorer, model, on_progress, on_span
         self._teacher = teacher
-        self._gate = SubmitGate(r.groups_per_step, r.max_staleness, r.over_sampling)
+        self._gate = SubmitGate(r.groups_per_step, r.max_staleness, config.spare_groups)
         self._filter_name, self._keep = load_filter(r.dynamic_filter)
         self._generator = Generator(config, engines, tokenizer, model, self._request_done)
         self._sampling = Sampling.for_training(config, model)
-        self.version, self.ledger, self._counters = 0, Ledger(), StepCounters()
+        self._on_stale = config.on_stale
+        self.ledger, self._counters = Ledger(), StepCounters()
         self._base_version: int | None = None
         self._taken = 0
         self._next_group_id = 0
@@ -93,6 +94,15 @@ class RolloutService:
         self._forgiven: set[int] = set()  # groups in flight when a failure was raised: theirs is the same one
         self._step = 0
         self._last_take = time.monotonic()
+
+    @property
+    def version(self) -> int:
+        """Weight version that the engines serve and the trainer holds."""
+        return self._generator.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._generator.version = version
 
     # ------------------------------------------------------------------------------------------------- the step
 
@@ -285,16 +295,17 @@ class RolloutService:
     def _next_group(self) -> Group:
         """The most urgent interrupted group that may still be trained, else a new one."""
         while (group := self._partial.pop()) is not None:
-            if self._config.rollout.on_stale == "mask" or self._fresh_again(group):
+            if self._on_stale in ("keep", "mask") or self._fresh_again(group):
                 self._counters.add(
                     "recycled", sum(not s.status.finished and s.response_length > 0 for s in group.samples)
                 )
                 return group
         prompt = self._source.next()
-        if len(prompt.tokens) >= self._sampling.max_total_tokens:
-            rule = f"the prompt leaves no room for a response within {self._sampling.max_total_tokens} tokens"
-            raise DataError(prompt.where, f"{len(prompt.tokens)} tokens", rule,
-                            "set data.max_prompt_tokens, or raise rollout.max_total_tokens")  # fmt: skip
+        if len(prompt.tokens) >= (limit := self._sampling.longest_input):
+            raise DataError(prompt.where, f"{len(prompt.tokens)} tokens",
+                            f"leaves no room for a response: model and engines take fewer than {limit} tokens",
+                            "set data.max_prompt_tokens, or raise rollout.max_total_tokens or the engines' "
+                            "context")  # fmt: skip
         group = new_group(self._next_group_id, prompt, self._config.rollout.group_size)
         self._next_group_id += 1
         return group
@@ -405,8 +416,8 @@ class RolloutService:
     def _young_enough(self, group: Group) -> bool:
         """Apply the age test to an accepted group: whether it stays accepted."""
         oldest = group.oldest_version
-        if oldest is not None and oldest < self._oldest_allowed():
-            if self._config.rollout.on_stale != "mask":
+        if self._on_stale != "keep" and oldest is not None and oldest < self._oldest_allowed():
+            if self._on_stale != "mask":
                 if self._fresh_again(group):
                     self._partial.put(group)
                 return False
@@ -420,7 +431,7 @@ class RolloutService:
         """Re-roll the stale samples of a group, or drop the group; whether it is still to be generated."""
         limit = self._oldest_allowed()
         stale = [s for s in group.samples if (v := s.oldest_version) is not None and v < limit]
-        if stale and self._config.rollout.on_stale == "drop":
+        if stale and self._on_stale == "drop":
             self._drop(group, "stale")
             self._counters.add("stale_groups")
             return False
@@ -440,7 +451,6 @@ class RolloutService:
                     await self.drain()
                 self._traffic.open = False
                 raise failure
-            self._accepted = [g for g in self._accepted if self._young_enough(g)]
             if len(self._accepted) >= self._config.rollout.groups_per_step:
                 return
             self._pump()

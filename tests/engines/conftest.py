@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from mslime.backends.sglang.client import EngineClient, ServedModel
+from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.server import EngineAddress, ServerProcess
 from mslime.config.schema import DeadlineConfig, RunConfig
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from mslime.backends.megatron.trainer import MegatronTrainer
-from mslime.backends.sglang.client import GenerateRequest
+from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.layout import ParallelLayout
 from mslime.data.packing import build_shards
 from mslime.data.routes import Routes

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from mslime.backends.sglang.client import EngineClient, GenerateRequest, GenerateResult
+from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer
 

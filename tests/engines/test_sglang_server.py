@@ -17,7 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mslime.backends.sglang.client import EngineClient, EngineDied, GenerateRequest, ServedModel
+from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.generating import GenerateRequest, ServedModel
 from mslime.backends.sglang.handshake import Needs, handshake
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.server import ServerProcess

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.client import GenerateRequest
+from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.backends.sglang.teacher import Student, meet_teacher

@@ -49,6 +49,8 @@ class FakeEngine:
         schema, info, model: answers to be spoilt by a test.
         delay_s: how long /generate takes.
         broken: routes that answer 500.
+        busy: statuses that the next POSTs are answered with, one each, before anything is done.
+        raw: what /generate answers instead of a result. endless: it goes on sending, without an end.
         drop_connections: /generate closes the connection instead of answering, always or for so many requests.
         routes_rows_off: rows of routes too many. scores_off: log-probs of given tokens too many.
         tokens: text -> ids, the answer of /tokenize.
@@ -57,7 +59,14 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.schema = copy.deepcopy(SCHEMA)
-        self.info: dict[str, Any] = {"version": "0.5.23", "enable_return_routed_experts": True}
+        self.info: dict[str, Any] = {
+            "version": "0.5.23",
+            "enable_return_routed_experts": True,
+            "max_req_input_len": 58,
+        }
+        self.busy: list[int] = []
+        self.raw: bytes | None = None
+        self.endless = False
         self.model: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "weight_version": "default"}
         self.delay_s, self.routes_rows_off, self.pause_works = 0.0, 0, True
         self.drop_connections: bool | int = False
@@ -98,6 +107,8 @@ class FakeEngine:
     async def _post(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.seen.append((request.path, body))
+        if self.busy:
+            return web.json_response({"error": {"message": "the queue is full"}}, status=self.busy.pop(0))
         if request.path in self.broken:
             return web.json_response({"error": {"message": "told to fail"}}, status=500)
         if request.path == "/tokenize":
@@ -113,6 +124,12 @@ class FakeEngine:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.seen.append(("/generate", body))
+        if self.busy:
+            return web.json_response({"error": {"message": "the queue is full"}}, status=self.busy.pop(0))
+        if self.endless:
+            return await self._without_end(request)
+        if self.raw is not None:
+            return web.Response(body=self.raw)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
@@ -125,6 +142,12 @@ class FakeEngine:
                 self.drop_connections -= 1
             request.transport.close()
         return web.json_response(self.answer(body))
+
+    async def _without_end(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * 65536)
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
         """What /generate returns: token i is i + 1 with log-prob -1; given tokens have -position."""

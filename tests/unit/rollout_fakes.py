@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.client import EngineDied, GenerateRequest, GenerateResult
+from mslime.backends.sglang.client import EngineDied
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
@@ -197,12 +198,17 @@ def run_config(directory: Path, **rollout: Any) -> RunConfig:
 
 
 def make_service(
-    config: RunConfig, engines: FakeSlowEngine, scorer: Any = None, version: int = 0, **hooks: Any
+    config: RunConfig,
+    engines: FakeSlowEngine,
+    scorer: Any = None,
+    version: int = 0,
+    model: ModelInfo = MODEL,
+    **hooks: Any,
 ) -> RolloutService:
     """A service over pretended engines, at `version`."""
     tokenizer = FakeTokenizer()
     source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
-    service = RolloutService(config, engines, source, tokenizer, scorer or FakeScorer(), MODEL, **hooks)
+    service = RolloutService(config, engines, source, tokenizer, scorer or FakeScorer(), model, **hooks)
     service.version = engines.version = version
     return service
 

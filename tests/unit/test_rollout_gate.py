@@ -9,24 +9,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mslime.rollout.gate import SubmitGate
+from tests.unit.rollout_fakes import run_config
 
 
 @pytest.mark.parametrize(
-    ("staleness", "over", "version", "accepted", "running", "room"),
+    ("staleness", "spare", "version", "accepted", "running", "room"),
     [
-        (0, 1.0, 0, 0, 0, 8),
-        (0, 1.0, 0, 3, 5, 0),
-        (0, 1.5, 0, 0, 8, 4),
-        (0, 1.0, 2, 16, 0, 8),
-        (1, 1.0, 0, 8, 0, 8),
-        (1, 1.0, 0, 8, 8, 0),
-        (3, 1.0, 5, 40, 10, 22),
-        (0, 1.0, 0, 12, 0, 0),
-        (0, 1.2, 0, 0, 0, 9),
+        (0, 0, 0, 0, 0, 8),
+        (0, 0, 0, 3, 5, 0),
+        (0, 4, 0, 0, 8, 4),
+        (0, 0, 2, 16, 0, 8),
+        (1, 0, 0, 8, 0, 8),
+        (1, 0, 0, 8, 8, 0),
+        (3, 0, 5, 40, 10, 22),
+        (0, 0, 0, 12, 0, 0),
+        (0, 1, 0, 0, 0, 9),
     ],
 )
-def test_room_is_what_the_formula_says(staleness, over, version, accepted, running, room):
-    assert SubmitGate(8, staleness, over).room(accepted, running, version) == room
+def test_room_is_what_the_formula_says(staleness, spare, version, accepted, running, room):
+    assert SubmitGate(8, staleness, spare).room(accepted, running, version) == room
+
+
+@pytest.mark.parametrize(
+    ("rollout", "spare"),
+    [
+        ({"over_sampling": 1.5}, 4),
+        ({"over_sampling": 1.5, "max_staleness": 1}, 0),
+        ({"over_sampling": 1.5, "max_staleness": 2, "dynamic_filter": "zero_variance"}, 4),
+        ({"over_sampling": 1.2}, 1),
+    ],
+)
+def test_spare_groups_are_begun_only_where_a_group_can_be_refused_or_left_for_later(tmp_path, rollout, spare):
+    assert run_config(tmp_path, groups_per_step=8, **rollout).spare_groups == spare
 
 
 @settings(max_examples=150, deadline=None)

@@ -7,6 +7,7 @@ import base64
 import re
 import socket
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,8 @@ import numpy as np
 import pytest
 
 import mslime.backends.sglang.client as client_module
-from mslime.backends.sglang.client import (
-    EngineClient,
-    EngineDied,
+from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.generating import (
     GenerateRequest,
     ServedModel,
     decode_routes,
@@ -60,9 +60,26 @@ def test_versions_are_integers_and_the_engine_s_own_weights_are_version_zero() -
 
 def test_routes_are_decoded_in_c_order_without_a_copy() -> None:
     routes = np.arange(5 * 3 * 2, dtype=np.int32).reshape(5, 3, 2)
-    decoded = decode_routes(base64.b64encode(routes.tobytes()).decode(), 5, (3, 2))
+    decoded = decode_routes(base64.b64encode(routes.tobytes()).decode(), 5, MODEL)
     np.testing.assert_array_equal(decoded, routes)
     assert decoded.base is not None and not decoded.flags.writeable
+
+
+def test_routes_are_held_in_the_narrowest_type_of_the_model_s_experts() -> None:
+    routes = np.arange(30, dtype=np.int32).reshape(5, 3, 2)
+    encoded = memoryview(base64.b64encode(routes.tobytes()))
+    for experts, dtype in ((30, np.uint8), (256, np.uint8), (257, np.uint16)):
+        decoded = decode_routes(encoded, 5, replace(MODEL, num_experts=experts))
+        assert decoded.dtype == dtype
+        np.testing.assert_array_equal(decoded, routes)
+
+
+@pytest.mark.parametrize("expert", [-1, 30, 2**31 - 1])
+def test_an_expert_that_the_model_does_not_have_is_refused(expert: int) -> None:
+    routes = np.arange(30, dtype=np.int32)
+    routes[7] = expert
+    with pytest.raises(AssertionError, match="of 30"):
+        decode_routes(base64.b64encode(routes.tobytes()).decode(), 5, replace(MODEL, num_experts=30))
 
 
 def test_a_result_carries_tokens_log_probs_routes_and_spans() -> None:
@@ -103,7 +120,7 @@ def test_routes_with_a_row_too_many_are_an_error_and_not_a_result() -> None:
     [
         (lambda m: m["output_token_logprobs"].pop(), "log-probs"),
         (lambda m: m["output_token_logprobs"].__setitem__(0, [-1.0, 42, None]), "other tokens"),
-        (lambda m: m["output_token_logprobs"].__setitem__(0, [float("nan"), 1, None]), "log-probs"),
+        (lambda m: m["output_token_logprobs"].__setitem__(0, [float("nan"), 1, None]), "log-prob nan"),
         (lambda m: m["weight_versions"][0].update(end=2), "version spans"),
         (lambda m: m.pop("routed_experts"), "no routed experts"),
     ],
@@ -184,9 +201,9 @@ def test_only_calls_that_may_be_repeated_are_retried(monkeypatch: pytest.MonkeyP
     calls: list[str] = []
     original = EngineClient._call
 
-    async def counted(self: EngineClient, method: str, path: str, body: Any, timeout_s: float) -> Any:
+    async def counted(self: EngineClient, method: str, path: str, *rest: Any) -> Any:
         calls.append(path)
-        return await original(self, method, path, body, timeout_s)
+        return await original(self, method, path, *rest)
 
     monkeypatch.setattr(EngineClient, "_call", counted)
 

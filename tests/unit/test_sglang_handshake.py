@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from mslime.backends.sglang.client import EngineClient, ServedModel
+from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.handshake import DECLARED, Needs, handshake
 from mslime.config.errors import EngineError
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from mslime.backends.sglang.client import EngineClient, EngineDied, GenerateRequest, ServedModel
+from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.generating import GenerateRequest, ServedModel
 from mslime.backends.sglang.pool import EnginePool
 from mslime.config.errors import EngineError
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine

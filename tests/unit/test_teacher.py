@@ -15,8 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.client import EngineClient, EngineDied, ServedModel
+from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.flags import server_fields, teacher_run
+from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.backends.sglang.teacher import Student, meet_teacher

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from mslime.backends.cpu.sglang import SGLANG_VERSION
-from mslime.backends.sglang.client import EngineClient, GenerateRequest, GenerateResult, PauseMode
+from mslime.backends.sglang.client import EngineClient, PauseMode
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
 
 PROBE_PROMPT = (1, 2, 3)
@@ -61,13 +62,21 @@ DECLARED: tuple[Declared, ...] = (
 )
 
 
-async def handshake(client: EngineClient, needs: Needs) -> None:
+async def handshake(client: EngineClient, needs: Needs) -> int:
     """Check one engine, which must be idle. Raises EngineError naming the first feature that is missing.
 
     Args:
         client: must know its model when `needs.routes` is set.
         needs: what the run depends on.
+
+    Returns:
+        The input that it refuses: of so many tokens, or more.
     """
+    with client.reading("handshake"):
+        return await _handshake(client, needs)
+
+
+async def _handshake(client: EngineClient, needs: Needs) -> int:
     info = await client.server_info()
     if info.get("version") != SGLANG_VERSION:
         raise _missing(client, f"sglang {SGLANG_VERSION}", f"it runs {info.get('version')}")
@@ -87,11 +96,15 @@ async def handshake(client: EngineClient, needs: Needs) -> None:
         await _probe(client, "sampling mask", _probe_supports)
     await _probe(client, "weight-update sessions", _probe_session)
     await _probe(client, "pause modes", _probe_pause_modes)
+    limit = info.get("max_req_input_len")
+    if not isinstance(limit, int) or limit < 1:
+        raise _missing(client, "longest input", f"/server_info gives max_req_input_len as {limit!r}")
+    return limit
 
 
-async def handshake_all(clients: list[EngineClient], needs: Needs) -> None:
-    """`handshake` with every engine at once."""
-    await asyncio.gather(*(handshake(client, needs) for client in clients))
+async def handshake_all(clients: list[EngineClient], needs: Needs) -> int:
+    """`handshake` with every engine at once; the input that one of them refuses: of so many tokens, or more."""
+    return min(await asyncio.gather(*(handshake(client, needs) for client in clients)))
 
 
 def _missing(client: EngineClient, feature: str, found: str) -> EngineError:

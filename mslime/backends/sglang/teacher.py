@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mslime.backends.sglang.client import EngineClient, ServedModel
+from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.flags import read_model_config
+from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.errors import CheckpointError, EngineError
 from mslime.data.tokenizer import Tokenizer, first_difference, probe_texts
@@ -47,6 +48,11 @@ async def meet_teacher(client: EngineClient, student: Student) -> None:
     Raises:
         EngineError: the server is not there, is of other words or too few, is too short, or does not score.
     """
+    with client.reading("handshake"):
+        await _meet(client, student)
+
+
+async def _meet(client: EngineClient, student: Student) -> None:
     info = await client.server_info()
     rows = embedding_rows(Path(str(info.get("model_path", ""))))
     if rows is not None and rows < student.vocab_size:

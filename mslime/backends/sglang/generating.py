@@ -1,0 +1,300 @@
+"""One request of /generate (SGLang 0.5.23) and its answer: what is asked, and what an answer must be to be believed.
+
+Bytes of an engine are foreign: lengths, ids, log-probs, versions and routes are compared with what was asked, nothing
+is repaired. Whatever is wrong surfaces as one of `MALFORMED`, which the client turns into an EngineError.
+
+Which log-prob is the behaviour policy's (read in sglang/srt/layers/sampler.py, kept by tests):
+`output_token_logprobs` is log softmax(logits / temperature), that is, temperature is in it. Top-k and top-p are not, so
+a restricted draw asks for the sampling mask and uses `output_token_sampling_logprobs`, which is renormalised over the
+kept ids. Greedy requests (temperature 0) report log softmax(logits).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import orjson
+import pybase64
+from numpy.typing import NDArray
+
+from mslime.config.errors import EngineError
+from mslime.data.routes import narrowest_dtype
+
+Finish = Literal["stop", "length", "abort"]
+
+MALFORMED = (AssertionError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
+"""What reading a foreign answer can raise (orjson's and base64's errors are ValueErrors)."""
+
+LOWEST_LOG_PROB, HIGHEST_LOG_PROB = -1e4, 1e-4
+"""A sampled token's log-prob lies between these: the log of a rounded probability can exceed 0 by a few ulp, and a
+token with less than the lower one is never drawn."""
+
+_ROUTES_KEY = b'"routed_experts":"'
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One continuation of one token sequence.
+
+    Attributes:
+        rid: request id, unique among the requests in flight; `abort` takes it.
+        input_ids: [prompt] token ids.
+        top_k: -1 for the whole vocabulary.
+        seed: honoured only by servers with `enable_deterministic_inference`.
+        ignore_eos: go on to `max_new_tokens` whatever is sampled.
+        want_routes: return the experts of every position from `routes_start` on.
+        routes_start: first position whose routes are returned, at most len(input_ids).
+        want_support: return the ids that survived top-k and top-p for every token (empty for unrestricted draws).
+        session_id: requests of one session go to one engine (see `EnginePool`), which then reuses its prefix cache.
+    """
+
+    rid: str
+    input_ids: Sequence[int] | NDArray[np.int32]
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    ignore_eos: bool = False
+    want_routes: bool = False
+    routes_start: int = 0
+    want_support: bool = False
+    session_id: str = ""
+
+    @property
+    def restricted(self) -> bool:
+        """Whether the draw is from less than the whole vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+
+    def payload(self) -> dict[str, Any]:
+        """The body of POST /generate. Raises EngineError for a draw whose log-probs the engine cannot report."""
+        if self.restricted and self.top_k < 1:
+            raise EngineError(
+                "rollout.top_p",
+                self.top_p,
+                "SGLang reports the log-probs of a top-p draw only together with a finite top_k",
+                "set rollout.top_k (for example 4096, the most that the engine allows by default), or top_p 1.0",
+            )
+        params: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "ignore_eos": self.ignore_eos,
+            "skip_special_tokens": False,
+        }
+        if self.stop:
+            params["stop"] = list(self.stop)
+        if self.stop_token_ids:
+            params["stop_token_ids"] = list(self.stop_token_ids)
+        if self.seed is not None:
+            params["sampling_seed"] = self.seed
+        body: dict[str, Any] = {
+            "rid": self.rid,
+            "input_ids": [int(t) for t in self.input_ids],
+            "sampling_params": params,
+            "return_logprob": True,
+            "return_routed_experts": self.want_routes,
+            "return_sampling_mask": self.restricted,
+        }
+        if self.want_routes:
+            body["routed_experts_start_len"] = self.routes_start
+        return body
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """What came back for a request.
+
+    Attributes:
+        output_ids: [n] int32 new tokens; fewer than asked for after an abort, none when it came before the first.
+        log_probs: [n] float32, natural log of the probability each token was drawn with (see the module's text).
+        finish: stop (end of sequence, stop id or stop string), length, or abort.
+        versions: (weight version, start, end) spans over the n new tokens.
+        routes: [prompt + n - 1 - routes_start, layers, top-k] global expert ids, dense layers as zeros; None when
+            not asked for. After a pause in mode `retract` the engine prefills again, so that rows of tokens sampled
+            before the pause then describe the newest weights.
+        supports: n rows of kept token ids, None when not asked for.
+        cached_tokens: prompt tokens found in the prefix cache.
+        text: the new tokens as text.
+        engine: name of the engine.
+        retractions: how often the request was pushed back to the queue while running.
+    """
+
+    output_ids: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+    finish: Finish
+    versions: tuple[tuple[int, int, int], ...]
+    routes: NDArray[np.integer] | None
+    supports: list[list[int]] | None
+    cached_tokens: int
+    text: str
+    engine: str
+    retractions: int = 0
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a client must know of the model to check requests and read answers.
+
+    Attributes:
+        layers: all decoder layers, dense ones counted.
+        top_k: experts per token; 0 for a dense model.
+        vocab_size: rows of the embedding. A token id beyond it kills the server, so it is refused here.
+        num_experts: routed experts of a layer; 0 for a dense model.
+    """
+
+    layers: int
+    top_k: int
+    vocab_size: int
+    num_experts: int = 0
+
+
+def format_version(version: int) -> str:
+    """A weight version as the engine stores it."""
+    return str(version)
+
+
+def parse_version(text: str) -> int:
+    """A weight version as we count it; the engine calls weights it loaded itself `default`, which is version 0."""
+    return 0 if text == "default" else int(text)
+
+
+def load_answer(content: bytes) -> dict[str, Any]:
+    """The JSON object of an answer, {} for an empty or plain-text one. Raises ValueError for what is not JSON.
+
+    Most bytes of an answer with routes are their base64, so those are cut out before JSON is parsed and stand in the
+    object as a view of `content`. An escaped quote cannot imitate the key's own: `\\"` is no `"` followed by a name.
+    """
+    if content.lstrip()[:1] != b"{":
+        return {}
+    start = content.find(_ROUTES_KEY) + len(_ROUTES_KEY)
+    end = content.find(b'"', start) if start >= len(_ROUTES_KEY) else -1
+    if end < 0:
+        return orjson.loads(content)
+    answer = orjson.loads(content[:start] + content[end:])
+    if (answer.get("meta_info") or {}).get("routed_experts") != "":
+        return orjson.loads(content)  # the key was found somewhere else
+    answer["meta_info"]["routed_experts"] = memoryview(content)[start:end]
+    return answer
+
+
+def decode_routes(encoded: str | memoryview, rows: int, model: ServedModel) -> NDArray[np.integer]:
+    """Base64 of C-ordered int32 -> [rows, layers, top-k] expert ids in the narrowest dtype for the model's experts.
+
+    Raises ValueError for what is not base64, AssertionError for another number of entries or ids out of range.
+    """
+    decoded = pybase64.b64decode(encoded, validate=True)
+    expected = rows * model.layers * model.top_k
+    assert len(decoded) == 4 * expected, (
+        f"{len(decoded) / 4:g} route entries, expected {rows} x {model.layers} x {model.top_k} = {expected}"
+    )
+    flat = np.frombuffer(decoded, np.int32)
+    if model.num_experts:
+        top = int(flat.view(np.uint32).max(initial=0))  # a negative id is a very large one
+        assert top < model.num_experts, f"expert id {np.uint32(top).astype(np.int32)} of {model.num_experts}"
+        flat = flat.astype(narrowest_dtype(model.num_experts))
+    return flat.reshape(rows, model.layers, model.top_k)
+
+
+def answer_limit(request: GenerateRequest, model: ServedModel | None) -> int:
+    """Bytes that an answer to `request` may have at most, generously counted."""
+    per_token = 1024 + 16 * (max(request.top_k, 0) if request.want_support else 0)
+    routes = 0
+    if request.want_routes and model is not None:
+        rows = len(request.input_ids) + request.max_new_tokens
+        routes = 6 * rows * model.layers * model.top_k  # base64 of int32 is 5.4 bytes an entry
+    return (1 << 20) + per_token * request.max_new_tokens + routes
+
+
+def parse_generation(
+    request: GenerateRequest, answer: Mapping[str, Any], engine: str, model: ServedModel | None
+) -> GenerateResult:
+    """One answer of /generate, checked against its request. Raises one of MALFORMED.
+
+    A request that is aborted while it waits in the engine's queue comes back without routes and supports, even when it
+    had run before; its tokens cannot be replayed then, and the result holds none of them.
+    """
+    meta = answer["meta_info"]
+    ids = _token_ids(answer["output_ids"], model)
+    finish = meta["finish_reason"]["type"]
+    assert finish in get_args(Finish), f"finished by {finish!r}"
+    restricted, encoded = request.restricted, meta.get("routed_experts")
+    incomplete = (request.want_routes and encoded is None) or (restricted and "output_token_sampling_mask" not in meta)
+    if finish == "abort" and (incomplete or len(ids) == 0):
+        return _nothing(request, engine, meta)
+    n = len(ids)
+    assert n <= request.max_new_tokens, f"{n} tokens, and at most {request.max_new_tokens} were asked for"
+    routes = None
+    if request.want_routes:
+        assert encoded is not None, "the engine returned no routed experts"
+        assert model is not None, "routes were asked of a client that does not know the model"
+        routes = decode_routes(encoded, len(request.input_ids) + n - 1 - request.routes_start, model)
+    return GenerateResult(
+        ids,
+        _log_probs(meta, ids, restricted),
+        finish,
+        _version_spans(meta["weight_versions"], n) if n else (),
+        routes,
+        _supports(meta, ids, restricted) if request.want_support else None,
+        int(meta.get("cached_tokens") or 0),
+        str(answer.get("text") or ""),
+        engine,
+        int(meta.get("num_retractions") or 0),
+    )
+
+
+def _integers(values: Sequence[Any]) -> NDArray[np.int64]:
+    """[n] of a JSON list of integers; text, fractions and booleans are none."""
+    found = np.asarray(values) if len(values) else np.empty(0, np.int64)
+    assert found.dtype.kind == "i" and found.ndim == 1, f"{str(values)[:100]} where integers were expected"
+    return found.astype(np.int64)
+
+
+def _token_ids(values: Sequence[Any], model: ServedModel | None) -> NDArray[np.int32]:
+    ids = _integers(values)
+    top = model.vocab_size if model is not None else 1 << 31
+    beyond = ids[(ids < 0) | (ids >= top)]
+    assert not len(beyond), f"token id {beyond[0]} beyond the vocabulary of {top}"
+    return ids.astype(np.int32)
+
+
+def _log_probs(meta: Mapping[str, Any], ids: NDArray[np.int32], restricted: bool) -> NDArray[np.float32]:
+    """[n] float32, at most 0."""
+    pairs = meta["output_token_logprobs"]
+    named = _integers([pair[1] for pair in pairs])
+    assert np.array_equal(named, ids), f"{len(pairs)} log-probs for {len(ids)} tokens, or for other tokens"
+    values = np.asarray(meta["output_token_sampling_logprobs"] if restricted else [pair[0] for pair in pairs])
+    assert values.shape == ids.shape, f"{len(values)} log-probs for {len(ids)} tokens"
+    assert not len(values) or values.dtype.kind in "fi", "log-probs that are not numbers"
+    within = (values >= LOWEST_LOG_PROB) & (values <= HIGHEST_LOG_PROB) if len(values) else np.empty(0, np.bool_)
+    assert within.all(), f"log-prob {values[~within][0]} of a sampled token"
+    return np.minimum(values.astype(np.float32), 0.0)
+
+
+def _version_spans(spans: Sequence[Mapping[str, Any]], n: int) -> tuple[tuple[int, int, int], ...]:
+    """(weight version, start, end) over [0, n), which they must cover one after the other."""
+    found = tuple((parse_version(s["version"]), s["start"], s["end"]) for s in spans)
+    edges = [0, *(end for _, _, end in found)]
+    touching = [start for _, start, _ in found] == edges[:-1] and edges[-1] == n and edges == sorted(edges)
+    assert touching and all(type(edge) is int for edge in edges), f"version spans {found} for {n} tokens"
+    return found
+
+
+def _supports(meta: Mapping[str, Any], ids: NDArray[np.int32], restricted: bool) -> list[list[int]]:
+    supports = meta["output_token_sampling_mask"] if restricted else [[]] * len(ids)
+    assert len(supports) == len(ids), f"{len(supports)} supports for {len(ids)} tokens"
+    return supports
+
+
+def _nothing(request: GenerateRequest, engine: str, meta: dict[str, Any]) -> GenerateResult:
+    """The result of a request that was aborted before it produced anything that can be used."""
+    retractions = int(meta.get("num_retractions") or 0)
+    supports = [] if request.want_support else None
+    ids, log_probs = np.empty(0, np.int32), np.empty(0, np.float32)
+    return GenerateResult(ids, log_probs, "abort", (), None, supports, 0, "", engine, retractions)

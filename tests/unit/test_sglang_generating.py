@@ -1,0 +1,243 @@
+"""Answers of an engine as foreign bytes: what cannot be is an EngineError, and nothing else ever comes out."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mslime.backends.sglang.client import EngineBusy, EngineClient
+from mslime.backends.sglang.generating import (
+    MALFORMED,
+    GenerateRequest,
+    GenerateResult,
+    ServedModel,
+    answer_limit,
+    load_answer,
+    parse_generation,
+)
+from mslime.config.errors import EngineError
+from mslime.config.schema import DeadlineConfig
+from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
+
+MODEL = ServedModel(LAYERS, TOP_K, VOCABULARY, num_experts=64)
+ASKED = GenerateRequest("a", [9, 9, 9], 4, want_routes=True, routes_start=2)
+Spoil = Callable[[dict[str, Any]], object]
+
+
+def honest() -> dict[str, Any]:
+    """What a fake engine answers to `ASKED`."""
+    return FakeEngine().answer(ASKED.payload())
+
+
+def ask(engine: FakeEngine, work: Callable[[EngineClient], Any], **deadlines: float) -> Any:
+    limits = DeadlineConfig.model_validate({"engine_request_s": 10, "engine_control_s": 10, **deadlines})
+
+    async def session() -> Any:
+        async with engine, EngineClient(engine.url, "engine0", limits, MODEL) as client:
+            return await work(client)
+
+    return asyncio.run(asyncio.wait_for(session(), 30))
+
+
+def answered(content: bytes) -> GenerateResult:
+    """The result of `ASKED` when the engine answers `content` over HTTP."""
+    engine = FakeEngine()
+    engine.raw = content
+    return ask(engine, lambda client: client.generate(ASKED))
+
+
+def _meta(answer: dict[str, Any]) -> dict[str, Any]:
+    return answer["meta_info"]
+
+
+SPOILT: dict[str, Spoil] = {
+    "a positive log-prob": lambda a: _meta(a)["output_token_logprobs"].__setitem__(0, [3.0, 1, None]),
+    "an impossible log-prob": lambda a: _meta(a)["output_token_logprobs"].__setitem__(0, [-1e30, 1, None]),
+    "a log-prob as text": lambda a: _meta(a)["output_token_logprobs"].__setitem__(0, ["-1.0", 1, None]),
+    "no log-prob": lambda a: _meta(a)["output_token_logprobs"].__setitem__(0, [None, 1, None]),
+    "a token beyond the vocabulary": lambda a: _with_tokens(a, [1, 2, 3, VOCABULARY]),
+    "a negative token": lambda a: _with_tokens(a, [1, 2, 3, -1]),
+    "a token beyond int32": lambda a: _with_tokens(a, [1, 2, 3, 2**40]),
+    "a token beyond int64": lambda a: _with_tokens(a, [1, 2, 3, 2**64 - 1]),
+    "a fraction of a token": lambda a: _with_tokens(a, [1, 2, 3, 1.5]),
+    "a token as text": lambda a: _with_tokens(a, ["1", "2", "3", "4"]),
+    "more tokens than asked for": lambda a: _with_tokens(a, [1] * 40),
+    "an unknown end": lambda a: _meta(a).update(finish_reason={"type": "evil"}),
+    "an end that is a number": lambda a: _meta(a).update(finish_reason=7),
+    "no version": lambda a: _meta(a).update(weight_versions=[]),
+    "a version as words": lambda a: _meta(a)["weight_versions"][0].update(version="new"),
+    "version spans with a gap": lambda a: _spans(a, (0, 2), (3, 4)),
+    "version spans that overlap": lambda a: _spans(a, (0, 3), (2, 4)),
+    "version spans backwards": lambda a: _spans(a, (0, 4), (4, 2), (2, 4)),
+    "routes cut short": lambda a: _meta(a).update(routed_experts=_meta(a)["routed_experts"][:-3]),
+    "routes that are not base64": lambda a: _meta(a).update(routed_experts="?" * len(_meta(a)["routed_experts"])),
+    "routes as a number": lambda a: _meta(a).update(routed_experts=12),
+    "an unknown expert": lambda a: _meta(a).update(routed_experts=_routes(64)),
+    "a negative expert": lambda a: _meta(a).update(routed_experts=_routes(-1)),
+    "no meta_info": lambda a: a.pop("meta_info"),
+    "meta_info of another kind": lambda a: a.update(meta_info=[1]),
+    "tokens of another kind": lambda a: a.update(output_ids={"0": 1}),
+}
+
+
+def _with_tokens(answer: dict[str, Any], ids: list[Any]) -> None:
+    n = len(ids)
+    answer["output_ids"] = ids
+    _meta(answer)["output_token_logprobs"] = [[-1.0, t, None] for t in ids]
+    _meta(answer)["weight_versions"] = [{"version": "0", "start": 0, "end": n}]
+    _meta(answer)["routed_experts"] = base64.b64encode(bytes(4 * (3 + n - 1 - 2) * LAYERS * TOP_K)).decode()
+
+
+def _spans(answer: dict[str, Any], *edges: tuple[int, int]) -> None:
+    _meta(answer)["weight_versions"] = [{"version": "0", "start": a, "end": b} for a, b in edges]
+
+
+def _routes(expert: int) -> str:
+    routes = np.zeros((4, LAYERS, TOP_K), np.int32)
+    routes[2, 1, 1] = expert
+    return base64.b64encode(routes.tobytes()).decode()
+
+
+def test_an_honest_answer_is_taken_whole() -> None:
+    result = answered(json.dumps(honest()).encode())
+    assert result.output_ids.tolist() == [1, 2, 3, 4] and result.log_probs.tolist() == [-1.0] * 4
+    assert result.routes is not None and result.routes.dtype == np.uint8
+    np.testing.assert_array_equal(result.routes.reshape(-1), np.arange(4 * LAYERS * TOP_K))
+
+
+@pytest.mark.parametrize("what", list(SPOILT))
+def test_an_answer_that_cannot_be_is_an_engine_error(what: str) -> None:
+    answer = honest()
+    SPOILT[what](answer)
+    with pytest.raises(EngineError, match="does not add up") as caught:
+        answered(orjson.dumps(answer) if what != "a token beyond int64" else json.dumps(answer).encode())
+    assert caught.value.field == "engine0"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"{",
+        b'{"meta_info": NaN}',
+        b'{"text": "\xff\xfe"}',
+        b"",
+        b"oops",
+        b"[]",
+        b'{"a":' * 2000,
+        b'{"routed_experts":"',
+    ],
+)
+def test_bytes_that_are_no_answer_are_an_engine_error(content: bytes) -> None:
+    with pytest.raises(EngineError, match="does not add up"):
+        answered(content)
+
+
+def test_an_answer_without_end_is_given_up_at_what_the_request_can_give() -> None:
+    engine = FakeEngine()
+    engine.endless = True
+    with pytest.raises(EngineError, match="more than it can have"):
+        ask(engine, lambda client: client.generate(ASKED), engine_request_s=20)
+
+
+def test_the_largest_honest_answer_is_within_its_limit() -> None:
+    model = ServedModel(61, 8, 200_000, num_experts=256)
+    request = GenerateRequest("a", list(range(100)), 4096, want_routes=True, want_support=True, top_k=20)
+    n, rows = 4096, 100 + 4096 - 1
+    pairs = [[-12.345678901234567, 199_999, None]] * n
+    meta = {
+        "output_token_logprobs": pairs,
+        "output_token_sampling_logprobs": [-12.345678901234567] * n,
+        "output_token_sampling_mask": [[199_999] * 20] * n,
+        "routed_experts": "A" * (rows * 61 * 8 * 4 * 4 // 3 + 4),
+        "weight_versions": [{"version": "12345", "start": t, "end": t + 1} for t in range(n)],
+    }
+    answer = {"text": "\\u1234" * 8 * n, "output_ids": [199_999] * n, "meta_info": meta}
+    assert len(orjson.dumps(answer)) < answer_limit(request, model)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_busy_engine_is_asked_again_by_control_calls_and_named_to_who_generates(status: int) -> None:
+    engine = FakeEngine()
+    engine.busy = [status, status]
+    ask(engine, lambda client: client.begin_weight_update())
+    assert [path for path, _ in engine.seen] == ["/begin_weight_update"] * 3
+    engine.busy = [status]
+    with pytest.raises(EngineBusy, match="queue is full"):
+        ask(engine, lambda client: client.generate(ASKED))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(), st.binary(max_size=60), st.booleans())
+def test_cutting_the_routes_out_of_the_bytes_gives_what_json_gives(text: str, routes: bytes, present: bool) -> None:
+    """Also with texts that imitate the key."""
+    for imitation in (text, f'{text}"routed_experts":"', '"routed_experts":"' + text, '\\"routed_experts\\":\\"x"'):
+        encoded = base64.b64encode(routes).decode()
+        answer = {"text": imitation, "meta_info": {"a": imitation, **({"routed_experts": encoded} if present else {})}}
+        try:
+            content = orjson.dumps(answer)
+        except TypeError:  # a lone surrogate is no text that an engine can send
+            return
+        found = load_answer(content)
+        if present:
+            found["meta_info"]["routed_experts"] = bytes(found["meta_info"]["routed_experts"]).decode()
+        assert found == answer == orjson.loads(content)
+
+
+def test_routes_that_stand_elsewhere_are_left_where_they_are() -> None:
+    answer = {"routed_experts": "AAAA", "meta_info": {}}
+    assert load_answer(orjson.dumps(answer)) == answer
+
+
+def _mutated(chance: random.Random) -> bytes:
+    """An honest answer with one to three things changed, in the object or in its bytes."""
+    answer = honest()
+    for _ in range(chance.randint(0, 2)):
+        holder, key = chance.choice(list(_places(answer)))
+        holder[key] = chance.choice(
+            [None, True, -1, 0, 3, 10**9, 2**70, 1.5, -1e30, 3.0, "", "x", "-1.0", [], {}, [[]], [None], [1, 2]]
+        )
+    content = bytearray(json.dumps(answer).encode())
+    for _ in range(chance.randint(0, 2)):
+        at = chance.randrange(len(content))
+        if chance.random() < 0.5:
+            content[at] = chance.randrange(256)
+        else:
+            del content[at : at + chance.randint(1, 40)]
+    return bytes(content)
+
+
+def _places(value: Any) -> Any:
+    """(container, key) of every value inside."""
+    items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    for key, inner in items:
+        yield value, key
+        if isinstance(inner, dict | list):
+            yield from _places(inner)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.nightly if s else ()) for s in range(10)])
+def test_no_change_of_an_answer_brings_anything_but_an_engine_error_or_a_result_that_adds_up(seed: int) -> None:
+    chance, refused = random.Random(seed), 0
+    for _ in range(400):
+        content = _mutated(chance)
+        try:
+            result = parse_generation(ASKED, load_answer(content), "engine0", MODEL)
+        except MALFORMED:
+            refused += 1
+            continue
+        n = len(result.output_ids)
+        assert n <= 4 and result.log_probs.shape == (n,) and ((result.output_ids >= 0) & (result.output_ids < 50)).all()
+        assert np.isfinite(result.log_probs).all() and (result.log_probs <= 0).all() and (result.log_probs > -2e4).all()
+        assert result.finish in ("stop", "length", "abort") and (n == 0 or result.versions[-1][2] == n)
+        assert n == 0 or (result.routes is not None and result.routes.shape == (n, LAYERS, TOP_K))
+    assert refused > 100
