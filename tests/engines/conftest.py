@@ -73,7 +73,13 @@ def serve(checkpoint: Path, log_dir: Path, **sections: Mapping[str, Any]) -> Sha
     process = ServerProcess(cpu_run(checkpoint, **sections), 0, log_dir)
     address = process.start()
     config = json.loads((checkpoint / "config.json").read_text())
-    return SharedServer(address, checkpoint, ServedModel.from_config(config), process)
+    model = ServedModel(
+        config["num_hidden_layers"],
+        config.get("num_experts_per_tok") or 0,
+        config["vocab_size"],
+        config.get("num_experts") or 0,
+    )
+    return SharedServer(address, checkpoint, model, process)
 
 
 @pytest.fixture(scope="session")

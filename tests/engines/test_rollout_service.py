@@ -192,7 +192,7 @@ def test_one_loop_serves_every_staleness(
     fresh: SharedServer, tokenizer: HFTokenizer, tmp_path: Path, max_staleness: int
 ):
     async def work() -> None:
-        config = config_for(fresh, tmp_path, max_staleness=max_staleness, group_size=2)
+        config = config_for(fresh, tmp_path, max_staleness=max_staleness, on_stale="mask", group_size=2)
         async with service_for(config, tokenizer, fresh) as (service, pool):
             ages: list[float] = []
             totals = dict.fromkeys(("generated", "trained", "masked", "dropped"), 0.0)
