@@ -26,6 +26,9 @@ from mslime.convert.hf import HFCheckpoint
 from mslime.convert.kinds import padded_vocab_size
 from mslime.convert.table import RuleTable
 
+WHOLE_ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Linear layers that tensor parallelism does not split."""
+
 
 def build_chunks(
     config: TransformerConfig, model: ModelFields, device: torch.device, mtp: bool = False, values: bool = False
@@ -36,20 +39,32 @@ def build_chunks(
         mtp: also build the `config.mtp_num_layers` multi-token-prediction layers, which the trainer does not train.
         values: a critic, with a value head (at 0) in the place of the output layer.
 
-    Expert parameters are marked `allreduce=False` in every layout: megatron-core 0.16.1 does it for EP > 1 only, and
-    without it trains on wrong gradients where ETP differs from TP. Attention sinks are marked as shared out, so that
-    the gradient norm counts those of every tensor-parallel rank.
+    Every parameter is marked as `mark_parameters` says.
     """
     stages: Sequence[int | None] = range(config.virtual_pipeline_model_parallel_size or 0) or [None]
     chunks = [_build_chunk(config, model, device, stage, mtp, values).to(device) for stage in stages]
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if ".experts." in name:
-                parameter.allreduce = False  # type: ignore[attr-defined]
-                parameter.sequence_parallel = False  # type: ignore[attr-defined]
-            if name.endswith(".softmax_offset") or (".linear_fc2.bias" in name and ".experts." in name):
-                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        mark_parameters(chunk)
     return chunks
+
+
+def mark_parameters(chunk: torch.nn.Module) -> None:
+    """Say of the parameters that megatron-core and Transformer Engine mark wrongly whose they are, in every layout.
+
+    Experts are marked `allreduce=False`: megatron-core 0.16.1 does it for EP > 1 only, and without it trains on wrong
+    gradients where ETP differs from TP. `tensor_model_parallel` decides what the gradient norm counts: a parameter
+    without it is counted on the first tensor-parallel rank only. Each such rank holds other experts and other attention
+    sinks, which Transformer Engine 2.20 leaves unmarked; it marks every weight of a linear layer, also those of MLA's
+    down-projections, of which each rank holds the whole and which would be counted once per rank.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+        if ".experts." in name or name.endswith(".softmax_offset"):
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        elif any(f".{layer}." in name for layer in WHOLE_ON_EVERY_RANK):
+            parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
 
 
 def _build_chunk(
