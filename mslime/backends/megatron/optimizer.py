@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -13,6 +14,10 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mslime.config.schema import TrainConfig
+
+# At every save megatron-core 0.16.1 formats each tensor that an optimizer does not own into a message for debugging,
+# which nobody reads and which copies numbers of every one of them off the GPU.
+ShardedTensor.__str__ = lambda tensor: f"ShardedTensor({tensor.key})"  # type: ignore[method-assign]
 
 
 def build_optimizer(
@@ -62,8 +67,13 @@ def begin_states(optimizer: MegatronOptimizer) -> None:
 
 
 def load_states(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
-    """Take a loaded state; a step count of 0, which megatron-core 0.16.1 leaves out when it saves, is put back."""
-    _count_from_0(state)
+    """Take a loaded state; a step count of 0, which megatron-core 0.16.1 leaves out when it saves, is put back.
+
+    Only torch's Adam counts per parameter. Fused Adams count per group, and Transformer Engine's fails on a parameter
+    with a count of its own.
+    """
+    if any(isinstance(part.optimizer, torch.optim.Adam) for part in _parts(optimizer)):
+        _count_from_0(state)
     optimizer.load_state_dict(state)
 
 

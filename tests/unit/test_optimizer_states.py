@@ -1,0 +1,56 @@
+"""What the trainer does to a loaded optimizer state before megatron-core takes it, by the kind of optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from mslime.backends.cpu.megatron import install
+
+install()
+
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+
+from mslime.backends.megatron.optimizer import load_states  # noqa: E402
+
+
+class FakeFusedAdam(torch.optim.Optimizer):
+    """Counts steps per group, as Transformer Engine's does: a parameter's state with a count of its own is an error."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+
+def wrapped(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> tuple[MegatronOptimizer, list[Any]]:
+    """megatron-core's wrapper around an optimizer, as far as loading knows it, and what it was given to load."""
+    taken: list[Any] = []
+    inner = make([torch.nn.Parameter(torch.zeros(2))])
+    return cast("MegatronOptimizer", SimpleNamespace(optimizer=inner, load_state_dict=taken.append)), taken
+
+
+def loaded_state() -> dict[str, Any]:
+    moments = {"exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
+    return {"optimizer": {"state": {0: moments}, "param_groups": [{}]}}
+
+
+def test_a_fused_adam_is_given_no_step_count_per_parameter() -> None:
+    optimizer, taken = wrapped(FakeFusedAdam)
+    load_states(optimizer, loaded_state())
+    assert "common_step" not in taken[0]["optimizer"]["state"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_torch_adam_gets_the_step_count_of_0_that_the_file_leaves_out(kind: type[torch.optim.Adam]) -> None:
+    optimizer, taken = wrapped(kind)
+    load_states(optimizer, loaded_state())
+    assert taken[0]["optimizer"]["state"]["common_step"] == 0
+
+
+def test_a_sharded_tensor_in_a_message_does_not_read_its_numbers() -> None:
+    tensor = ShardedTensor.from_rank_offsets("decoder.weight", torch.full((3,), 7.0))
+    assert f"{tensor}" == "ShardedTensor(decoder.weight)"
