@@ -5,13 +5,15 @@ set -euo pipefail
 caller="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/lib/common.sh
+source scripts/lib/gpu.sh
 
 usage() {
   cat <<'TEXT'
 Usage: bash scripts/install.sh [--cpu | --gpu] [--venv DIR] [--dev] [--help]
 
   --cpu       the real engines without a GPU: torch for CPU, megatron-core, SGLang (default without an NVIDIA driver)
-  --gpu       the engines for H100/H200: SGLang with its own torch, megatron-core, transformer-engine
+  --gpu       the engines for H100/H200: SGLang with its own torch, megatron-core, Transformer Engine with its torch
+              extension (compiled here), flash-linear-attention; needs an NVIDIA driver of 580 or newer to run
   --venv DIR  where the virtual environment goes (default .venv in the project)
   --dev       also what tests, lint and type checks need
 
@@ -19,7 +21,9 @@ Environment:
   PYTHON              the Python to use, 3.11 or 3.12
   MSLIME_TORCH_INDEX  --cpu only: a further package index to take torch from. On Linux, pip may pick the CUDA build of torch,
                       which works here too but is several GB larger; give the CPU index that PyTorch's website names.
-  MSLIME_MIN_FREE_GIB free disk space to insist on (default 6 for --cpu, 40 for --gpu)
+  MSLIME_MIN_FREE_GIB free disk space to insist on (default 6 for --cpu, 20 for --gpu)
+  MSLIME_ANY_DRIVER   --gpu only: 1 installs beside an NVIDIA driver that is too old
+  MAX_JOBS            --gpu only: compilers at a time for the extension (default: one for each core and 4 GiB of memory)
   pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, HTTPS_PROXY, ...) are honoured.
 TEXT
 }
@@ -50,14 +54,18 @@ fi
 # run starts over.
 stamp="$venv/.mslime-installed"
 wanted="$mode$extras_dev ${MSLIME_TORCH_INDEX:-} $PWD $(cat pyproject.toml requirements/cpu-constraints.txt scripts/install.sh \
-  scripts/lib/common.sh | cksum)"
+  scripts/lib/common.sh scripts/lib/gpu.sh scripts/lib/imports.py | cksum)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$venv/bin/python" -c 'import mslime' 2>/dev/null; then
   say "mslime ($mode$extras_dev) is already installed in $venv; nothing has changed since"
   exit 0
 fi
 
 python="$(find_python)"
-if [ "$mode" = cpu ]; then default_gib=6; else default_gib=40; fi
+if [ "$mode" = cpu ]; then default_gib=6; else default_gib=20; fi
+if [ "$mode" = gpu ]; then
+  check_driver
+  check_compiler "$python"
+fi
 need_disk "$venv" "${MSLIME_MIN_FREE_GIB:-$default_gib}"
 
 started="$(date +%s)"
@@ -89,11 +97,14 @@ if [ "$mode" = cpu ]; then
     pip uninstall -y torchvision
   fi
 else
-  say "  1/2 SGLang with its own torch, megatron-core, ray, transformer-engine (tens of GB, many minutes)"
+  say "  1/3 SGLang with its own torch, megatron-core, ray, Transformer Engine (about 11 GB, 4 to 10 minutes)"
   pip install -e ".[gpu$extras_dev]"
-  say "      NVIDIA apex and transformer-engine's torch extension are compiled against this torch: see deploy/Dockerfile"
-  say "  2/2 checking"
+  say "  2/3 Transformer Engine's torch extension, compiled against this torch (without a GPU; $(compile_jobs) compilers at a"
+  say "      time, together about 25 minutes of one core; kept in $venv/wheels for the next time)"
+  build_extension "$venv"
+  say "  3/3 checking"
 fi
-quietly "$log" "$venv/bin/python" -c 'import torch, megatron.core, ray, transformers, mslime'
+check_imports "$venv" "$mode"
 printf '%s' "$wanted" >"$stamp"
 say "installed in $(($(date +%s) - started)) s; activate with: source $venv/bin/activate"
+if [ "$mode" = gpu ]; then describe_gpus; fi

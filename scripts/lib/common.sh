@@ -57,3 +57,13 @@ quietly() {
   printf '\n$ %s\n' "$*" >>"$log"
   "$@" >>"$log" 2>&1 || explain_pip "$log"
 }
+
+# check_imports VENV MODE: imports what a run imports; the first that fails is named with its own words.
+check_imports() {
+  local venv="$1" modules=(torch megatron.core ray transformers mslime)
+  [ "$2" = cpu ] || modules+=(transformer_engine.pytorch sglang.srt.server_args fla.ops.gated_delta_rule)
+  printf '\n$ imports %s\n' "${modules[*]}" >>"$venv/install.log"
+  "$venv/bin/python" -W ignore scripts/lib/imports.py "${modules[@]}" >"$venv/imports.log" 2>>"$venv/install.log" ||
+    fail "$(tail -n 1 "$venv/imports.log") (log: $venv/install.log)" \
+      "run this again; if the same import fails, remove $venv and install anew"
+}

@@ -6,13 +6,22 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-INPUTS = ("pyproject.toml", "requirements/cpu-constraints.txt", "scripts/install.sh", "scripts/lib/common.sh")
+INPUTS = (
+    "pyproject.toml",
+    "requirements/cpu-constraints.txt",
+    "scripts/install.sh",
+    "scripts/lib/common.sh",
+    "scripts/lib/gpu.sh",
+    "scripts/lib/imports.py",
+)
 
 
 @pytest.fixture
@@ -169,6 +178,166 @@ def test_a_further_torch_index_is_handed_to_pip(project: Path, tmp_path: Path) -
     done = install(project, "--cpu", "--venv", "env", PYTHON=python, MSLIME_TORCH_INDEX="file:///wheels")
     assert done.returncode == 0
     assert "--extra-index-url file:///wheels" in (tmp_path / "env/bin/calls").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------------ --gpu
+
+
+def fake_gpu_python(directory: Path, imports: str = "exit 0") -> Path:
+    """Like `fake_python`; its pip "compiles" a wheel, and takes note of the variables it was given."""
+    return fake_program(
+        directory,
+        "python3.11",
+        f"""here="$(dirname "$0")"
+case "$*" in
+*"-m venv"*) for target; do :; done; mkdir -p "$target/bin"; cp "$0" "$target/bin/python" ;;
+*"pip"*" wheel "*)
+  while [ "$1" != -w ]; do shift; done
+  : > "$2/transformer_engine_torch-2.20.2-cp311-cp311-linux_x86_64.whl"
+  given="$NVTE_FRAMEWORK $NVTE_BUILD_USE_NVIDIA_WHEELS $NVTE_PYTORCH_FORCE_BUILD"
+  echo "wheel $given jobs=$MAX_JOBS" >> "$here/calls" ;;
+*"-m pip"*) echo "$*" >> "$here/calls" ;;
+*imports.py*) echo "$*" >> "$here/calls"; {imports} ;;
+*sysconfig*) exec {sys.executable} "$@" ;;
+*importlib.metadata*) echo 2.14.1 ;;
+*version_info*) echo 3.11.9 ;;
+esac""",
+    )
+
+
+def install_gpu(project: Path, python: Path, programs: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    path = f"{programs}:{os.environ['PATH']}"
+    options = {"MSLIME_MIN_FREE_GIB": "1", "PATH": path, "PYTHON": str(python), **env}
+    return install(project, "--gpu", "--venv", "env", **options)
+
+
+@pytest.fixture
+def headers() -> None:
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        pytest.skip("this Python came without its headers")
+
+
+@pytest.fixture
+def no_driver(tmp_path: Path) -> Path:
+    """Programs of a machine without a GPU, some of which have a useless nvidia-smi."""
+    return fake_program(tmp_path / "machine", "nvidia-smi", "exit 9").parent
+
+
+@pytest.mark.usefixtures("headers")
+def test_the_extension_is_compiled_before_anything_is_imported(project: Path, tmp_path: Path, no_driver: Path) -> None:
+    done = install_gpu(project, fake_gpu_python(tmp_path / "bin"), no_driver, MAX_JOBS="3")
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    extra, compiled, installed, imported = (tmp_path / "env/bin/calls").read_text().splitlines()
+    assert "-e .[gpu]" in extra
+    assert compiled == "wheel pytorch 1 TRUE jobs=3"
+    assert "install --no-deps" in installed and "wheels/torch-2.14.1/transformer_engine_torch-2.20.2" in installed
+    for module in ("torch", "megatron.core", "transformer_engine.pytorch", "sglang", "ray", "transformers", "mslime"):
+        assert module in imported
+    assert done.stdout.splitlines()[-1].startswith("no GPU here")
+
+
+@pytest.mark.usefixtures("headers")
+def test_an_interrupted_installation_compiles_only_once(project: Path, tmp_path: Path, no_driver: Path) -> None:
+    python, calls = fake_gpu_python(tmp_path / "bin"), tmp_path / "env/bin/calls"
+    assert install_gpu(project, python, no_driver).returncode == 0
+    (tmp_path / "env/.mslime-installed").unlink()
+    assert install_gpu(project, python, no_driver).returncode == 0
+    assert sum(line.startswith("wheel ") for line in calls.read_text().splitlines()) == 1
+    assert "already installed" in install_gpu(project, python, no_driver).stdout
+
+
+@pytest.mark.usefixtures("headers")
+def test_an_import_that_fails_is_printed_with_its_exception(project: Path, tmp_path: Path, no_driver: Path) -> None:
+    broken = "echo 'import megatron.core fails: FileNotFoundError: no shared object'; exit 1"
+    done = install_gpu(project, fake_gpu_python(tmp_path / "bin", broken), no_driver)
+    assert_one_clear_sentence(done, "import megatron.core fails: FileNotFoundError: no shared object")
+    assert not (tmp_path / "env/.mslime-installed").exists()
+
+
+def test_the_import_check_names_module_and_exception_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "broken_library.py").write_text("raise FileNotFoundError('no shared\\nobject')\n")
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/lib/imports.py", "json", "broken_library", "math"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1 and "Traceback" in done.stderr
+    assert done.stdout.splitlines()[-1] == "import broken_library fails: FileNotFoundError: no shared object"
+
+
+@pytest.mark.usefixtures("headers")
+def test_a_driver_that_is_too_old_is_refused_with_a_way_round(project: Path, tmp_path: Path) -> None:
+    old = fake_program(tmp_path / "old", "nvidia-smi", "echo 550.54.15").parent
+    python = fake_gpu_python(tmp_path / "bin")
+    done = install_gpu(project, python, old)
+    assert_one_clear_sentence(done, r"driver is 550\.54\.15.*580 or newer")
+    assert "cuda-compat" in done.stderr and not (tmp_path / "env").exists()
+    assert install_gpu(project, python, old, MSLIME_ANY_DRIVER="1").returncode == 0
+    new = fake_program(tmp_path / "new", "nvidia-smi", "echo 580.65.06").parent
+    again = install(
+        project, "--gpu", "--venv", "other",
+        PATH=f"{new}:{os.environ['PATH']}", PYTHON=str(python), MSLIME_MIN_FREE_GIB="1",
+    )  # fmt: skip
+    assert again.returncode == 0 and "NVIDIA driver 580.65.06" in again.stdout
+
+
+# -------------------------------------------------------------------------------------------------------- the image
+
+DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
+
+
+def instructions() -> list[str]:
+    """The Dockerfile's instructions in order, each in one line, without comments."""
+    text = "\n".join(line for line in DOCKERFILE.splitlines() if not line.lstrip().startswith("#"))
+    return [line for line in re.sub(r"\\\n\s*", " ", text).splitlines() if line]
+
+
+def position(words: str) -> int:
+    found = [i for i, line in enumerate(instructions()) if words in line]
+    assert len(found) == 1, (words, found)
+    return found[0]
+
+
+def test_the_image_compiles_the_extension_before_it_imports_anything() -> None:
+    """The script itself compiles and then checks: nothing imports before it, nothing is compiled after it."""
+    script = position("scripts/install.sh --gpu")
+    assert all("import" not in line and "mslime --help" not in line for line in instructions()[:script])
+    assert all("transformer" not in line for line in instructions()[script + 1 :])
+    body = (ROOT / "scripts/install.sh").read_text()
+    assert body.index('build_extension "$venv"') < body.index('check_imports "$venv"')
+
+
+def test_the_image_has_what_rdma_and_compilers_need() -> None:
+    packages = instructions()[position("apt-get install")]
+    for package in ("libibverbs1", "ibverbs-providers", "librdmacm1", "build-essential", "python3-dev", "python3-venv"):
+        assert f" {package} " in packages, package
+    for option in ("--network host", "--ulimit memlock=-1", "--device /dev/infiniband", "--shm-size", ":/cache"):
+        assert option in DOCKERFILE, option
+    assert "VOLUME /cache" in DOCKERFILE
+
+
+def test_apex_is_built_only_when_asked_for() -> None:
+    assert "ARG APEX_REF=" in instructions(), "off by default"
+    assert "APEX_REF=25.09" in DOCKERFILE, "a tag that exists is named"
+
+
+def test_the_gpu_extra_has_what_every_family_asks_for() -> None:
+    """`specs.py` refuses a layer without these packages; and pip before 23.3 drops an extra spelt with underscores."""
+    import tomllib
+
+    gpu = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
+    names = {re.split(r"[\[=<> ;]", requirement)[0] for requirement in gpu}
+    specs = (ROOT / "mslime/backends/megatron/specs.py").read_text()
+    packages = {"transformer_engine": "transformer-engine", "fla": "flash-linear-attention"}
+    asked = set(re.findall(r'find_spec\("(\w+)"\)', specs)) | set(re.findall(r'_require\("(\w+)"', specs))
+    assert asked == set(packages), "a new kernel package: add it to the extra, and here"
+    assert {packages[module] for module in asked} | {"transformer-engine-cu13"} <= names
+    assert not any("_" in extra for requirement in gpu for extra in re.findall(r"\[(.*?)\]", requirement))
+    version = re.search(r"^TE_VERSION=(.*)$", (ROOT / "scripts/lib/gpu.sh").read_text(), re.M)
+    assert version and f"transformer-engine=={version[1]}" in gpu
 
 
 def test_unknown_options_are_refused(project: Path) -> None:

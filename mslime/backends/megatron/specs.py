@@ -27,8 +27,9 @@ def block_spec(config: TransformerConfig, device: torch.device, vp_stage: int | 
     if device.type == "cuda":
         if importlib.util.find_spec("transformer_engine") is None:
             raise TrainerError(
-                "transformer-engine", None, "training on GPUs uses its layers", "install the gpu extra, or the image"
-            )
+                "transformer-engine", None, "training on GPUs uses its layers",
+                "install mslime with `bash scripts/install.sh --gpu`, or use the image",
+            )  # fmt: skip
         return _cuda_block_spec(config, vp_stage)
     return _cpu_block_spec(config, vp_stage)
 
@@ -42,7 +43,7 @@ def _cuda_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
             "flash-linear-attention",
             None,
             "gated delta-net layers use its kernels",
-            "pip install flash-linear-attention",
+            "install mslime with `bash scripts/install.sh --gpu`, or `pip install flash-linear-attention`",
         )
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 

@@ -1,0 +1,70 @@
+# What install.sh --gpu does beyond pip: the driver, the compiler, and Transformer Engine's torch extension.
+
+# torch 2.14.1, as SGLang pins it, is built for CUDA 13, which starts with this driver.
+NEEDED_DRIVER=580
+TE_VERSION=2.20.2
+
+# driver_version: the NVIDIA driver's, empty where there is none.
+driver_version() {
+  command -v nvidia-smi >/dev/null 2>&1 || return 0
+  nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | grep -E '^[0-9]+' || true
+}
+
+# check_driver: refuses a driver that cannot run CUDA 13. None at all is fine: images are built and checked without GPUs.
+check_driver() {
+  local version
+  version="$(driver_version)"
+  if [ -z "$version" ] || [ "${version%%.*}" -ge "$NEEDED_DRIVER" ]; then return 0; fi
+  [ "${MSLIME_ANY_DRIVER:-0}" = 1 ] ||
+    fail "the NVIDIA driver is $version, and torch for CUDA 13 needs $NEEDED_DRIVER or newer" \
+      "update the driver; or, on data-centre GPUs, install NVIDIA's forward compatibility package (cuda-compat-13-0) and run this with MSLIME_ANY_DRIVER=1"
+}
+
+# check_compiler PYTHON: the extension needs a C++ compiler and Python's headers.
+check_compiler() {
+  local include
+  command -v g++ >/dev/null 2>&1 ||
+    fail "there is no C++ compiler (g++), which Transformer Engine's torch extension needs" \
+      "install it: on Debian and Ubuntu the package build-essential"
+  include="$("$1" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+  [ -f "$include/Python.h" ] ||
+    fail "Python's headers are missing ($include/Python.h), which Transformer Engine's torch extension needs" \
+      "install them: on Debian and Ubuntu the package python3-dev (or python3.11-dev)"
+}
+
+# compile_jobs: compilers at a time; each takes up to 4 GiB.
+compile_jobs() {
+  local cores memory
+  cores="$(nproc 2>/dev/null || echo 1)"
+  memory="$(awk '/^MemAvailable:/ { printf "%d", $2 / 4194304 }' /proc/meminfo 2>/dev/null || echo 1)"
+  [ "${memory:-0}" -ge 1 ] || memory=1
+  if [ -n "${MAX_JOBS:-}" ]; then echo "$MAX_JOBS"; elif [ "$memory" -lt "$cores" ]; then echo "$memory"; else echo "$cores"; fi
+}
+
+# build_extension VENV: compiles transformer_engine_torch against the environment's torch, once for every torch.
+# The index has its source only. NVTE_BUILD_USE_NVIDIA_WHEELS takes the CUDA and cuDNN headers from the packages that
+# torch brought: the CUDA toolkit, where there is one, has no cuDNN. Without NVTE_PYTORCH_FORCE_BUILD its setup.py would
+# first ask the network for a ready-made file.
+build_extension() {
+  local venv="$1" torch wheels
+  torch="$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')"
+  wheels="$venv/wheels/torch-$torch"
+  if ! ls "$wheels"/transformer_engine_torch-"$TE_VERSION"-*.whl >/dev/null 2>&1; then
+    mkdir -p "$wheels"
+    NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD="${NVTE_PYTORCH_FORCE_BUILD:-TRUE}" \
+      MAX_JOBS="$(compile_jobs)" \
+      pip wheel -v --no-deps --no-build-isolation --no-cache-dir -w "$wheels" "transformer_engine_torch==$TE_VERSION"
+  fi
+  pip install --no-deps --force-reinstall "$wheels"/transformer_engine_torch-"$TE_VERSION"-*.whl
+}
+
+# describe_gpus: the last word of the installation.
+describe_gpus() {
+  local version
+  version="$(driver_version)"
+  if [ -z "$version" ]; then
+    say "no GPU here: no NVIDIA driver was found. Everything imports; a run needs a machine with driver $NEEDED_DRIVER or newer"
+  else
+    say "NVIDIA driver $version; GPUs: $(nvidia-smi --query-gpu=name --format=csv,noheader | sort | uniq -c | sed 's/^ *//' | paste -sd, -)"
+  fi
+}

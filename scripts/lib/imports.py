@@ -1,0 +1,29 @@
+"""Imports every module that is named, in this order and in one process, as a trainer rank does.
+
+Prints one line for each. Ends with status 1 at the first that fails: with its exception as the last line of stdout, in
+one line, and the traceback on stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+
+
+def main(modules: list[str]) -> int:
+    """Returns the exit status."""
+    for name in modules:
+        try:
+            module = importlib.import_module(name)
+        except BaseException as error:  # a library may raise anything while it looks for its shared objects
+            traceback.print_exc()
+            words = " ".join(str(error).split())[:300]
+            print(f"import {name} fails: {type(error).__name__}: {words}")
+            return 1
+        print(name, getattr(module, "__version__", ""))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
