@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from mslime.config.advantage import GROUP_RELATIVE
+from mslime.config.cluster import engine_nccl
 from mslime.config.errors import ConfigError
 from mslime.config.teacher import check_teacher
 
@@ -202,6 +203,31 @@ def _engine_on_one_node(config: RunConfig) -> None:
         )
 
 
+def _tensor_parallel_on_one_node(config: RunConfig) -> None:
+    tp, cluster = config.megatron.tensor_model_parallel_size, config.cluster
+    if cluster.device == "cuda" and tp > cluster.gpus_per_node:
+        raise ConfigError(
+            "megatron.tensor_model_parallel_size",
+            tp,
+            f"a tensor-parallel group lives on one machine, which has {cluster.gpus_per_node} GPUs "
+            "(cluster.gpus_per_node)",
+            "lower it, and use more pipeline or expert parallelism",
+        )
+
+
+def _nccl_of_both_sides(config: RunConfig) -> None:
+    """SGLang overrules the environment when these of its flags are on: the trainer would disagree."""
+    for name, value in engine_nccl(config.sglang.extra).items():
+        if value == "1" and config.cluster.env.get(name, value) != value:
+            raise ConfigError(
+                f"cluster.env.{name}",
+                config.cluster.env[name],
+                "sglang.enable_symm_mem or sglang.enable_nccl_nvls set it to 1 in the engines, and NCCL fails where "
+                "trainer and engines disagree",
+                "remove it, or those flags",
+            )
+
+
 def _group_size(config: RunConfig) -> None:
     advantage = config.algorithm.advantage
     if config.train.task == "rl" and advantage in GROUP_RELATIVE and config.rollout.group_size < 2:
@@ -346,6 +372,8 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _cpu_limits,
     _overlap,
     _engine_on_one_node,
+    _tensor_parallel_on_one_node,
+    _nccl_of_both_sides,
     _group_size,
     _filtered_groups,
     _advantage,
@@ -373,10 +401,26 @@ def check_model(config: RunConfig, derived: Mapping[str, object]) -> None:
                 f"contradicts the checkpoint's config.json, which says {derived[key]!r}",
                 "remove it; the architecture comes from the checkpoint",
             )
+    _context_parallel_attention(config, derived)
     if derived.get("rotary_interleaved") and config.megatron.extra.get("apply_rope_fusion"):
         raise ConfigError(
             "megatron.apply_rope_fusion",
             True,
             "megatron-core's fused kernel for packed sequences rotates halves, this model rotates interleaved pairs",
             "remove it",
+        )
+
+
+def _context_parallel_attention(config: RunConfig, derived: Mapping[str, object]) -> None:
+    """Transformer Engine 2.20 has no kernel for sinks or sliding windows in a ring of context-parallel ranks."""
+    m = config.megatron
+    special = derived.get("softmax_type") not in (None, "vanilla") or derived.get("window_size") is not None
+    cuda = config.cluster.device == "cuda"
+    if cuda and special and m.context_parallel_size > 1 and m.extra.get("cp_comm_type") != "a2a":
+        raise ConfigError(
+            "megatron.context_parallel_size",
+            m.context_parallel_size,
+            "on GPUs, attention with sinks or a sliding window cannot be shared out in a ring (Transformer Engine 2.20 "
+            "has no kernel for it)",
+            "set it to 1, or set megatron.cp_comm_type: a2a, which no test of mslime has run",
         )

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from mslime.config.advantage import AdvantageConfig
 from mslime.config.base import EngineSection, Section
+from mslime.config.cluster import ClusterConfig
 from mslime.config.correction import CorrectionConfig
 from mslime.config.critic import CriticConfig
 from mslime.config.engines import SGLangConfig
@@ -45,21 +46,6 @@ class ModelConfig(Section):
     ignored_config_fields: tuple[str, ...] = Field(
         default=(), description="Settings of config.json that mslime does not know and that change nothing."
     )
-
-
-class ClusterConfig(Section):
-    """Where the run lives."""
-
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: cuda when a GPU is visible, else cpu."
-    )
-    trainer_ranks: int | None = Field(default=None, ge=1, description="Trainer processes; default TP x PP x CP.")
-    gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine, for placement.")
-    gpu_memory_gb: float = Field(
-        default=80, gt=0, description="Memory of one GPU as it is sold (80, 141), for `mslime plan`."
-    )
-    ray_address: str | None = Field(default=None, description="Existing Ray cluster; default: start a local one.")
-    trainer_threads: int = Field(default=1, ge=1, description="Intra-op CPU threads of a trainer rank.")
 
 
 class MegatronConfig(EngineSection):

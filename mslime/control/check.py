@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mslime.config.advice import warnings
+from mslime.config.cluster import check_machines
 from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
@@ -48,6 +49,7 @@ class ResolvedRun:
 
 def resolve(config: RunConfig) -> ResolvedRun:
     """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake."""
+    check_machines(config)
     hf_config, checkpoint = _read_model(config, config.model.path)
     family = get_family(hf_config)
     model = family.model_fields(hf_config)

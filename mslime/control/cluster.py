@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -13,17 +14,21 @@ import ray
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
+    placement_group_table,
     remove_placement_group,
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from mslime.config.cluster import RAY_START, worker_environment
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
+from mslime.control.placement import check_tensor_groups, in_order, refuse_small_cluster, spots_of
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import Role
 
 PLACEMENT_SECONDS = 120.0
+_KNOCK_SECONDS = 10.0
 _LOCAL_OBJECT_STORE = 512 * 2**20
 
 
@@ -56,6 +61,7 @@ class Cluster:
         self._cuda = config.cluster.device == "cuda"
         self._groups: list[PlacementGroup] = []
         self._trainers: PlacementGroup | None = None
+        self._order: dict[str, list[int]] = {}
         self._critics: PlacementGroup | None = None
         self._engines: PlacementGroup | None = None
         self._teachers: PlacementGroup | None = None
@@ -89,16 +95,13 @@ class Cluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray would run its workers, our trainer ranks among them, at niceness 15, behind the engines on the same cores.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        ray.init(
-            address=config.cluster.ray_address or "local",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **local,
-            runtime_env={"env_vars": {"PYTHONPATH": _python_path()}},
+        self._connect(
+            local | {"runtime_env": {"env_vars": worker_environment(config) | {"PYTHONPATH": _python_path()}}}
         )
-        self._trainers = self._place("cluster.trainer_ranks", [self._bundle(1) for _ in range(world)])
+        refuse_small_cluster(config)
+        self._trainers = self._place_ranks("cluster.trainer_ranks", world)
         if config.critic_ranks:
-            self._critics = self._place("critic.placement", [self._bundle(1) for _ in range(config.critic_ranks)])
+            self._critics = self._place_ranks("critic.placement", config.critic_ranks)
         if engines:
             self._engines = self._place(
                 "sglang.num_engines",
@@ -109,6 +112,28 @@ class Cluster:
                 "teacher.num_engines", [self._bundle(config.teacher.tp_size) for _ in range(teachers)]
             )
 
+    def _connect(self, options: dict[str, Any]) -> None:
+        address = self._config.cluster.ray_address
+        try:
+            if address is not None:
+                _knock(address)
+            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
+        except (OSError, RuntimeError, ValueError) as error:
+            if address is None:
+                raise
+            raise ConfigError(
+                "cluster.ray_address", address, f"the Ray cluster cannot be joined: {error}",
+                f"start it ({RAY_START}), with this Python and this Ray, and mslime on one of its machines",
+            ) from error  # fmt: skip
+
+    def _place_ranks(self, field: str, ranks: int) -> PlacementGroup:
+        """Bundles for ranks that share layers, numbered by machine and GPU."""
+        group = self._place(field, [self._bundle(1) for _ in range(ranks)])
+        spots = spots_of(group, self._cuda)
+        self._order[field] = order = in_order(spots)
+        check_tensor_groups([spots[bundle] for bundle in order], self._config.layout.tp)
+        return group
+
     def _bundle(self, gpus: int) -> dict[str, float]:
         return {"CPU": 1.0, "GPU": float(gpus)} if self._cuda else {"CPU": 1.0}
 
@@ -116,25 +141,32 @@ class Cluster:
         group = placement_group(bundles, strategy="PACK")
         self._groups.append(group)
         if not group.wait(PLACEMENT_SECONDS):
-            free = ray.available_resources()
+            free, where = ray.available_resources(), self._config.cluster.ray_address or "this machine"
             have = {k: free.get(k, 0) for k in ("CPU", "GPU")}
             raise ConfigError(
                 field,
                 len(bundles),
-                f"the Ray cluster cannot place {bundles[0]} that often; free: {have}",
-                "use fewer ranks or engines, or add nodes",
+                f"the Ray cluster at {where} cannot place {bundles[0]} that often within {PLACEMENT_SECONDS:.0f} s; "
+                f"free: {have}",
+                "end what else runs there (`ray status`), use fewer ranks or engines, or add machines",
             )
         return group
 
     def trainer_options(self, rank: int) -> dict[str, Any]:
-        """Actor options that put trainer `rank` into its bundle. Ranks fill nodes in order (PACK)."""
+        """Actor options that put trainer `rank` into its bundle: neighbours in rank order share machines."""
         assert self._trainers is not None
-        return self._options(self._trainers, rank, gpus=1)
+        return self._options(self._trainers, self._order["cluster.trainer_ranks"][rank], gpus=1)
+
+    def trainer_nodes(self) -> list[str]:
+        """Ray's id of each trainer rank's machine, in rank order."""
+        assert self._trainers is not None
+        where = placement_group_table(self._trainers)["bundles_to_node_id"]
+        return [where[bundle] for bundle in self._order["cluster.trainer_ranks"]]
 
     def critic_options(self, rank: int) -> dict[str, Any]:
         """Actor options that put rank `rank` of a critic of its own into its bundle."""
         assert self._critics is not None
-        return self._options(self._critics, rank, gpus=1)
+        return self._options(self._critics, self._order["critic.placement"][rank], gpus=1)
 
     def engine_options(self, index: int, role: Role = "engine") -> dict[str, Any]:
         """Actor options that put engine or teacher `index` into its bundle."""
@@ -170,9 +202,34 @@ def _python_path() -> str:
     return os.pathsep.join([str(Path.cwd()), *(p for p in sys.path if p)])
 
 
+def _knock(address: str) -> None:
+    """Raise OSError when nobody listens at HOST:PORT: Ray itself would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
+
+
 def own_host(config: RunConfig) -> str:
     """The address under which this process's services are found: loopback unless the cluster may span machines."""
     return "127.0.0.1" if config.cluster.ray_address is None else ray.util.get_node_ip_address()
+
+
+def use_own_interface(config: RunConfig) -> None:
+    """Let gloo listen where this process's services are found, unless the environment names an interface.
+
+    By itself gloo looks up the host's name, which many distributions map to 127.0.1.1: no other machine gets there.
+    """
+    interface = interface_of(own_host(config))
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this address."""
+    import psutil
+
+    interfaces = psutil.net_if_addrs()
+    return next((name for name, held in interfaces.items() if any(a.address == address for a in held)), None)
 
 
 def redirect_output(log_path: Path) -> None:

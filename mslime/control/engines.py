@@ -12,7 +12,7 @@ import ray
 
 from mslime.config.schema import RunConfig
 from mslime.control.calls import gather
-from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class
+from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress, Role
@@ -25,6 +25,7 @@ class EngineActor:
 
     def __init__(self, config: RunConfig, index: int, log_dir: str, role: Role) -> None:
         redirect_output(Path(log_dir) / f"{role}{index}_actor.log")
+        use_own_interface(config)
         from mslime.backends.sglang.server import ServerProcess
 
         self._server = ServerProcess(config, index, Path(log_dir), host=own_host(config), role=role)

@@ -11,7 +11,7 @@ import ray
 
 from mslime.config.schema import RunConfig
 from mslime.control.calls import call, gather
-from mslime.control.cluster import own_host, redirect_output, remote_class
+from mslime.control.cluster import own_host, redirect_output, remote_class, use_own_interface
 
 Report = Callable[[int, int], None]
 """Called with (how much is done, of how much)."""
@@ -22,6 +22,7 @@ class RankActor:
 
     def __init__(self, config: RunConfig, rank: int, log_path: str) -> None:
         redirect_output(Path(log_path))
+        use_own_interface(config)
         self._config, self._rank = config, rank
         self._done, self._total = 0, 0
 

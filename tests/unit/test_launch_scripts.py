@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from mslime.config.cluster import check_machines
+from mslime.config.errors import ConfigError
+from mslime.config.loader import load_config
 from tests.fixtures.launch_scripts import MODELS, ROOT, SNAPSHOTS, Launch, calls, launch, make_fake_mslime, run_script
 from tests.fixtures.launch_scripts import snapshot as snapshot_of
 
@@ -76,6 +79,20 @@ def test_a_run_that_does_not_fit_is_not_started(tmp_path: Path) -> None:
     variables = {"MODEL": "m", "PROMPTS": "p.jsonl", "FAKE_PLAN_STATUS": "1"}
     done = run_script("qwen3-4B", make_fake_mslime(tmp_path), **variables)
     assert done.returncode == 1 and [call[0] for call in calls(done)] == ["check", "plan"]
+
+
+def test_a_run_on_several_machines_takes_the_ray_cluster_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run_script("qwen3-30B-A3B", make_fake_mslime(tmp_path), MODEL="m", PROMPTS="p", CHECK_ONLY="1")
+    flags = calls(done)[0][1:]
+    with pytest.raises(ConfigError, match=r"24 GPUs \(16 trainer, 8 engines\)") as caught:
+        check_machines(load_config(None, flags))
+    assert "ray start" in caught.value.way_out
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    config = load_config(None, flags)
+    check_machines(config)
+    assert config.cluster.ray_address == "10.0.0.1:6379"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,151 @@
+"""Settings of the machines: which device, how many, which Ray cluster, and the environment of the run's processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from mslime.config.base import Section
+from mslime.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mslime.config.schema import RunConfig
+
+_OWN_VARIABLES: dict[str, str] = {
+    "CUDA_VISIBLE_DEVICES": "Ray gives every process its own GPUs",
+    "PYTHONPATH": "workers import what the driver imports",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "megatron-core and SGLang want different values, and set them",
+    "OMP_NUM_THREADS": "use cluster.trainer_threads",
+    "MKL_NUM_THREADS": "use cluster.trainer_threads",
+    "RANK": "mslime numbers the ranks",
+    "WORLD_SIZE": "mslime counts the ranks",
+    "MASTER_ADDR": "mslime tells the ranks where they meet",
+    "MASTER_PORT": "mslime tells the ranks where they meet",
+}
+RAY_START = "`ray start --head` on one machine and `ray start --address=THAT_MACHINE:6379` on the others"
+
+
+def _ray_address() -> str | None:
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+class ClusterConfig(Section):
+    """Where the run lives."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda when a GPU is visible, else cpu."
+    )
+    trainer_ranks: int | None = Field(default=None, ge=1, description="Trainer processes; default TP x PP x CP.")
+    gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine, for placement.")
+    gpu_memory_gb: float = Field(
+        default=80, gt=0, description="Memory of one GPU as it is sold (80, 141), for `mslime plan`."
+    )
+    ray_address: str | None = Field(
+        default_factory=_ray_address,
+        description="Address of a running Ray cluster (HOST:6379, or auto on one of its machines); default: the "
+        "environment's RAY_ADDRESS, else a Ray of our own on this machine.",
+    )
+    join_s: float = Field(
+        default=0,
+        ge=0,
+        description="Seconds to wait for machines that are still joining the Ray cluster; 0: a cluster that is too "
+        "small is refused at once.",
+    )
+    env: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(
+        default_factory=dict,
+        description="Environment variables of every process of the run, engines included, such as NCCL_DEBUG or "
+        "NCCL_SOCKET_IFNAME. They are written to the run's config.yaml: no secrets here.",
+    )
+    trainer_threads: int = Field(default=1, ge=1, description="Intra-op CPU threads of a trainer rank.")
+
+    @field_validator("ray_address")
+    @classmethod
+    def _one_of_rays(cls, address: str | None) -> str | None:
+        if address is not None and address.startswith("ray://"):
+            raise ConfigError(
+                "cluster.ray_address", address, "mslime does not speak Ray's client protocol",
+                "start mslime on a machine of the cluster, and give HOST:6379, or auto",
+            )  # fmt: skip
+        return None if address == "local" else address
+
+    @field_validator("env")
+    @classmethod
+    def _not_our_own(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if name in _OWN_VARIABLES:
+                raise ConfigError(f"cluster.env.{name}", value, _OWN_VARIABLES[name], "remove it")
+            if not name or "=" in name or "\0" in name + value:
+                raise ConfigError("cluster.env", name, "is no name of an environment variable", "write NAME: value")
+        return env
+
+
+def worker_environment(config: RunConfig) -> dict[str, str]:
+    """Variables of every process of the run.
+
+    Trainer ranks and engines meet in one NCCL communicator for weight syncs, and NCCL fails where its members disagree
+    about these two settings. SGLang 0.5.23 sets them for itself when they are unset (`entrypoints/engine.py`), so its
+    values hold for everybody.
+    """
+    if config.cluster.device != "cuda":
+        return dict(config.cluster.env)
+    return {**engine_nccl(config.sglang.extra), **config.cluster.env}
+
+
+def engine_nccl(extra: dict[str, Any]) -> dict[str, str]:
+    """NCCL's settings as SGLang 0.5.23 would set them for engines with these further flags."""
+    symmetric = bool(extra.get("enable_symm_mem"))
+    return {
+        "NCCL_CUMEM_ENABLE": str(int(symmetric)),
+        "NCCL_NVLS_ENABLE": str(int(symmetric or bool(extra.get("enable_nccl_nvls")))),
+    }
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Processes of one kind that a run places, and the GPUs that each of them takes on its machine."""
+
+    what: str
+    count: int
+    gpus: int
+
+
+def claims(config: RunConfig) -> list[Claim]:
+    """What a run places: trainer ranks, and a critic, engines and teachers as far as mslime launches them."""
+    generates = config.train.task == "rl"
+    launched = config.sglang.num_engines if generates and not config.sglang.urls else 0
+    wanted = [
+        Claim("trainer", config.layout.world_size, 1),
+        Claim("critic", config.critic_ranks, 1),
+        Claim("engines", launched, config.sglang.tp_size),
+        Claim("teachers", config.teacher.launched if generates else 0, config.teacher.tp_size),
+    ]
+    return [claim for claim in wanted if claim.count]
+
+
+def count_gpus(wanted: Sequence[Claim]) -> int:
+    """GPUs of all claims."""
+    return sum(claim.count * claim.gpus for claim in wanted)
+
+
+def describe_gpus(wanted: Sequence[Claim]) -> str:
+    """`24 GPUs (16 trainer, 8 engines)`."""
+    parts = ", ".join(f"{claim.count * claim.gpus} {claim.what}" for claim in wanted)
+    return f"{count_gpus(wanted)} GPUs ({parts})"
+
+
+def check_machines(config: RunConfig) -> None:
+    """Refuse a run on GPUs that one machine cannot hold when no Ray cluster is named. Raises ConfigError."""
+    cluster, wanted = config.cluster, claims(config)
+    if cluster.device != "cuda" or cluster.ray_address is not None or count_gpus(wanted) <= cluster.gpus_per_node:
+        return
+    raise ConfigError(
+        "cluster.ray_address",
+        None,
+        f"the run needs {describe_gpus(wanted)}, and one machine has {cluster.gpus_per_node} (cluster.gpus_per_node)",
+        f"start Ray on all machines ({RAY_START}), then set RAY_ADDRESS=THAT_MACHINE:6379 or this field; "
+        "docs/clusters.md shows it, also under Slurm and Kubernetes",
+    )

@@ -1,0 +1,137 @@
+"""Where processes go in a Ray cluster: what the run needs against what the machines have, and which rank goes where.
+
+Ray numbers the bundles of a placement group without regard to machines once there are more than sixteen. Neighbouring
+ranks share most traffic, tensor-parallel groups above all, so ranks are numbered here: by machine, then by GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group_table
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from mslime.config.cluster import RAY_START, claims, count_gpus, describe_gpus
+from mslime.config.errors import ConfigError
+from mslime.config.schema import RunConfig
+
+_POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where one bundle of a placement group lies.
+
+    Attributes:
+        address: of the machine.
+        node: Ray's id of the machine.
+        gpu: the number of its first GPU there.
+    """
+
+    address: str
+    node: str = ""
+    gpu: int = 0
+
+    @property
+    def order(self) -> tuple[int, int, str, str, int]:
+        """Sorts addresses as numbers, so that machines of one rack come together: 10.0.0.9 before 10.0.0.10."""
+        try:
+            parsed = ip_address(self.address)
+        except ValueError:  # a host name
+            return (0, 0, self.address, self.node, self.gpu)
+        return (parsed.version, int(parsed), "", self.node, self.gpu)
+
+
+def in_order(spots: Sequence[Spot]) -> list[int]:
+    """Indices of the bundles by machine, then by GPU: rank r belongs into bundle `in_order(spots)[r]`."""
+    return sorted(range(len(spots)), key=lambda bundle: spots[bundle].order)
+
+
+def spots_of(group: PlacementGroup, gpus: bool) -> list[Spot]:
+    """Where each bundle of a placed group lies.
+
+    Args:
+        gpus: also ask a short task in every bundle for its GPU; otherwise the number is 0.
+    """
+    where: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes()}
+    numbers = ray.get([_ask_gpu(group, bundle) for bundle in sorted(where)]) if gpus else [0] * len(where)
+    return [Spot(addresses[where[bundle]], where[bundle], numbers[bundle]) for bundle in sorted(where)]
+
+
+def _ask_gpu(group: PlacementGroup, bundle: int) -> ray.ObjectRef:
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    asked: Any = ray.remote(_first_gpu)
+    return asked.options(num_cpus=0, num_gpus=1, scheduling_strategy=strategy, max_retries=0).remote()
+
+
+def _first_gpu() -> int:
+    return min(int(gpu) for gpu in ray.get_gpu_ids())
+
+
+def check_tensor_groups(spots: Sequence[Spot], tp: int) -> None:
+    """Refuse a placement in which tensor-parallel neighbours sit on several machines.
+
+    Args:
+        spots: in rank order.
+
+    Raises:
+        ConfigError: naming the ranks and their machines.
+    """
+    for first in range(0, len(spots), tp):
+        machines = {(spot.address, spot.node): spot.address for spot in spots[first : first + tp]}
+        if len(machines) > 1:
+            raise ConfigError(
+                "megatron.tensor_model_parallel_size",
+                tp,
+                f"ranks {first} to {first + tp - 1} would share every layer over the network, between "
+                f"{' and '.join(machines.values())}; free GPUs of a machine must come in multiples of {tp}",
+                "end what else runs on these machines, or choose a size that divides the GPUs of each",
+            )
+
+
+def refuse_small_cluster(config: RunConfig) -> None:
+    """Compare what the run needs with what all machines of the cluster have, before anything waits for it.
+
+    Waits `cluster.join_s` for machines that are still joining.
+
+    Raises:
+        ConfigError: the cluster can never hold the run.
+    """
+    deadline = time.monotonic() + config.cluster.join_s
+    while (problem := _too_small(config)) is not None:
+        if time.monotonic() >= deadline:
+            raise problem
+        time.sleep(_POLL_SECONDS)
+
+
+def _too_small(config: RunConfig) -> ConfigError | None:
+    wanted, nodes = claims(config), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if config.cluster.device == "cuda":
+        have, largest = [int(resources.get("GPU", 0)) for resources in nodes], max(claim.gpus for claim in wanted)
+        if sum(have) < count_gpus(wanted):
+            return _refusal(config, f"needs {describe_gpus(wanted)}", f"{sum(have)}", len(nodes))
+        if max(have) < largest:
+            return _refusal(config, f"launches engines of {largest} GPUs", f"at most {max(have)} on one", len(nodes))
+    cores, processes = sum(int(resources.get("CPU", 0)) for resources in nodes), sum(claim.count for claim in wanted)
+    if cores < processes:
+        return _refusal(config, f"starts {processes} processes, one a core", f"{cores} cores", len(nodes))
+    return None
+
+
+def _refusal(config: RunConfig, needs: str, has: str, nodes: int) -> ConfigError:
+    address = config.cluster.ray_address
+    where = f"the Ray cluster at {address} ({nodes} machines)" if address else "this machine"
+    return ConfigError(
+        "cluster.ray_address",
+        address,
+        f"the run {needs}, and {where} has {has}",
+        "add machines with `ray start --address=...` (cluster.join_s waits for them), or use fewer ranks or engines"
+        if address
+        else f"start Ray on more machines ({RAY_START}) and set RAY_ADDRESS=THAT_MACHINE:6379; see docs/clusters.md",
+    )

@@ -1,0 +1,120 @@
+"""Which rank goes to which machine, on a Ray cluster of fake machines: 4 of 8 GPUs each, all on this one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster as FakeMachines
+
+from mslime.config.errors import ConfigError
+from mslime.config.schema import RunConfig
+from mslime.control.cluster import Cluster, remote_class
+from mslime.control.placement import Spot, check_tensor_groups, in_order
+
+GPUS = 8
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[str]:
+    """The address of a Ray cluster of four machines of eight GPUs."""
+    before = os.environ.get("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    machine = {"num_cpus": 16, "num_gpus": GPUS, "object_store_memory": 80 << 20}
+    made = FakeMachines(initialize_head=True, head_node_args={**machine, "include_dashboard": False})
+    for _ in range(3):
+        made.add_node(**machine)
+    yield made.address
+    made.shutdown()
+    if before is None:
+        del os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"]
+
+
+def run(address: str | None, cluster: dict[str, Any], **sections: Any) -> RunConfig:
+    cluster = {"device": "cuda", "ray_address": address, **cluster}
+    return RunConfig.model_validate(
+        {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "cluster": cluster, **sections}
+    )
+
+
+class Asked:
+    """A process of the run that says where it is and what it was given."""
+
+    def spot(self) -> tuple[str, str]:
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+    def variables(self) -> dict[str, str]:
+        return {k: v for k, v in os.environ.items() if k.startswith("NCCL_") or k == "GIVEN"}
+
+
+def test_no_tensor_parallel_group_spans_machines(machines: str) -> None:
+    layout = {"tensor_model_parallel_size": 8}
+    with Cluster(run(machines, {"trainer_ranks": 24}, megatron=layout, sglang={"tp_size": 8}), True) as cluster:
+        table = cluster.trainer_nodes()
+    assert len(table) == 24
+    for first in range(0, 24, 8):
+        assert len(set(table[first : first + 8])) == 1, table
+    assert len(set(table)) == 3
+
+
+def test_ranks_of_a_machine_follow_its_gpus_and_every_process_gets_the_same_settings(machines: str) -> None:
+    config = run(machines, {"trainer_ranks": 3, "env": {"GIVEN": "yes"}})
+    with Cluster(config, True) as cluster:
+        options = [*(cluster.trainer_options(rank) for rank in range(3)), cluster.engine_options(0)]
+        actors = [remote_class(Asked).options(**own).remote() for own in options]
+        spots = ray.get([actor.spot.remote() for actor in actors[:3]])
+        given = ray.get([actor.variables.remote() for actor in actors])
+    assert spots == sorted(spots)
+    assert given[0] == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "GIVEN": "yes"}
+    assert all(other == given[0] for other in given), "trainer ranks and engines meet in one NCCL communicator"
+
+
+def test_a_cluster_that_is_too_small_is_refused_at_once(machines: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ConfigError) as caught, Cluster(run(machines, {"trainer_ranks": 64}), True):
+        pass
+    assert time.monotonic() - begin < 60, "it waited for a placement that can never be"
+    assert caught.value.field == "cluster.ray_address" and caught.value.value == machines
+    assert "65 GPUs" in caught.value.rule and "4 machines" in caught.value.rule and "has 32" in caught.value.rule
+
+
+def test_an_engine_larger_than_any_machine_is_refused(machines: str) -> None:
+    config = run(machines, {"trainer_ranks": 1, "gpus_per_node": 16}, sglang={"tp_size": 16})
+    with pytest.raises(ConfigError, match="engines of 16 GPUs"), Cluster(config, True):
+        pass
+
+
+def test_machines_that_are_still_joining_are_waited_for(machines: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = ray.nodes
+
+    def slowly() -> list[dict[str, Any]]:
+        asked.append(len(asked))
+        return real()[: len(asked)]
+
+    monkeypatch.setattr(ray, "nodes", slowly)
+    with Cluster(run(machines, {"trainer_ranks": 2, "join_s": 60}, sglang={"num_engines": 2, "tp_size": 8}), True):
+        assert len(asked) >= 3
+
+
+def test_an_address_where_no_ray_runs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught, Cluster(run("127.0.0.1:1", {}), True):
+        pass
+    assert caught.value.field == "cluster.ray_address" and "ray start" in caught.value.way_out
+
+
+def test_ranks_are_numbered_by_machine_and_then_by_gpu() -> None:
+    spots = [Spot("10.0.0.10", "b", 1), Spot("10.0.0.9", "a", 1), Spot("10.0.0.10", "b", 0), Spot("10.0.0.9", "a", 0)]
+    assert in_order(spots) == [3, 1, 2, 0]
+
+
+def test_a_tensor_parallel_group_on_two_machines_is_refused_by_name() -> None:
+    spots = [Spot("10.0.0.9", "a", 0), Spot("10.0.0.9", "a", 1), Spot("10.0.0.9", "a", 2), Spot("10.0.0.10", "b", 0)]
+    check_tensor_groups(spots, 1)
+    with pytest.raises(ConfigError, match=r"ranks 2 to 3 .* 10\.0\.0\.9 and 10\.0\.0\.10"):
+        check_tensor_groups(spots, 2)

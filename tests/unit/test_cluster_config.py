@@ -1,0 +1,128 @@
+"""Settings of the machines: the Ray cluster's address, the environment of the run's processes, and what fits where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mslime.config.cluster import check_machines, worker_environment
+from mslime.config.errors import ConfigError
+from mslime.config.loader import build, load_config
+from mslime.config.rules import check_model
+from mslime.config.schema import RunConfig
+from mslime.control.check import resolve
+
+
+def run(cluster: dict[str, Any], **sections: Any) -> RunConfig:
+    return build({"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "cluster": cluster, **sections})
+
+
+# ------------------------------------------------------------------------------------------------- the Ray cluster
+
+
+def test_the_address_of_the_ray_cluster_is_that_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert run({}).cluster.ray_address == "10.0.0.1:6379"
+    assert run({"ray_address": "10.0.0.2:6379"}).cluster.ray_address == "10.0.0.2:6379"
+    assert run({"ray_address": "local"}).cluster.ray_address is None
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    assert run({}).cluster.ray_address is None
+
+
+def test_an_address_of_rays_client_protocol_is_refused() -> None:
+    with pytest.raises(ConfigError, match="client protocol"):
+        run({"ray_address": "ray://10.0.0.1:10001"})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sections", "named"),
+    [
+        ({"trainer_ranks": 16}, {}, "17 GPUs (16 trainer, 1 engines)"),
+        ({"trainer_ranks": 4}, {"sglang": {"num_engines": 2, "tp_size": 4}}, "12 GPUs (4 trainer, 8 engines)"),
+        ({"trainer_ranks": 2, "gpus_per_node": 2}, {}, "3 GPUs"),
+    ],
+)
+def test_more_gpus_than_a_machine_has_need_a_ray_cluster(
+    cluster: dict[str, Any], sections: dict[str, Any], named: str
+) -> None:
+    config = run({"device": "cuda", **cluster}, **sections)
+    with pytest.raises(ConfigError) as caught:
+        resolve(config)
+    error = caught.value
+    assert error.field == "cluster.ray_address" and named in error.rule
+    assert "ray start --head" in error.way_out and "RAY_ADDRESS" in error.way_out
+    check_machines(run({"device": "cuda", "ray_address": "auto", **cluster}, **sections))
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sections"),
+    [
+        ({"device": "cuda", "trainer_ranks": 4}, {"sglang": {"num_engines": 2, "tp_size": 2}}),
+        ({"device": "cuda", "trainer_ranks": 8}, {"sglang": {"urls": ["http://there:30000"], "tp_size": 8}}),
+        ({"device": "cuda", "trainer_ranks": 8}, {"train": {"task": "sft"}}),
+        ({"device": "cpu", "trainer_ranks": 16}, {}),
+    ],
+)
+def test_what_one_machine_holds_needs_no_ray_cluster(cluster: dict[str, Any], sections: dict[str, Any]) -> None:
+    check_machines(run(cluster, **sections))
+
+
+def test_a_tensor_parallel_group_larger_than_a_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="lives on one machine"):
+        run({"device": "cuda"}, megatron={"tensor_model_parallel_size": 16})
+
+
+# ------------------------------------------------------------------------------------------------- the environment
+
+
+def test_variables_can_be_given_as_flags_and_numbers_are_text() -> None:
+    flags = ["--model.path", "m", "--data.prompts", "p.jsonl", "--cluster.env.NCCL_IB_GID_INDEX", "3"]
+    assert load_config(None, [*flags, "--cluster.env.NCCL_DEBUG", "INFO"]).cluster.env == {
+        "NCCL_IB_GID_INDEX": "3",
+        "NCCL_DEBUG": "INFO",
+    }
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "PYTHONPATH", "RANK", "A=B", ""])
+def test_a_variable_that_is_not_the_users_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.env"):
+        run({"env": {name: "1"}})
+
+
+def test_workers_get_the_users_variables_and_on_gpus_what_nccl_must_agree_on() -> None:
+    assert worker_environment(run({"device": "cpu", "env": {"A": "1"}})) == {"A": "1"}
+    assert worker_environment(run({"device": "cuda", "env": {"A": "1"}})) == {
+        "A": "1",
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flag", "cumem", "nvls"), [("enable_symm_mem", "1", "1"), ("enable_nccl_nvls", "0", "1"), ("fp8_gemm", "0", "0")]
+)
+def test_nccl_settings_follow_the_flags_with_which_sglang_overrules_them(flag: str, cumem: str, nvls: str) -> None:
+    engine = {} if flag == "fp8_gemm" else {flag: True}
+    found = worker_environment(run({"device": "cuda"}, sglang=engine))
+    assert (found["NCCL_CUMEM_ENABLE"], found["NCCL_NVLS_ENABLE"]) == (cumem, nvls)
+
+
+def test_a_variable_that_engines_would_overrule_is_refused() -> None:
+    with pytest.raises(ConfigError, match="trainer and engines disagree"):
+        run({"device": "cuda", "env": {"NCCL_NVLS_ENABLE": "0"}}, sglang={"enable_nccl_nvls": True})
+    found = worker_environment(run({"device": "cuda", "env": {"NCCL_CUMEM_ENABLE": "1"}}))
+    assert found["NCCL_CUMEM_ENABLE"] == "1"
+
+
+# --------------------------------------------------------------------------------------------- attention on GPUs
+
+
+@pytest.mark.parametrize("derived", [{"softmax_type": "learnable"}, {"window_size": (127, 0)}])
+def test_sinks_and_windows_are_not_shared_out_in_a_ring_on_gpus(derived: dict[str, Any]) -> None:
+    fields = {"num_layers": 4, **derived}
+    with pytest.raises(ConfigError, match="cannot be shared out in a ring"):
+        check_model(run({"device": "cuda"}, megatron={"context_parallel_size": 2}), fields)
+    check_model(run({"device": "cuda"}, megatron={"context_parallel_size": 2, "cp_comm_type": "a2a"}), fields)
+    check_model(run({"device": "cpu"}, megatron={"context_parallel_size": 2}), fields)
+    check_model(run({"device": "cuda"}, megatron={"context_parallel_size": 2}), {"num_layers": 4})
