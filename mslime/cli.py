@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mslime import __version__
 from mslime.config.errors import UserError
@@ -15,16 +15,21 @@ from mslime.control.convert import add_parser as add_convert
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
 
-_OWN_OPTIONS = ("--help", "--fields", "--checkpoint", "--out", "--gpus", "--gpu-memory-gb", "--json")
-_OVERRIDES = "Any setting can be given as a flag, for example --rollout.max-staleness 1; flags win over the file."
+_HOW = (
+    "A run is described by a YAML file, by flags, or by both; flags win. Every setting has a flag: "
+    "`rollout: {max_staleness: 1}` is --rollout.max-staleness 1. Fields of megatron-core and SGLang that are not "
+    "listed here can be given too, as --megatron.NAME, --sglang.NAME and --teacher.NAME (see mslime check --fields "
+    "megatron)."
+)
+Run = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status (2 for a user's mistake, 130 for Ctrl-C)."""
-    own, flags = _split(list(sys.argv[1:] if argv is None else argv))
-    args = _parser().parse_args(own)
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return args.run(args, flags)
+        args = _parse(words)
+        return args.run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -33,56 +38,44 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """The command's own words, and the settings given as flags (`--section.key value ...`, `--name x`).
+def _parse(words: list[str]) -> argparse.Namespace:
+    """The arguments of a command. One that takes settings gets a parser of its own, which knows them all."""
+    for name, (about, add_own, run) in _TAKE_SETTINGS.items():
+        if words[: len(name)] == list(name):
+            return _parse_settings(name, about, add_own, run, words[len(name) :])
+    return _parser().parse_args(words)
 
-    argparse cannot do this: it would take a setting's value for the optional YAML file. A word goes where the option
-    before it went.
-    """
-    if argv[:1] not in (["train"], ["check"], ["plan"]) and argv[:2] != ["convert", "run"]:
-        return argv, []
-    own, flags = list[str](), list[str]()
-    current = own
-    for word in argv:
-        if word.startswith("--"):
-            current = own if word.split("=")[0] in _OWN_OPTIONS else flags
-        current.append(word)
-    return own, flags
+
+def _parse_settings(
+    name: tuple[str, ...], about: str, add_own: Callable[[Any], None], run: Run, words: list[str]
+) -> argparse.Namespace:
+    from mslime.config.flags import FlagParser, add_settings, normalised
+
+    words = normalised(words)
+    prog = f"mslime {' '.join(name)}"
+    usage = f"{prog} [RUN.yaml] [options] [--SECTION.SETTING VALUE ...]"
+    parser = FlagParser(prog, usage, f"{about[0].upper()}{about[1:]}. {_HOW}", allow_abbrev=False)
+    add_own(parser)
+    add_settings(parser, words)
+    parser.set_defaults(run=run)
+    return parser.parse_intermixed_args(words)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "mslime",
         description="Reinforcement-learning post-training for MoE language models.",
+        epilog="`mslime COMMAND --help` says more, and lists the settings where a command takes them.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="run the training of RUN.yaml", epilog=_OVERRIDES)
-    train.add_argument(
-        "config",
-        nargs="?",
-        type=Path,
-        help="YAML file, before any flag; optional when everything is given as flags",
-    )
-    train.set_defaults(run=_train)
-    check = commands.add_parser("check", help="validate RUN.yaml without starting an engine", epilog=_OVERRIDES)
-    check.add_argument("config", nargs="?", type=Path)
-    check.add_argument(
-        "--fields",
-        choices=["megatron", "sglang"],
-        help="list the engine fields that can be passed through",
-    )
-    check.set_defaults(run=_check)
-    plan = commands.add_parser("plan", help="memory, balance and weight-sync traffic of RUN.yaml", epilog=_OVERRIDES)
-    plan.add_argument("config", nargs="?", type=Path, help="YAML file, before any flag; only model.path is required")
-    plan.add_argument("--gpus", type=int, help="GPUs of the run, engines included (default: cluster.trainer_ranks)")
-    plan.add_argument("--gpu-memory-gb", type=float, help="as sold: 80, 141 (default: cluster.gpu_memory_gb)")
-    plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.set_defaults(run=_plan)
+    for (*group, name), (about, _, _) in _TAKE_SETTINGS.items():
+        if not group:
+            commands.add_parser(name, help=about)  # for the list; `_parse` knows the rest
     report = commands.add_parser("report", help="write one HTML page about a run")
     report.add_argument("run_dir", type=Path, help="outputs/NAME")
     report.set_defaults(run=_report)
-    add_convert(commands, _convert_run)
+    add_convert(commands, _TAKE_SETTINGS["convert", "run"][0])
     models = commands.add_parser("models", help="list the model families and what works with each")
     models.add_argument("--markdown", action="store_true", help="as the page docs/models.md")
     models.set_defaults(run=_models)
@@ -91,63 +84,117 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(args: argparse.Namespace, flags: Sequence[str]) -> RunConfig:
-    from mslime.config.loader import load_config
-
-    return load_config(args.config, flags)
+def _add_file(parser: Any, told: str = "YAML file; optional when everything is given as flags") -> None:
+    parser.add_argument("config", nargs="?", type=Path, metavar="RUN.yaml", help=told)
 
 
-def _train(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _add_check(parser: Any) -> None:
+    _add_file(parser)
+    parser.add_argument(
+        "--fields", nargs="?", const="", metavar="SECTION",
+        help="list the settings, of one section if it is named (rollout, algorithm.correction ...); megatron and "
+        "sglang also list the fields of the engine's own, which can be passed through",
+    )  # fmt: skip
+    parser.add_argument("--markdown", action="store_true", help="with --fields: as the page docs/settings.md")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of RUN.yaml, for editors")
+
+
+def _add_plan(parser: Any) -> None:
+    _add_file(parser, "YAML file; only model.path is required")
+    parser.add_argument("--gpus", type=int, help="GPUs of the run, engines included (default: cluster.trainer_ranks)")
+    parser.add_argument("--gpu-memory-gb", type=float, help="as sold: 80, 141 (default: cluster.gpu_memory_gb)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_convert_run(parser: Any) -> None:
+    parser.add_argument("config", type=Path, help="the run's config.yaml")
+    parser.add_argument("--checkpoint", type=Path, help="default: the newest complete one of the run")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
+
+
+def _values(args: argparse.Namespace) -> dict[str, Any]:
+    """What the file and the flags say, not yet validated."""
+    from mslime.config.flags import given_settings
+    from mslime.config.loader import merge, parse_yaml, read_yaml
+
+    return merge(read_yaml(args.config) if args.config else {}, given_settings(args, parse_yaml))
+
+
+def _load(args: argparse.Namespace) -> RunConfig:
+    from mslime.config.loader import build
+
+    return build(_values(args))
+
+
+def _train(args: argparse.Namespace) -> int:
     from mslime.control.run import run
 
-    return run(_load(args, flags))
+    return run(_load(args))
 
 
-def _check(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _check(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    if args.fields:
-        return _print_fields(args.fields)
+    if args.schema:
+        from mslime.config.settings import as_json_schema
+
+        print(as_json_schema(), end="")
+        return 0
+    if args.fields is not None:
+        return _print_fields(args.fields, args.markdown)
     from mslime.control.check import describe, resolve
 
-    Console().print(describe(resolve(_load(args, flags))))
+    Console().print(describe(resolve(_load(args))))
     return 0
 
 
-def _plan(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _plan(args: argparse.Namespace) -> int:
     from mslime.plan.command import run_plan
 
-    return run_plan(args.config, flags, args.gpus, args.gpu_memory_gb, args.json)
+    return run_plan(_values(args), args.gpus, args.gpu_memory_gb, args.json)
 
 
-def _print_fields(engine: str) -> int:
+def _print_fields(section: str, markdown: bool) -> int:
+    from mslime.config.errors import ConfigError, nearest
     from mslime.config.passthrough import engine_fields
+    from mslime.config.settings import all_settings, as_markdown
 
-    for field in sorted(engine_fields(engine).values(), key=lambda f: (f.owner, f.name)):
-        print(f"{engine}.{field.name:55s} {field.owner:32s} {field.expected()}")
+    if markdown:
+        print(as_markdown(), end="")
+        return 0
+    ours = [s for s in all_settings() if not section or f"{s.section}.".startswith(f"{section}.")]
+    if not ours:
+        known = sorted({s.section for s in all_settings()} - {""})
+        raise ConfigError("--fields", section, "there is no such section",
+                          nearest(section, known) or f"name one of {', '.join(known)}")  # fmt: skip
+    for setting in ours:
+        print(f"{setting.path:45s} {setting.expected} [{setting.default or 'required'}]")
+        print(f"{'':4s}{setting.description}")
+    if section in ("megatron", "sglang"):
+        print(f"\nfields of {section}'s own, passed through as they are:")
+        for field in sorted(engine_fields(section).values(), key=lambda f: (f.owner, f.name)):
+            print(f"{section}.{field.name:55s} {field.owner:32s} {field.expected()}")
     return 0
 
 
-def _report(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    _no_flags(flags)
+def _report(args: argparse.Namespace) -> int:
     from mslime.observe.report import write_report
 
     print(write_report(args.run_dir))
     return 0
 
 
-def _convert_run(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _convert_run(args: argparse.Namespace) -> int:
     from mslime.control.run import export
 
-    export(_load(args, flags), args.checkpoint, args.out)
+    export(_load(args), args.checkpoint, args.out)
     print(args.out)
     return 0
 
 
-def _models(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _models(args: argparse.Namespace) -> int:
     from mslime.convert.support import as_markdown, as_table, support_rows
 
-    _no_flags(flags)
     if args.markdown:
         print(as_markdown(support_rows()), end="")
     else:
@@ -157,17 +204,24 @@ def _models(args: argparse.Namespace, flags: Sequence[str]) -> int:
     return 0
 
 
-def _env(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    _no_flags(flags)
+def _env(args: argparse.Namespace) -> int:
     from mslime.control.environment import describe_environment
 
     print(describe_environment())
     return 0
 
 
-def _no_flags(flags: Sequence[str]) -> None:
-    if flags:
-        raise UserError("command line", " ".join(flags), "unknown arguments", "see --help")
+_TAKE_SETTINGS: dict[tuple[str, ...], tuple[str, Callable[[Any], None], Run]] = {
+    ("train",): ("run the training of RUN.yaml", _add_file, _train),
+    ("check",): ("validate RUN.yaml without starting an engine", _add_check, _check),
+    ("plan",): ("memory, balance and weight-sync traffic of RUN.yaml", _add_plan, _plan),
+    ("convert", "run"): (
+        "write a run's checkpoint as a Hugging Face checkpoint",
+        _add_convert_run,
+        _convert_run,
+    ),
+}
+"""Commands that take a run's settings: what they do, their own arguments, and what runs them."""
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ class CriticConfig(Section):
         default="shared",
         description="shared: on the policy's GPUs, in the same processes. separate: on as many GPUs of its own.",
     )
-    lr: float = Field(default=1e-5, gt=0)
-    min_lr: float = Field(default=0.0, ge=0)
+    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate of the critic.")
+    min_lr: float = Field(default=0.0, ge=0, description="Where the critic's learning rate decays to.")
     lr_warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps; decay and Adam's settings are train's.")
     warmup_steps: int = Field(
         default=0, ge=0, description="Steps at the beginning of the run in which the critic alone is trained."

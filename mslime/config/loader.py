@@ -14,8 +14,10 @@ from pydantic import BaseModel, ValidationError
 
 from mslime.config.base import EngineSection
 from mslime.config.errors import ConfigError, UserError, nearest
+from mslime.config.flags import FlagParser, add_settings, given_settings, normalised
 from mslime.config.passthrough import engine_fields
 from mslime.config.schema import RunConfig
+from mslime.config.settings import all_settings
 
 
 class _Loader(yaml.SafeLoader):
@@ -59,42 +61,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
-    """`--rollout.max-staleness 1` (or `=1`) to {"rollout": {"max_staleness": 1}}.
-
-    Several values make a list; a flag without a value is true, `--no-...` is false for the last part of the name.
-    """
-    values: dict[str, Any] = {}
-    position = 0
-    while position < len(flags):
-        flag = flags[position]
-        if not flag.startswith("--"):
-            raise ConfigError("flags", flag, "expected a flag such as --rollout.group-size", "put -- before its name")
-        name, _, inline = flag[2:].partition("=")
-        position += 1
-        words = [inline] if "=" in flag else []
-        while "=" not in flag and position < len(flags) and not flags[position].startswith("--"):
-            words.append(flags[position])
-            position += 1
-        _assign(values, name, words)
-    return values
-
-
-def _assign(values: dict[str, Any], name: str, words: list[str]) -> None:
-    *sections, leaf = [part.replace("-", "_") for part in name.split(".")]
-    if not words and leaf.startswith("no_"):
-        leaf, parsed = leaf[3:], False
-    else:
-        items = [parse_yaml(w, f"--{name}") for w in words]
-        parsed = True if not items else items[0] if len(items) == 1 else items
-    target = values
-    for section in sections:
-        inner: Any = target.setdefault(section, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(
-                f"--{name}", words, f"{section} is given as a value and as a section", "use one of the two"
-            )
-        target = cast("dict[str, Any]", inner)
-    target[leaf] = parsed
+    """`--rollout.max-staleness 1` (or `=1`) to {"rollout": {"max_staleness": 1}}; see `flags`. Raises ConfigError."""
+    parser, words = FlagParser("mslime", add_help=False, allow_abbrev=False), normalised(flags)
+    add_settings(parser, words)
+    return given_settings(parser.parse_args(words), parse_yaml)
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -127,18 +97,14 @@ def build(values: dict[str, Any]) -> RunConfig:
 
 
 def _wrap_lists(values: dict[str, Any]) -> dict[str, Any]:
-    """A flag with one value cannot know that it is a list: wrap single values given for fields that are lists."""
-    for section, key in (
-        ("data", "prompts"),
-        ("sglang", "urls"),
-        ("teacher", "urls"),
-        ("rollout", "stop"),
-        ("rollout", "stop_token_ids"),
-        ("megatron", "recompute_modules"),
-    ):
+    """A flag with one value cannot know that it is a list: wrap single values given for settings that are lists."""
+    for setting in all_settings():
+        section, _, key = setting.path.rpartition(".")
         found = values.get(section)
-        if isinstance(found, dict) and key in found and not isinstance(found[key], list | types.NoneType):
-            values = {**values, section: {**found, key: [found[key]]}}
+        if setting.listed and isinstance(found, dict) and key in found:
+            given = cast("Any", found[key])
+            if not isinstance(given, list | tuple | types.NoneType):
+                values = {**values, section: {**found, key: [given]}}
     return values
 
 
@@ -157,6 +123,10 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> UserError:
             "unknown key",
             nearest(str(first["loc"][-1]), known) or f"known keys here: {', '.join(sorted(known))}",
         )
+    if first["type"] in ("model_type", "model_attributes_type"):
+        example = next((s.path for s in all_settings() if s.section == path), path)
+        return ConfigError(path, first["input"], "is a section of several settings, not a value",
+                           f"name one of them, for example {example} or --{example.replace('_', '-')}")  # fmt: skip
     if first["type"] == "missing":
         return ConfigError(path, None, "is required", f"add it to the file, or give --{path.replace('_', '-')}")
     return ConfigError(path, first["input"], first["msg"], "correct the value")

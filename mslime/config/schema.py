@@ -54,29 +54,51 @@ class MegatronConfig(EngineSection):
     engine: ClassVar[str] = "megatron"
     reserved: ClassVar[dict[str, str]] = MEGATRON_RESERVED
 
-    tensor_model_parallel_size: int = Field(default=1, ge=1)
-    pipeline_model_parallel_size: int = Field(default=1, ge=1)
-    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
+    tensor_model_parallel_size: int = Field(
+        default=1, ge=1, description="TP: ranks that share every layer's matrices; keep it within a machine."
+    )
+    pipeline_model_parallel_size: int = Field(
+        default=1, ge=1, description="PP: stages that the layers are divided over."
+    )
+    virtual_pipeline_model_parallel_size: int | None = Field(
+        default=None, ge=1, description="VPP: chunks of layers on each stage, for a smaller bubble."
+    )
     num_layers_in_first_pipeline_stage: int | None = Field(
         default=None, ge=1, description="For layers that the stages do not divide; the stages between share the rest."
     )
     num_layers_in_last_pipeline_stage: int | None = Field(
         default=None, ge=1, description="Likewise; the last stage also computes the output layer."
     )
-    context_parallel_size: int = Field(default=1, ge=1)
-    expert_model_parallel_size: int = Field(default=1, ge=1)
-    expert_tensor_parallel_size: int = Field(default=1, ge=1)
+    context_parallel_size: int = Field(default=1, ge=1, description="CP: ranks that share the tokens of one sequence.")
+    expert_model_parallel_size: int = Field(default=1, ge=1, description="EP: ranks that the experts are divided over.")
+    expert_tensor_parallel_size: int = Field(
+        default=1, ge=1, description="ETP: ranks that share each expert's matrices."
+    )
     sequence_parallel: bool | None = Field(
         default=None, description="Default: on exactly when TP > 1 (MoE requires it)."
     )
     use_distributed_optimizer: bool = Field(default=True, description="Shard optimizer state over data-parallel ranks.")
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
-    recompute_granularity: Literal["full", "selective"] | None = None
-    recompute_method: Literal["uniform", "block"] | None = None
-    recompute_num_layers: int | None = Field(default=None, ge=1)
-    recompute_modules: list[str] | None = None
+    overlap_grad_reduce: bool = Field(default=False, description="Reduce gradients while the backward pass goes on.")
+    overlap_param_gather: bool = Field(
+        default=False, description="Gather parameters while the forward pass goes on; needs the distributed optimizer."
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = Field(
+        default="alltoall", description="How tokens reach their experts; flex is DeepEP's."
+    )
+    recompute_granularity: Literal["full", "selective"] | None = Field(
+        default=None,
+        description="Compute activations again in the backward pass: of whole layers (full), or of recompute_modules.",
+    )
+    recompute_method: Literal["uniform", "block"] | None = Field(
+        default=None,
+        description="full: every recompute_num_layers layers (uniform), or the first so many of a stage (block).",
+    )
+    recompute_num_layers: int | None = Field(
+        default=None, ge=1, description="full: layers at a time, see recompute_method."
+    )
+    recompute_modules: list[str] | None = Field(
+        default=None, description="selective: what is computed again, for example [core_attn, moe_act]."
+    )
     params_dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None, description="Default: bfloat16 on cuda, float32 on cpu."
     )
@@ -121,12 +143,12 @@ class MegatronConfig(EngineSection):
 class EvalSetConfig(Section):
     """One held-out set."""
 
-    name: str
+    name: str = Field(description="In the metrics: eval/NAME/accuracy.")
     path: str = Field(description="JSONL or parquet, optionally sliced: `file@[0:200]`.")
     samples_per_prompt: int = Field(
         default=1, ge=1, description="n: responses per prompt; pass@k is reported for k <= n."
     )
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0, description="Of sampling; 0 is greedy.")
     max_response_tokens: int | None = Field(default=None, ge=1, description="Default: rollout.max_response_tokens.")
 
 
@@ -136,12 +158,24 @@ class DataConfig(Section):
     prompts: list[str] = Field(description="JSONL or parquet files, each optionally sliced: `file@[a:b]`.")
     prompt_key: str = Field(default="prompt", description="A string, or a list of chat messages.")
     label_key: str | None = Field(default="label", description="Handed to the reward; null when there is none.")
-    metadata_key: str | None = None
-    apply_chat_template: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    shuffle: bool = True
+    metadata_key: str | None = Field(
+        default=None, description="Key of an object that rewards and filters get with the sample; null: none."
+    )
+    apply_chat_template: bool = Field(
+        default=False,
+        description="Render prompts with the tokenizer's chat template; a plain string becomes a user's message.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Handed to the template, for example {enable_thinking: false}."
+    )
+    shuffle: bool = Field(
+        default=True,
+        description="Draw rows in an order that follows from the seed, anew in each pass; else in the files' order.",
+    )
     max_prompt_tokens: int | None = Field(default=None, ge=1, description="Longer prompts are skipped, and counted.")
-    eval_sets: list[EvalSetConfig] = Field(default_factory=list[EvalSetConfig])
+    eval_sets: list[EvalSetConfig] = Field(
+        default_factory=list[EvalSetConfig], description="Held-out sets, each a mapping of these."
+    )
 
 
 class RolloutConfig(Section):
@@ -172,15 +206,24 @@ class RolloutConfig(Section):
         default="none",
         description="zero_variance drops groups whose rewards are all equal; or `module:function`(Group) -> bool.",
     )
-    max_response_tokens: int = Field(default=1024, ge=1)
+    max_response_tokens: int = Field(
+        default=1024, ge=1, description="Longest response; longer ones are truncated, and counted."
+    )
     max_total_tokens: int | None = Field(
         default=None, ge=1, description="Prompt + response limit; default: the model's."
     )
-    temperature: float = Field(default=1.0, gt=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    temperature: float = Field(default=1.0, gt=0, description="Of sampling; log-probs are those at this temperature.")
+    top_p: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Below 1 it is refused: truncated sampling is not trained yet (decision 4).",
+    )
     top_k: int = Field(default=-1, description="-1: off.")
-    stop: list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list[int])
+    stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
+    stop_token_ids: list[int] = Field(
+        default_factory=list[int], description="Token ids that end a response, besides the model's own."
+    )
     concurrency: int = Field(default=256, ge=1, description="Requests in flight per engine.")
     pause_mode: Literal["abort", "retract", "in_place"] = Field(
         default="abort",
@@ -193,11 +236,14 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     """How a response is scored."""
 
-    kind: Literal["exact", "math", "custom"] = "exact"
+    kind: Literal["exact", "math", "custom"] = Field(
+        default="exact",
+        description="exact: the response equals the label. math: mathematically equal answers. custom: `function`.",
+    )
     function: str | None = Field(
         default=None, description="`module:function`(sample) -> float, sync or async; for kind custom."
     )
-    timeout_s: float = Field(default=30.0, gt=0)
+    timeout_s: float = Field(default=30.0, gt=0, description="Seconds that one response may take to be scored.")
     workers: int = Field(default=2, ge=1, description="Threads or processes for synchronous rewards.")
     on_error: Literal["fail", "zero", "drop"] = Field(
         default="fail",
@@ -240,7 +286,7 @@ class AlgorithmConfig(AdvantageConfig):
         default=False,
         description="In the loss: times pi / mu, which makes the estimate's gradient the KL's (arXiv 2512.02556).",
     )
-    entropy_coef: float = 0.0
+    entropy_coef: float = Field(default=0.0, description="Weight of an entropy bonus in the loss.")
     old_log_probs: Literal["auto", "always"] = Field(
         default="auto",
         description="auto: a separate old-log-prob pass only when something needs it (several optimizer steps per "
@@ -258,8 +304,10 @@ class TrainConfig(Section):
     """The optimizer's side of a step."""
 
     task: Literal["rl", "sft"] = Field(default="rl", description="sft: supervised warm start on `prompt`/`label` rows.")
-    num_steps: int = Field(default=100, ge=1)
-    optimizer_steps_per_rollout: int = Field(default=1, ge=1)
+    num_steps: int = Field(default=100, ge=1, description="Steps of the run: rollouts for rl, batches for sft.")
+    optimizer_steps_per_rollout: int = Field(
+        default=1, ge=1, description="Optimizer steps that each rollout is divided into."
+    )
     max_tokens_per_micro_batch: int = Field(
         default=4096, ge=1, description="Token budget of a packed micro-batch, per CP rank."
     )
@@ -272,15 +320,19 @@ class TrainConfig(Section):
     packed: bool = Field(
         default=True, description="Pack sequences without padding (thd). False: one sequence a micro-batch."
     )
-    lr: float = Field(default=1e-6, gt=0)
-    min_lr: float = Field(default=0.0, ge=0)
-    lr_warmup_steps: int = Field(default=0, ge=0)
-    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = Field(default=0.0, ge=0)
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
-    adam_eps: float = Field(default=1e-8, gt=0)
-    clip_grad: float = Field(default=1.0, ge=0)
+    lr: float = Field(default=1e-6, gt=0, description="Peak learning rate.")
+    min_lr: float = Field(default=0.0, ge=0, description="Where the learning rate decays to.")
+    lr_warmup_steps: int = Field(
+        default=0, ge=0, description="Optimizer steps in which the learning rate rises from 0."
+    )
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="How the learning rate falls after the warm-up, until the last step."
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's, of matrices.")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of Adam's mean of gradients.")
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Decay of Adam's mean of their squares.")
+    adam_eps: float = Field(default=1e-8, gt=0, description="Added to Adam's denominator.")
+    clip_grad: float = Field(default=1.0, ge=0, description="Gradients are scaled to this norm at most; 0: never.")
     replay: Literal["r3", "r2", "off"] = Field(
         default="r3",
         description="Routing replay: r3 uses the rollout's routes, r2 the trainer's own old-log-prob pass.",
@@ -290,13 +342,15 @@ class TrainConfig(Section):
         ge=1,
         description="Tokens whose logits are held in fp32 at once, where Triton is missing; else none are.",
     )
-    sft_batch_size: int = Field(default=64, ge=1)
+    sft_batch_size: int = Field(default=64, ge=1, description="sft: rows of one step.")
 
 
 class WeightsConfig(Section):
     """Trainer to engine."""
 
-    bucket_mib: float = Field(default=512, gt=0)
+    bucket_mib: float = Field(
+        default=512, gt=0, description="Size of a bucket of the weight sync; two are held at once."
+    )
     verify: Literal["first", "always", "never"] = Field(
         default="first", description="Bit-exact comparison of engine and trainer."
     )
@@ -320,32 +374,40 @@ class ObserveConfig(Section):
     progress: Literal["auto", "on", "off"] = Field(
         default="auto", description="auto: live bars on a terminal, plain lines elsewhere."
     )
-    tensorboard: bool = False
-    wandb_project: str | None = None
+    tensorboard: bool = Field(
+        default=False, description="Also write TensorBoard events to the run's directory (needs the package)."
+    )
+    wandb_project: str | None = Field(
+        default=None, description="Also log to this Weights & Biases project (needs the package); null: not."
+    )
     eval_every: int = Field(default=10, ge=0, description="Steps between evaluations; 0: never.")
-    eval_at_start: bool = True
+    eval_at_start: bool = Field(default=True, description="Evaluate before the first step, logged as step 0.")
     save_rollouts: bool = Field(default=False, description="Write every trained sample to rollouts/step_N.jsonl.")
 
 
 class DeadlineConfig(Section):
     """Seconds after which a silent part of the run is declared dead. No wait in mslime is without one."""
 
-    engine_start_s: float = Field(default=600, gt=0)
-    engine_request_s: float = Field(default=3600, gt=0)
-    engine_control_s: float = Field(default=120, gt=0)
-    trainer_start_s: float = Field(default=1200, gt=0)
-    train_step_s: float = Field(default=3600, gt=0)
-    weight_sync_s: float = Field(default=600, gt=0)
-    rollout_step_s: float = Field(default=7200, gt=0)
-    checkpoint_s: float = Field(default=3600, gt=0)
+    engine_start_s: float = Field(default=600, gt=0, description="An engine loads its weights and answers.")
+    engine_request_s: float = Field(default=3600, gt=0, description="One response is generated.")
+    engine_control_s: float = Field(
+        default=120, gt=0, description="An engine answers a control call: abort, pause, resume."
+    )
+    trainer_start_s: float = Field(default=1200, gt=0, description="All trainer ranks meet and build the model.")
+    train_step_s: float = Field(default=3600, gt=0, description="All optimizer steps of one rollout.")
+    weight_sync_s: float = Field(default=600, gt=0, description="One phase of a weight update.")
+    rollout_step_s: float = Field(default=7200, gt=0, description="The groups of one step are complete.")
+    checkpoint_s: float = Field(default=3600, gt=0, description="A checkpoint or an export is written or read.")
 
 
 class RunConfig(Section):
     """Everything about one run."""
 
-    name: str = "run"
+    name: str = Field(default="run", description="Of the run, and of its directory.")
     output_dir: Path = Field(default=Path("outputs"), description="The run writes to output_dir/name and nowhere else.")
-    seed: int = Field(default=1234, ge=0)
+    seed: int = Field(
+        default=1234, ge=0, description="Of the order of prompts, of sampling, and of weights that no checkpoint has."
+    )
     model: ModelConfig
     data: DataConfig
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +17,18 @@ if TYPE_CHECKING:
     from mslime.convert.tools.compare import Side
 
 DTYPES = ("bfloat16", "float32", "float16")
-Run = Callable[[argparse.Namespace, Sequence[str]], int]
 
 
-def add_parser(commands: Any, from_run: Run) -> None:
+def add_parser(commands: Any, about_run: str) -> None:
     """Add `convert` and its subcommands.
 
     Args:
         commands: what `add_subparsers` gave.
-        from_run: what `convert run` does; it reads a run's configuration.
+        about_run: what `convert run` does, which takes a run's settings and is parsed elsewhere.
     """
     parser = commands.add_parser("convert", help="convert, inspect and compare checkpoints")
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
-    _add_run(kinds, from_run)
+    kinds.add_parser("run", help=about_run)  # for the list
     to_megatron = _writing(kinds, "to-megatron", "Hugging Face -> Megatron torch_dist", "HF", "Hugging Face directory")
     to_megatron.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as in the source)")
     to_megatron.add_argument(
@@ -62,17 +61,6 @@ def add_parser(commands: Any, from_run: Run) -> None:
     int4.set_defaults(run=_int4)
     _add_inspect(kinds)
     _add_compare(kinds)
-
-
-def _add_run(kinds: Any, from_run: Run) -> None:
-    run = kinds.add_parser(
-        "run", help="write the Hugging Face checkpoint of a run's training checkpoint",
-        epilog="Settings can be given as flags, as for `mslime train`.",
-    )  # fmt: skip
-    run.add_argument("config", type=Path, help="the run's config.yaml")
-    run.add_argument("--checkpoint", type=Path, help="default: the newest complete one of the run")
-    run.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
-    run.set_defaults(run=from_run)
 
 
 def _writing(kinds: Any, name: str, about: str, source: str, source_help: str) -> argparse.ArgumentParser:
@@ -128,7 +116,7 @@ def _add_compare(kinds: Any) -> None:
     parser.set_defaults(run=_compare)
 
 
-def _to_megatron(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _to_megatron(args: argparse.Namespace) -> int:
     from mslime.convert.families import read_hf_config
     from mslime.convert.jobs import refuse_existing
     from mslime.convert.tools.to_megatron import ToMegatron
@@ -142,7 +130,7 @@ def _to_megatron(args: argparse.Namespace, flags: Sequence[str]) -> int:
     return _run(job, args)
 
 
-def _to_hf(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _to_hf(args: argparse.Namespace) -> int:
     from mslime.convert.jobs import refuse_existing
 
     refuse_existing(args.out)
@@ -170,7 +158,7 @@ def export_job(
     )
 
 
-def _fp8(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _fp8(args: argparse.Namespace) -> int:
     from mslime.convert.tools.requantise import PROJECTIONS, ToFp8
 
     job = ToFp8(
@@ -180,13 +168,13 @@ def _fp8(args: argparse.Namespace, flags: Sequence[str]) -> int:
     return _run(job, args)
 
 
-def _plain(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _plain(args: argparse.Namespace) -> int:
     from mslime.convert.tools.requantise import ToPlain
 
     return _run(ToPlain(args.source_dir, args.dtype, max_shard_bytes=_bytes(args)), args)
 
 
-def _int4(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _int4(args: argparse.Namespace) -> int:
     from mslime.convert.tools.requantise import EXPERTS, ToInt4
 
     job = ToInt4(args.source_dir, group=args.group, include=args.include or EXPERTS, max_shard_bytes=_bytes(args))
@@ -239,7 +227,7 @@ def _check_workers(args: argparse.Namespace) -> None:
         raise ConfigError("--workers", args.workers, "at least one process works", "leave it out for the default")
 
 
-def _inspect(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from mslime.control.convert_bars import Bars
@@ -271,7 +259,7 @@ def _inspect(args: argparse.Namespace, flags: Sequence[str]) -> int:
     return 0
 
 
-def _compare(args: argparse.Namespace, flags: Sequence[str]) -> int:
+def _compare(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from mslime.control.convert_bars import Bars

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from mslime.config.errors import ConfigError
-from mslime.config.loader import build, merge, read_values
+from mslime.config.loader import build, merge
 from mslime.config.schema import RunConfig
 from mslime.convert.families import read_hf_config
 from mslime.plan.describe import describe
@@ -19,13 +17,11 @@ from mslime.plan.plan import make_plan
 _WIDTH = 140
 
 
-def run_plan(
-    path: Path | None, flags: Sequence[str], gpus: int | None, gpu_memory_gb: float | None, as_json: bool
-) -> int:
+def run_plan(values: dict[str, Any], gpus: int | None, gpu_memory_gb: float | None, as_json: bool) -> int:
     """Print the plan of a run.
 
     Args:
-        path, flags: the run's configuration; only `model.path` is required, a directory with a config.json.
+        values: what a file and flags say; only `model.path` is required, a directory with a config.json.
         gpus: of the whole run; what the engines leave becomes the trainer's (default: `cluster.trainer_ranks`).
         gpu_memory_gb: of one GPU as it is sold (default: `cluster.gpu_memory_gb`).
         as_json: print JSON instead of tables.
@@ -36,7 +32,7 @@ def run_plan(
     Raises:
         UserError: a mistake in the configuration or in config.json.
     """
-    config = plan_config(read_values(path, flags), gpus, gpu_memory_gb)
+    config = plan_config(values, gpus, gpu_memory_gb)
     critic = read_hf_config(config.critic.path) if config.has_critic and config.critic.path is not None else None
     plan = make_plan(config, read_hf_config(config.model.path), critic)
     if as_json:

@@ -1,0 +1,179 @@
+"""Every setting of a run, listed from the schema: for flags, `--help`, `mslime check --fields` and docs/settings.md.
+
+The schema is the truth; nothing here knows a setting by name.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from mslime.config.schema import RunConfig
+
+_WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", type(None): "null"}
+_BOUNDS = {Ge: ("ge", ">="), Gt: ("gt", ">"), Le: ("le", "<="), Lt: ("lt", "<")}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        path: `rollout.max_staleness`.
+        section: everything before the last dot; empty at the top.
+        expected: what it takes, in words.
+        default: as YAML would have it; empty for a required one.
+        description: of the schema.
+        boolean, listed: whether it is true or false, or takes several values.
+    """
+
+    path: str
+    section: str
+    expected: str
+    default: str
+    description: str
+    boolean: bool
+    listed: bool
+
+
+def all_settings() -> list[Setting]:
+    """Every setting, in the order of the schema."""
+    return list(_settings(RunConfig, ""))
+
+
+def sections() -> dict[str, str]:
+    """What each section is about, by its path; the top is the empty one."""
+    return {path: _first_paragraph(model) for path, model in _sections(RunConfig, "")}
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section that an annotation names, if it names one."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def as_markdown() -> str:
+    """The page docs/settings.md."""
+    lines = [
+        "# Settings", "",
+        "Written by `mslime check --fields --markdown`; a test holds it equal to the schema. Each is a line of the "
+        "YAML file or a flag: `rollout.max_staleness` is `rollout: {max_staleness: 1}` or `--rollout.max-staleness 1`. "
+        "`megatron`, `sglang` and `teacher` also take any field of the engine's own "
+        "(`mslime check --fields megatron`). "
+        "For completion in an editor, begin the YAML file with "
+        "`# yaml-language-server: $schema=PATH/docs/mslime.schema.json`.",
+    ]  # fmt: skip
+    about = sections()
+    for path, text in about.items():
+        own = [s for s in all_settings() if s.section == path]
+        if not own:
+            continue
+        lines += ["", f"## {path or 'The run'}", "", text, "", "| setting | takes | default | |", "|---|---|---|---|"]
+        lines += [f"| `{s.path}` | {_cell(s.expected)} | {_code(s.default)} | {_cell(s.description)} |" for s in own]
+    return "\n".join(lines) + "\n"
+
+
+def as_json_schema() -> str:
+    """JSON schema of the YAML file, for editors."""
+    schema = RunConfig.model_json_schema()
+    for name in ("MegatronConfig", "SGLangConfig", "TeacherConfig"):
+        schema["$defs"][name]["additionalProperties"] = True  # the engine's own fields
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _code(text: str) -> str:
+    return f"`{_cell(text)}`" if text else "required"
+
+
+def _first_paragraph(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").split("\n\n")[0].split())
+
+
+def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    yield path, model
+    for name, field in model.model_fields.items():
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from _sections(inner, f"{path}.{name}".lstrip("."))
+
+
+def _settings(model: type[BaseModel], section: str) -> Iterator[Setting]:
+    for name, field in model.model_fields.items():
+        path = f"{section}.{name}".lstrip(".")
+        inner = section_of(field.annotation)
+        if inner is not None:
+            yield from _settings(inner, path)
+            continue
+        kinds = _members(field.annotation)
+        yield Setting(
+            path,
+            section,
+            _expected(field),
+            _default(field),
+            " ".join((field.description or "").split()),
+            kinds in ({bool}, {bool, type(None)}),
+            any(typing.get_origin(kind) in (list, tuple) for kind in kinds),
+        )
+
+
+def _members(annotation: Any) -> set[Any]:
+    """The alternatives of an annotation, bounds left out."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _members(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return set[Any]().union(*(_members(part) for part in typing.get_args(annotation)))
+    return {annotation}
+
+
+def _expected(field: FieldInfo) -> str:
+    """What a setting takes, in words, with its bounds."""
+    text = _in_words(field.annotation)
+    bounds = [
+        f"{sign} {getattr(rule, name):g}"
+        for rule in field.metadata
+        for kind, (name, sign) in _BOUNDS.items()
+        if isinstance(rule, kind)
+    ]
+    return " ".join([text, *bounds])
+
+
+def _in_words(annotation: Any) -> str:
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        bounds = [m for m in parts[1:] if isinstance(m, FieldInfo)]
+        words = [f"{s} {getattr(r, n):g}" for b in bounds for r in b.metadata for k, (n, s) in _BOUNDS.items()
+                 if isinstance(r, k)]  # fmt: skip
+        return " ".join([_in_words(parts[0]), *words])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_in_words(part) for part in parts))
+    if origin is typing.Literal:
+        return ", ".join(str(part) for part in parts)
+    if origin in (list, tuple):
+        return f"list of {_in_words(parts[0])}"
+    if origin is dict:
+        return "mapping"
+    inner = section_of(annotation)
+    if inner is not None:
+        return "{" + ", ".join(inner.model_fields) + "}"
+    return _WORDS.get(annotation, "any value")
+
+
+def _default(field: FieldInfo) -> str:
+    value: object = field.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return ""
+    return str(value) if isinstance(value, str | Path) else json.dumps(value, default=str)
