@@ -58,7 +58,7 @@ def _parse_settings(
     add_own(parser)
     add_settings(parser, words)
     parser.set_defaults(run=run)
-    return parser.parse_intermixed_args(words)
+    return parser.parse_args(words)
 
 
 def _parser() -> argparse.ArgumentParser:
