@@ -22,6 +22,7 @@ from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
+from mslime.control.environment import gpu_warnings
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
@@ -212,7 +213,7 @@ def describe(run: ResolvedRun) -> RichGroup:
     parts: list[Any] = [_model_table(run), _layout_table(config.layout)]
     if config.train.task == "rl":
         parts += [_batch_table(config), _switch_table(run)]
-    parts += [Text(f"warning: {text}", style="yellow") for text in warnings(config)]
+    parts += [Text(f"warning: {text}", style="yellow") for text in [*warnings(config), *gpu_warnings(config)]]
     return RichGroup(*parts)
 
 

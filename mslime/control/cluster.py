@@ -17,7 +17,7 @@ from ray.util.placement_group import (
     placement_group_table,
     remove_placement_group,
 )
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from mslime.config.cluster import RAY_START, worker_environment
 from mslime.config.errors import ConfigError
@@ -192,6 +192,12 @@ class Cluster:
         ray.shutdown()
 
 
+def beside_the_driver() -> dict[str, Any]:
+    """Actor options for a service that waits more than it computes: on this machine, without a core of its own."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    return {"num_cpus": 0, "scheduling_strategy": here}
+
+
 def remote_class(cls: type, **options: Any) -> Any:
     """`cls` as a Ray actor class. Untyped on purpose: calls on its handles return references."""
     return ray.remote(**options)(cls) if options else ray.remote(cls)
@@ -225,10 +231,10 @@ def use_own_interface(config: RunConfig) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this address."""
+    """The network interface with this address; all of 127.0.0.0/8 belongs to the one of 127.0.0.1."""
     import psutil
 
-    interfaces = psutil.net_if_addrs()
+    interfaces, address = psutil.net_if_addrs(), "127.0.0.1" if address.startswith("127.") else address
     return next((name for name, held in interfaces.items() if any(a.address == address for a in held)), None)
 
 

@@ -1,10 +1,19 @@
-"""`mslime env`: what is installed and which devices are seen, for a bug report."""
+"""`mslime env`: what is installed and which devices are seen, for a bug report; and why a run cannot use GPUs here."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import platform
+import re
 import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+from mslime.config.errors import ConfigError
+from mslime.config.schema import RunConfig
 
 PACKAGES = (
     "mslime",
@@ -16,20 +25,34 @@ PACKAGES = (
     "tokenizers",
     "safetensors",
     "transformer-engine",
+    "transformer-engine-torch",
+    "flash-linear-attention",
     "flash-attn",
+    "flash-attn-4",
+    "nvidia-cudnn-cu13",
     "numpy",
     "pydantic",
 )
+NEEDED_DRIVER = 580
+"""The NVIDIA driver with which CUDA 13 begins; torch 2.14.1, as SGLang pins it, is built for that."""
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_INSTALL = "bash scripts/install.sh --gpu"
 
 
 def describe_environment() -> str:
     """Versions of what mslime stands on, cores, memory, disk and GPUs, one `name: value` a line."""
     import psutil
     import torch
+    from torch.cuda import nccl
 
     lines = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
         lines[package] = _version(package)
+    lines["apex (NVIDIA's)"] = "importable" if importlib.util.find_spec("amp_C") is not None else "not installed"
+    lines["NVIDIA driver"] = driver_version() or "none"
+    lines["CUDA of torch"] = torch.version.cuda or "none (a build for CPU)"
+    lines["NCCL"] = ".".join(map(str, nccl.version())) if torch.version.cuda else "none"
+    lines["cuDNN"] = str(torch.backends.cudnn.version()) if torch.version.cuda else "none"
     lines["cores"] = str(psutil.cpu_count())
     lines["memory"] = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
     lines["free disk here"] = f"{shutil.disk_usage('.').free / 2**30:.0f} GiB"
@@ -43,3 +66,68 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version; None where there is none."""
+    try:
+        found = re.search(r"Module\s+(?:for\s+\S+\s+)?(\d[\d.]+)", _DRIVER_FILE.read_text())
+    except OSError:
+        return _asked_version()
+    return found[1] if found else _asked_version()
+
+
+def _asked_version() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    found = re.match(r"\d[\d.]*", done.stdout)
+    return found[0] if found and done.returncode == 0 else None
+
+
+@cache
+def gpu_problems() -> tuple[str, ...]:
+    """What keeps this machine from running trainer ranks on a GPU, each with a way out after `;`. Empty: nothing."""
+    driver = driver_version()
+    if driver is None:
+        return ("this machine has no NVIDIA driver; run on one with GPUs, or set cluster.device: cpu",)
+    if int(driver.split(".")[0]) < NEEDED_DRIVER:
+        return (f"the NVIDIA driver is {driver}, and CUDA 13 needs {NEEDED_DRIVER}; update it",)
+    if failure("import torch; assert torch.cuda.is_available()"):
+        return (f"torch sees no GPU; see nvidia-smi, CUDA_VISIBLE_DEVICES and `{_INSTALL}`",)
+    # Transformer Engine finds its libraries once torch has loaded its own.
+    broken = failure("import torch, transformer_engine.pytorch")
+    return (f"transformer_engine.pytorch does not import: {broken}; `{_INSTALL}` compiles its part",) if broken else ()
+
+
+def failure(code: str) -> str | None:
+    """The last words of a Python process that runs `code`; None when it ends well.
+
+    In a process of its own: this one must not touch a GPU that a rank will have.
+    """
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode == 0:
+        return None
+    return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
+
+
+def gpu_warnings(config: RunConfig) -> list[str]:
+    """For `mslime check`, which may run where the run will not: what this machine lacks for a run on GPUs."""
+    return [f"no part of it can use a GPU here: {text}" for text in gpu_problems()] if _on_gpus(config) else []
+
+
+def refuse_without_gpu(config: RunConfig) -> None:
+    """A run whose GPUs must be this machine's is refused before anything is started. Raises ConfigError."""
+    if not _on_gpus(config) or config.cluster.ray_address is not None:
+        return
+    problems = gpu_problems()
+    if problems:
+        what, _, way_out = problems[0].rpartition("; ")
+        raise ConfigError("cluster.device", "cuda", what, way_out)
+
+
+def _on_gpus(config: RunConfig) -> bool:
+    return config.cluster.device == "cuda"

@@ -15,7 +15,7 @@ import ray
 
 from mslime.config.errors import EngineError
 from mslime.control.calls import call
-from mslime.control.cluster import redirect_output, remote_class
+from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
 from mslime.data.sample_log import SampleLog
 from mslime.observe.progress import RolloutCounts
 
@@ -229,7 +229,9 @@ class RolloutHandle:
 
     def __init__(self, run: ResolvedRun, log_path: Path) -> None:
         self._config, self._log = run.config, str(log_path)
-        self._actor = remote_class(RolloutActor).options(num_cpus=0.5, max_concurrency=64).remote(run, self._log)
+        self._actor = (
+            remote_class(RolloutActor).options(**beside_the_driver(), max_concurrency=64).remote(run, self._log)
+        )
 
     def start(
         self,

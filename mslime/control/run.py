@@ -17,6 +17,7 @@ from mslime.control.check import describe, resolve, write_resolved
 from mslime.control.cluster import resolved_device
 from mslime.control.convert import export_job
 from mslime.control.convert_bars import Bars
+from mslime.control.environment import refuse_without_gpu
 from mslime.control.loop import train_rl, train_sft
 from mslime.control.session import Session
 from mslime.convert.families import read_hf_config
@@ -26,7 +27,9 @@ from mslime.data.checkpoints import latest_complete, read_manifest
 
 def run(config: RunConfig) -> int:
     """Train. Returns 0; raises UserError for a user's mistake or a failed part of the run."""
-    resolved = resolve(resolved_device(config))
+    config = resolved_device(config)
+    refuse_without_gpu(config)
+    resolved = resolve(config)
     config = resolved.config
     console = Console(stderr=True)
     if config.observe.progress != "off":

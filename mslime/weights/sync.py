@@ -103,6 +103,7 @@ class WeightSender:
         self._table, self._groups, self._params, self._options = table, groups, params, options
         self._on_bucket = on_bucket
         self._transport: Transport | None = None
+        self._sent = False
         self.engines: tuple[EngineInfo, ...] = ()
         self.plan = self._make_plan(options.dtype)
 
@@ -186,6 +187,9 @@ class WeightSender:
             WeightSyncError: on every rank, naming the rank, bucket and engine that failed.
         """
         assert self.engines, "connect comes before send"
+        if not self._sent:
+            _give_back_memory()
+            self._sent = True
         started = time.monotonic()
         params = dict(self._params())
         layouts = sorted({engine.layout for engine in self.engines}, key=repr) if verify else []
@@ -331,6 +335,12 @@ class WeightSender:
         if transport is not None:
             transport.disconnect()
         self.engines = ()
+
+
+def _give_back_memory() -> None:
+    """Free what torch keeps of the GPU for itself: the first sync makes NCCL's buffers, outside of torch's memory."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _merged(stages: Sequence[Sequence[Mapping[str, str]]], rank: int) -> dict[str, str]:

@@ -145,6 +145,16 @@ def join_group(
     return group
 
 
+def enter_broadcast(flat: torch.Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream | None) -> dist.Work:
+    """Begin to broadcast `flat` from this rank; for a thread, whose current device and stream are its own.
+
+    Args:
+        stream: on which `flat` was filled, None on a CPU.
+    """
+    with torch.cuda.stream(stream):  # type: ignore[arg-type]  # takes None, and then does nothing
+        return cast("dist.Work", dist.broadcast(flat.view(torch.uint8), group=group, group_src=0, async_op=True))
+
+
 class BroadcastTransport:
     """One flat broadcast a bucket to all engines at once.
 
@@ -158,6 +168,7 @@ class BroadcastTransport:
         self._name, self._backend, self._deadline_s = name, backend, deadline_s
         self._engines: tuple[EngineInfo, ...] = ()
         self._group: dist.ProcessGroup | None = None
+        self._entered: Future[dist.Work] | None = None
         self._store: Store | None = None
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
@@ -212,8 +223,11 @@ class BroadcastTransport:
             "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
         }
         answers = [self._submit(engine, "/update_weights_from_distributed", body, "send") for engine in self._engines]
-        work = cast("dist.Work", dist.broadcast(flat.view(torch.uint8), group=self._group, group_src=0, async_op=True))
-        return PendingBroadcast(bucket, flat, work, answers, self._deadline_s)
+        # In a thread of its own: over NCCL the first broadcast makes the communicator, and waits in it for every engine
+        # without a deadline. SGLang makes its end when it receives the first bucket, so it cannot be made in `connect`.
+        stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+        self._entered = in_thread(enter_broadcast, flat, self._group, stream)
+        return PendingBroadcast(bucket, flat, self._entered, answers, self._deadline_s)
 
     def disconnect(self) -> None:
         """Destroy the group at both ends. An engine that no longer answers is left alone."""
@@ -222,7 +236,8 @@ class BroadcastTransport:
             self._submit(engine, "/destroy_weights_update_group", {"group_name": self._name}, "disconnect")
             for engine in (self._engines if group is not None else ())
         ]
-        if group is not None:
+        # A broadcast that was never met holds the group's lock.
+        if group is not None and (self._entered is None or self._entered.done()):
             dist.destroy_process_group(group)
         wait(leaving, timeout=self._deadline_s)
         self._store = None
@@ -234,7 +249,7 @@ class PendingBroadcast:
 
     bucket: Bucket
     flat: torch.Tensor
-    work: dist.Work
+    entered: Future[dist.Work]
     answers: Sequence[Future[dict[str, Any]]]
     deadline_s: float
 
@@ -244,14 +259,14 @@ class PendingBroadcast:
         Raises:
             WeightSyncError: from the engine that refused it, or when the deadline passes.
         """
-        waiting = set(self.answers)
+        waiting: set[Future[Any]] = {self.entered, *self.answers}
         while waiting:  # each request keeps the deadline; the first that fails ends the wait for all
             done, waiting = wait(waiting, return_when=FIRST_EXCEPTION)
             for answer in done:
                 if (error := answer.exception()) is not None:
                     raise self._name_bucket(error)
         try:
-            self.work.wait(timedelta(seconds=self.deadline_s))
+            self.entered.result().wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
             raise sync_error("send", self.bucket.describe(), f"the broadcast broke: {error}") from error
 

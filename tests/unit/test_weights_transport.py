@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -63,6 +64,22 @@ def test_a_refusal_ends_the_wait_at_once_with_the_engines_words(
     with pytest.raises(WeightSyncError, match=rf"(?s)bucket 0.*{engines[1].url}.*no weights today"):
         transport.start(PLAN.buckets[0], filled(PLAN.buckets[0])).wait()
     assert time.monotonic() - begin < 5
+
+
+def test_a_refusal_ends_the_wait_also_while_the_communicator_is_still_being_made(
+    engines: list[StandInEngine], transport: BroadcastTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL makes it inside the first broadcast, and waits there without a deadline for an engine that has refused."""
+    never = threading.Event()
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: never.wait(15))
+    engines[0].set_mode("refuse")
+    engines[1].set_mode("refuse")
+    begin = time.monotonic()
+    with pytest.raises(WeightSyncError, match="no weights today"):
+        transport.start(PLAN.buckets[0], filled(PLAN.buckets[0])).wait()
+    transport.disconnect()
+    assert time.monotonic() - begin < 10
+    never.set()
 
 
 def test_a_silent_engine_is_given_up_at_the_deadline(engines: list[StandInEngine]) -> None:

@@ -1,0 +1,77 @@
+"""A run over several machines: three Ray nodes on this one, each with cores and an address of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.cluster_utils import Cluster as FakeMachines
+
+from tests.e2e.harness import Run, start_run
+from tests.e2e.test_run import START_S, STEP_S, TP2_EP2, prompts, runs, settings
+
+__all__ = ["prompts", "runs"]
+
+
+@pytest.fixture
+def three_machines() -> Iterator[FakeMachines]:
+    """Two cores on each of three nodes: two hold the trainer's ranks, the third both engines."""
+    machine = {"num_gpus": 0, "object_store_memory": 128 << 20}
+    head = {**machine, "node_ip_address": "127.0.0.2", "num_cpus": 2, "include_dashboard": False}
+    made = FakeMachines(initialize_head=True, head_node_args=head)
+    for address in ("127.0.0.3", "127.0.0.4"):
+        made.add_node(**machine, node_ip_address=address, num_cpus=2)
+    yield made
+    made.shutdown()
+
+
+def processes(title: str) -> list[psutil.Process]:
+    """Processes below this one whose title or command contains `title`."""
+    found: list[psutil.Process] = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if title in " ".join([process.name(), *process.cmdline()]):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def machines_of(title: str) -> list[int]:
+    """The raylet above each process with this title."""
+    return [parent.pid for process in processes(title) if (parent := process.parent()) is not None]
+
+
+@pytest.mark.timeout(600)
+def test_four_ranks_and_two_engines_train_over_three_machines(
+    tiny_qwen3_moe: Path,
+    prompts: Path,
+    tmp_path: Path,
+    runs: list[Run],
+    three_machines: FakeMachines,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", three_machines.address)
+    values = settings(
+        tiny_qwen3_moe,
+        prompts,
+        megatron=TP2_EP2,
+        sglang={"num_engines": 2, "max_total_tokens": 4096},
+        cluster={"trainer_ranks": 4, "env": {"MSLIME_TEST_GIVEN": "yes"}},
+    )
+    run = start_run(values, tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: len(processes("ray::TrainerActor")) == 4 and len(processes("sglang.launch_server")) >= 2, 200)
+    assert len(set(machines_of("ray::TrainerActor"))) == 2, "tensor-parallel pairs, one on each of two machines"
+    raylets = {*machines_of("ray::TrainerActor"), *machines_of("ray::EngineActor")}
+    assert len(raylets) == 3
+    for process in [*processes("ray::TrainerActor"), *processes("sglang.launch_server")]:
+        assert process.environ()["MSLIME_TEST_GIVEN"] == "yes"
+    assert run.finish(START_S + 2 * STEP_S) == 0, run.text()
+    rows = run.rows()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["replay/coverage"] == 1.0 and row["mismatch/abs_max"] < 1e-3 for row in rows)
+    assert "bit for bit" in run.text()
+    assert not processes("sglang.launch_server") and not processes("ray::TrainerActor")
