@@ -211,8 +211,15 @@ def _python_path() -> str:
 def _knock(address: str) -> None:
     """Raise OSError when nobody listens at HOST:PORT: Ray itself would wait for minutes."""
     host, _, port = address.rpartition(":")
-    if host and port.isdigit():
+    if not host or not port.isdigit():
+        return
+    try:
         socket.create_connection((host.strip("[]"), int(port)), _KNOCK_SECONDS).close()
+    except OSError:
+        if host not in ("127.0.0.1", "localhost"):
+            raise
+        # Ray takes these two for this machine's own address, and may listen there only.
+        socket.create_connection((ray.util.get_node_ip_address(), int(port)), _KNOCK_SECONDS).close()
 
 
 def own_host(config: RunConfig) -> str:

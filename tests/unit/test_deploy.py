@@ -1,0 +1,195 @@
+"""What brings mslime onto several machines: the Slurm script, with stand-ins for Slurm's commands, and the manifest."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+SLURM = ROOT / "deploy/slurm.sh"
+
+
+# ------------------------------------------------------------------------------------------------------------ Slurm
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """The environment of a Slurm job on three machines, all of them this one; `calls` is what Ray was asked to do."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    fakes = {
+        "scontrol": "printf 'gpu1\\ngpu2\\ngpu3\\n'",
+        "hostname": "echo 127.0.0.1 10.1.1.1",
+        "srun": 'for word; do case "$word" in --nodelist=*) export ON="${word#*=}"; shift ;; --*) shift ;; *) break ;; '
+        'esac; done; exec "$@"',
+        "ray": f'echo "$ON $*" >> {tmp_path}/calls\n'
+        f'case "$*" in *--head*) exec {sys.executable} {tmp_path}/listen.py ;; *) exec sleep 60 ;; esac',
+    }
+    for name, body in fakes.items():
+        (programs / name).write_text(f"#!/bin/bash\n{body}\n")
+        (programs / name).chmod(0o755)
+    (tmp_path / "listen.py").write_text(
+        "import os, socket, time\n"
+        "server = socket.create_server(('127.0.0.1', int(os.environ['RAY_PORT'])))\n"
+        "time.sleep(60)\n"
+    )
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/activate").write_text("")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "gpu[1-3]",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "VENV": str(tmp_path / "venv"),
+        "RAY_PORT": str(port),
+    }
+
+
+def test_the_run_starts_beside_a_head_with_a_worker_on_every_other_machine(
+    slurm: dict[str, str], tmp_path: Path
+) -> None:
+    command = ["bash", "-c", 'echo "ran at $RAY_ADDRESS with $*"; exit 7', "name", "--train.lr", "1e-6"]
+    done = subprocess.run(
+        ["bash", str(SLURM), *command], env=slurm, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 7, "the run's own exit status"
+    address = f"127.0.0.1:{slurm['RAY_PORT']}"
+    assert f"ran at {address} with --train.lr 1e-6 --cluster.join-s 600" in done.stdout
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert sorted(call.split()[0] for call in calls) == ["gpu1", "gpu2", "gpu3"]
+    by_machine = {call.split()[0]: call for call in calls}
+    assert "start --head" in by_machine["gpu1"] and "--node-ip-address=127.0.0.1" in by_machine["gpu1"]
+    assert all(f"start --address={address}" in by_machine[machine] for machine in ("gpu2", "gpu3"))
+
+
+def test_the_end_of_the_job_reaches_the_run_which_ends_in_its_own_time(slurm: dict[str, str], tmp_path: Path) -> None:
+    body = (
+        f'trap "sleep 1; echo saved > {tmp_path}/saved; exit 0" TERM; touch {tmp_path}/up; while :; do sleep 0.1; done'
+    )
+    started = subprocess.Popen(["bash", str(SLURM), "bash", "-c", body], env=slurm, stdout=subprocess.PIPE)
+    try:
+        end = time.monotonic() + 60
+        while not (tmp_path / "up").exists():
+            assert time.monotonic() < end and started.poll() is None
+            time.sleep(0.1)
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(30) == 0
+        assert (tmp_path / "saved").read_text() == "saved\n"
+    finally:
+        started.kill()
+
+
+@pytest.mark.parametrize(("missing", "words"), [("SLURM_JOB_NODELIST", ["true"]), ("", [])])
+def test_what_is_missing_is_said_with_a_way_out(slurm: dict[str, str], missing: str, words: list[str]) -> None:
+    slurm.pop(missing, None)
+    done = subprocess.run(
+        ["bash", str(SLURM), *words], env=slurm, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 1 and "way out" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------- Kubernetes
+
+
+def closed(required: str = "", **fields: dict[str, Any]) -> dict[str, Any]:
+    """A JSON schema of an object with these fields and no others."""
+    return {
+        "type": "object", "properties": fields, "required": required.split(), "additionalProperties": False,
+    }  # fmt: skip
+
+
+def items(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": schema, "minItems": 1}
+
+
+TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+QUANTITY = {"type": ["string", "integer"], "pattern": r"^\d+(Gi|Mi|Ti)?$"}
+QUANTITIES = {"type": "object", "additionalProperties": QUANTITY}
+POD = closed(
+    "containers",
+    hostNetwork={"type": "boolean"},
+    dnsPolicy={"enum": ["ClusterFirstWithHostNet", "ClusterFirst", "Default", "None"]},
+    containers=items(
+        closed(
+            "name image",
+            name=TEXT,
+            image=TEXT,
+            workingDir=TEXT,
+            env=items(closed("name value", name=TEXT, value=TEXT)),
+            resources=closed(requests=QUANTITIES, limits=QUANTITIES),
+            securityContext=closed(capabilities=closed(add=items(TEXT))),
+            volumeMounts=items(closed("name mountPath", name=TEXT, mountPath=TEXT)),
+        )
+    ),
+    volumes=items(
+        closed(
+            "name",
+            name=TEXT,
+            persistentVolumeClaim=closed("claimName", claimName=TEXT),
+            emptyDir=closed(medium={"enum": ["", "Memory"]}, sizeLimit=QUANTITY),
+            hostPath=closed("path", path=TEXT, type=TEXT),
+        )
+    ),
+)
+PARAMETERS = {"type": "object", "additionalProperties": TEXT}
+# The part of KubeRay's ray.io/v1 RayCluster (operator 1.7) that the manifest uses: what may stand where, and as what.
+RAY_CLUSTER = closed(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayCluster"},
+    metadata=closed("name", name=TEXT),
+    spec=closed(
+        "headGroupSpec",
+        rayVersion=TEXT,
+        headGroupSpec=closed("template", rayStartParams=PARAMETERS, template=closed("spec", spec=POD)),
+        workerGroupSpecs=items(
+            closed(
+                "groupName template minReplicas maxReplicas",
+                groupName=TEXT,
+                replicas=COUNT,
+                minReplicas=COUNT,
+                maxReplicas=COUNT,
+                rayStartParams=PARAMETERS,
+                template=closed("spec", spec=POD),
+            )
+        ),
+    ),
+)
+
+
+def manifest() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "deploy/raycluster.yaml").read_text())
+
+
+def test_the_manifest_is_a_ray_cluster_of_the_api() -> None:
+    import jsonschema
+
+    jsonschema.Draft202012Validator(RAY_CLUSTER).validate(manifest())
+    broken = manifest()
+    broken["spec"]["workerGroupSpecs"][0]["template"]["spec"]["container"] = []
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(RAY_CLUSTER).validate(broken)
+
+
+def test_the_manifest_names_this_ray_and_mounts_what_it_declares() -> None:
+    spec = manifest()["spec"]
+    assert f'"ray=={spec["rayVersion"]}"' in (ROOT / "pyproject.toml").read_text()
+    machines = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    for machine in machines:
+        pod = machine["template"]["spec"]
+        (container,) = pod["containers"]
+        assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert machines[0]["template"] == machines[1]["template"], "head and workers are alike"
