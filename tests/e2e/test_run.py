@@ -178,7 +178,7 @@ def test_a_killed_engine_ends_the_run_names_its_log_and_loses_no_step(
     run = start_run(settings(tiny_qwen3_moe, prompts, train={"num_steps": 500}, checkpoint={"save_every": 0}), tmp_path)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
-    run.find("sglang.launch_server").kill()
+    run.find("mslime.backends.sglang.launch").kill()
     assert run.finish(120) == 2, run.text()
     assert "engine0" in run.text() and "engine0.log" in run.text()
     saved = latest_complete(run.directory / "checkpoints")
