@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mslime.backends.sglang.guard import shared_memory_of
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.checkpoints import critic_directory, latest_complete, read_manifest, step_directory
 from mslime.observe.names import is_known
@@ -156,6 +157,22 @@ def test_ctrl_c_in_mid_run_leaves_no_process_behind(
     interrupt(run)
     assert run.finish(60) == 130, run.text()
     assert run.left_over() == []
+
+
+@pytest.mark.timeout(600)
+def test_a_driver_that_is_killed_while_its_engine_starts_leaves_nothing_behind(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    """Processes that have only just been started, Ray's agents, and shared memory of the engine."""
+    run = start_run(settings(tiny_qwen3_moe, prompts), tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: "engine0: starting its processes" in run.text(), START_S)
+    run.wait_for(lambda: len(run.find("mslime.backends.sglang.launch").children(recursive=True)) >= 4, START_S)
+    files = shared_memory_of([p.pid for p in run.look()])
+    run.process.kill()
+    run.process.wait()
+    assert run.left_over(30) == []
+    assert not [path for path in files if path.exists()]
 
 
 @pytest.mark.timeout(600)
