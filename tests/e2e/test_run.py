@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mslime.backends.sglang.guard import shared_memory_of
@@ -146,6 +147,12 @@ def test_an_asynchronous_run_recycles_partial_rollouts_within_the_staleness_boun
     assert run.left_over() == []
 
 
+def open_to_others(process: psutil.Process) -> int:
+    """Ports of a process that other machines reach."""
+    listening = [c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return sum(not ip.startswith(("127.", "::1", "::ffff:127.")) for ip in listening)
+
+
 @pytest.mark.timeout(600)
 def test_ctrl_c_in_mid_run_leaves_no_process_behind(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
@@ -153,7 +160,10 @@ def test_ctrl_c_in_mid_run_leaves_no_process_behind(
     run = start_run(settings(tiny_qwen3_moe, prompts, train={"num_steps": 500}), tmp_path)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
-    run.look()
+    guard = run.find("mslime.backends.sglang.launch")
+    assert [open_to_others(p) for p in (guard, *guard.children(recursive=True))] == [0] * 5
+    # Ray listens everywhere, with one port a worker; what a trainer rank opens besides is on loopback.
+    assert open_to_others(run.find("ray::TrainerActor")) == open_to_others(run.find("ray::RolloutActor")) == 1
     interrupt(run)
     assert run.finish(60) == 130, run.text()
     assert run.left_over() == []
