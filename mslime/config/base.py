@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import types
+import typing
+from typing import Any, ClassVar, cast
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from mslime.config.passthrough import collect_extra
 
 
-class Section(BaseModel):
-    """A part of the run configuration. Frozen after validation; unknown keys are refused by `loader.build`."""
+def alternatives(annotation: Any) -> set[Any]:
+    """The types that an annotation admits, bounds left out: {float, None} of `Annotated[float, ...] | None`."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return alternatives(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return set[Any]().union(*(alternatives(part) for part in typing.get_args(annotation)))
+    return {annotation}
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, arbitrary_types_allowed=False)
+
+class Section(BaseModel):
+    """A part of the run configuration. Frozen after validation; unknown keys are refused by `loader.build`.
+
+    Numbers are finite, and true and false are no numbers; a section that is not a mapping is refused by pydantic, and
+    reaches no code of ours.
+
+    Attributes:
+        shorthand: setting that a bare text stands for; none by default.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, arbitrary_types_allowed=False, allow_inf_nan=False
+    )
+    shorthand: ClassVar[str] = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take(cls, values: Any) -> Any:
+        if isinstance(values, str) and cls.shorthand:
+            values = {cls.shorthand: values}
+        return cls.prepare(cast("dict[str, Any]", values)) if isinstance(values, dict) else values
+
+    @classmethod
+    def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """What was given for the section, before it is validated: the place for defaults that depend on it."""
+        return values
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _booleans_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        kinds = alternatives(cls.model_fields[str(info.field_name)].annotation)
+        if bool in kinds and not isinstance(value, bool | None):
+            raise ValueError("must be true or false")
+        if isinstance(value, bool) and bool not in kinds and not kinds & {Any, object}:
+            raise ValueError(f"must not be {str(value).lower()}: true and false are no numbers or words here")
+        return value
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-able values, for YAML and for crossing process borders."""
@@ -32,9 +76,9 @@ class EngineSection(Section):
     section: ClassVar[str] = ""
     reserved: ClassVar[dict[str, str]]
 
-    @model_validator(mode="before")
     @classmethod
-    def _collect_extra(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The engine's own fields moved into `extra`, and checked."""
         own = set(cls.model_fields)
         if set(values) <= own and not values.get("extra"):
             return values

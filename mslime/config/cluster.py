@@ -39,7 +39,9 @@ class ClusterConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda when a GPU is visible, else cpu."
     )
-    trainer_ranks: int | None = Field(default=None, ge=1, description="Trainer processes; default TP x PP x CP.")
+    trainer_ranks: int | None = Field(
+        default=None, ge=1, le=65536, description="Trainer processes; default TP x PP x CP."
+    )
     gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine, for placement.")
     gpu_memory_gb: float = Field(
         default=80, gt=0, description="Memory of one GPU as it is sold (80, 141), for `mslime plan`."

@@ -7,7 +7,7 @@ which `kept_weight` says what the remaining tokens weigh.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -66,6 +66,8 @@ PRESETS: dict[str, dict[str, object]] = {
 class CorrectionConfig(Section):
     """How much a token counts, given how far the sampler's policy was from the trainer's."""
 
+    shorthand: ClassVar[str] = "preset"
+
     preset: str | None = Field(default="tis", description="Named starting point; fields given beside it win over it.")
     level: Literal["token", "segment", "sequence", "geometric"] = Field(
         default="token",
@@ -115,23 +117,28 @@ class CorrectionConfig(Section):
     )
     old_weight: float = Field(default=0.0, ge=0, lt=1, description="Of tokens beyond max_age; 0 masks them.")
 
-    @model_validator(mode="before")
     @classmethod
-    def _apply_preset(cls, values: dict[str, object]) -> dict[str, object]:
+    def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The given values on top of the preset's."""
         preset = values.get("preset", "tis")
         if preset is None:
             return values
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             raise ConfigError(
                 "algorithm.correction.preset",
                 preset,
                 f"known presets are {', '.join(PRESETS)}",
                 "pick one, or set preset: null and give level, action and bounds",
             )
-        return {**PRESETS[str(preset)], **values}
+        return {**PRESETS[preset], **values}
 
     @model_validator(mode="after")
     def _check_bounds(self) -> CorrectionConfig:
+        for name in ("low", "high"):
+            bound: float | None = getattr(self, name)
+            if bound is not None and bound < 0 and self.metric != "k1":  # k1 alone can be negative
+                raise ConfigError(f"algorithm.correction.{name}", bound, f"the metric {self.metric} is never negative",
+                                  "give a bound above 0, or null for none")  # fmt: skip
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ConfigError(
                 "algorithm.correction.low", self.low, f"must be below high = {self.high}", "swap or widen the bounds"

@@ -19,14 +19,29 @@ from mslime.config.passthrough import engine_fields
 from mslime.config.schema import RunConfig
 from mslime.config.settings import all_settings
 
+_WORDS = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp")
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: `1e-4` is a number, and only true and false are booleans (`replay: off` is a word)."""
+    """YAML as people mean it: `1e-4` is a number, only true and false are booleans (`replay: off` is a word), a date
+    is a word too, and a key that stands twice in a mapping is a mistake."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _WORDS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node whose keys are texts, each of them once."""
+        seen = set[str]()
+        for key, _ in node.value:
+            name = cast("Any", self).construct_object(key, deep=True)
+            if not isinstance(name, str):
+                raise yaml.MarkedYAMLError(problem=f"the key {name!r} is no text", problem_mark=key.start_mark)
+            if name in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {name!r} stands twice", problem_mark=key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 _RESOLVERS = {
@@ -46,18 +61,33 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(
             where, error.problem, "is not valid YAML", "check indentation, colons and quotes there"
         ) from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # control characters, numbers, depth
+        told = " ".join(str(error).split())[:200]
+        raise ConfigError(source, told, "is not valid YAML", "write plain text, numbers and lists there") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ConfigError when it is missing, broken, or no mapping."""
-    if not path.is_file():
+    if not _is_file(path):
         raise ConfigError("config file", str(path), "no such file", "check the path; examples/ holds complete ones")
-    values = parse_yaml(path.read_text(), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("config file", str(path), f"cannot be read as UTF-8 text ({error})",
+                          "give the path of a YAML file") from None  # fmt: skip
+    values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
         raise ConfigError(
             str(path), type(values).__name__, "the file must hold a mapping of sections", "start with `model:`"
         )
     return cast("dict[str, Any]", values)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+        return False
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, Any]:
@@ -128,8 +158,11 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> UserError:
         return ConfigError(path, first["input"], "is a section of several settings, not a value",
                            f"name one of them, for example {example} or --{example.replace('_', '-')}")  # fmt: skip
     if first["type"] == "missing":
-        return ConfigError(path, None, "is required", f"add it to the file, or give --{path.replace('_', '-')}")
-    return ConfigError(path, first["input"], first["msg"], "correct the value")
+        needed = next((s.path for s in all_settings() if f"{s.path}.".startswith(f"{path}.") and not s.default), path)
+        return ConfigError(needed, None, "is required", f"add it to the file, or give --{needed.replace('_', '-')}")
+    rule = first["msg"].removeprefix("Value error, ")
+    setting = next((s for s in all_settings() if s.path == path), None)
+    return ConfigError(path, first["input"], rule, f"it takes: {setting.expected}" if setting else "correct the value")
 
 
 def known_keys(location: Sequence[int | str]) -> set[str]:

@@ -184,9 +184,14 @@ def collect_extra(
     """
     known = engine_fields(engine)
     kept = {k: v for k, v in values.items() if k in own}
-    extra = {**dict(values.get("extra") or {}), **{k: v for k, v in values.items() if k not in own}}
+    given: Any = values.get("extra") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{section}.extra", given, "must be a mapping of the engine's fields", "write {name: value}")
+    extra: dict[Any, Any] = {**given, **{k: v for k, v in values.items() if k not in own}}
     for key, value in extra.items():
         path = f"{section}.{key}"
+        if not isinstance(key, str):
+            raise ConfigError(path, value, "names of fields are texts", "correct the name")
         if key in reserved:
             raise ConfigError(path, value, f"mslime sets this field itself: {reserved[key]}", "remove it")
         if key not in known:

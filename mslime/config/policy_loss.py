@@ -31,6 +31,8 @@ def with_loss_defaults(values: dict[str, object]) -> dict[str, object]:
     defaults = LOSS_DEFAULTS.get(str(values.get("loss", "ppo")), {})
     merged = {**defaults, **values}
     base, given = defaults.get("correction"), values.get("correction")
+    if isinstance(given, str):
+        given = merged["correction"] = {"preset": given}
     if isinstance(base, dict) and isinstance(given, dict):
         merged["correction"] = {**base, **given}
     return merged

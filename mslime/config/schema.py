@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mslime.config.advantage import AdvantageConfig
 from mslime.config.base import EngineSection, Section
@@ -31,6 +31,13 @@ from mslime.config.policy_loss import (
 )
 from mslime.config.rules import MEGATRON_RESERVED, check_run
 from mslime.config.teacher import TeacherConfig
+
+
+def directory_name(name: str) -> str:
+    """A name that is one directory inside another. Raises ValueError."""
+    if not name.strip() or name in (".", "..") or not name.isprintable() or set(name) & {"/", "\\"} or len(name) > 200:
+        raise ValueError("must be the name of one directory: printable, at most 200 characters, no / and no \\")
+    return name
 
 
 class ModelConfig(Section):
@@ -148,7 +155,7 @@ class EvalSetConfig(Section):
     samples_per_prompt: int = Field(
         default=1, ge=1, description="n: responses per prompt; pass@k is reported for k <= n."
     )
-    temperature: float = Field(default=0.0, ge=0, description="Of sampling; 0 is greedy.")
+    temperature: float = Field(default=0.0, le=1000, ge=0, description="Of sampling; 0 is greedy.")
     max_response_tokens: int | None = Field(default=None, ge=1, description="Default: rollout.max_response_tokens.")
 
 
@@ -181,15 +188,17 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     """Generation: how much, how far ahead, and what becomes of work in flight."""
 
-    groups_per_step: int = Field(default=32, ge=1, description="Prompt groups of one training step.")
-    group_size: int = Field(default=8, ge=1, description="Responses per prompt.")
+    groups_per_step: int = Field(default=32, le=1_000_000, ge=1, description="Prompt groups of one training step.")
+    group_size: int = Field(default=8, le=1_000_000, ge=1, description="Responses per prompt.")
     max_staleness: int = Field(
         default=0,
+        le=1_000_000,
         ge=0,
         description="0: on-policy and synchronous. 1: one step ahead. k: asynchronous, at most k versions old.",
     )
     over_sampling: float = Field(
         default=1.0,
+        le=1000,
         ge=1,
         description="Spare groups: 1.5 begins half a step more than is needed. Only where groups can be refused "
         "(dynamic_filter) or max_staleness is 0, where those that finish last wait for the next step.",
@@ -221,10 +230,10 @@ class RolloutConfig(Section):
     )
     top_k: int = Field(default=-1, description="-1: off.")
     stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
-    stop_token_ids: list[int] = Field(
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list[int], description="Token ids that end a response, besides the model's own."
     )
-    concurrency: int = Field(default=256, ge=1, description="Requests in flight per engine.")
+    concurrency: int = Field(default=256, le=1_000_000, ge=1, description="Requests in flight per engine.")
     pause_mode: Literal["abort", "retract", "in_place"] = Field(
         default="abort",
         description="What running requests do during a weight update when max_staleness > 0. abort: they return what "
@@ -286,7 +295,7 @@ class AlgorithmConfig(AdvantageConfig):
         default=False,
         description="In the loss: times pi / mu, which makes the estimate's gradient the KL's (arXiv 2512.02556).",
     )
-    entropy_coef: float = Field(default=0.0, description="Weight of an entropy bonus in the loss.")
+    entropy_coef: float = Field(default=0.0, le=1e6, description="Weight of an entropy bonus in the loss.")
     old_log_probs: Literal["auto", "always"] = Field(
         default="auto",
         description="auto: a separate old-log-prob pass only when something needs it (several optimizer steps per "
@@ -294,9 +303,9 @@ class AlgorithmConfig(AdvantageConfig):
     )
     correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
 
-    @model_validator(mode="before")
     @classmethod
-    def _start_from_the_loss(cls, values: dict[str, object]) -> dict[str, object]:
+    def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The given values on top of what the loss starts from."""
         return with_loss_defaults(values)
 
 
@@ -304,7 +313,9 @@ class TrainConfig(Section):
     """The optimizer's side of a step."""
 
     task: Literal["rl", "sft"] = Field(default="rl", description="sft: supervised warm start on `prompt`/`label` rows.")
-    num_steps: int = Field(default=100, ge=1, description="Steps of the run: rollouts for rl, batches for sft.")
+    num_steps: int = Field(
+        default=100, le=10**9, ge=1, description="Steps of the run: rollouts for rl, batches for sft."
+    )
     optimizer_steps_per_rollout: int = Field(
         default=1, ge=1, description="Optimizer steps that each rollout is divided into."
     )
@@ -320,19 +331,21 @@ class TrainConfig(Section):
     packed: bool = Field(
         default=True, description="Pack sequences without padding (thd). False: one sequence a micro-batch."
     )
-    lr: float = Field(default=1e-6, gt=0, description="Peak learning rate.")
-    min_lr: float = Field(default=0.0, ge=0, description="Where the learning rate decays to.")
+    lr: float = Field(default=1e-6, le=1, gt=0, description="Peak learning rate.")
+    min_lr: float = Field(default=0.0, le=1, ge=0, description="Where the learning rate decays to.")
     lr_warmup_steps: int = Field(
         default=0, ge=0, description="Optimizer steps in which the learning rate rises from 0."
     )
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="How the learning rate falls after the warm-up, until the last step."
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's, of matrices.")
+    weight_decay: float = Field(default=0.0, le=1, ge=0, description="AdamW's, of matrices.")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of Adam's mean of gradients.")
     adam_beta2: float = Field(default=0.98, ge=0, lt=1, description="Decay of Adam's mean of their squares.")
     adam_eps: float = Field(default=1e-8, gt=0, description="Added to Adam's denominator.")
-    clip_grad: float = Field(default=1.0, ge=0, description="Gradients are scaled to this norm at most; 0: never.")
+    clip_grad: float = Field(
+        default=1.0, le=1e9, ge=0, description="Gradients are scaled to this norm at most; 0: never."
+    )
     replay: Literal["r3", "r2", "off"] = Field(
         default="r3",
         description="Routing replay: r3 uses the rollout's routes, r2 the trainer's own old-log-prob pass.",
@@ -403,10 +416,15 @@ class DeadlineConfig(Section):
 class RunConfig(Section):
     """Everything about one run."""
 
-    name: str = Field(default="run", description="Of the run, and of its directory.")
+    name: Annotated[str, AfterValidator(directory_name)] = Field(
+        default="run", description="Of the run, and of its directory."
+    )
     output_dir: Path = Field(default=Path("outputs"), description="The run writes to output_dir/name and nowhere else.")
     seed: int = Field(
-        default=1234, ge=0, description="Of the order of prompts, of sampling, and of weights that no checkpoint has."
+        default=1234,
+        lt=2**31,
+        ge=0,
+        description="Of the order of prompts, of sampling, and of weights that no checkpoint has.",
     )
     model: ModelConfig
     data: DataConfig

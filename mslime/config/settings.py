@@ -5,6 +5,7 @@ The schema is the truth; nothing here knows a setting by name.
 
 from __future__ import annotations
 
+import functools
 import json
 import types
 import typing
@@ -18,6 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from mslime.config.base import alternatives
 from mslime.config.schema import RunConfig
 
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", type(None): "null"}
@@ -46,9 +48,10 @@ class Setting:
     listed: bool
 
 
-def all_settings() -> list[Setting]:
+@functools.cache
+def all_settings() -> tuple[Setting, ...]:
     """Every setting, in the order of the schema."""
-    return list(_settings(RunConfig, ""))
+    return tuple(_settings(RunConfig, ""))
 
 
 def sections() -> dict[str, str]:
@@ -117,7 +120,7 @@ def _settings(model: type[BaseModel], section: str) -> Iterator[Setting]:
         if inner is not None:
             yield from _settings(inner, path)
             continue
-        kinds = _members(field.annotation)
+        kinds = alternatives(field.annotation)
         yield Setting(
             path,
             section,
@@ -129,21 +132,11 @@ def _settings(model: type[BaseModel], section: str) -> Iterator[Setting]:
         )
 
 
-def _members(annotation: Any) -> set[Any]:
-    """The alternatives of an annotation, bounds left out."""
-    origin = typing.get_origin(annotation)
-    if origin is typing.Annotated:
-        return _members(typing.get_args(annotation)[0])
-    if origin in (typing.Union, types.UnionType):
-        return set[Any]().union(*(_members(part) for part in typing.get_args(annotation)))
-    return {annotation}
-
-
 def _expected(field: FieldInfo) -> str:
     """What a setting takes, in words, with its bounds."""
     text = _in_words(field.annotation)
     bounds = [
-        f"{sign} {getattr(rule, name):g}"
+        f"{sign} {_number(getattr(rule, name))}"
         for rule in field.metadata
         for kind, (name, sign) in _BOUNDS.items()
         if isinstance(rule, kind)
@@ -151,11 +144,15 @@ def _expected(field: FieldInfo) -> str:
     return " ".join([text, *bounds])
 
 
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
 def _in_words(annotation: Any) -> str:
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         bounds = [m for m in parts[1:] if isinstance(m, FieldInfo)]
-        words = [f"{s} {getattr(r, n):g}" for b in bounds for r in b.metadata for k, (n, s) in _BOUNDS.items()
+        words = [f"{s} {_number(getattr(r, n))}" for b in bounds for r in b.metadata for k, (n, s) in _BOUNDS.items()
                  if isinstance(r, k)]  # fmt: skip
         return " ".join([_in_words(parts[0]), *words])
     if origin in (typing.Union, types.UnionType):

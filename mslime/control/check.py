@@ -7,6 +7,8 @@ starts no engine and no process group.
 from __future__ import annotations
 
 import importlib.util
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,7 @@ class ResolvedRun:
 def resolve(config: RunConfig) -> ResolvedRun:
     """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake."""
     check_machines(config)
+    _check_paths(config)
     hf_config, checkpoint = _read_model(config, config.model.path)
     family = get_family(hf_config)
     model = family.model_fields(hf_config)
@@ -84,6 +87,32 @@ def resolve(config: RunConfig) -> ResolvedRun:
             "use never",
         )  # fmt: skip
     return run
+
+
+def _check_paths(config: RunConfig) -> None:
+    """Directories that the run will write to and read from, tried before anything waits for them."""
+    nearest = config.run_dir
+    while not os.path.lexists(nearest) and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK) or not _takes_a_file(nearest):
+        raise ConfigError("output_dir", str(config.output_dir), f"{nearest} is no directory that can be written",
+                          "give a directory of yours, or mend its permissions")  # fmt: skip
+    if config.checkpoint.load is not None and not (config.checkpoint.load / "manifest.json").is_file():
+        raise CheckpointError("checkpoint.load", str(config.checkpoint.load), "is no checkpoint: it has no "
+                              "manifest.json", "name a checkpoints/step_N directory of a run")  # fmt: skip
+    for field, path in (("reference_path", config.model.reference_path), ("teacher_path", config.model.teacher_path)):
+        if path is not None and not (path / "config.json").is_file():
+            raise CheckpointError(f"model.{field}", str(path), "there is no config.json in this directory",
+                                  "give a Hugging Face checkpoint")  # fmt: skip
+
+
+def _takes_a_file(directory: Path) -> bool:
+    """Whether a file can really be made there: permissions do not tell of a read-only or a virtual file system."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError:
+        return False
 
 
 def _read_model(config: RunConfig, path: Path) -> tuple[dict[str, object], HFCheckpoint]:

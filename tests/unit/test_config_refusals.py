@@ -1,0 +1,177 @@
+"""Configuration that cannot be meant is refused in words: by its path, its value, the rule and a way out."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mslime.cli import main
+from mslime.config.errors import ConfigError, UserError
+from mslime.config.loader import build, parse_yaml, read_yaml
+from mslime.config.schema import RunConfig
+from mslime.config.settings import all_settings
+
+LEAST: dict[str, Any] = {"model": {"path": "m"}, "data": {"prompts": ["p.jsonl"]}}
+
+
+def with_setting(path: str, value: Any) -> dict[str, Any]:
+    """The least configuration with one more setting."""
+    values = json.loads(json.dumps(LEAST))
+    *sections, leaf = path.split(".")
+    target = values
+    for section in sections:
+        target = target.setdefault(section, {})
+    target[leaf] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("algorithm.entropy_coef", math.nan),
+        ("algorithm.correction.low", math.nan),
+        ("algorithm.correction.high", -1),
+        ("algorithm.correction.low", -0.5),
+        ("train.lr", math.inf),
+        ("train.lr", 1e30),
+        ("train.weight_decay", math.inf),
+        ("rollout.temperature", math.inf),
+        ("rollout.over_sampling", math.inf),
+        ("rollout.stop_token_ids", [-1]),
+        ("rollout.group_size", 10**30),
+        ("cluster.trainer_ranks", 1_000_000),
+        ("seed", 2**64),
+        ("seed", -1),
+        ("weights.bucket_mib", True),
+        ("algorithm.clip_high", False),
+        ("rollout.group_size", True),
+        ("rollout.partial", 1),
+        ("rollout.partial", "yes"),
+        ("train.packed", "on"),
+        ("rollout.dynamic_filter", True),
+        ("data.prompts", True),
+        ("name", "../../x"),
+        ("name", "/abs/path"),
+        ("name", "a\nb"),
+        ("name", ""),
+        ("name", ".."),
+        ("name", "a\\b"),
+        ("name", "x" * 300),
+        ("data.eval_sets", [{"name": "a", "path": "p", "samples_per_prompt": True}]),
+        ("teacher", "x"),
+        ("teacher.extra", [1]),
+        ("sglang", 5),
+        ("sglang.extra", "x"),
+        ("algorithm", 1),
+        ("algorithm.correction", 7),
+        ("algorithm.correction.preset", 3),
+        ("algorithm.correction.preset", ["tis"]),
+        ("algorithm.loss", 3),
+        ("megatron", [1]),
+        ("model", "m"),
+        ("train", None),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused_by_its_path(path: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(with_setting(path, value))
+    assert caught.value.field.startswith(path.split(".")[0]) and caught.value.rule and caught.value.way_out
+
+
+def test_a_correction_may_be_named_in_one_word() -> None:
+    for values in (with_setting("algorithm.correction", "mis"), with_setting("algorithm.correction.preset", "mis")):
+        assert build(values).algorithm.correction.preset == "mis"
+    named = with_setting("algorithm", {"loss": "dppo_tv", "correction": "icepop"})
+    assert build(named).algorithm.correction.preset == "icepop"
+    with pytest.raises(ConfigError, match="known presets"):
+        build(with_setting("algorithm.correction", "tsi"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {path: a}\nmodel: {path: b}\n", "stands twice"),
+        ("model: {path: a, path: b}\n", "stands twice"),
+        ("1: x\n", "is no text"),
+        ("model: {path: a, 3: b}\n", "is no text"),
+        ("a: \x00\n", "not valid YAML"),
+        ("[" * 5000, "not valid YAML"),
+        ("a: !!python/object:os.system x\n", "not valid YAML"),
+        ("a: &a [*a]\nb: *c\n", "not valid YAML"),
+        ("? [1, 2]\n: 3\n", "is no text"),
+    ],
+)
+def test_yaml_that_means_two_things_or_nothing_is_refused_with_its_line(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match="f.yaml") as caught:
+        parse_yaml(text, "f.yaml")
+    assert said in str(caught.value)
+
+
+def test_a_date_is_a_word_and_an_impossible_one_too() -> None:
+    assert parse_yaml("a: 2020-13-45\nb: 2020-01-02\n", "f") == {"a": "2020-13-45", "b": "2020-01-02"}
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"model: \xe9\n"])
+def test_a_file_that_is_not_utf_8_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_yaml(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("name", ["nope.yaml", "x" * 300, "a\0b"])
+def test_a_file_that_cannot_be_there_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read_yaml(Path(name))
+
+
+def test_what_is_required_is_asked_for_by_its_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--model.path", "m"]) == 2
+    assert "give --data.prompts" in capsys.readouterr().err
+
+
+_ODD: list[Any] = [
+    None, True, False, 0, 1, -1, 2**70, 1.5, -1.5, math.nan, math.inf, "", "x", "1", "\x00", "a/b", [], [1], [None],
+    {}, {"x": 1}, {1: 2}, [[]], "off", "auto", "m:f", ":", -(2**70), 1e300, 1e-300, "é" * 300,
+]  # fmt: skip
+
+
+def _mutation(chance: random.Random) -> dict[str, Any]:
+    values = dict(LEAST)
+    paths = [s.path for s in all_settings()] + [s.section for s in all_settings() if s.section]
+    for _ in range(chance.randint(1, 3)):
+        *sections, leaf = chance.choice(paths).split(".")
+        target: Any = values
+        for section in sections:
+            inner = target.get(section)
+            target[section] = inner = dict(inner) if isinstance(inner, dict) else {}
+            target = inner
+        target[leaf if chance.random() < 0.9 else leaf[:-1] + "x"] = chance.choice(_ODD)
+    return values
+
+
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.nightly if s else ()) for s in range(5)])
+def test_no_odd_value_anywhere_brings_anything_but_a_user_error_or_a_finite_configuration(seed: int) -> None:
+    chance, refused = random.Random(seed), 0
+    for _ in range(300):
+        values = _mutation(chance)
+        try:
+            config = build(values)
+        except UserError:
+            refused += 1
+            continue
+        assert isinstance(config, RunConfig) and _finite(config.as_dict()), values
+        assert "/" not in config.name
+    assert refused > 100
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_finite(v) for v in value.values())
+    if isinstance(value, list):
+        return all(_finite(v) for v in value)
+    return not isinstance(value, float) or math.isfinite(value)
