@@ -134,11 +134,9 @@ class CorrectionConfig(Section):
 
     @model_validator(mode="after")
     def _check_bounds(self) -> CorrectionConfig:
-        for name in ("low", "high"):
-            bound: float | None = getattr(self, name)
-            if bound is not None and bound < 0 and self.metric != "k1":  # k1 alone can be negative
-                raise ConfigError(f"algorithm.correction.{name}", bound, f"the metric {self.metric} is never negative",
-                                  "give a bound above 0, or null for none")  # fmt: skip
+        if self.high is not None and self.high < 0 and self.metric != "k1":  # k1 alone can be negative
+            raise ConfigError("algorithm.correction.high", self.high, f"the metric {self.metric} is never negative, so "
+                              "nothing would be inside", "give a bound above 0, or null for none")  # fmt: skip
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ConfigError(
                 "algorithm.correction.low", self.low, f"must be below high = {self.high}", "swap or widen the bounds"

@@ -36,7 +36,6 @@ def with_setting(path: str, value: Any) -> dict[str, Any]:
         ("algorithm.entropy_coef", math.nan),
         ("algorithm.correction.low", math.nan),
         ("algorithm.correction.high", -1),
-        ("algorithm.correction.low", -0.5),
         ("train.lr", math.inf),
         ("train.lr", 1e30),
         ("train.weight_decay", math.inf),
