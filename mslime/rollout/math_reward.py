@@ -1,31 +1,68 @@
-"""Mathematical equivalence of a response and its label, with math-verify. Runs inside a reward worker process.
+"""Mathematical equivalence of a response and its label: reward kind `math`. Runs inside a reward worker process.
 
-math-verify's own time limits are switched off: they need signals on the main thread, and a worker that takes too long
-is killed from outside.
+How a label is read, where a response's answer stands, and what counts as equal is in `graders`.
 """
 
 from __future__ import annotations
 
-import logging
-
-from math_verify import parse, verify
+from collections.abc import Callable, Sequence
 
 from mslime.data.sample import Sample
+from mslime.rollout.graders.answers import answer_lines, candidates, final_part
+from mslime.rollout.graders.equality import equal
+from mslime.rollout.graders.labels import math_labels
+from mslime.rollout.graders.limits import Interrupted, interrupted_after
+from mslime.rollout.graders.symbolic import TooLargeError
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)
+GRADING_SECONDS = 5.0
+
+
+class UngradedError(Exception):
+    """A response could not be graded; the reason is the message."""
 
 
 def math_equivalent(sample: Sample) -> float:
-    """1.0 when the response's final answer equals the label, else 0.0.
+    """1.0 when the response's final answer equals the label, else 0.0; also 0.0 when that cannot be told in 5 s.
 
-    The label is LaTeX or plain (`1/2`, `\\frac{1}{2}`, `$x=3$`); the response may carry its answer in `\\boxed{}`.
+    The label is LaTeX or plain (`1/2`, `\\frac{1}{2}`, `$x=3$`), or a list of alternatives; the response carries its
+    answer in `\\boxed{}`, else behind `answer is`, else at its end.
 
     Raises:
         ValueError: no answer can be read from the label.
     """
-    label = str(sample.label)
-    gold = parse(label if "boxed" in label or "$" in label else f"\\boxed{{{label}}}", parsing_timeout=0)
-    if not gold:
-        raise ValueError(f"no mathematical answer can be read from the label {label!r}")
-    answer = parse(sample.response, parsing_timeout=0)
-    return float(bool(answer) and verify(gold, answer, timeout_seconds=0))
+    try:
+        with interrupted_after(GRADING_SECONDS):
+            return graded_math(sample)
+    except (UngradedError, Interrupted):
+        return 0.0
+
+
+def graded_math(sample: Sample) -> float:
+    """`math_equivalent` without a limit, for a process that is watched. Raises UngradedError, ValueError."""
+    return _grade(sample, candidates)
+
+
+def graded_answer_line(sample: Sample) -> float:
+    """1.0 when the last `Answer:` line of the response equals the label as mathematics, else 0.0.
+
+    Raises UngradedError, ValueError.
+    """
+    return _grade(sample, lambda response: answer_lines(final_part(response))[-1:])
+
+
+def _grade(sample: Sample, answers_of: Callable[[str], Sequence[str]]) -> float:
+    golds = math_labels(sample.label)
+    answers = answers_of(sample.response)
+    refused = ""
+    for gold in golds:
+        for answer in answers:
+            try:
+                if equal(gold, answer):
+                    return 1.0
+            except TooLargeError as error:
+                refused = f"the answer holds {error}"
+            except (RecursionError, MemoryError) as error:
+                refused = f"the answer is too deep or too large ({type(error).__name__})"
+    if refused:
+        raise UngradedError(refused)
+    return 0.0

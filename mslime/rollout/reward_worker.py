@@ -1,7 +1,7 @@
 """A process that runs one reward function for its parent: `python -m mslime.rollout.reward_worker`.
 
 Frames (four bytes of length, then a pickle) arrive on standard input and leave on a private copy of standard output;
-what the function prints goes to standard error. The first frame names the function; afterwards every frame is
+what the function prints goes to standard error. The first frame is the job; afterwards every frame is
 (number, sample) and is answered by (number, verdict). The parent kills a worker that does not answer.
 """
 
@@ -16,11 +16,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, BinaryIO
 
 from mslime.config.errors import ConfigError
 from mslime.rollout.functions import load_function
-from mslime.rollout.verdict import Verdict, checked
+from mslime.rollout.graders.limits import Interrupted, interrupted_after, limit_memory
+from mslime.rollout.verdict import Job, Verdict, checked
 
 HEADER = struct.Struct("<I")
 
@@ -37,17 +39,20 @@ def read_frame(stream: BinaryIO) -> Any:
     return pickle.loads(stream.read(HEADER.unpack(header)[0])) if len(header) == HEADER.size else None
 
 
-async def answer(function: Callable[[Any], Any], sample: Any, limit_s: float) -> Verdict:
+async def answer(function: Callable[[Any], Any], sample: Any, job: Job) -> Verdict:
     """The verdict on one sample; an error is text, with where it was raised."""
-    limit = asyncio.timeout(limit_s)
+    limit = asyncio.timeout(job.limit_s)
     try:
         async with limit:
-            value = function(sample)
+            with interrupted_after(job.limit_s) if job.interrupt else nullcontext():
+                value = function(sample)
             if inspect.isawaitable(value):
                 value = await value
+    except Interrupted:
+        return Verdict(0.0, f"took longer than {job.limit_s:g} s")
     except Exception as error:  # a user's function may raise anything: reported, never fatal
         if isinstance(error, TimeoutError) and limit.expired():
-            return Verdict(0.0, f"took longer than {limit_s:g} s")
+            return Verdict(0.0, f"took longer than {job.limit_s:g} s")
         place = traceback.extract_tb(error.__traceback__)[-1]
         return Verdict(0.0, f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
     return checked(value, len(sample))
@@ -55,19 +60,21 @@ async def answer(function: Callable[[Any], Any], sample: Any, limit_s: float) ->
 
 async def serve(stdin: BinaryIO, out: BinaryIO) -> None:
     """Answer frames until the parent closes the pipe."""
-    spec, setting, limit_s = read_frame(stdin)
+    job: Job = read_frame(stdin)
     try:
-        function = load_function(spec, setting)
+        function = load_function(job.function, job.setting)
     except ConfigError as error:
         out.write(encode(("error", error)))
         out.flush()
         return
+    if job.more_memory is not None:
+        limit_memory(job.more_memory)
     out.write(encode(("ready", inspect.iscoroutinefunction(function))))
     out.flush()
     tasks: set[asyncio.Task[None]] = set()
 
     async def work(number: int, sample: Any) -> None:
-        out.write(encode((number, await answer(function, sample, limit_s))))
+        out.write(encode((number, await answer(function, sample, job))))
         out.flush()
 
     loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What a reward function said about one sample: a number, perhaps with process rewards, or why there is none.
+"""What a reward function is asked, and what it said of a sample: a number, perhaps with more, or why there is none.
 
 A module of its own, because verdicts travel between a worker process, where its program is `__main__`, and its parent.
 """
@@ -6,8 +6,31 @@ A module of its own, because verdicts travel between a worker process, where its
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
+
+MOST_METRICS = 64  # extra numbers of one sample
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker process is for.
+
+    Attributes:
+        function: `module:function`.
+        setting: the configuration field that named it, for messages.
+        limit_s: seconds for one sample.
+        more_memory: bytes that the process may take beyond what it holds after the import; None: as much as it likes.
+        interrupt: stop a synchronous call inside the process when its time is up; else the parent kills the process.
+    """
+
+    function: str
+    setting: str
+    limit_s: float
+    more_memory: int | None = None
+    interrupt: bool = False
 
 
 @dataclass(frozen=True)
@@ -18,26 +41,61 @@ class Verdict:
         reward: 0 when there is an error.
         error: why there is no reward; empty when there is one.
         steps: process rewards, (position of the token that ends the step, reward).
+        metrics: further numbers by name, for the log.
     """
 
     reward: float
     error: str = ""
     steps: tuple[tuple[int, float], ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 def checked(value: Any, length: int) -> Verdict:
-    """The verdict on what a function returned for a sample of `length` tokens: a finite number, or one with steps."""
+    """The verdict on what a function returned for a sample of `length` tokens.
+
+    A finite number; a pair of that and process rewards; or an object {"reward": ..., "metrics": {name: number}}.
+    """
+    metrics: Mapping[str, float] = {}
+    if isinstance(value, Mapping):
+        unknown = sorted(str(k) for k in value if k not in ("reward", "metrics"))
+        if "reward" not in value or unknown:
+            wrong = f"with the keys {', '.join(unknown)} besides" if unknown else "without the key 'reward'"
+            return Verdict(0.0, f"returned an object {wrong}; it may hold 'reward' and 'metrics'")
+        found = _checked_metrics(value.get("metrics") or {})
+        if isinstance(found, str):
+            return Verdict(0.0, found)
+        value, metrics = value["reward"], found
     value, steps = value if isinstance(value, tuple) and len(value) == 2 else (value, ())
     if isinstance(value, str) or not isinstance(value, SupportsFloat):
         return Verdict(0.0, f"returned {value!r:.80}, which is not a number")
     reward = float(value)
     if not math.isfinite(reward):
         return Verdict(0.0, f"returned {reward}, which is not finite")
+    pairs = _checked_steps(steps, length)
+    return Verdict(0.0, pairs) if isinstance(pairs, str) else Verdict(reward, steps=pairs, metrics=metrics)
+
+
+def _checked_steps(steps: Any, length: int) -> tuple[tuple[int, float], ...] | str:
+    """Process rewards, or what is wrong with them."""
     try:
         pairs = tuple((int(at), float(of_step)) for at, of_step in steps)
     except (TypeError, ValueError):
-        return Verdict(0.0, f"returned process rewards {steps!r:.80}, which are not pairs of position and reward")
+        return f"returned process rewards {steps!r:.80}, which are not pairs of position and reward"
     wrong = next((pair for pair in pairs if not 0 <= pair[0] < length or not math.isfinite(pair[1])), None)
     if wrong is not None:
-        return Verdict(0.0, f"returned the process reward {wrong}: not finite, or beyond the {length} tokens")
-    return Verdict(reward, steps=pairs)
+        return f"returned the process reward {wrong}: not finite, or beyond the {length} tokens"
+    return pairs
+
+
+def _checked_metrics(metrics: Any) -> dict[str, float] | str:
+    """Extra numbers, or what is wrong with them."""
+    if not isinstance(metrics, Mapping):
+        return f"returned metrics {metrics!r:.80}, which are not an object of names and numbers"
+    if len(metrics) > MOST_METRICS:
+        return f"returned {len(metrics)} metrics; {MOST_METRICS} are the most"
+    for name, number in metrics.items():
+        if not isinstance(name, str) or re.fullmatch(r"[\w.@+-]+", name) is None:
+            return f"returned a metric named {name!r:.80}; a name is letters, digits and _ . @ + -"
+        if isinstance(number, str) or not isinstance(number, SupportsFloat) or not math.isfinite(float(number)):
+            return f"returned the metric {name} = {number!r:.80}, which is not a finite number"
+    return {name: float(number) for name, number in metrics.items()}

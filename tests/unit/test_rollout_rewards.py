@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import time
 from typing import Any
 
@@ -13,7 +16,9 @@ from mslime.config.schema import RewardConfig
 from mslime.data.sample import Group, Sample
 from mslime.rollout.evaluate import pass_at_k, summarise
 from mslime.rollout.filters import load_filter
+from mslime.rollout.reward_pool import Worker, WorkerLostError, end_process
 from mslime.rollout.rewards import RewardScorer
+from mslime.rollout.verdict import Job
 
 USER = "tests.unit.user_rewards"
 
@@ -111,6 +116,68 @@ def test_every_way_to_fail_is_reported_and_the_others_are_scored(function: str):
         assert f"group 4, sample {i}" in error.value and way in error.value and "on_error" in error.way_out
 
 
+@pytest.mark.parametrize(("function", "hanging"), [("hangs_on", {0, 1}), ("hangs_on_async", {3, 14})])
+def test_only_the_sample_that_hangs_is_blamed_when_its_process_is_killed_while_others_start(
+    function: str, hanging: set[int]
+):
+    """Starting a process takes half a second, in which a second one is killed: nobody may be given to the dead."""
+    asked = [sample("", index=i, hang=i in hanging) for i in range(20)]
+    rewards = score(function, *asked, on_error="zero")
+    assert [i for i, r in enumerate(rewards) if r != 1.0] == sorted(hanging)
+    assert {s.index for s in asked if s.error} == hanging
+
+
+def test_a_process_that_somebody_else_kills_costs_no_sample_its_reward():
+    async def work() -> list[Any]:
+        scorer = RewardScorer(RewardConfig(kind="custom", function=f"{USER}:own_pid", workers=2, timeout_s=20))
+        try:
+            await scorer.start()
+            pids = {int(await scorer.score(sample("")) or 0) for _ in range(20)}
+            slow = [asyncio.create_task(scorer.score(sample("", wait=1.0))) for _ in range(2)]
+            await asyncio.sleep(0.3)
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            return await asyncio.gather(*slow, *(scorer.score(sample("")) for _ in range(4)), return_exceptions=True)
+        finally:
+            await scorer.close()
+
+    rewards = asyncio.run(asyncio.wait_for(work(), 60))
+    assert len(rewards) == 6 and all(isinstance(r, float) and r > 1 for r in rewards)
+
+
+def test_a_dead_worker_answers_at_once_that_it_is_dead(capfd: pytest.CaptureFixture[str]):
+    async def work() -> None:
+        worker = await Worker.start(Job(f"{USER}:length", "reward.function", 20.0))
+        await worker.kill()
+        began = time.monotonic()
+        with pytest.raises(WorkerLostError):
+            await worker.call(sample("abc"), 20.0)
+        assert not worker.alive and time.monotonic() - began < 2
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_killing_a_process_that_has_just_ended_leaves_its_exit_code_alone(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+):
+    """The child has ended and nobody has reaped it yet: polling it now would take the exit code from the watcher."""
+
+    async def work() -> int:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "import os; os._exit(7)")
+        time.sleep(0.5)  # the loop does not run, so asyncio has not heard of the end
+        end_process(process)
+        return await process.wait()
+
+    codes = [asyncio.run(asyncio.wait_for(work(), 30)) for _ in range(3)]
+    assert codes == [7, 7, 7]
+    assert "Unknown child process" not in caplog.text + capfd.readouterr().err
+
+
+def test_a_function_that_writes_nonsense_to_the_pipe_is_an_error_of_its_sample():
+    results = score("scribbles", sample("scribble"), sample("fine", index=1), workers=1)
+    assert isinstance(results[0], RewardError) and results[1] == 1.0
+
+
 def test_a_function_that_spins_is_killed_and_its_worker_replaced():
     results = score("moody", sample("spin"), *(sample("fine", index=i) for i in range(1, 6)), workers=1)
     assert isinstance(results[0], RewardError) and results[1:] == [1.0] * 5
@@ -192,5 +259,5 @@ def test_a_held_out_set_is_summarised_by_prompt():
     assert result.pass_at == pytest.approx({1: (1 / 6 + 1) / 3, 2: (1 / 3 + 1) / 3, 4: (4 / 6 + 1) / 3})
     assert set(result.metrics()) == {
         f"eval/sums/{n}"
-        for n in ("accuracy", "response_len_mean", "truncated", "seconds", "pass@1", "pass@2", "pass@4")
+        for n in ("accuracy", "reward", "response_len_mean", "truncated", "seconds", "pass@1", "pass@2", "pass@4")
     }

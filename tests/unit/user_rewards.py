@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 
@@ -64,3 +65,78 @@ NOT_A_FUNCTION = 3
 def parity(sample: Sample) -> float:
     """1 for responses of an odd number of tokens: a coin for random models."""
     return float(sample.response_length % 2)
+
+
+def greedy(sample: Sample) -> float:
+    """Takes more memory than there may be."""
+    return float(len(bytearray(2**30)))
+
+
+def spins_and_catches(sample: Sample) -> float:
+    """Never ends, and catches what it can, as computer algebra does."""
+    while True:
+        try:
+            sum(range(1000))
+        except Exception:
+            continue
+
+
+def hangs_on(sample: Sample) -> float:
+    """Hangs for the samples that say so."""
+    if sample.metadata.get("hang"):
+        time.sleep(600)
+    return 1.0
+
+
+async def hangs_on_async(sample: Sample) -> float:
+    """Likewise, and takes its process with it."""
+    if sample.metadata.get("hang"):
+        time.sleep(600)
+    await asyncio.sleep(0.01)
+    return 1.0
+
+
+def own_pid(sample: Sample) -> float:
+    """The process that scores, after as long as the sample says."""
+    time.sleep(sample.metadata.get("wait", 0.0))
+    return float(os.getpid())
+
+
+def scribbles(sample: Sample) -> float:
+    """Writes to every descriptor that is open, as a library with a wrong idea of its standard output does."""
+    if sample.response == "scribble":
+        for descriptor in range(3, 64):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b"\x05\x00\x00\x00hello")
+        time.sleep(600)
+    return 1.0
+
+
+def with_metrics(sample: Sample) -> object:
+    """A reward with further numbers."""
+    return {
+        "reward": float(len(sample.response)),
+        "metrics": {"letters": len(sample.response), "odd": sample.index % 2},
+    }
+
+
+def odd_answers(sample: Sample) -> object:
+    """What the response names, instead of a reward."""
+    return {
+        "keys": {"reward": 1.0, "score": 2.0},
+        "missing": {"metrics": {}},
+        "names": {"reward": 1.0, "metrics": {"a/b": 1.0}},
+        "values": {"reward": 1.0, "metrics": {"a": float("nan")}},
+        "many": {"reward": 1.0, "metrics": {f"m{i}": 1.0 for i in range(100)}},
+        "list": {"reward": 1.0, "metrics": [1.0]},
+    }[sample.response]
+
+
+def unbounded(sample: Sample) -> object:
+    """A metric named after its value."""
+    return {"reward": 1.0, "metrics": {f"sample{sample.index}": 1.0}}
+
+
+def keyword_only(sample: Sample) -> float:
+    """1 when the response says what the label says."""
+    return float(sample.response.split() == str(sample.label).split())

@@ -1,0 +1,58 @@
+"""An end to computations that would not come to one: interrupted after some seconds, refused more memory."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+REPEAT_S = 0.2  # libraries that catch everything are interrupted again
+
+
+class Interrupted(BaseException):
+    """Time is up. Not an Exception, because sympy and its users catch those."""
+
+
+_inside = False
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Raise Interrupted inside the block when it takes longer. Does nothing off the main thread, or inside another one.
+
+    A single long operation in C is not interrupted; the process has to be killed then. A timer that somebody else had
+    set is put back, less the time that passed.
+    """
+    global _inside
+    if _inside or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        if _inside:
+            raise Interrupted
+
+    began = time.monotonic()
+    others, interval = signal.getitimer(signal.ITIMER_REAL)
+    previous = signal.signal(signal.SIGALRM, ring)
+    _inside = True
+    signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
+    try:
+        yield
+    finally:
+        _inside = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+        if others > 0:
+            signal.setitimer(signal.ITIMER_REAL, max(others - (time.monotonic() - began), 1e-3), interval)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Let this process take `more_bytes` beyond what it has; what asks for more gets a MemoryError."""
+    with open("/proc/self/statm") as file:
+        held = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (held + more_bytes, held + more_bytes))

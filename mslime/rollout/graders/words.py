@@ -1,0 +1,71 @@
+"""Graders of plain text: exact match, the letter of a multiple choice, and the overlap of words."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from typing import Any
+
+from mslime.rollout.graders.answers import boxes, final_part
+from mslime.rollout.graders.labels import alternatives, letter_of
+
+_IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mathit)\s*\{([^{}]*)\}")
+_MARKED = re.compile(
+    r"(?i:\banswers?\b|\boptions?\b|\bchoices?\b)\W*(?i:(?:is|are|would be|should be|must be)\b)?\W*"
+    r"(?i:(?:option|choice|letter)\b)?\W*?"
+    r"(?:\(\s*([A-Za-z])\s*\)|(?<![A-Za-z])([A-Z])(?![A-Za-z'’]))"
+)
+_LINE = re.compile(r"^\s*[*_]*\(?\s*([A-Z])\s*\)?[*_]*\s*(?:[.):].*)?$", re.M)
+_BRACKETED = re.compile(r"\(\s*([A-Z])\s*\)")
+
+
+def exact(response: str, label: Any) -> float:
+    """1.0 when the response equals the label, or one of a list of labels, blanks around them aside, else 0.0."""
+    return float(any(response.strip() == text.strip() for text in alternatives(label)))
+
+
+def letters(response: str, label: Any) -> float:
+    """1.0 when the response chooses the label's letter: in its last box, behind `answer is`, or as its last line."""
+    return float(chosen_letter(response) == letter_of(label))
+
+
+def chosen_letter(response: str) -> str:
+    """The letter that a response chooses, a capital; empty when it chooses none."""
+    text = final_part(response)
+    boxed = boxes(text)
+    if boxed:
+        inside = _IN_TEXT.sub(r"\1", boxed[-1][2] or "")
+        found = re.match(r"[\s{$]*\(?\s*([A-Za-z])\s*(?:[).:}$\s]|$)", inside)
+        return found[1].upper() if found else ""
+    plain = _IN_TEXT.sub(r"\1", text).replace("**", "").replace("$", "")
+    marked = list(_MARKED.finditer(plain))
+    if marked:
+        return (marked[-1][1] or marked[-1][2]).upper()
+    for pattern in (_LINE, _BRACKETED):
+        if found := pattern.findall(plain):
+            return found[-1]
+    return ""
+
+
+def f1(response: str, label: Any) -> float:
+    """Overlap of the words of response and label, the best of several labels: SQuAD's F1 (arXiv 1606.05250).
+
+    2 P R / (P + R), where P is the share of the response's words, R of the label's, that the other has too. Words
+    are in small letters, without punctuation and articles. What follows `</think>` is the response.
+    """
+    said = normalised_words(final_part(response))
+    return max(_overlap(said, normalised_words(text)) for text in alternatives(label))
+
+
+def _overlap(said: list[str], wanted: list[str]) -> float:
+    if not said or not wanted:
+        return float(said == wanted)
+    common = (Counter(said) & Counter(wanted)).total()
+    return 2 * common / (len(said) + len(wanted))
+
+
+def normalised_words(text: str) -> list[str]:
+    """Words in small letters without punctuation, articles left out."""
+    plain = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(?:a|an|the)\b", " ", plain).split()

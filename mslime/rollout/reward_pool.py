@@ -1,0 +1,252 @@
+"""Reward functions in processes of their own: started, asked, killed when they hang, and replaced when they end.
+
+A user's function may raise, hang, print, fork or take its process down; none of that reaches the rollout, and no sample
+pays for what another one did. The process's side is `reward_worker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import sys
+from contextlib import suppress
+from typing import Any
+
+from mslime.config.errors import ConfigError
+from mslime.data.sample import Sample
+from mslime.rollout.reward_worker import HEADER, encode
+from mslime.rollout.verdict import Job, Verdict
+
+START_SECONDS = 120.0  # importing a user's module may load a model
+GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
+ASYNC_SLOTS = 64  # samples that one worker's async function may be awaiting at once
+
+
+class WorkerLostError(Exception):
+    """A worker process ended with samples in hand."""
+
+
+class Worker:
+    """One reward process.
+
+    Attributes:
+        concurrent: whether its function is async.
+        claims: samples that were given to it and are not back.
+        reserved: it works on one sample and takes no other.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, concurrent: bool) -> None:
+        self._process, self.concurrent = process, concurrent
+        self._waiting: dict[int, asyncio.Future[Verdict]] = {}
+        self._count = 0
+        self.claims, self.reserved = 0, False
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can take samples."""
+        return self._process.returncode is None and not self._reader.done()
+
+    @classmethod
+    async def start(cls, job: Job) -> Worker:
+        """Start a process and wait until it has imported the function. Raises ConfigError when it cannot."""
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "mslime.rollout.reward_worker",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(encode(job))
+        try:
+            kind, detail = await asyncio.wait_for(_read_message(process.stdout), START_SECONDS)
+        except (TimeoutError, asyncio.IncompleteReadError) as error:
+            await _end(process)
+            reason = "ended" if isinstance(error, asyncio.IncompleteReadError) else "did not return"
+            rule = f"the process that imports it {reason} within {START_SECONDS:g} s"
+            way_out = "mend what the module does when it is imported"
+            raise ConfigError(job.setting, job.function, rule, way_out) from error
+        except BaseException:
+            await _end(process)
+            raise
+        if kind == "error":
+            await process.wait()
+            raise detail
+        return cls(process, detail)
+
+    async def call(self, sample: Sample, limit_s: float) -> Verdict:
+        """The verdict on a sample. Raises WorkerLostError when the process ends, TimeoutError when it is stuck."""
+        if not self.alive:
+            raise WorkerLostError("its process had ended")
+        assert self._process.stdin is not None
+        number, self._count = self._count, self._count + 1
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._process.stdin.write(encode((number, sample)))
+            return await asyncio.wait_for(future, limit_s + GRACE_SECONDS)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise WorkerLostError("its process had ended") from error
+        finally:
+            del self._waiting[number]
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        await _end(self._process)
+        await self._reader
+
+    async def _read(self) -> None:
+        """Hand answers to those who wait; when the process ends, or speaks nonsense, tell all of them."""
+        assert self._process.stdout is not None
+        try:
+            while True:
+                number, verdict = await _read_message(self._process.stdout)
+                if number in self._waiting and not self._waiting[number].done():
+                    self._waiting[number].set_result(verdict)
+        except asyncio.IncompleteReadError:
+            reason = _describe_exit(await self._process.wait())
+        except Exception as error:  # the function wrote to the pipe: whatever unpickling raises
+            end_process(self._process)
+            reason = f"its process wrote something that is no answer ({type(error).__name__})"
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(WorkerLostError(reason))
+
+
+def end_process(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL without `Process.kill`: that one polls, so it may reap the child before asyncio's watcher, which then
+    prints `Unknown child process` and makes the exit code up."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    end_process(process)
+    await process.wait()
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    return f"its process was ended by {signal.Signals(-code).name}"
+
+
+async def _read_message(stream: asyncio.StreamReader) -> Any:
+    header = await stream.readexactly(HEADER.size)
+    return pickle.loads(await stream.readexactly(HEADER.unpack(header)[0]))
+
+
+class WorkerPool:
+    """Keeps `workers` processes for one function, and replaces those that end.
+
+    A synchronous function gets one sample at a time. An async one gets many, so when its process is stuck or dies,
+    nobody knows whose fault it was: every sample it held is then tried once more, alone with a process. So is a sample
+    whose process ended under it: perhaps somebody else killed that.
+    """
+
+    def __init__(self, job: Job, workers: int) -> None:
+        self._job, self._size = job, workers
+        self._workers: list[Worker] = []
+        self._starting: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None
+        self._moved = asyncio.Event()
+        self._turns: asyncio.Semaphore | None = None
+        self._want_alone = 0
+
+    async def score(self, sample: Sample) -> Verdict:
+        """The verdict on a sample. Raises ConfigError when the function cannot be imported."""
+        async with await self._queue():
+            result = await self._try(sample, alone=False) or await self._try(sample, alone=True)
+        assert result is not None, "a sample that is alone with its process gets a verdict"
+        return result
+
+    async def start(self) -> None:
+        """Start all processes now, so that a function that cannot be imported is known early. Raises ConfigError."""
+        await self._queue()
+        while self._starting:
+            await asyncio.wait(self._starting)
+        self._raise_failure()
+
+    async def close(self) -> None:
+        """End all processes."""
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        for worker in self._workers:
+            await worker.kill()
+        self._workers.clear()
+
+    async def _queue(self) -> asyncio.Semaphore:
+        """The line in which samples wait; as many leave it as all processes together can work on."""
+        while self._turns is None:
+            self._refill()
+            self._raise_failure()
+            if self._workers:
+                slots = ASYNC_SLOTS if self._workers[0].concurrent else 1
+                self._turns = asyncio.Semaphore(slots * self._size)
+            else:
+                await self._wait()
+        return self._turns
+
+    async def _try(self, sample: Sample, alone: bool) -> Verdict | None:
+        """The verdict of one process; None when something else may be to blame that there is none."""
+        worker = await self._claim(alone)
+        try:
+            return await worker.call(sample, self._job.limit_s)
+        except TimeoutError:
+            await worker.kill()
+            stuck = Verdict(0.0, f"took longer than {self._job.limit_s:g} s; its process was killed")
+            return stuck if alone or not worker.concurrent else None
+        except WorkerLostError as error:
+            return Verdict(0.0, str(error)) if alone else None
+        finally:
+            worker.claims -= 1
+            worker.reserved = False
+            self._moved.set()
+
+    async def _claim(self, alone: bool) -> Worker:
+        """A process with a free slot, or one that works on nothing else; waits while others keep to their limits."""
+        self._want_alone += alone
+        try:
+            while True:
+                self._refill()
+                worker = min(self._workers, key=lambda w: (w.reserved, w.claims), default=None)
+                if worker is not None and not worker.reserved and worker.claims < self._room(worker, alone):
+                    worker.claims += 1  # nothing was awaited since `_refill`, so it is alive
+                    worker.reserved = alone
+                    return worker
+                self._raise_failure()
+                await self._wait()
+        finally:
+            self._want_alone -= alone
+
+    def _room(self, worker: Worker, alone: bool) -> int:
+        return ASYNC_SLOTS if worker.concurrent and not alone and not self._want_alone else 1
+
+    def _refill(self) -> None:
+        """Forget processes that ended, and begin to start as many as are missing."""
+        self._workers = [w for w in self._workers if w.alive]
+        while self._failure is None and len(self._workers) + len(self._starting) < self._size:
+            task = asyncio.create_task(self._start_one())
+            self._starting.add(task)
+            task.add_done_callback(self._started)
+
+    async def _start_one(self) -> None:
+        self._workers.append(await Worker.start(self._job))
+
+    def _started(self, task: asyncio.Task[None]) -> None:
+        self._starting.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+        self._moved.set()
+
+    def _raise_failure(self) -> None:
+        """Raise why a process could not be started, once none is left to do the work; the next call tries again."""
+        if self._failure is not None and not self._workers and not self._starting:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    async def _wait(self) -> None:
+        self._moved.clear()
+        await self._moved.wait()

@@ -1,0 +1,383 @@
+"""Graders beside mathematics, several rewards with weights, served reward models, and what a configuration may say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from mslime.config.errors import ConfigError, RewardError
+from mslime.config.loader import build
+from mslime.config.reward import RewardConfig, ScoringConfig
+from mslime.data.sample import Sample
+from mslime.rollout.graders.labels import label_problem
+from mslime.rollout.graders.words import chosen_letter, exact, f1, letters
+from mslime.rollout.rewards import RewardScorer
+from mslime.rollout.statistics import score_metrics
+
+USER = "tests.unit.user_rewards"
+
+
+def sample(response: str, label: Any = None, index: int = 0, **metadata: Any) -> Sample:
+    s = Sample.from_prompt(4, index, [1, 2], label)
+    s.response, s.metadata = response, metadata
+    return s
+
+
+def scored(config: dict[str, Any], *samples: Sample) -> list[Any]:
+    """Rewards of the samples, all asked for at once; an error stands for itself."""
+
+    async def work() -> list[Any]:
+        scorer = RewardScorer(RewardConfig.model_validate(config))
+        try:
+            await scorer.start()
+            return await asyncio.gather(*(scorer.score(s) for s in samples), return_exceptions=True)
+        finally:
+            await scorer.close()
+
+    return asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_exact_match_takes_a_list_of_labels_as_alternatives():
+    assert exact(" 12\n", ["11", 12]) == 1.0 and exact("13", ["11", 12]) == 0.0
+
+
+CHOSEN = {
+    r"\boxed{B}": "B",
+    r"\boxed{\text{(c)}}": "C",
+    r"\boxed{A} no, \boxed{D}": "D",
+    r"\boxed{\textbf{(E)}\ 5}": "E",
+    r"\boxed{}": "",
+    "The answer is (C).": "C",
+    "The correct answer is B": "B",
+    "Answer: D": "D",
+    "**Answer:** **A**": "A",
+    "answer is option C": "C",
+    "So the answer is: (b)": "B",
+    "A) 5\nB) 6\nI choose...\nB": "B",
+    "B": "B",
+    "(B)": "B",
+    "B. because": "B",
+    "It must be (A), as (B) fails": "B",
+    "The answer is a matter of taste": "",
+    "no idea": "",
+    "": "",
+    "<think>The answer is A</think> The answer is B": "B",
+    "Answer: $\\boxed{C}$": "C",
+    "Answer is A. Wait, the answer is D.": "D",
+    "the correct choice is E": "E",
+}
+
+
+@pytest.mark.parametrize("response", CHOSEN)
+def test_the_chosen_letter_is_found(response: str):
+    assert chosen_letter(response) == CHOSEN[response]
+    if CHOSEN[response]:
+        assert letters(response, f"({CHOSEN[response].lower()})") == 1.0
+    assert letters(response, "J") == 0.0
+
+
+def reference_f1(said: str, wanted: str) -> float:
+    """As the SQuAD script does it, word by word."""
+    import re
+    import string
+
+    def words(text: str) -> list[str]:
+        text = "".join(c for c in text.lower() if c not in set(string.punctuation))
+        return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split()).split()
+
+    p, g = words(said), words(wanted)
+    if not p or not g:
+        return float(p == g)
+    common = sum((Counter(p) & Counter(g)).values())
+    if common == 0:
+        return 0.0
+    precision, recall = common / len(p), common / len(g)
+    return 2 * precision * recall / (precision + recall)
+
+
+def test_f1_is_squads_and_takes_the_best_of_several_labels():
+    texts = ["the cat", "A cat sat.", "", "dog", "cat cat", "The Cat, sat on the mat!", "an", "sat cat"]
+    for said in texts:
+        for wanted in [t for t in texts if t]:
+            assert f1(said, wanted) == pytest.approx(reference_f1(said, wanted), abs=1e-12), (said, wanted)
+    assert f1("the cat", ["dog", "cat"]) == 1.0 and f1("<think>dog</think>cat", "cat") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "label"),
+    [
+        ("exact", None),
+        ("exact", {"ground_truth": "5"}),
+        ("exact", []),
+        ("letters", "AB"),
+        ("letters", 3),
+        ("letters", ["A", "B"]),
+        ("f1", None),
+        ("math", None),
+        ("answer_line", {}),
+        ("exact", ""),
+        ("f1", b"bytes"),
+    ],
+)
+def test_labels_that_a_grader_cannot_use_are_errors_of_the_row(kind: str, label: object):
+    assert label_problem(kind, label)
+    (error,) = scored({"kind": kind}, sample("5", label))
+    assert isinstance(error, RewardError) and "label" in error.rule and "mslime check" in error.way_out
+    assert scored({"kind": kind, "on_error": "zero"}, sample("5", label)) == [0.0]
+
+
+def test_a_label_is_not_asked_of_graders_that_need_none():
+    assert [label_problem(kind, None) for kind in ("custom", "http")] == ["", ""]
+
+
+PARTS = {
+    "parts": [
+        {"name": "right", "kind": "exact", "weight": 1.0},
+        {"name": "words", "kind": "f1", "weight": 0.5},
+        {"name": "length", "kind": "custom", "function": f"{USER}:length", "weight": -0.1},
+    ]
+}
+
+
+def test_several_rewards_are_added_with_their_weights_and_reported_by_name():
+    samples = [sample("a b", "a b"), sample("a c", "a b", 1)]
+    assert scored(PARTS, *samples) == pytest.approx([1 + 0.5 - 0.3, 0 + 0.5 * f1("a c", "a b") - 0.3])
+    assert samples[0].scores == {"reward/right/mean": 1.0, "reward/words/mean": 1.0, "reward/length/mean": 3.0}
+    assert score_metrics(samples)["reward/right/mean"] == 0.5
+
+
+def test_a_rollout_of_several_samples_has_one_vote_in_a_parts_mean():
+    samples = [sample("x", index=i) for i in range(3)]
+    samples[1].rollout_id = samples[2].rollout_id = 7
+    for s, value in zip(samples, (1.0, 0.0, 0.0), strict=True):
+        s.scores = {"reward/a/mean": value}
+    samples[0].scores["user/b"] = 5.0
+    assert score_metrics(samples) == {"reward/a/mean": 0.5, "user/b": 5.0}
+
+
+def test_a_part_that_fails_counts_zero_when_errors_do_and_the_others_still_count():
+    parts = {"parts": [{"name": "a", "kind": "exact"}, {"name": "b", "kind": "custom", "function": f"{USER}:moody"}]}
+    s = sample("raise", "raise")
+    assert scored({**parts, "on_error": "zero"}, s) == [1.0] and "KeyError" in s.error
+    (error,) = scored(parts, sample("raise", "raise"))
+    assert isinstance(error, RewardError) and f"{USER}:moody" in error.field
+    assert scored({**parts, "on_error": "drop"}, sample("raise", "raise")) == [None]
+
+
+def test_a_function_may_return_metrics_beside_its_reward():
+    s = sample("abc", index=1)
+    assert scored({"kind": "custom", "function": f"{USER}:with_metrics"}, s) == [3.0]
+    assert s.scores == {"user/letters": 3.0, "user/odd": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("keys", "score besides"),
+        ("missing", "without the key 'reward'"),
+        ("names", "named 'a/b'"),
+        ("values", "a = nan"),
+        ("many", "returned 100 metrics"),
+        ("list", "not an object of names"),
+    ],
+)
+def test_metrics_that_cannot_be_logged_are_errors(answer: str, message: str):
+    (error,) = scored({"kind": "custom", "function": f"{USER}:odd_answers"}, sample(answer))
+    assert isinstance(error, RewardError) and message in error.rule
+
+
+def test_names_of_metrics_are_bounded_over_a_run():
+    results = scored({"kind": "custom", "function": f"{USER}:unbounded"}, *(sample("", index=i) for i in range(70)))
+    assert any(isinstance(r, RewardError) and "64 at most" in r.rule for r in results)
+
+
+# ------------------------------------------------------------------------------------------------------------- http
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def from_server(handler: Handler, config: dict[str, Any], *samples: Sample) -> list[Any]:
+    """Rewards of the samples from a real HTTP server on loopback."""
+
+    async def work() -> list[Any]:
+        app = web.Application()
+        app.router.add_post("/score", handler)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        settings = {**config, "http": {"url": f"http://127.0.0.1:{port}/score", **config.get("http", {})}}
+        scorer = RewardScorer(RewardConfig.model_validate({"kind": "http", **settings}))
+        try:
+            await scorer.start()
+            return await asyncio.gather(*(scorer.score(s) for s in samples), return_exceptions=True)
+        finally:
+            await scorer.close()
+            await runner.cleanup()
+
+    return asyncio.run(asyncio.wait_for(work(), 60))
+
+
+async def lengths(request: web.Request) -> web.Response:
+    rows = (await request.json())["samples"]
+    return web.json_response({"rewards": [len(r["response"]) for r in rows]})
+
+
+def test_a_served_reward_model_scores_in_batches_and_each_sample_gets_its_own():
+    sizes: list[int] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        sizes.append(len((await request.json())["samples"]))
+        return await lengths(request)
+
+    samples = [sample("x" * i, "label", i, source="m") for i in range(50)]
+    assert from_server(handler, {"http": {"batch_size": 8}}, *samples) == list(range(50))
+    assert sum(sizes) == 50 and max(sizes) == 8 and len(sizes) <= 12
+
+
+def test_the_server_sees_prompt_label_and_metadata_and_the_token_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    seen: list[Any] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append((request.headers.get("Authorization"), (await request.json())["samples"]))
+        return web.json_response([{"reward": 2.0, "metrics": {"helpful": 0.5}}])
+
+    monkeypatch.setenv("REWARD_TOKEN", "geheim")
+    s = sample("r", ["a", "b"], source="m")
+    assert from_server(handler, {"http": {"auth_env": "REWARD_TOKEN"}}, s) == [2.0]
+    assert seen == [
+        ("Bearer geheim", [{"prompt": None, "response": "r", "label": ["a", "b"], "metadata": {"source": "m"}}])
+    ]
+    assert s.scores == {"user/helpful": 0.5}
+
+
+def test_a_busy_server_is_asked_again():
+    times = Counter[str]()
+
+    async def handler(request: web.Request) -> web.Response:
+        times["asked"] += 1
+        return web.Response(status=503, text="busy") if times["asked"] < 3 else await lengths(request)
+
+    assert from_server(handler, {"http": {"retries": 3}}, sample("abc")) == [3.0] and times["asked"] == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message", "asked"),
+    [
+        (503, "busy", "answered HTTP 503: 'busy'", 2),
+        (404, "where?", "answered HTTP 404", 1),
+        (200, "no json", "what is not JSON", 1),
+        (200, "[1, 2]", "answered 2 rewards to 1 samples", 1),
+        (200, '{"reward": 1}', "to 1 samples", 1),
+        (200, '["1"]', "not a number", 1),
+        (200, '{"rewards": [NaN]}', "what is not JSON", 1),
+        (200, '{"rewards": [null]}', "not a number", 1),
+        (302, "", "answered HTTP 302", 1),
+    ],
+)
+def test_answers_that_are_no_rewards_are_errors_that_name_the_server(status: int, body: str, message: str, asked: int):
+    times = Counter[str]()
+
+    async def handler(request: web.Request) -> web.Response:
+        times["asked"] += 1
+        return web.Response(status=status, text=body)
+
+    (error,) = from_server(handler, {"http": {"retries": 1}}, sample("abc"))
+    assert isinstance(error, RewardError) and message in error.rule
+    assert times["asked"] == asked
+    assert from_server(handler, {"http": {"retries": 0}, "on_error": "zero"}, sample("abc")) == [0.0]
+
+
+def test_a_silent_server_is_given_up_after_its_limit():
+    async def handler(request: web.Request) -> web.Response:
+        await asyncio.sleep(1)
+        return web.Response()
+
+    (error,) = from_server(handler, {"timeout_s": 0.3, "http": {"retries": 1}}, sample("abc"))
+    assert isinstance(error, RewardError) and "did not answer within 0.3 s" in error.rule
+
+
+def test_a_server_that_is_not_there_is_named():
+    config = {"kind": "http", "http": {"url": "http://127.0.0.1:9/score", "retries": 0}}
+    (error,) = scored(config, sample("abc"))
+    assert isinstance(error, RewardError) and "http://127.0.0.1:9/score cannot be reached" in error.rule
+
+
+def test_an_endless_body_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    from mslime.rollout import http_reward
+
+    monkeypatch.setattr(http_reward, "MOST_BYTES", 10_000)
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(100_000):
+            await response.write(b"1" * 1000)
+        return response
+
+    (error,) = from_server(handler, {"http": {"retries": 0}}, sample("abc"))
+    assert isinstance(error, RewardError) and "answered more than 10000 bytes" in error.rule
+
+
+def test_a_missing_token_is_known_before_generation(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("REWARD_TOKEN", raising=False)
+    config = {"kind": "http", "http": {"url": "http://127.0.0.1:9/", "auth_env": "REWARD_TOKEN"}}
+    with pytest.raises(ConfigError, match="this environment variable is not set"):
+        scored(config, sample("abc"))
+
+
+# --------------------------------------------------------------------------------------------------- configuration
+
+
+def refused(reward: dict[str, Any], eval_sets: list[dict[str, Any]] | None = None) -> ConfigError:
+    values = {"model": {"path": "x"}, "data": {"prompts": ["x.jsonl"], "eval_sets": eval_sets or []}, "reward": reward}
+    with pytest.raises(ConfigError) as caught:
+        build(json.loads(json.dumps(values)))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("reward", "field", "rule"),
+    [
+        ({"kind": "custom"}, "reward.function", "goes together with reward.kind: custom"),
+        ({"function": "a:b"}, "reward.function", "goes together"),
+        ({"kind": "custom", "function": "a.b"}, "reward.function", "module:function"),
+        ({"kind": "http"}, "reward.http.url", "goes together"),
+        ({"kind": "http", "http": {"url": "localhost:80"}}, "reward.http.url", "is not a URL"),
+        ({"kind": "http", "http": {"url": "http://x", "auth_env": "my token!"}}, "reward.http.auth_env", "environment"),
+        ({"parts": [{"name": "a b"}]}, "reward.parts[0].name", "a name is letters"),
+        ({"parts": [{"name": "source"}]}, "reward.parts[0].name", "a name is letters"),
+        ({"parts": [{"name": "a"}, {"name": "a"}]}, "reward.parts[0].name", "two parts have this name"),
+        ({"kind": "math", "parts": [{"name": "a"}]}, "reward.kind", "parts say how to score"),
+        ({"parts": [{"name": "a"}, {"name": "b", "kind": "custom"}]}, "reward.parts[1].function", "goes together"),
+        ({"parts": [{"nam": "a"}]}, "reward.parts.0.nam", "unknown key"),
+        ({"overlong": {"buffer_tokens": 1024}}, "reward.overlong.buffer_tokens", "must be below rollout.max_response"),
+    ],
+)
+def test_rewards_that_make_no_sense_are_refused_by_field(reward: dict[str, Any], field: str, rule: str):
+    error = refused(reward)
+    assert error.field == field and rule in error.rule
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a b", "a\nb", "x{y}"])
+def test_names_of_held_out_sets_that_cannot_be_metrics_are_refused(name: str):
+    error = refused({}, [{"name": name, "path": "x.jsonl"}])
+    assert error.field == "data.eval_sets[0].name" and "a name is letters" in error.rule
+
+
+def test_the_reward_of_a_held_out_set_is_checked_like_the_runs():
+    error = refused({}, [{"name": "gpqa", "path": "x.jsonl", "reward": {"kind": "custom"}}])
+    assert error.field == "data.eval_sets[0].reward.function"
+
+
+def test_grading_mathematics_has_five_seconds_and_everything_else_thirty():
+    kinds = ("math", "answer_line", "custom", "http")
+    assert [ScoringConfig(kind=k).limit_s for k in kinds] == [5, 5, 30, 30]
+    assert ScoringConfig(kind="math", timeout_s=1).limit_s == 1
