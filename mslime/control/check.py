@@ -24,6 +24,7 @@ from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
+from mslime.control.check_rewards import check_rewards
 from mslime.control.environment import gpu_warnings
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
@@ -36,12 +37,17 @@ from mslime.rollout.gate import SubmitGate
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A validated run: the configuration, nothing left to the model, with what the checkpoint says about it."""
+    """A validated run: the configuration, nothing left to the model, with what the checkpoint says about it.
+
+    Attributes:
+        notes: what a person should know of the labels and the reward.
+    """
 
     config: RunConfig
     hf_config: dict[str, object]
     family: Family
     model: ModelFields
+    notes: tuple[str, ...] = ()
 
     @property
     def weight_check(self) -> str:
@@ -62,8 +68,6 @@ def resolve(config: RunConfig) -> ResolvedRun:
         family.refuse_for_engine(hf_config)
         _check_engine_tp(config, family)
         engine_dtype(config, hf_config)
-        config.sglang.keys()
-        config.teacher.keys()
     _check_lengths(config, model)
     _check_critic(config, model)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
@@ -76,9 +80,9 @@ def resolve(config: RunConfig) -> ResolvedRun:
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     check_vocabulary(tokenizer, config.model.path)
     _check_teacher(config, model, tokenizer)
-    _check_data(config, tokenizer)
+    notes = _check_data(config, tokenizer)
     _check_optional_packages(config)
-    run = ResolvedRun(with_model(config, hf_config), hf_config, family, model)
+    run = ResolvedRun(with_model(config, hf_config), hf_config, family, model, tuple(notes))
     if config.weights.verify == "always" and run.weight_check == "never":
         raise ConfigError(
             "weights.verify", "always",
@@ -214,13 +218,18 @@ def _check_lengths(config: RunConfig, model: ModelFields) -> None:
         )
 
 
-def _check_data(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Open every data file, which reads each row once and refuses the first bad one by file and line."""
-    source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
-    if config.train.task == "sft":
-        supervised_sample(source.at(0), 0, tokenizer)
+def _check_data(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
+    """Open every data file, which reads each row once and refuses the first bad one by file and line.
+
+    Returns what a person should know of the labels and the reward.
+    """
+    sources = {"": PromptSource(config.data.prompts, config.data, tokenizer, config.seed)}
     for eval_set in config.data.eval_sets:
-        PromptSource([eval_set.path], config.data, tokenizer, config.seed, shuffle=False)
+        sources[eval_set.name] = PromptSource([eval_set.path], config.data, tokenizer, config.seed, shuffle=False)
+    if config.train.task == "sft":
+        supervised_sample(sources[""].at(0), 0, tokenizer)
+        return []
+    return check_rewards(config, sources, tokenizer)
 
 
 def _check_optional_packages(config: RunConfig) -> None:
@@ -244,6 +253,7 @@ def describe(run: ResolvedRun) -> RichGroup:
     parts: list[Any] = [_model_table(run), _layout_table(config.layout)]
     if config.train.task == "rl":
         parts += [_batch_table(config), _switch_table(run)]
+    parts += [Text(f"note: {text}") for text in run.notes]
     parts += [Text(f"warning: {text}", style="yellow") for text in [*warnings(config), *gpu_warnings(config)]]
     return RichGroup(*parts)
 
@@ -398,11 +408,22 @@ def _switch_table(run: ResolvedRun) -> Table:
             *([("critic", _critic(config))] if config.has_critic else []),
             ("distillation", _distillation(config)),
             ("entropy bonus", f"{a.entropy_coef:g}" if a.entropy_coef else "off"),
-            ("reward", config.reward.function or config.reward.kind),
+            ("reward", _reward(config)),
             ("evaluation", ", ".join(s.name for s in config.data.eval_sets) or "off"),
             ("weight check", run.weight_check),
         ],
     )
+
+
+def _reward(config: RunConfig) -> str:
+    graders = [(f"{p.weight:g} x {p.name}: " if config.reward.parts else "", p) for p in config.reward.graders]
+    said = "; ".join(f"{head}{p.function or p.http.url or p.kind}" for head, p in graders)
+    overlong, repetition = config.reward.overlong, config.reward.repetition
+    if overlong.buffer_tokens:
+        said += f"; up to -{overlong.factor:g} in the last {overlong.buffer_tokens} tokens"
+    if repetition.ngram:
+        said += f"; -{repetition.factor:g} x share of repeated {repetition.ngram}-grams"
+    return said
 
 
 def _critic(config: RunConfig) -> str:

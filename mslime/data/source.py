@@ -252,6 +252,12 @@ class PromptSource:
         raise DataError("data.max_prompt_tokens", self._config.max_prompt_tokens, rule,
                         "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
 
+    def labels(self) -> Iterator[tuple[str, Any]]:
+        """(`file:line`, label) of every row in file order; nothing is tokenised."""
+        for index in range(len(self)):
+            _, label, _, where = self._fields(index)
+            yield where, label
+
     def __iter__(self) -> Iterator[Prompt]:
         """Every row once in file order, whatever its length; the cursor does not move."""
         return (self.at(i) for i in range(len(self)))

@@ -1,0 +1,145 @@
+"""What `mslime check` says of rewards: labels that no grader can use, functions that do not exist, one that is tried.
+
+A user's function runs in a process of its own here too, so what it does when it is imported harms nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from mslime.config.errors import DataError
+from mslime.config.reward import RewardPartConfig, ScoringConfig
+from mslime.config.schema import RunConfig
+from mslime.data.sample import Sample, SampleStatus
+from mslime.data.source import PromptSource
+from mslime.data.tokenizer import Tokenizer
+from mslime.rollout.filters import load_filter
+from mslime.rollout.graders.labels import alternatives, label_problem, math_labels
+from mslime.rollout.rewards import RewardScorer
+
+READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
+SHOWN = 60
+
+
+def check_rewards(config: RunConfig, sources: Mapping[str, PromptSource], tokenizer: Tokenizer) -> list[str]:
+    """Check labels and functions of training and of every held-out set; return what a person should know.
+
+    Args:
+        sources: by name of the held-out set; "" is training.
+
+    Raises:
+        DataError: a row's label cannot be graded.
+        ConfigError: a reward function or the filter cannot be imported.
+    """
+    load_filter(config.rollout.dynamic_filter)
+    notes: list[str] = []
+    own = {s.name: (f"data.eval_sets[{i}].reward", s.reward) for i, s in enumerate(config.data.eval_sets)}
+    for name, source in sources.items():
+        place, scoring = own.get(name, ("reward", None))
+        found = _check_labels(source, scoring or config.reward, config.data.label_key)
+        notes += [f"{name or 'training'}: {note}" for note in found]
+        if scoring is not None or not name:
+            notes += _try_functions(scoring or config.reward, place, source, tokenizer)
+    return notes
+
+
+def _check_labels(source: PromptSource, scoring: ScoringConfig, label_key: str | None) -> list[str]:
+    kinds = sorted({g.kind for g in scoring.graders})
+    for where, label in source.labels():
+        for kind in kinds:
+            if problem := label_problem(kind, label):
+                raise DataError(
+                    where, label, f"the reward of kind {kind} cannot grade it: {problem}",
+                    "mend or delete the row, or name the key that holds the answer with data.label_key "
+                    f"(now {label_key!r})",
+                )  # fmt: skip
+    return _unread_labels(source) if {"math", "answer_line"} & set(kinds) else []
+
+
+def _unread_labels(source: PromptSource) -> list[str]:
+    """Which labels of kind math are no mathematics that can be read, and so are compared as text."""
+    from mslime.rollout.graders.equality import understood
+
+    known: dict[str, bool] = {}
+    rows, unread, first = 0, 0, ""
+    deadline = time.monotonic() + READING_SECONDS
+    for where, label in source.labels():
+        rows += 1
+        for gold in math_labels(label):
+            if gold not in known:
+                if time.monotonic() > deadline:
+                    return [
+                        *_summary(unread, rows - 1, first),
+                        f"only the first {rows - 1} of {len(source)} labels were parsed",
+                    ]
+                known[gold] = understood(gold)
+            if not known[gold]:
+                unread += 1
+                first = first or f"{where}, {gold[:SHOWN]!r}"
+    return _summary(unread, rows, first)
+
+
+def _summary(unread: int, rows: int, first: str) -> list[str]:
+    if not unread:
+        return []
+    return [f"{unread} of {rows} labels cannot be read as mathematics and are compared as text; the first: {first}"]
+
+
+def _try_functions(scoring: ScoringConfig, place: str, source: PromptSource, tokenizer: Tokenizer) -> list[str]:
+    """Import every custom function, and score the first row with its label as the response. Raises ConfigError."""
+    custom = [(i, p) for i, p in enumerate(scoring.graders) if p.kind == "custom"]
+    if not custom:
+        return []
+    sample = _answered_by_its_label(source, tokenizer)
+    with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
+        return list(
+            thread.submit(
+                asyncio.run,
+                _try_all([(p, f"{place}.parts[{i}]" if scoring.parts else place) for i, p in custom], sample),
+            ).result()
+        )
+
+
+async def _try_all(functions: list[tuple[RewardPartConfig, str]], sample: Sample) -> list[str]:
+    said: list[str] = []
+    for part, place in functions:
+        alone = ScoringConfig(
+            kind="custom", function=part.function, timeout_s=part.timeout_s, workers=1, on_error="zero"
+        )
+        scorer = RewardScorer(alone, place)
+        try:
+            await scorer.start()
+            sample.error = ""
+            reward = await scorer.score(sample)
+        finally:
+            await scorer.close()
+        outcome = sample.error or f"scores {reward:g}"
+        said.append(f"{part.function} was tried on the first row with its label as the response: {outcome}")
+    return said
+
+
+def _answered_by_its_label(source: PromptSource, tokenizer: Tokenizer) -> Sample:
+    """The first row as a finished sample."""
+    prompt = source.at(0)
+    sample = Sample.from_prompt(0, 0, prompt.tokens, prompt.label)
+    sample.metadata = dict(prompt.metadata)
+    sample.response = next(_texts(prompt.label), "")
+    tokens = np.asarray(tokenizer.encode(sample.response, special_tokens=False), np.int32)
+    if len(tokens):
+        zeros = np.zeros(len(tokens), np.float32)
+        sample.extend(tokens, log_probs=zeros, versions=[(0, 0, len(tokens))], engine="check")
+    sample.status = SampleStatus.COMPLETED
+    return sample
+
+
+def _texts(label: object) -> Iterator[str]:
+    """What a label says as text, when it says anything."""
+    try:
+        yield from alternatives(label)
+    except ValueError:
+        return

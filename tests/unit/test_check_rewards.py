@@ -1,0 +1,112 @@
+"""What `mslime check` says of rewards on real files: bad labels by row, functions by name, one row tried."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mslime.cli import main
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+
+USER = "tests.unit.user_rewards"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_qwen3_moe(tmp_path_factory.mktemp("check") / "model")
+
+
+class Check:
+    """`mslime check` of rows with these labels."""
+
+    def __init__(self, directory: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._directory, self._checkpoint, self._capsys = directory, checkpoint, capsys
+
+    def __call__(self, labels: list[Any], *flags: str) -> tuple[int, str]:
+        path = self._directory / "rows.jsonl"
+        path.write_text("".join(json.dumps({"prompt": "1+1=", "label": label}) + "\n" for label in labels))
+        base = ["check", "--model.path", str(self._checkpoint), "--data.prompts", str(path)]
+        status = main([*base, "--rollout.max-response-tokens", "32", *flags])
+        printed = self._capsys.readouterr()
+        return status, " ".join((printed.out + printed.err).split())
+
+
+@pytest.fixture
+def check(tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+    return Check(tmp_path, checkpoint, capsys)
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "line", "problem"),
+    [
+        ("exact", ["2", None], 2, "the label is missing"),
+        ("exact", ["2", {"ground_truth": "2"}], 2, "the label is an object"),
+        ("math", ["2", "\\frac{1}{2}", ""], 3, "no mathematical answer can be read from the label ''"),
+        ("math", ["2", "\\frac{1}{"], 2, "the braces of the label"),
+        ("math", [{"ground_truth": "2"}], 1, "the label is an object"),
+        ("math", [["1", []]], 1, "list of lists"),
+        ("letters", ["A", "(b)", "17"], 3, "is not a letter"),
+        ("f1", ["Paris", []], 2, "the label is an empty list"),
+    ],
+)
+def test_a_label_that_cannot_be_graded_is_refused_by_row(
+    check: Check, kind: str, labels: list[Any], line: int, problem: str
+):
+    status, said = check(labels, "--reward.kind", kind)
+    assert status == 2 and f"rows.jsonl:{line} = " in said and problem in said and "data.label_key" in said
+
+
+def test_labels_of_held_out_sets_are_checked_with_their_own_reward(check: Check, tmp_path: Path):
+    held_out = tmp_path / "gpqa.jsonl"
+    held_out.write_text('{"prompt": "x", "label": "A"}\n{"prompt": "x", "label": "17"}\n')
+    sets = [{"name": "gpqa", "path": str(held_out), "reward": {"kind": "letters"}}]
+    status, said = check(["2"], "--reward.kind", "math", "--data.eval-sets", json.dumps(sets))
+    assert status == 2 and "gpqa.jsonl:2 = '17'" in said
+
+
+def test_labels_that_are_no_mathematics_are_counted_and_the_first_is_named(check: Check):
+    labels = ["2", "\\frac{1}{2}", "Evelyn", "(1,2)", "x \\to \\to y", "3:2", "[0,1)", "204_5", "\\circledast +"]
+    status, said = check(labels, "--reward.kind", "math")
+    assert status == 0
+    assert "note: training: 2 of 9 labels cannot be read as mathematics and are compared as text; the first:" in said
+    assert "rows.jsonl:5,'x\\\\to\\\\toy'" in said.replace(" ", "")  # lines are wrapped within words
+    assert "cannot be read" not in check(labels[:4], "--reward.kind", "math")[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said_before"),
+    [
+        (["--reward.kind", "custom", "--reward.function", f"{USER}:lenght"], "did you mean 'length'"),
+        (["--reward.kind", "custom", "--reward.function", "no.such.module:f"], "cannot be imported"),
+        (["--rollout.dynamic-filter", f"{USER}:keep_evn"], "did you mean 'keep_even'"),
+        (["--rollout.dynamic-filter", "zero_varianse"], "did you mean 'zero_variance'"),
+    ],
+)
+def test_functions_that_do_not_exist_are_refused_before_anything_is_started(
+    check: Check, flags: list[str], said_before: str
+):
+    status, said = check(["2"], *flags)
+    assert status == 2 and said_before in said
+
+
+def test_a_users_function_is_tried_on_the_first_row(check: Check):
+    flags = ["--reward.kind", "custom", "--reward.function"]
+    status, said = check(["1 2", "x"], *flags, f"{USER}:keyword_only")
+    assert status == 0
+    assert f"{USER}:keyword_only was tried on the first row with its label as the response: scores 1" in said
+    status, said = check(["raise"], *flags, f"{USER}:moody")
+    assert status == 0 and "as the response: raised KeyError: 'score'" in said
+
+
+def test_every_part_is_named_and_tried(check: Check):
+    parts = [{"name": "right", "kind": "math"}, {"name": "style", "kind": "custom", "function": f"{USER}:length"}]
+    status, said = check(["42"], "--reward.parts", json.dumps(parts), "--reward.overlong.buffer-tokens", "8")
+    assert status == 0
+    assert f"1 x right: math; 1 x style: {USER}:length; up to -1 in the last 8 tokens" in said
+    assert f"{USER}:length was tried on the first row with its label as the response: scores 2" in said
+    parts[1]["function"] = f"{USER}:lenght"
+    status, said = check(["42"], "--reward.parts", json.dumps(parts))
+    assert status == 2 and "reward.parts[1].function" in said
