@@ -7,12 +7,14 @@ trains on silently wrong gradients. The corruptions that mslime works around ins
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from mslime.config.advantage import GROUP_RELATIVE
 from mslime.config.cluster import engine_nccl
-from mslime.config.errors import ConfigError
+from mslime.config.errors import ConfigError, nearest
+from mslime.config.reward import check_reward
 from mslime.config.teacher import check_teacher
 
 if TYPE_CHECKING:
@@ -307,18 +309,13 @@ def _sampling(config: RunConfig) -> None:
 
 
 def _filters(config: RunConfig) -> None:
-    named = {"rollout.dynamic_filter": config.rollout.dynamic_filter, "reward.function": config.reward.function}
-    for field, value in named.items():
-        if value and value not in ("none", "zero_variance") and value.count(":") != 1:
-            raise ConfigError(
-                field, value, "a function is named `module:function`", "write for example my_project.rewards:score"
-            )
-    if (config.reward.kind == "custom") != (config.reward.function is not None):
+    value = config.rollout.dynamic_filter
+    if value not in ("none", "zero_variance") and value.count(":") != 1:
         raise ConfigError(
-            "reward.function",
-            config.reward.function,
-            f"goes together with reward.kind: custom (kind is {config.reward.kind!r})",
-            "set both, or neither",
+            "rollout.dynamic_filter",
+            value,
+            f"is none, zero_variance or `module:function` {nearest(value, ('none', 'zero_variance'))}".rstrip(),
+            "write for example my_project.filters:keep",
         )
 
 
@@ -352,7 +349,15 @@ def _sets(config: RunConfig) -> None:
     twice = next((n for n in names if names.count(n) > 1), None)
     if twice is not None:
         raise ConfigError("data.eval_sets", twice, "names of evaluation sets must differ", "rename one of them")
-    for s in config.data.eval_sets:
+    for i, s in enumerate(config.data.eval_sets):
+        if re.fullmatch(r"[\w.@+-]+", s.name) is None:
+            raise ConfigError(
+                f"data.eval_sets[{i}].name",
+                s.name,
+                "a name is letters, digits and _ . @ + -",
+                "it becomes the metrics eval/NAME/...; write for example "
+                + (re.sub(r"[^a-zA-Z0-9_.@+-]+", "_", s.name) or "test"),
+            )
         if s.samples_per_prompt > 1 and s.temperature == 0:
             raise ConfigError(
                 f"data.eval_sets.{s.name}.temperature",
@@ -381,6 +386,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _critic,
     _sampling,
     _filters,
+    check_reward,
     _steps,
     _sets,
 )

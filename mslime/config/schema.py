@@ -29,6 +29,7 @@ from mslime.config.policy_loss import (
     TOPRConfig,
     with_loss_defaults,
 )
+from mslime.config.reward import RewardConfig, ScoringConfig
 from mslime.config.rules import MEGATRON_RESERVED, check_run
 from mslime.config.teacher import TeacherConfig
 
@@ -150,13 +151,16 @@ class MegatronConfig(EngineSection):
 class EvalSetConfig(Section):
     """One held-out set."""
 
-    name: str = Field(description="In the metrics: eval/NAME/accuracy.")
+    name: str = Field(description="Its metrics are eval/NAME/...: letters, digits and _ . @ + -.")
     path: str = Field(description="JSONL or parquet, optionally sliced: `file@[0:200]`.")
     samples_per_prompt: int = Field(
         default=1, ge=1, description="n: responses per prompt; pass@k is reported for k <= n."
     )
     temperature: float = Field(default=0.0, le=1000, ge=0, description="Of sampling; 0 is greedy.")
     max_response_tokens: int | None = Field(default=None, ge=1, description="Default: rollout.max_response_tokens.")
+    reward: ScoringConfig | None = Field(
+        default=None, description="How this set is scored; default: as in training, without penalties."
+    )
 
 
 class DataConfig(Section):
@@ -215,6 +219,11 @@ class RolloutConfig(Section):
         default="none",
         description="zero_variance drops groups whose rewards are all equal; or `module:function`(Group) -> bool.",
     )
+    mask_truncated: bool = Field(
+        default=False,
+        description="Responses cut at a length limit count in their group's advantages, and none of their tokens is "
+        "trained (DAPO's overlong filtering); ledger/masked/truncated_tokens counts them.",
+    )
     max_response_tokens: int = Field(
         default=1024, ge=1, description="Longest response; longer ones are truncated, and counted."
     )
@@ -239,24 +248,6 @@ class RolloutConfig(Section):
         description="What running requests do during a weight update when max_staleness > 0. abort: they return what "
         "they have and are continued under the new weights. retract and in_place: the engine continues them itself; "
         "retract re-routes old tokens under new weights, in_place keeps a cache of old weights.",
-    )
-
-
-class RewardConfig(Section):
-    """How a response is scored."""
-
-    kind: Literal["exact", "math", "custom"] = Field(
-        default="exact",
-        description="exact: the response equals the label. math: mathematically equal answers. custom: `function`.",
-    )
-    function: str | None = Field(
-        default=None, description="`module:function`(sample) -> float, sync or async; for kind custom."
-    )
-    timeout_s: float = Field(default=30.0, gt=0, description="Seconds that one response may take to be scored.")
-    workers: int = Field(default=2, ge=1, description="Threads or processes for synchronous rewards.")
-    on_error: Literal["fail", "zero", "drop"] = Field(
-        default="fail",
-        description="A reward that raises, hangs or is not finite: stop the run, count 0, or drop the sample.",
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,11 +34,32 @@ class Assembled:
     metrics: dict[str, float]
 
 
-def assemble(groups: Sequence[Group], config: RunConfig, version: int) -> Assembled:
+class SourceNames:
+    """Names of data sources for metrics: the first 32 of a run by name, all later ones together as `other`."""
+
+    MOST = 32
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def __call__(self, name: str) -> str:
+        """The name that a source's metrics have."""
+        if name not in self._known and len(self._known) >= self.MOST:
+            return "other"
+        self._known.add(name)
+        return name
+
+
+def assemble(
+    groups: Sequence[Group], config: RunConfig, version: int, source_name: Callable[[str], str] = str
+) -> Assembled:
     """The shards of the groups of one rollout step, about to be trained by weights of `version`.
 
     Samples without a trainable token (masked as stale, or failed) still shape their group's advantages, but are not
     sent to the trainer.
+
+    Args:
+        source_name: under which name a data source is reported.
 
     Raises:
         RewardError: parts of one rollout have different rewards, or the advantage has no meaning for these rewards.
@@ -51,7 +73,7 @@ def assemble(groups: Sequence[Group], config: RunConfig, version: int) -> Assemb
     trained = [i for i, sample in enumerate(samples) if sample.trainable_tokens]
     chosen, their_advantages = [samples[i] for i in trained], [advantages[i] for i in trained]
     shards = _pack(chosen, their_advantages, config, version)
-    sources = [data_source(group, sample) for group in groups for sample in group.samples]
+    sources = [source_name(data_source(group, sample)) for group in groups for sample in group.samples]
     metrics = vote_metrics(votes, sources) | _packing_metrics(shards, config)
     if not is_token_level(config.algorithm):  # else the trainer reports what became of them
         every = [shard for step in shards for shard in step]
@@ -89,8 +111,9 @@ def sample_advantages(samples: Sequence[Sample], votes: Votes, config: RunConfig
 def data_source(group: Group, sample: Sample) -> str:
     """Where the prompt came from: the row's `data_source` in its metadata, or the name of its file."""
     named = sample.metadata.get("data_source")
+    text = "" if named is None else str(named).strip()
     path = group.source.rpartition(":")[0]
-    return str(named if named is not None else path.rpartition("/")[2] or "unknown").replace("/", "_")
+    return re.sub(r"[/\s]+", "_", text or path.rpartition("/")[2] or "unknown")[:80]
 
 
 def vote_metrics(votes: Votes, sources: Sequence[str]) -> dict[str, float]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from mslime.config.dtypes import checkpoint_dtype, engine_dtype
 from mslime.config.errors import EngineError
 from mslime.control.calls import call
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
@@ -77,6 +76,7 @@ class RolloutActor:
         from mslime.backends.sglang.generating import ServedModel
         from mslime.backends.sglang.handshake import Needs, handshake_all
         from mslime.backends.sglang.pool import EnginePool
+        from mslime.control.assemble import SourceNames
         from mslime.data.source import PromptSource
         from mslime.data.tokenizer import load_tokenizer
         from mslime.rollout.protocols import ModelInfo
@@ -86,20 +86,23 @@ class RolloutActor:
         config, model = self._config, self._run.model
         self._layers = layers
         served = ServedModel(model.num_layers, model.top_k, model.vocab_size, model.num_experts)
-        clients = [
-            EngineClient(a.url, a.name, config.deadlines, served, a.log_path, a.keys, a.identity) for a in addresses
-        ]
+        clients = [EngineClient(a.url, a.name, config.deadlines, served, a.log_path) for a in addresses]
         architectures = (self._run.family.architecture,)
-        needs = Needs(
-            config.train.replay == "r3", supports=False, architectures=architectures,
-            dtype=engine_dtype(config, self._run.hf_config), checkpoint_dtype=checkpoint_dtype(self._run.hf_config),
-        )  # fmt: skip
-        refused_input = await handshake_all(clients, needs)
+        refused_input = await handshake_all(
+            clients, Needs(config.train.replay == "r3", supports=False, architectures=architectures)
+        )
         self._pool = EnginePool(clients, config.rollout.concurrency)
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
         source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
-        self._scorer = RewardScorer(config.reward)
-        await self._scorer.start()
+        self._source_name = SourceNames()
+        self._scorer = RewardScorer(config.reward, tokenizer=tokenizer)
+        self._eval_scorers = {
+            s.name: RewardScorer(s.reward, f"data.eval_sets[{i}].reward", tokenizer)
+            for i, s in enumerate(config.data.eval_sets)
+            if s.reward is not None
+        }
+        for scorer in (self._scorer, *self._eval_scorers.values()):
+            await scorer.start()
         info = ModelInfo(
             model.moe_layer_ids if config.train.replay == "r3" else (),
             model.num_experts,
@@ -115,6 +118,7 @@ class RolloutActor:
             self._scorer,
             info,
             teacher=await self._meet_teachers(teachers, tokenizer),
+            eval_scorers=self._eval_scorers,
             on_progress=self._on_progress,
             on_span=self._on_span,
         )
@@ -135,9 +139,7 @@ class RolloutActor:
         config, model = self._config, self._run.model
         rollout, prompt = config.rollout, config.data.max_prompt_tokens or 1
         longest = min(rollout.max_total_tokens or model.max_positions, prompt + rollout.max_response_tokens)
-        clients = [
-            EngineClient(a.url, a.name, config.deadlines, None, a.log_path, a.keys, a.identity) for a in addresses
-        ]
+        clients = [EngineClient(a.url, a.name, config.deadlines, log_path=a.log_path) for a in addresses]
         await meet_teachers(clients, Student(tokenizer, model.vocab_size, longest))
         self._teachers = EnginePool(clients, config.teacher.concurrency)
         return ServedTeacher(self._teachers)
@@ -151,7 +153,7 @@ class RolloutActor:
             self._samples.write(step, batch.groups)
 
         def shard() -> tuple[list[list[ray.ObjectRef]], dict[str, float]]:
-            work = assemble(batch.groups, self._config, batch.version)
+            work = assemble(batch.groups, self._config, batch.version, self._source_name)
             return self._references(work.shards), work.metrics
 
         # In a thread: seconds for a million tokens, in which responses are to be continued and submitted.
@@ -203,7 +205,8 @@ class RolloutActor:
         await self._pool.close()
         if self._teachers is not None:
             await self._teachers.close()
-        await self._scorer.close()
+        for scorer in (self._scorer, *self._eval_scorers.values()):
+            await scorer.close()
 
     def _on_progress(self, *, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
         self._counts = RolloutCounts(needed, accepted, running, done, aborted)

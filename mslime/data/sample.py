@@ -68,6 +68,7 @@ class Sample:
         supports: kept token ids per position, T rows; None when sampling was unrestricted.
         reward: None until scored; of the whole rollout.
         process_rewards: (position of the token that ends a step, reward), beside `reward`.
+        scores: what the reward told beside its number, by metric: `reward/<part>/mean`, `user/<name>`.
         teacher_log_probs: [T] float32, a served teacher's log-probability of each trained token, 0 elsewhere; None
             until a finished sample is scored, and when no server holds the teacher.
         label, metadata: from the prompt's row, handed to the reward unchanged.
@@ -86,6 +87,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     reward: float | None = None
     process_rewards: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    scores: dict[str, float] = field(default_factory=dict[str, float])
     teacher_log_probs: NDArray[np.float32] | None = None
     rollout_id: int | None = None
     status: SampleStatus = SampleStatus.PENDING
@@ -207,6 +209,11 @@ class Sample:
                 self.segments[i] = Segment(s.start, s.end, s.version, s.engine, False)
         return masked
 
+    def mask_all(self) -> int:
+        """Take every token out of the loss; return how many."""
+        newest = max((s.version for s in self.segments if s.version is not None), default=-1)
+        return self.mask_before(newest + 1)
+
     def restart(self) -> int:
         """Throw the response away and go back to the prompt (re-roll); return how many tokens were lost."""
         lost, n = self.trainable_tokens, self.prompt_length
@@ -215,6 +222,7 @@ class Sample:
         if self.routes is not None:
             self.routes = Routes(self.routes.experts[:0], self.routes.mask[:0], self.routes.layer_ids)
         self.supports, self.reward, self.process_rewards, self.response = None, None, [], ""
+        self.scores, self.error = {}, ""
         self.teacher_log_probs = None
         self.status = SampleStatus.PENDING
         return lost

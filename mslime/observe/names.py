@@ -6,7 +6,7 @@ This list is the one definition. A name that is not here is a misspelling, and `
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal, NamedTuple
 
 
@@ -44,12 +44,15 @@ METRICS: dict[str, Metric] = {
     "reward/group_std": Metric("", "standard deviation of the rewards within a group, mean", "rollout/groups"),
     "reward/source/{source}/mean": Metric("", "mean of one data source", "reward/source/{source}/rollouts"),
     "reward/source/{source}/rollouts": Metric("rollouts", "of one data source"),
-    "reward/errors": Metric("responses", "rewards that raised, hung or were not finite"),
+    "reward/errors": Metric("responses", "rewards that raised, hung or were not finite; answers not graded in time"),
+    "reward/{part}/mean": Metric("", "mean of one of several rewards, or of a penalty", "rollouts that have it"),
+    "user/{name}": Metric("", "a number that a reward function told beside the reward", "rollouts that have it"),
     "advantage/mean": Metric("", "mean, as the loss sees it", "trained tokens of the rollout"),
     "advantage/std": Metric("", "standard deviation", "trained tokens of the rollout"),
     "advantage/min": Metric("", "lowest of a trained token"),
     "advantage/max": Metric("", "highest of a trained token"),
     "eval/{set}/accuracy": Metric("", "share with a reward above 0.5", "responses to a held-out set"),
+    "eval/{set}/reward": Metric("", "mean reward", "responses to a held-out set"),
     "eval/{set}/pass@{k}": Metric("", "probability that one of k responses is right", "prompts of a held-out set"),
     "eval/{set}/response_len_mean": Metric("tokens", "mean response length", "responses to a held-out set"),
     "eval/{set}/truncated": Metric("", "share cut at the length limit", "responses to a held-out set"),
@@ -119,6 +122,7 @@ METRICS: dict[str, Metric] = {
     "rollout/aborted": Metric("responses", "stopped in mid-generation"),
     "rollout/recycled": Metric("responses", "continued from an earlier step"),
     "rollout/filtered_groups": Metric("groups", "complete groups that the dynamic filter refused"),
+    "rollout/truncated_groups": Metric("groups", "complete groups left out, as all responses were cut and masked"),
     "rollout/groups": Metric("groups", "accepted for training"),
     "rollout/responses": Metric("responses", "accepted for training"),
     "rollout/rollouts": Metric("rollouts", "accepted for training; one may have become several responses"),
@@ -156,7 +160,7 @@ def open_parts(template: str, name: str) -> dict[str, str] | None:
     return None if found is None else found.groupdict()
 
 
-@cache
+@lru_cache(maxsize=4096)  # open parts come from data
 def metric_of(name: str) -> Metric | None:
     """What METRICS says of `name`, with the open parts of `per` filled in; None when it is not one of them."""
     for template, metric in METRICS.items():

@@ -39,6 +39,7 @@ class EvalResult:
         head = f"eval/{self.name}"
         return {
             f"{head}/accuracy": self.accuracy,
+            f"{head}/reward": self.mean_reward,
             f"{head}/response_len_mean": self.response_len_mean,
             f"{head}/truncated": self.truncated,
             f"{head}/seconds": self.seconds,

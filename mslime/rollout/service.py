@@ -31,9 +31,11 @@ from mslime.rollout.filters import load_filter
 from mslime.rollout.gate import SubmitGate
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.protocols import Engines, ModelInfo, ProgressHook, Scorer, SpanHook, StepBatch, Teacher, living
+from mslime.rollout.shaping import shaped
 from mslime.rollout.state import load_state, pack_groups, save_state, unpack_groups
 from mslime.rollout.statistics import StepCounters, batch_metrics
 
+COUNTED = ("aborted", "recycled", "filtered_groups")
 POLL_S = 0.01
 ABORT_EVERY_S = 0.25  # a request can slip past an abort that reaches the engine before it does
 
@@ -54,6 +56,7 @@ class RolloutService:
         source: training prompts. tokenizer: decodes responses and encodes held-out prompts.
         scorer: the reward.
         teacher: scores finished responses, when it is served (`teacher`).
+        eval_scorers: by held-out set, of those that are not scored as in training.
         on_progress, on_span: told about group counts and about stretches of work.
 
     Attributes:
@@ -70,16 +73,18 @@ class RolloutService:
         model: ModelInfo,
         *,
         teacher: Teacher | None = None,
+        eval_scorers: Mapping[str, Scorer] | None = None,
         on_progress: ProgressHook | None = None,
         on_span: SpanHook | None = None,
     ) -> None:
         r = config.rollout
         self._config, self._engines, self._source, self._tokenizer = config, engines, source, tokenizer
         self._scorer, self._model, self._on_progress, self._on_span = scorer, model, on_progress, on_span
-        self._teacher = teacher
+        self._teacher, self._eval_scorers = teacher, eval_scorers or {}
         self._gate = SubmitGate(r.groups_per_step, r.max_staleness, config.spare_groups)
         self._filter_name, self._keep = load_filter(r.dynamic_filter)
         self._generator = Generator(config, engines, tokenizer, model, self._request_done)
+        self._optional_counts = ("truncated_groups",) if r.mask_truncated else ()
         self._sampling = Sampling.for_training(config, model)
         self._on_stale = config.on_stale
         self.ledger, self._counters = Ledger(), StepCounters()
@@ -188,12 +193,12 @@ class RolloutService:
         sampling = Sampling.for_evaluation(self._config, self._model, eval_set)
         groups = [new_group(i, prompt, eval_set.samples_per_prompt) for i, prompt in enumerate(rows)]
 
-        traffic = Traffic(open=True)
+        scorer, traffic = self._eval_scorers.get(eval_set.name, self._scorer), Traffic(open=True)
 
         async def run(sample: Sample) -> None:
             while not sample.status.finished:
                 await self._generator.advance(sample, sampling, f"{eval_set.name}-{sample.group_id}", traffic)
-            sample.reward = await self._scorer.score(sample)
+            sample.reward = await scorer.score(sample)
 
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -353,9 +358,12 @@ class RolloutService:
     async def _reward(self, sample: Sample) -> None:
         """Score a finished sample, unless it was before an interruption."""
         if sample.reward is None:
-            sample.reward = await self._scorer.score(sample)
-            if sample.reward is None:
+            reward = await self._scorer.score(sample)
+            if reward is None:
                 sample.status = SampleStatus.FAILED
+            else:
+                limit = self._config.rollout.max_response_tokens
+                sample.reward = shaped(sample, reward, self._config.reward, limit)
 
     async def _teach(self, sample: Sample) -> None:
         """Let the served teacher, if there is one, score a finished sample, unless it was before an interruption."""
@@ -389,11 +397,21 @@ class RolloutService:
             self._fail(error)
             return
         if kept:
-            if self._young_enough(group):
+            if self._finished_in_time(group) and self._young_enough(group):
                 self._accepted.append(group)
         else:
             self._counters.add("filtered_groups")
             self._drop(group, self._filter_name)
+
+    def _finished_in_time(self, group: Group) -> bool:
+        """Take truncated responses out of the loss, as `rollout.mask_truncated` says; whether anything is left."""
+        if self._config.rollout.mask_truncated:
+            cut = [s for s in group.samples if s.status is SampleStatus.TRUNCATED]
+            self.ledger.mask(sum(s.mask_all() for s in cut), "truncated")
+            if len(cut) == len(group.samples):
+                self._counters.add("truncated_groups")
+                return False
+        return True
 
     def _drop(self, group: Group, reason: str) -> None:
         self.ledger.drop(sum(s.trainable_tokens for s in group.samples), reason)
@@ -478,7 +496,7 @@ class RolloutService:
         books = self.ledger.settle(sum(s.trainable_tokens for g in self._held() for s in g.samples))
         now = time.monotonic()
         seconds, self._last_take = now - self._last_take, now
-        moved = {n: float(self._counters.since_mark(n)) for n in ("aborted", "recycled", "filtered_groups")}
+        moved = {n: float(self._counters.since_mark(n)) for n in (*COUNTED, *self._optional_counts)}
         metrics = {
             **batch_metrics(groups, self.version),
             **{f"ledger/{name}": float(value) for name, value in books.items()},
@@ -501,6 +519,7 @@ class RolloutService:
             f"{len(self._accepted)} of {self._config.rollout.groups_per_step} groups",
             f"not complete within {self._config.deadlines.rollout_step_s:g} s ({len(self._running)} groups running, "
             f"{self._counters.since_mark('filtered_groups')} refused by the dynamic filter, "
+            f"{self._counters.since_mark('truncated_groups')} truncated and masked whole, "
             f"{living(self._engines)} engines alive)",
             "look at the engines' logs and the filter; raise deadlines.rollout_step_s if generation is only slow",
         )

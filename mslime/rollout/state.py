@@ -107,6 +107,7 @@ def _header(s: Sample) -> dict[str, Any]:
         "metadata": s.metadata,
         "reward": s.reward,
         "process_rewards": s.process_rewards,
+        "scores": s.scores,
         "rollout_id": s.rollout_id,
         "status": s.status.value,
         "response": s.response,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mslime.data.sample import Group, SampleStatus
+from mslime.data.sample import Group, Sample, SampleStatus
 
 
 def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -37,7 +37,17 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         "rollout/truncated": float(np.mean([s.status is SampleStatus.TRUNCATED for s in samples])),
         "staleness/mean": mean_age,
         "staleness/max": max_age,
+        **score_metrics(samples),
     }
+
+
+def score_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means of what rewards told beside their number (`Sample.scores`), over the rollouts that have it."""
+    told: dict[str, dict[tuple[int, int, bool], float]] = {}
+    for sample in samples:
+        for name, score in sample.scores.items():
+            told.setdefault(name, {})[sample.rollout] = score
+    return {name: float(np.mean(list(scores.values()))) for name, scores in sorted(told.items())}
 
 
 def staleness(groups: Sequence[Group], version: int) -> tuple[float, float]:

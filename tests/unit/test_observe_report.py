@@ -60,7 +60,7 @@ def test_the_page_needs_nothing_but_itself(run_dir: Path) -> None:
     parser = References()
     parser.feed(page)
     assert parser.found == []
-    assert "http" not in page and "fetch(" not in page and "import(" not in page
+    assert "http://" not in page and "https://" not in page and "fetch(" not in page and "import(" not in page
     assert not re.search(r"@import|url\(", page)
 
 
