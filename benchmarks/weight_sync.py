@@ -21,13 +21,15 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
+from mslime.config.keys import Endpoint, EngineKeys
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.table import RuleTable
 from mslime.weights.buckets import convert, named_tensors, pack
 from mslime.weights.commit import Commit
+from mslime.weights.http import EngineHttp, EngineInfo, in_thread
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
-from mslime.weights.transport import BroadcastTransport, EngineInfo, describe_engine, in_thread, post
+from mslime.weights.transport import BroadcastTransport
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.fixtures.stand_in_engine import StandInEngine
@@ -50,13 +52,13 @@ def synthetic_config(args: argparse.Namespace) -> dict[str, object]:
 class Ways:
     """The three ways to bring the same weights to the engine."""
 
-    def __init__(self, table: RuleTable, plan: WeightPlan, engine: EngineInfo) -> None:
-        self.table, self.plan, self.engine = table, plan, engine
+    def __init__(self, table: RuleTable, plan: WeightPlan, engine: EngineInfo, http: EngineHttp) -> None:
+        self.table, self.plan, self.engine, self.http = table, plan, engine, http
         self.params = {
             name: torch.randn(rule.local_shape(1)).to(getattr(torch, plan.buckets[0].dtype))
             for name, rule in table.bound.items()
         }
-        self.transport = BroadcastTransport("benchmark", "gloo", DEADLINE_S)
+        self.transport = BroadcastTransport("benchmark", "gloo", http, DEADLINE_S)
         self.transport.connect([engine])
         assert self.transport._group is not None
         self.group = self.transport._group
@@ -89,7 +91,7 @@ class Ways:
                 "flush_cache": False,
             }  # fmt: skip
             path = "/update_weights_from_distributed"
-            answer = in_thread(post, self.engine.url, path, body, DEADLINE_S, "send")
+            answer = in_thread(self.http.post, self.engine, path, body, "send")
             works = [dist.broadcast(tensor, group=self.group, group_src=0, async_op=True) for _, tensor in tensors]
             for work in works:
                 work.wait()
@@ -97,9 +99,9 @@ class Ways:
         answer.result()
 
     def raw(self) -> None:
-        """Nothing but broadcasts of buffers as large as the buckets."""
+        """Nothing but broadcasts of buffers as large as the buckets, and one request over a connection that is open."""
         body = {"group_name": "benchmark", "sizes": [flat.nbytes for flat in self.filled]}
-        answer = in_thread(post, self.engine.url, "/raw", body, DEADLINE_S, "raw")
+        answer = in_thread(self.http.post, self.engine, "/raw", body, "raw")
         for flat in self.filled:
             dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0)
         answer.result()
@@ -122,6 +124,7 @@ def parse_args() -> argparse.Namespace:
     """Flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", help="URL of a running SGLang server, instead of the stand-in")
+    parser.add_argument("--api-key", default="", help="of that server, if it asks for one")
     parser.add_argument("--model", type=Path, help="checkpoint whose shapes are sent; needed with --engine")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--bucket-mib", type=float, default=64)
@@ -145,9 +148,11 @@ def main() -> None:
     stand_in = None if args.engine else StandInEngine()
     with TemporaryDirectory() as directory:
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
-        engine = describe_engine(stand_in.url if stand_in else args.engine, DEADLINE_S)
+        url = stand_in.url if stand_in else args.engine
+        http = EngineHttp([url], DEADLINE_S)
+        engine = http.describe(Endpoint(url, EngineKeys(args.api_key, args.api_key)))
         session = Commit((engine,), DEADLINE_S)
-        ways = Ways(table, plan, engine)
+        ways = Ways(table, plan, engine, http)
         chosen: dict[str, Callable[[], None]] = {"flat": ways.flat, "per tensor": ways.per_tensor}
         if stand_in:
             chosen["raw"] = ways.raw

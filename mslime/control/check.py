@@ -68,6 +68,8 @@ def resolve(config: RunConfig) -> ResolvedRun:
         family.refuse_for_engine(hf_config)
         _check_engine_tp(config, family)
         engine_dtype(config, hf_config)
+        config.sglang.keys()
+        config.teacher.keys()
     _check_lengths(config, model)
     _check_critic(config, model)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":

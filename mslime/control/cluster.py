@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -23,6 +24,7 @@ from mslime.config.cluster import RAY_START, worker_environment
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.control.placement import check_tensor_groups, in_order, refuse_small_cluster, spots_of
+from mslime.control.sweeper import Sweeper
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import Role
@@ -59,6 +61,7 @@ class Cluster:
         self._num_engines = config.sglang.num_engines if engines and not config.sglang.urls else 0
         self._num_teachers = config.teacher.launched if engines else 0
         self._cuda = config.cluster.device == "cuda"
+        self._sweeper = ExitStack()
         self._groups: list[PlacementGroup] = []
         self._trainers: PlacementGroup | None = None
         self._order: dict[str, list[int]] = {}
@@ -92,6 +95,7 @@ class Cluster:
             local = {"num_cpus": processes + 2, "include_dashboard": False}
             if not self._cuda:
                 local |= {"object_store_memory": _LOCAL_OBJECT_STORE}
+            self._sweeper.enter_context(Sweeper())
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray would run its workers, our trainer ranks among them, at niceness 15, behind the engines on the same cores.
         os.environ.setdefault("RAY_worker_niceness", "0")
@@ -186,10 +190,12 @@ class Cluster:
 
     def _stop(self) -> None:
         if not ray.is_initialized():
+            self._sweeper.close()
             return
         for group in self._groups:
             remove_placement_group(group)
         ray.shutdown()
+        self._sweeper.close()
 
 
 def beside_the_driver() -> dict[str, Any]:

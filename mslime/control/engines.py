@@ -5,34 +5,43 @@ A run has one group that generates, and one of teachers when `teacher` says so.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.schema import RunConfig
-from mslime.control.calls import gather
+from mslime.control.calls import call, gather
 from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress, Role
 
 STOP_SECONDS = 20.0
+SAY_AGAIN_SECONDS = 30.0
+"""A phase that lasts is told again after so long."""
 
 
 class EngineActor:
     """Launches one server and watches it. The server dies with this process, whatever ends it."""
 
-    def __init__(self, config: RunConfig, index: int, log_dir: str, role: Role) -> None:
+    def __init__(self, config: RunConfig, index: int, log_dir: str, role: Role, keys: EngineKeys) -> None:
         redirect_output(Path(log_dir) / f"{role}{index}_actor.log")
         use_own_interface(config)
         from mslime.backends.sglang.server import ServerProcess
 
-        self._server = ServerProcess(config, index, Path(log_dir), host=own_host(config), role=role)
+        self._server = ServerProcess(config, index, Path(log_dir), host=own_host(config), role=role, keys=keys)
 
     def start(self) -> EngineAddress:
         """Launch and wait until it serves."""
         return self._server.start()
+
+    def phase(self) -> str:
+        """What the starting server is doing; answered beside `start`."""
+        return self._server.phase()
 
     def stop(self) -> None:
         """End the server and its children."""
@@ -51,30 +60,59 @@ class EngineGroup:
             config = teacher_run(config)
         self._config, self._urls = config, settings.urls
         self._role: Role = role
+        self._keys = settings.keys() or (NO_KEYS if settings.urls else EngineKeys.random())
         self._actors: list[Any] = []
         self.log_paths: dict[str, str] = {}
         self.addresses: list[EngineAddress] = []
         if self._urls:
             return
-        remote = remote_class(EngineActor)
+        remote = remote_class(EngineActor, concurrency_groups={"progress": 1})
         for index in range(count):
             self.log_paths[self._name(index)] = str(log_dir / f"{role}{index}.log")
             options = cluster.engine_options(index, role)
-            self._actors.append(remote.options(**options).remote(config, index, str(log_dir), role))
+            self._actors.append(remote.options(**options).remote(config, index, str(log_dir), role, self._keys))
 
     def begin_start(self) -> dict[str, ray.ObjectRef]:
         """Start all servers without waiting, so that trainers can start beside them."""
         return {self._name(i): actor.start.remote() for i, actor in enumerate(self._actors)}
 
-    def finish_start(self, starting: dict[str, ray.ObjectRef]) -> list[EngineAddress]:
+    def watch_start(self, starting: dict[str, ray.ObjectRef], say: Callable[[str], None]) -> Callable[[], None]:
+        """What to call now and then while they start: says what each is doing when that changes, or lasts.
+
+        It raises EngineError as soon as a server has failed to start, also while something else is waited for.
+        """
+        asked: dict[int, ray.ObjectRef] = {}
+        said: dict[int, tuple[str, float]] = {}
+
+        def poll() -> None:
+            for index, actor in enumerate(self._actors):
+                name = self._name(index)
+                if ray.wait([starting[name]], timeout=0)[0]:
+                    call(starting[name], name, f"{self._role} start", 1.0, self.log_paths[name])
+                    continue
+                if index in asked and ray.wait([asked[index]], timeout=0)[0]:
+                    phase = str(call(asked.pop(index), name, f"{self._role} start", 1.0, self.log_paths[name]))
+                    doing, when = phase.partition(",")[0], time.monotonic()
+                    before, at = said.get(index, ("", 0.0))
+                    if doing != before or when - at > SAY_AGAIN_SECONDS:
+                        said[index] = (doing, when)
+                        say(f"{self._role}{index}: {phase}")
+                if index not in asked:
+                    asked[index] = actor.phase.options(concurrency_group="progress").remote()
+
+        return poll
+
+    def finish_start(
+        self, starting: dict[str, ray.ObjectRef], on_wait: Callable[[], None] | None = None
+    ) -> list[EngineAddress]:
         """Wait until every server serves. Raises EngineError with the end of the log of the one that does not."""
         from mslime.backends.sglang.server import attach
 
         if self._urls:
-            self.addresses = [attach(url, i, self._role) for i, url in enumerate(self._urls)]
+            self.addresses = [attach(url, i, self._role, self._keys) for i, url in enumerate(self._urls)]
         else:
             deadline = self._config.deadlines.engine_start_s + STOP_SECONDS
-            self.addresses = list(gather(starting, f"{self._role} start", deadline, self.log_paths).values())
+            self.addresses = list(gather(starting, f"{self._role} start", deadline, self.log_paths, on_wait).values())
         return self.addresses
 
     def stop(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,14 @@ class RankActor:
 
     def address(self) -> str:
         """`tcp://host:port` that the other ranks can reach: the rendezvous, asked of rank 0."""
-        host = own_host(self._config)
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"tcp://{host}:{probe.getsockname()[1]}"
+        from mslime.weights.transport import open_store
+
+        host, world = own_host(self._config), self._config.layout.world_size
+        # Open from now on, so that nobody else can take the port; torch's rendezvous in this process finds it there.
+        self._store = open_store(
+            host, world, timedelta(seconds=self._config.deadlines.trainer_start_s), multi_tenant=True
+        )
+        return f"tcp://{host}:{self._store.port}"
 
     def progress(self) -> tuple[int, int]:
         """(micro-batches done, of how many) of the step in progress; answered beside the work."""

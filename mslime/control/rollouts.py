@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from mslime.config.dtypes import checkpoint_dtype, engine_dtype
 from mslime.config.errors import EngineError
 from mslime.control.calls import call
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
@@ -86,11 +87,15 @@ class RolloutActor:
         config, model = self._config, self._run.model
         self._layers = layers
         served = ServedModel(model.num_layers, model.top_k, model.vocab_size, model.num_experts)
-        clients = [EngineClient(a.url, a.name, config.deadlines, served, a.log_path) for a in addresses]
+        clients = [
+            EngineClient(a.url, a.name, config.deadlines, served, a.log_path, a.keys, a.identity) for a in addresses
+        ]
         architectures = (self._run.family.architecture,)
-        refused_input = await handshake_all(
-            clients, Needs(config.train.replay == "r3", supports=False, architectures=architectures)
-        )
+        needs = Needs(
+            config.train.replay == "r3", supports=False, architectures=architectures,
+            dtype=engine_dtype(config, self._run.hf_config), checkpoint_dtype=checkpoint_dtype(self._run.hf_config),
+        )  # fmt: skip
+        refused_input = await handshake_all(clients, needs)
         self._pool = EnginePool(clients, config.rollout.concurrency)
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
         source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
@@ -139,7 +144,9 @@ class RolloutActor:
         config, model = self._config, self._run.model
         rollout, prompt = config.rollout, config.data.max_prompt_tokens or 1
         longest = min(rollout.max_total_tokens or model.max_positions, prompt + rollout.max_response_tokens)
-        clients = [EngineClient(a.url, a.name, config.deadlines, log_path=a.log_path) for a in addresses]
+        clients = [
+            EngineClient(a.url, a.name, config.deadlines, None, a.log_path, a.keys, a.identity) for a in addresses
+        ]
         await meet_teachers(clients, Student(tokenizer, model.vocab_size, longest))
         self._teachers = EnginePool(clients, config.teacher.concurrency)
         return ServedTeacher(self._teachers)

@@ -17,6 +17,7 @@ import ray
 from mslime.config.errors import CheckpointError, ConfigError, DataError, EngineError, RewardError, UserError
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble_supervised
+from mslime.control.attached import AttachedEngines, new_group
 from mslime.control.check import ResolvedRun
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup
@@ -116,18 +117,27 @@ class Session:
         teachers = EngineGroup(self.config, cluster, logs, "teacher")
         self._stack.callback(teachers.stop)
         starting, teachers_starting = self._engines.begin_start(), teachers.begin_start()
-        self._layers = self._trainers.start()
-        addresses = self._engines.finish_start(starting)
+        watch = self._engines.watch_start(starting, self._progress.note)
+        self._layers = self._trainers.start(watch)
+        addresses = self._engines.finish_start(starting, watch)
         self._progress.note("engines: " + ", ".join(a.url for a in addresses))
-        taught_by = teachers.finish_start(teachers_starting)
+        taught_by = teachers.finish_start(
+            teachers_starting, teachers.watch_start(teachers_starting, self._progress.note)
+        )
         if taught_by:
             self._progress.note("teachers: " + ", ".join(a.url for a in taught_by))
+        group, endpoints = new_group(self.config), [a.endpoint for a in addresses]
+        if self.config.sglang.urls:
+            attached = AttachedEngines(self.config, endpoints, group)
+            attached.take_over()
+            self._stack.callback(attached.leave, self._trainers.disconnect)
         self._rollouts = RolloutHandle(self._run, logs / "rollouts.log")
         self._stack.callback(self._rollouts.stop)
         state = self._extra.get("rollouts") if self.first_step else None
         self._rollouts.start(addresses, self._layers, state, self.first_step, taught_by)
-        engines = self._trainers.connect([a.url for a in addresses])
+        engines = self._trainers.connect(endpoints, group)
         self._commit = Commit(engines, self.config.deadlines.weight_sync_s)
+        self._stack.callback(self._commit.close)
 
     def _open_supervised(self) -> None:
         config = self.config

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mslime.config.keys import Endpoint
 from mslime.config.schema import RunConfig
 from mslime.control.calls import gather
 from mslime.control.cluster import Cluster
@@ -17,8 +18,8 @@ from mslime.data.checkpoints import critic_directory
 if TYPE_CHECKING:
     from mslime.backends.megatron.critic import MegatronCritic
     from mslime.data.shard import TrainShard
+    from mslime.weights.http import EngineInfo
     from mslime.weights.sync import SendReport
-    from mslime.weights.transport import EngineInfo
 
 Span = tuple[float, float]
 """Begin and end of a stretch of work, Unix seconds."""
@@ -90,10 +91,14 @@ class TrainerActor(RankActor):
         """(weight buckets sent, of how many) of the sync in progress; answered beside the work."""
         return self._sent, self._buckets
 
-    def connect(self, engine_urls: Sequence[str]) -> tuple[EngineInfo, ...]:
+    def connect(self, engines: Sequence[Endpoint], group: str) -> tuple[EngineInfo, ...]:
         """Meet the engines; returns what they are."""
-        self._sender.connect(engine_urls)
+        self._sender.connect(engines, group)
         return self._sender.engines
+
+    def disconnect(self) -> None:
+        """Leave the engines."""
+        self._sender.disconnect()
 
     def send_weights(self, version: int, verify: bool) -> tuple[SendReport, Span]:
         """Send every bucket; returns the report and the span of time this rank was busy."""
@@ -164,12 +169,12 @@ class TrainerGroup:
         if config.critic_ranks:
             self._critics = RankGroup("critic", CriticActor, config, cluster.critic_options, log_dir)
 
-    def start(self) -> list[tuple[int, ...]]:
+    def start(self, on_wait: Callable[[], None] | None = None) -> list[tuple[int, ...]]:
         """Build the models on all ranks; returns every trainer rank's global MoE layer ids."""
         refs, logs = self._trainers.begin_start(), self._trainers.log_paths
         if self._critics is not None:
             refs, logs = refs | self._critics.begin_start(), logs | self._critics.log_paths
-        started = gather(refs, "trainer start", self._config.deadlines.trainer_start_s, logs)
+        started = gather(refs, "trainer start", self._config.deadlines.trainer_start_s, logs, on_wait)
         return [tuple(started[name]["moe_layer_ids"]) for name in self._trainers.log_paths]
 
     def train(
@@ -208,10 +213,15 @@ class TrainerGroup:
         rows = [a | b for a, b in zip(of_policy[0]["metrics"], of_critic[0]["metrics"], strict=True)]
         return rows, _spans("trainer", of_policy) | _spans("critic", of_critic)
 
-    def connect(self, engine_urls: Sequence[str]) -> tuple[EngineInfo, ...]:
-        """Meet the engines; returns what they are."""
-        urls = list(engine_urls)
-        return self._trainers.all("weight sync: connect", self._sync_deadline, lambda a, _: a.connect.remote(urls))[0]
+    def connect(self, engines: Sequence[Endpoint], group: str) -> tuple[EngineInfo, ...]:
+        """Meet the engines in process groups whose names begin with `group`; returns what they are."""
+        met = list(engines)
+        what = "weight sync: connect"
+        return self._trainers.all(what, self._sync_deadline, lambda a, _: a.connect.remote(met, group))[0]
+
+    def disconnect(self, deadline_s: float) -> None:
+        """Leave the engines. Raises TrainerError when a rank is gone, or does not answer in time."""
+        self._trainers.all("weight sync: disconnect", deadline_s, lambda a, _: a.disconnect.remote())
 
     def send_weights(self, version: int, verify: bool, on_progress: Report) -> tuple[SendReport, dict[str, Span]]:
         """Send all buckets; returns the report and every rank's busy span."""

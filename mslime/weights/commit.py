@@ -11,26 +11,29 @@ before `end`, while the parameters lie as loaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from mslime.weights.errors import sync_error
+from mslime.weights.http import EngineHttp, EngineInfo, in_thread
 from mslime.weights.image import EngineLayout
-from mslime.weights.transport import EngineInfo, in_thread, post
 
 Digests = Sequence[Mapping[str, str]]
 
 
-@dataclass(frozen=True)
 class Commit:
     """Session calls to every engine at once, each with a deadline in seconds."""
 
-    engines: tuple[EngineInfo, ...]
-    deadline_s: float
+    def __init__(self, engines: Sequence[EngineInfo], deadline_s: float) -> None:
+        self.engines = tuple(engines)
+        self._http = EngineHttp([engine.url for engine in engines], deadline_s)
 
     def _all(self, path: str, body: Mapping[str, object], phase: str) -> list[dict[str, Any]]:
-        calls = [in_thread(post, engine.url, path, body, self.deadline_s, phase) for engine in self.engines]
+        calls = [in_thread(self._http.post, engine, path, body, phase) for engine in self.engines]
         return [call.result() for call in calls]
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
 
     def begin(self) -> None:
         """Open a weight-update session on every engine. Raises WeightSyncError, as all methods here do."""

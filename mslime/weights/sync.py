@@ -8,6 +8,7 @@ every rank, with the culprit's words: a leader that cannot send goes on gatherin
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError
+from mslime.config.keys import Endpoint
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
@@ -25,9 +27,10 @@ from mslime.weights.buckets import TORCH_DTYPES, convert, gather, named_tensors,
 from mslime.weights.commit import Digests
 from mslime.weights.errors import WeightSyncError, sync_error
 from mslime.weights.groups import SyncGroups
+from mslime.weights.http import EngineHttp, EngineInfo
 from mslime.weights.image import EngineImage, EngineLayout
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
-from mslime.weights.transport import BroadcastTransport, EngineInfo, Pending, Transport, describe_engine
+from mslime.weights.transport import BroadcastTransport, Pending, Transport
 from mslime.weights.untrained import Untrained
 
 _T = TypeVar("_T")
@@ -104,6 +107,7 @@ class WeightSender:
         self._on_bucket = on_bucket
         self._transport: Transport | None = None
         self._sent = False
+        self._http: EngineHttp | None = None
         self.engines: tuple[EngineInfo, ...] = ()
         self.plan = self._make_plan(options.dtype)
 
@@ -150,11 +154,13 @@ class WeightSender:
         if culprit is not None:
             raise sync_error(phase, f"trainer rank {culprit}", str(failures[culprit])) from failure
 
-    def connect(self, engine_urls: Sequence[str]) -> None:
+    def connect(self, engines: Sequence[Endpoint], group: str | None = None) -> None:
         """Meet the engines: one group for each stage leader. Collective.
 
         Args:
-            engine_urls: running SGLang servers.
+            engines: running SGLang servers.
+            group: what the groups' names begin with (see `group_name`); default: a new one. An engine refuses a name
+                that it knows already, also from a run that was killed.
 
         Raises:
             WeightSyncError: on every rank, naming the engine and its answer.
@@ -164,12 +170,12 @@ class WeightSender:
             failure: WeightSyncError | None = None
             if self._groups.is_leader:
                 try:
-                    self.engines = self.engines or tuple(
-                        describe_engine(url, options.deadline_s) for url in engine_urls
-                    )
+                    if self._http is None:
+                        self._http = EngineHttp([engine.url for engine in engines], options.deadline_s)
+                    self.engines = self.engines or tuple(map(self._http.describe, engines))
                     if stage == self._groups.stage:
-                        name = f"{options.name}-stage{stage}"
-                        self._transport = BroadcastTransport(name, options.backend, options.deadline_s)
+                        name = group_name(group or f"{options.name}-{uuid.uuid4().hex[:8]}", stage)
+                        self._transport = BroadcastTransport(name, options.backend, self._http, options.deadline_s)
                         self._transport.connect(self.engines)
                 except WeightSyncError as error:
                     failure = error
@@ -334,6 +340,9 @@ class WeightSender:
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.disconnect()
+        if self._http is not None:
+            self._http.close()
+        self._http = None
         self.engines = ()
 
 
@@ -341,6 +350,11 @@ def _give_back_memory() -> None:
     """Free what torch keeps of the GPU for itself: the first sync makes NCCL's buffers, outside of torch's memory."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def group_name(group: str, stage: int) -> str:
+    """The name of the process group of a stage's leader with the engines."""
+    return f"{group}-stage{stage}"
 
 
 def _merged(stages: Sequence[Sequence[Mapping[str, str]]], rank: int) -> dict[str, str]:

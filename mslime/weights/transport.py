@@ -8,12 +8,11 @@ has a deadline, and an engine that answers with an error ends the wait at once, 
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import httpx
 import torch
@@ -21,25 +20,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
+from mslime.network import listen
 from mslime.weights.errors import WeightSyncError, sync_error
-from mslime.weights.image import EngineLayout
+from mslime.weights.http import EngineHttp, EngineInfo, encode, in_thread
 from mslime.weights.plan import Bucket
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """One SGLang server: its URL and its parallel layout; every tensor-parallel rank of it receives weights."""
-
-    url: str
-    layout: EngineLayout = field(default_factory=EngineLayout)
-
-    @property
-    def ranks(self) -> int:
-        """Processes that join the weight-update group."""
-        return self.layout.tp
 
 
 class Pending(Protocol):
@@ -70,56 +54,18 @@ class Transport(Protocol):
         ...
 
 
-def in_thread(call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
-    """`call(*args)` in a daemon thread: an abandoned wait must not keep the process from ending, as a pool's would."""
-    future: Future[_R] = Future()
+def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:
+    """A rendezvous store that this process serves on `host` alone: by itself, torch's listens on every address.
 
-    def run() -> None:
-        try:
-            future.set_result(call(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=f"weights-{call.__name__}").start()
-    return future
-
-
-def post(url: str, path: str, body: Mapping[str, object], timeout_s: float, phase: str) -> dict[str, Any]:
-    """POST to an engine and return its JSON answer.
-
-    Raises:
-        WeightSyncError: no answer in time, no connection, an HTTP error, or `success: false`.
+    Args:
+        multi_tenant: `torch.distributed.rendezvous` at the same port in this process uses this store.
     """
-    try:
-        response = httpx.post(url + path, json=dict(body), timeout=timeout_s, trust_env=False)
-        answer = response.json() if "json" in response.headers.get("content-type", "") else {"message": response.text}
-    except httpx.TimeoutException as error:
-        raise sync_error(phase, url + path, f"no answer within {timeout_s:.0f} s") from error
-    except httpx.HTTPError as error:
-        raise sync_error(phase, url + path, f"the engine cannot be reached: {error!r}") from error
-    if response.status_code != 200 or not answer.get("success", True):
-        raise sync_error(phase, url + path, f"HTTP {response.status_code}: {answer.get('message', answer)}")
-    return answer
-
-
-def describe_engine(url: str, timeout_s: float) -> EngineInfo:
-    """Ask a running server for the number of processes that receive weights.
-
-    Raises:
-        WeightSyncError: it cannot be reached, or it runs pipeline- or data-parallel replicas, whose ranks SGLang 0.5.23
-            does not count in a weight-update group.
-    """
-    try:
-        info = httpx.get(url + "/server_info", timeout=timeout_s, trust_env=False).raise_for_status().json()
-    except httpx.HTTPError as error:
-        raise sync_error("connect", url, f"the engine does not describe itself: {error!r}") from error
-    for name in ("pp_size", "dp_size"):
-        if info[name] != 1:
-            raise sync_error(
-                "connect", url, f"{name} = {info[name]}; weights can be sent to engines with {name} 1 only",
-                "start more engines instead",
-            )  # fmt: skip
-    return EngineInfo(url, EngineLayout(int(info["tp_size"]), int(info["ep_size"])))
+    server = listen(host)
+    port = server.getsockname()[1]
+    return TCPStore(
+        host, port, world_size, True, timeout,
+        wait_for_workers=False, multi_tenant=multi_tenant, master_listen_fd=server.detach(),
+    )  # fmt: skip
 
 
 def own_address(engine_url: str) -> str:
@@ -161,12 +107,15 @@ class BroadcastTransport:
     Args:
         name: of the process group; unique among the senders of all stages and runs that share an engine.
         backend: `nccl` on GPUs, `gloo` on CPUs.
+        http: connections to the engines; the caller closes them.
         deadline_s: for meeting the engines, and for each bucket.
     """
 
-    def __init__(self, name: str, backend: str, deadline_s: float) -> None:
+    def __init__(self, name: str, backend: str, http: EngineHttp, deadline_s: float) -> None:
         self._name, self._backend, self._deadline_s = name, backend, deadline_s
         self._engines: tuple[EngineInfo, ...] = ()
+        self._http = http
+        self._bodies: dict[int, bytes] = {}
         self._group: dist.ProcessGroup | None = None
         self._entered: Future[dist.Work] | None = None
         self._store: Store | None = None
@@ -182,7 +131,7 @@ class BroadcastTransport:
         world_size = 1 + sum(engine.ranks for engine in engines)
         timeout = timedelta(seconds=self._deadline_s)
         host = own_address(engines[0].url)
-        store = TCPStore(host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = open_store(host, world_size, timeout)
         joins: list[Future[dict[str, Any]]] = []
         offset = 1
         for engine in engines:
@@ -196,8 +145,10 @@ class BroadcastTransport:
         self._await([joined, *joins], "connect", f"{len(engines)} engines", self._deadline_s)
         self._group = joined.result()
 
-    def _submit(self, engine: EngineInfo, path: str, body: Mapping[str, object], phase: str) -> Future[dict[str, Any]]:
-        return in_thread(post, engine.url, path, body, self._deadline_s, phase)
+    def _submit(
+        self, engine: EngineInfo, path: str, body: Mapping[str, object] | bytes, phase: str
+    ) -> Future[dict[str, Any]]:
+        return in_thread(self._http.post, engine, path, body, phase)
 
     @staticmethod
     def _await(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s: float) -> None:
@@ -214,20 +165,28 @@ class BroadcastTransport:
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
         """Ask every engine to receive the bucket, and broadcast it."""
         assert self._group is not None, "not connected"
-        body = {
-            "names": [entry.name for entry in bucket.entries],
-            "dtypes": [bucket.dtype] * len(bucket.entries),
-            "shapes": [list(entry.shape) for entry in bucket.entries],
-            "group_name": self._name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
-        }
+        body = self._body(bucket)
         answers = [self._submit(engine, "/update_weights_from_distributed", body, "send") for engine in self._engines]
         # In a thread of its own: over NCCL the first broadcast makes the communicator, and waits in it for every engine
         # without a deadline. SGLang makes its end when it receives the first bucket, so it cannot be made in `connect`.
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         self._entered = in_thread(enter_broadcast, flat, self._group, stream)
         return PendingBroadcast(bucket, flat, self._entered, answers, self._deadline_s)
+
+    def _body(self, bucket: Bucket) -> bytes:
+        """The request for a bucket, which is the same at every sync."""
+        if bucket.index not in self._bodies:
+            self._bodies[bucket.index] = encode(
+                {
+                    "names": [entry.name for entry in bucket.entries],
+                    "dtypes": [bucket.dtype] * len(bucket.entries),
+                    "shapes": [list(entry.shape) for entry in bucket.entries],
+                    "group_name": self._name,
+                    "load_format": "flattened_bucket",
+                    "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
+                }
+            )
+        return self._bodies[bucket.index]
 
     def disconnect(self) -> None:
         """Destroy the group at both ends. An engine that no longer answers is left alone."""

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from mslime.backends.sglang.guard import shared_memory_of
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.checkpoints import critic_directory, latest_complete, read_manifest, step_directory
 from mslime.observe.names import is_known
@@ -145,6 +147,12 @@ def test_an_asynchronous_run_recycles_partial_rollouts_within_the_staleness_boun
     assert run.left_over() == []
 
 
+def open_to_others(process: psutil.Process) -> int:
+    """Ports of a process that other machines reach."""
+    listening = [c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    return sum(not ip.startswith(("127.", "::1", "::ffff:127.")) for ip in listening)
+
+
 @pytest.mark.timeout(600)
 def test_ctrl_c_in_mid_run_leaves_no_process_behind(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
@@ -152,10 +160,29 @@ def test_ctrl_c_in_mid_run_leaves_no_process_behind(
     run = start_run(settings(tiny_qwen3_moe, prompts, train={"num_steps": 500}), tmp_path)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
-    run.look()
+    guard = run.find("mslime.backends.sglang.launch")
+    assert [open_to_others(p) for p in (guard, *guard.children(recursive=True))] == [0] * 5
+    # Ray listens everywhere, with one port a worker; what a trainer rank opens besides is on loopback.
+    assert open_to_others(run.find("ray::TrainerActor")) == open_to_others(run.find("ray::RolloutActor")) == 1
     interrupt(run)
     assert run.finish(60) == 130, run.text()
     assert run.left_over() == []
+
+
+@pytest.mark.timeout(600)
+def test_a_driver_that_is_killed_while_its_engine_starts_leaves_nothing_behind(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    """Processes that have only just been started, Ray's agents, and shared memory of the engine."""
+    run = start_run(settings(tiny_qwen3_moe, prompts), tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: "engine0: starting its processes" in run.text(), START_S)
+    run.wait_for(lambda: len(run.find("mslime.backends.sglang.launch").children(recursive=True)) >= 4, START_S)
+    files = shared_memory_of([p.pid for p in run.look()])
+    run.process.kill()
+    run.process.wait()
+    assert run.left_over(30) == []
+    assert not [path for path in files if path.exists()]
 
 
 @pytest.mark.timeout(600)
@@ -178,7 +205,7 @@ def test_a_killed_engine_ends_the_run_names_its_log_and_loses_no_step(
     run = start_run(settings(tiny_qwen3_moe, prompts, train={"num_steps": 500}, checkpoint={"save_every": 0}), tmp_path)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
-    run.find("sglang.launch_server").kill()
+    run.find("mslime.backends.sglang.launch").kill()
     assert run.finish(120) == 2, run.text()
     assert "engine0" in run.text() and "engine0.log" in run.text()
     saved = latest_complete(run.directory / "checkpoints")

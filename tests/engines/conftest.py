@@ -19,6 +19,7 @@ import pytest
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.server import EngineAddress, ServerProcess
+from mslime.config.keys import Endpoint
 from mslime.config.schema import DeadlineConfig, RunConfig
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
@@ -53,10 +54,16 @@ class SharedServer:
         """`http://127.0.0.1:port`."""
         return self.address.url
 
+    @property
+    def endpoint(self) -> Endpoint:
+        """Its URL and keys."""
+        return self.address.endpoint
+
     def client(self) -> EngineClient:
         """A client; `async with` it."""
         deadlines = DeadlineConfig.model_validate(DEADLINES)
-        return EngineClient(self.url, self.address.name, deadlines, self.model, self.address.log_path)
+        at = self.address
+        return EngineClient(at.url, at.name, deadlines, self.model, at.log_path, at.keys, at.identity)
 
     def restore(self) -> None:
         """Load the checkpoint's weights again, as version 0."""

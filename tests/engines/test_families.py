@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mslime.backends.megatron.naming import named_local_params
 from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
 from mslime.convert.hf import HFCheckpoint
 from tests.engines.conftest import serve
@@ -253,10 +254,10 @@ def test_a_bfloat16_checkpoint_comes_back_bit_for_bit(ran: Ran, tmp_path: Path, 
     assert_same_tensors(tmp_path / "exported", source)
 
 
-def send_changed(trainer: MegatronTrainer, url: str, exported: Path) -> None:
+def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> None:
     """Change every parameter, send the weights to the engine and write them to disk."""
     sender = trainer.weight_sender()
-    sender.connect([url])
+    sender.connect([engine])
     change_every_parameter(trainer)
     publish(sender, 1, trainer.place.rank, check="cpu" in get_family(trainer.hf_config).support.compared_on)
     sender.disconnect()
@@ -281,10 +282,10 @@ def test_the_engine_serves_the_synced_weights_as_transformers_computes_them(
     checkpoint = ran.checkpoint(case)
     server = serve(checkpoint, tmp_path / "log")
     try:
-        before, _ = engine_log_probs(server.url)
+        before, _ = engine_log_probs(server.endpoint)
         sizes = {"tp": 2, "ep": 2} if server.model.top_k else {"tp": 2}
-        run_trainers(send_changed, make_config(checkpoint, tmp_path, **sizes), server.url, tmp_path / "sent")
-        after, meta = engine_log_probs(server.url, new_tokens=12)
+        run_trainers(send_changed, make_config(checkpoint, tmp_path, **sizes), server.endpoint, tmp_path / "sent")
+        after, meta = engine_log_probs(server.endpoint, new_tokens=12)
     finally:
         server.process.stop()
     assert meta["weight_version"] == "1"

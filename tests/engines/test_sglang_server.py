@@ -7,10 +7,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
@@ -19,8 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest, ServedModel
-from mslime.backends.sglang.handshake import Needs, handshake
+from mslime.backends.sglang.guard import shared_memory_of
+from mslime.backends.sglang.handshake import DECLARED, Needs, handshake
 from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.process import SupervisedProcess
 from mslime.backends.sglang.server import ServerProcess
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer, cpu_run, serve
@@ -127,10 +131,67 @@ def test_an_engine_that_misses_its_start_deadline_is_stopped(tiny_qwen3_moe: Pat
     assert not process.alive and process.pids[1:] == []
 
 
+def test_a_port_that_is_taken_between_choice_and_bind_is_replaced_at_once(
+    tiny_qwen3_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang logs that it cannot bind, and lives on. At last the guard is killed, and nothing of the server is left."""
+    taken: list[socket.socket] = []
+    launch = ServerProcess._launch
+
+    def launch_after_a_rival(self: ServerProcess, port: int, identity: str) -> SupervisedProcess:
+        if not taken:
+            rival = socket.socket()
+            rival.bind(("127.0.0.1", port))
+            rival.listen()
+            taken.append(rival)
+        return launch(self, port, identity)
+
+    monkeypatch.setattr(ServerProcess, "_launch", launch_after_a_rival)
+    process = ServerProcess(cpu_run(tiny_qwen3_moe, deadlines={"engine_start_s": 150}), 0, tmp_path)
+    address = process.start()
+    try:
+        log = process.log_path.read_text()
+        assert "Errno 98" in log and f":{taken[0].getsockname()[1]}" not in address.url
+        assert process.keys.api not in log and "redacted" in log, "SGLang prints its settings"
+        pids = process.pids
+        assert len(pids) >= 4
+        mine = [c for p in pids for c in psutil.Process(p).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        assert {c.laddr.ip for c in mine} == {"127.0.0.1"}, "its rendezvous too listens on loopback alone"
+        files = shared_memory_of(pids)
+        assert {path.name[:4] for path in files} == {"sem.", "sgla"}
+        os.kill(pids[0], signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while (left := _alive(pids)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left == []
+        while [path for path in files if path.exists()] and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not [path for path in files if path.exists()]
+    finally:
+        process.stop()
+        taken[0].close()
+
+
+def _alive(pids: list[int]) -> list[int]:
+    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_request_without_the_key_is_refused(sglang_server: SharedServer) -> None:
+    routes = [("GET", p) for p in ("/model_info", "/server_info", "/openapi.json", "/v1/models")]
+    routes += [("POST", d.route) for d in DECLARED] + [("POST", "/set_internal_state"), ("POST", "/flush_cache")]
+    for method, route in routes:
+        for headers in ({}, {"Authorization": "Bearer guessed"}, {"Origin": "http://evil.example"}):
+            answer = httpx.request(method, sglang_server.url + route, json={}, headers=headers, timeout=30)
+            assert answer.status_code == 401, (route, headers)
+    command = [word for p in sglang_server.process.pids for word in psutil.Process(p).cmdline()]
+    assert not [word for word in command if sglang_server.process.keys.api in word]
+
+
 def test_an_attached_server_needs_no_process(sglang_server: SharedServer) -> None:
     async def ask() -> int:
         model = ServedModel(4, 2, 320)
-        async with EngineClient(sglang_server.url, "attached", model=model) as client:
+        keys = sglang_server.address.keys
+        async with EngineClient(sglang_server.url, "attached", model=model, keys=keys) as client:
             return len((await client.generate(GenerateRequest("attached", [1], 3, ignore_eos=True))).output_ids)
 
     assert run(ask()) == 3

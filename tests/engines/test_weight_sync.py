@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from mslime.backends.megatron.trainer import MegatronTrainer
-from mslime.backends.sglang.server import free_port
+from mslime.config.keys import Endpoint
+from mslime.network import free_port
 from mslime.weights.commit import Commit
 from mslime.weights.errors import WeightSyncError
 from mslime.weights.plan import Bucket
@@ -36,9 +37,9 @@ def checkpoint(tiny_qwen3_moe: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(sglang_server: SharedServer) -> Iterator[str]:
-    """URL of the shared server, which gets its own weights back afterwards."""
-    yield sglang_server.url
+def engine(sglang_server: SharedServer) -> Iterator[Endpoint]:
+    """The shared server, which gets its own weights back afterwards."""
+    yield sglang_server.endpoint
     sglang_server.restore()
 
 
@@ -72,10 +73,10 @@ def publish(sender: WeightSender, version: int, rank: int, check: bool = True) -
     return compared
 
 
-def sync_twice(trainer: MegatronTrainer, url: str, version: int, export: Path) -> tuple[int, int]:
+def sync_twice(trainer: MegatronTrainer, engine: Endpoint, version: int, export: Path) -> tuple[int, int]:
     """Two syncs over one connection, the second with newer weights, which are also exported; (compared, buckets)."""
     rank, sender = trainer.place.rank, trainer.weight_sender()
-    sender.connect([url])
+    sender.connect([engine])
     change_weights(trainer, 0.01)
     publish(sender, version - 1, rank, check=False)
     change_weights(trainer, -0.004 * version)
@@ -85,7 +86,12 @@ def sync_twice(trainer: MegatronTrainer, url: str, version: int, export: Path) -
     return compared, len(sender.plan.buckets)
 
 
-def engine_log_probs(url: str, new_tokens: int = 1) -> tuple[torch.Tensor, dict[str, Any]]:
+def post(engine: Endpoint, path: str, body: dict[str, Any]) -> Any:
+    answer = httpx.post(engine.url + path, json=body, headers=engine.keys.headers(path), timeout=60).raise_for_status()
+    return answer.json() if answer.text.startswith("{") else answer.text
+
+
+def engine_log_probs(engine: Endpoint, new_tokens: int = 1) -> tuple[torch.Tensor, dict[str, Any]]:
     """log p of PROMPT's tokens from the second on, as the engine computes them now; continued greedily."""
     body = {
         "input_ids": PROMPT,
@@ -93,8 +99,8 @@ def engine_log_probs(url: str, new_tokens: int = 1) -> tuple[torch.Tensor, dict[
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    httpx.post(url + "/flush_cache", timeout=60).raise_for_status()
-    meta = httpx.post(url + "/generate", json=body, timeout=60).raise_for_status().json()["meta_info"]
+    post(engine, "/flush_cache", {})
+    meta = post(engine, "/generate", body)["meta_info"]
     return torch.tensor([entry[0] for entry in meta["input_token_logprobs"][1:]]), meta
 
 
@@ -113,7 +119,7 @@ def transformers_log_probs(path: Path) -> torch.Tensor:
     ids=["1 process", "tp2 ep2", "pp2", "dp2 ep2"],
 )
 def test_the_engine_serves_the_trainers_weights_under_their_version(
-    checkpoint: Path, engine: str, tmp_path: Path, version: int, sizes: dict[str, Any]
+    checkpoint: Path, engine: Endpoint, tmp_path: Path, version: int, sizes: dict[str, Any]
 ) -> None:
     before, _ = engine_log_probs(engine)
     config = config_of(checkpoint, tmp_path, **sizes)
@@ -154,10 +160,10 @@ FLIPPED = {
 }
 
 
-def flip_and_repair(trainer: MegatronTrainer, url: str) -> dict[str, str]:
+def flip_and_repair(trainer: MegatronTrainer, engine: Endpoint) -> dict[str, str]:
     """What `check` says with one bit of each tensor broken in turn; at last everything is sent unbroken."""
     sender = trainer.weight_sender()
-    sender.connect([url])
+    sender.connect([engine])
     real, said = sender._transport, {}
     assert real is not None
     for tensor in FLIPPED:
@@ -172,31 +178,31 @@ def flip_and_repair(trainer: MegatronTrainer, url: str) -> dict[str, str]:
 
 
 def test_one_flipped_bit_in_one_tensor_is_found_and_the_version_is_not_stamped(
-    checkpoint: Path, engine: str, tmp_path: Path
+    checkpoint: Path, engine: Endpoint, tmp_path: Path
 ) -> None:
     said = run_trainers(flip_and_repair, config_of(checkpoint, tmp_path), engine)[0]
     for tensor, message in said.items():
-        assert f"{engine} rank 0: {FLIPPED[tensor]}" in message and "1 of 39 parameters differ" in message
+        assert f"{engine.url} rank 0: {FLIPPED[tensor]}" in message and "1 of 39 parameters differ" in message
     assert engine_log_probs(engine)[1]["weight_version"] == "10"
 
 
-def refused(trainer: MegatronTrainer, url: str) -> tuple[str, float]:
+def refused(trainer: MegatronTrainer, engine: Endpoint) -> tuple[str, float]:
     """Send without an open session, which SGLang refuses; then a whole sync on the same connection's successor."""
     sender = trainer.weight_sender()
-    sender.connect([url])
+    sender.connect([engine])
     begin = time.monotonic()
     with pytest.raises(WeightSyncError) as caught:
         sender.send(11)
     seconds = time.monotonic() - begin
     sender.disconnect()
-    sender.connect([url])
+    sender.connect([engine])
     publish(sender, 12, trainer.place.rank)
     sender.disconnect()
     return str(caught.value), seconds
 
 
 def test_a_refusal_is_raised_on_every_rank_with_the_engines_words_and_a_new_connection_works(
-    checkpoint: Path, engine: str, tmp_path: Path
+    checkpoint: Path, engine: Endpoint, tmp_path: Path
 ) -> None:
     for message, seconds in run_trainers(refused, config_of(checkpoint, tmp_path, tp=2, ep=2), engine):
         assert "weights.send = 'trainer rank 0': bucket 0 (stage 0" in message, message
@@ -205,18 +211,18 @@ def test_a_refusal_is_raised_on_every_rank_with_the_engines_words_and_a_new_conn
     assert engine_log_probs(engine)[1]["weight_version"] == "12"
 
 
-def unreachable(trainer: MegatronTrainer, url: str) -> str:
+def unreachable(trainer: MegatronTrainer, engine: Endpoint) -> str:
     sender = trainer.weight_sender()
     with pytest.raises(WeightSyncError) as caught:
-        sender.connect([url])
+        sender.connect([engine])
     sender.disconnect()
     return str(caught.value)
 
 
 def test_an_engine_that_is_not_there_is_named_on_every_rank(checkpoint: Path, tmp_path: Path) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    for message in run_trainers(unreachable, config_of(checkpoint, tmp_path, tp=2, ep=2), url):
-        assert "weights.connect" in message and url in message
+    engine = Endpoint(f"http://127.0.0.1:{free_port()}")
+    for message in run_trainers(unreachable, config_of(checkpoint, tmp_path, tp=2, ep=2), engine):
+        assert "weights.connect" in message and engine.url in message
 
 
 def export_on_a_small_disk(trainer: MegatronTrainer, directory: Path, limited_rank: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import socket
@@ -17,16 +18,11 @@ import pytest
 
 from mslime.backends.cpu.sglang import SITE_DIR
 from mslime.backends.sglang.flags import command_line, environment, read_model_config, server_fields
-from mslime.backends.sglang.server import (
-    ServerProcess,
-    SupervisedProcess,
-    attach,
-    free_port,
-    log_tail,
-    port_in_use,
-)
+from mslime.backends.sglang.process import SupervisedProcess, log_tail
+from mslime.backends.sglang.server import ServerProcess, attach
 from mslime.config.errors import CheckpointError, EngineError
 from mslime.config.schema import RunConfig
+from mslime.network import ephemeral_ports, free_port, own_ports, port_in_use
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -76,7 +72,7 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path) -> None:
     owner_code = f"""
 import os, sys, time
 from pathlib import Path
-from mslime.backends.sglang.server import SupervisedProcess
+from mslime.backends.sglang.process import SupervisedProcess
 log = Path({str(tmp_path)!r}) / "log"
 p = SupervisedProcess("engine0", [sys.executable, "-c", {STUBBORN!r}], dict(os.environ), log)
 print(p.pid, flush=True)
@@ -99,6 +95,79 @@ def test_the_command_dies_when_its_guard_is_killed(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     assert wait_for(lambda: not alive(command))
     process.stop()
+
+
+# Spawns what SGLang spawns: processes that import the server's module before they do anything else.
+SPAWNS = """
+import multiprocessing, sys, time
+from mslime.backends.sglang import launch
+
+def work():
+    time.sleep(300)
+
+if __name__ == "__main__":
+    import os
+    os.environ[launch._SERVER_PID] = str(os.getpid())
+    context = multiprocessing.get_context("spawn")
+    lock = context.Lock()
+    context.Process(target=work).start()
+    time.sleep(300)
+elif __name__ == "__mp_main__":
+    launch.die_with_the_server()
+    print("child up", flush=True)
+"""
+
+
+@pytest.mark.parametrize("killed", ["guard", "owner", "guard and owner", "server", "guard while children start"])
+def test_no_process_and_no_shared_memory_outlives_the_guard_the_owner_or_the_server(
+    tmp_path: Path, killed: str
+) -> None:
+    before = set(os.listdir("/dev/shm"))
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNS)
+    log = tmp_path / "log"
+    owner_code = f"""
+import os, sys, time
+from pathlib import Path
+from mslime.backends.sglang.process import SupervisedProcess
+p = SupervisedProcess("engine0", [sys.executable, {str(script)!r}], dict(os.environ), Path({str(log)!r}))
+print(p.pid, flush=True)
+time.sleep(300)
+"""
+    env = {**ENV, "TMPDIR": str(tmp_path)}
+    owner = subprocess.Popen([sys.executable, "-c", owner_code], env=env, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    guard = int(owner.stdout.readline())
+    below = psutil.Process(guard)
+    starting = killed == "guard while children start"
+    assert wait_for(lambda: len(below.children(recursive=True)) == 3 and (starting or "child up" in log.read_text()))
+    family = [guard, *(p.pid for p in below.children(recursive=True))]
+    victims = {"owner": [owner.pid], "server": [family[1]], "guard and owner": [guard, owner.pid]}
+    for pid in victims.get(killed, [guard]):
+        os.kill(pid, signal.SIGKILL)
+    assert wait_for(lambda: not [pid for pid in family if alive(pid)]), [pid for pid in family if alive(pid)]
+    assert wait_for(lambda: not {n for n in set(os.listdir("/dev/shm")) - before if n.startswith("sem.mp-")})
+    owner.kill()
+    owner.wait(10)
+
+
+def test_shared_memory_that_a_killed_command_leaves_is_removed_unless_another_uses_it(tmp_path: Path) -> None:
+    own, others = (Path("/dev/shm") / f"mslime-test-{os.getpid()}-{name}" for name in ("own", "others"))
+    for path in (own, others):
+        path.write_bytes(b"x" * 4096)
+    code = f"""
+import mmap, os, signal, time
+maps = [mmap.mmap(os.open(p, os.O_RDWR), 4096) for p in ({str(own)!r}, {str(others)!r})]
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(300)
+"""
+    with others.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        process = supervise(tmp_path, code)
+        assert wait_for(lambda: "up" in process.log_text().splitlines())
+        process.stop()
+        assert not own.exists() and others.exists()
+    others.unlink()
 
 
 def test_a_dead_process_is_reported_with_status_and_the_end_of_its_log(tmp_path: Path) -> None:
@@ -146,30 +215,91 @@ def test_a_port_in_use_is_an_error_that_names_it(tiny_run: RunConfig, tmp_path: 
     assert not port_in_use("127.0.0.1", free_port())
 
 
-def test_a_port_lost_while_starting_is_replaced_by_another(
-    tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in for the server: it loses its port once, and serves on the next."""
-    count = tmp_path / "count"
-    code = f"""
-import http.server, pathlib, sys
-count = pathlib.Path({str(count)!r})
+# Stands in for a server that meets a port of somebody else's. It is told what to do at its first start, serves at its
+# second, and answers to the name it was given.
+STAND_IN = """
+import http.server, json, pathlib, subprocess, sys, time
+count, first, port, name = pathlib.Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
 count.write_text(count.read_text() + "x" if count.exists() else "x")
 if len(count.read_text()) == 1:
-    sys.exit("OSError: [Errno 98] address already in use")
-class Ready(http.server.BaseHTTPRequestHandler):
-    def do_GET(self): self.send_response(200); self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
+    if first == "ends":
+        sys.exit("OSError: [Errno 98] address already in use")
+    if first == "lives on":
+        print("ERROR: [Errno 98] error while attempting to bind on address: address already in use", flush=True)
+        time.sleep(300)
+    name = "a stranger"
+class Answers(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"served_model_name": name}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+print("Load weight begin", flush=True)
+http.server.HTTPServer(("127.0.0.1", port), Answers).serve_forever()
 """
+
+
+@pytest.mark.parametrize("first", ["ends", "lives on", "is another server"])
+def test_a_port_that_is_somebody_elses_is_replaced_by_another_at_once(
+    tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    count = tmp_path / "count"
     monkeypatch.setattr(
         "mslime.backends.sglang.server.command_line",
-        lambda fields: [sys.executable, "-c", code, str(fields["port"])],
+        lambda f: [sys.executable, "-c", STAND_IN, str(count), first, str(f["port"]), f["served_model_name"]],
     )
     server = ServerProcess(tiny_run, 0, tmp_path)
     address = server.start()
-    assert server.alive and address.url.startswith("http://127.0.0.1:") and count.read_text() == "xx"
+    assert server.alive and count.read_text() == "xx" and address.identity.startswith("engine0-")
+    assert int(address.url.rpartition(":")[2]) in own_ports()
+    assert server.phase().startswith("loading weights, ")
     server.stop()
     assert not server.alive
+
+
+def test_ports_are_chosen_outside_the_range_that_the_kernel_draws_from() -> None:
+    first, last = ephemeral_ports()
+    chosen = {free_port() for _ in range(50)}
+    assert len(chosen) > 25 and not [port for port in chosen if first <= port <= last]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "ours"),
+    [
+        ("32768\t60999\n", (20000, 32767, 61000, 65535)),
+        ("16384 65535", (20000, 20001, 65534, 65535)),  # none is left for us, so every one will do
+        ("not a range", (20000, 32767, 61000, 65535)),
+    ],
+)
+def test_the_ports_that_are_ours_follow_from_the_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: str, ours: tuple[int, ...]
+) -> None:
+    (tmp_path / "range").write_text(kernel)
+    monkeypatch.setattr("mslime.network.EPHEMERAL", tmp_path / "range")
+    assert set(ours) <= set(own_ports()) and not {19999, 65536} & set(own_ports())
+    monkeypatch.setattr("mslime.network.EPHEMERAL", tmp_path / "missing")
+    assert ephemeral_ports() == (32768, 60999)
+
+
+@pytest.mark.parametrize(
+    ("logged", "phase"),
+    [
+        ("", "starting"),
+        ("server_args={...}", "starting its processes"),
+        ("server_args=\nLoad weight begin. avail mem=", "loading weights"),
+        (
+            "server_args=\nLoad weight begin.\nLoad weight end.\nCapture decode CUDA graph begin. avail",
+            "capturing CUDA",
+        ),
+    ],
+)
+def test_the_phase_of_a_start_is_read_off_the_log(tiny_run: RunConfig, tmp_path: Path, logged: str, phase: str) -> None:
+    server = ServerProcess(tiny_run, 0, tmp_path)
+    server._process = supervise(tmp_path, f"print({logged!r}, flush=True)")
+    assert wait_for(lambda: not server.alive)
+    assert server.phase().startswith(phase) and server.phase().endswith(" s")
+    server.stop()
 
 
 def test_attaching_needs_a_url() -> None:

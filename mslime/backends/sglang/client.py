@@ -38,6 +38,7 @@ from mslime.backends.sglang.generating import (
 )
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.config.errors import EngineError, UserError
+from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.schema import DeadlineConfig
 
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -77,6 +78,8 @@ class EngineClient:
         deadlines: seconds for generation and for control calls.
         model: needed to read routes and to refuse token ids that the model does not have.
         log_path: the server's log, named in errors; None for servers that somebody else started.
+        keys: what the server asks of its clients.
+        identity: the name under which it must serve its model, which the handshake compares; empty for any.
     """
 
     def __init__(
@@ -86,8 +89,11 @@ class EngineClient:
         deadlines: DeadlineConfig | None = None,
         model: ServedModel | None = None,
         log_path: Path | None = None,
+        keys: EngineKeys = NO_KEYS,
+        identity: str = "",
     ) -> None:
         self.url, self.name, self.model, self.log_path = url.rstrip("/"), name, model, log_path
+        self.keys, self.identity = keys, identity
         self.deadlines = deadlines or DeadlineConfig()
         self._session: aiohttp.ClientSession | None = None
 
@@ -334,7 +340,7 @@ class EngineClient:
                 method,
                 self.url + path,
                 data=data,
-                headers={"Content-Type": "application/json"},
+                headers={"Content-Type": "application/json", **self.keys.headers(path)},
                 timeout=_timeout(timeout_s),
             ) as response:
                 content, status = await _read(response, limit), response.status

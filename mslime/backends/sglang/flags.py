@@ -76,8 +76,14 @@ def teacher_run(config: RunConfig) -> RunConfig:
     )
 
 
-def server_fields(config: RunConfig, index: int, host: str, port: int, cpu: bool) -> dict[str, Any]:
-    """ServerArgs fields of engine `index`; what the user passed through wins over our defaults."""
+def server_fields(
+    config: RunConfig, index: int, host: str, port: int, cpu: bool, identity: str | None = None
+) -> dict[str, Any]:
+    """ServerArgs fields of engine `index`; what the user passed through wins over our defaults.
+
+    Args:
+        identity: name under which it serves its model, by which it is known from other servers.
+    """
     engine, model = config.sglang, config.model
     hf_config = read_model_config(model.path)
     fields: dict[str, Any] = {
@@ -94,6 +100,7 @@ def server_fields(config: RunConfig, index: int, host: str, port: int, cpu: bool
         "max_running_requests": engine.max_running_requests,
         "random_seed": config.seed + index,
         "weight_version": "0",
+        "served_model_name": identity,
         "log_level_http": "warning",
         "enable_return_routed_experts": config.train.replay == "r3" and is_moe(hf_config),
         "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
@@ -102,8 +109,8 @@ def server_fields(config: RunConfig, index: int, host: str, port: int, cpu: bool
 
 
 def command_line(fields: Mapping[str, Any]) -> list[str]:
-    """`python -m sglang.launch_server` with one flag per field; None and false mean the engine's default."""
-    command = [sys.executable, "-m", "sglang.launch_server"]
+    """The server's program (see `launch`) with one flag per field; None and false mean the engine's default."""
+    command = [sys.executable, "-m", "mslime.backends.sglang.launch"]
     for name, value in fields.items():
         flag = "--" + _FLAG_NAMES.get(name, name.replace("_", "-"))
         if value is True:

@@ -1,9 +1,10 @@
 """Runs a command and ends it, with every process it started, as soon as whoever asked for it is gone.
 
-`python -m mslime.backends.sglang.guard FD -- COMMAND...`: FD is the read end of a pipe whose write end the owner keeps.
-The kernel closes that end however the owner ends (exit, crash, SIGKILL), which no handler in the owner could promise.
+`python -m mslime.backends.sglang.guard FD TMP -- COMMAND...`: FD is the read end of a pipe whose write end the owner
+keeps. The kernel closes that end however the owner ends (exit, crash, SIGKILL), which no handler in it could promise.
 The guard is a subreaper, so processes that outlive their parent become its children and are found. It exits with the
-command's status. The command's TMPDIR is a directory of its own that goes with it. Standard library only.
+command's status. TMP, the command's own TMPDIR, goes with it, and so does the shared memory that its processes leave in
+/dev/shm. Standard library only.
 """
 
 from __future__ import annotations
@@ -11,37 +12,52 @@ from __future__ import annotations
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-GRACE_SECONDS = 1.0
+GRACE_SECONDS = 3.0
+"""For the command to end by itself, and again for the helpers that clean up after it."""
+LOOK_SECONDS = 30.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_SHARED_MEMORY = Path("/dev/shm")
+_TRACKER = b"multiprocessing.resource_tracker"
 
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _die_with_guard() -> None:
-    """In the command's process: killed when the guard itself is killed."""
+def _die_with_guard(guard: int) -> None:
+    """In the command's process: killed when the guard itself is killed, and ended by Ctrl-C's signal as usual."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _stat(pid: int) -> list[int]:
+    """Parent and process group of a process; empty when it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(field) for field in stat.rpartition(")")[2].split()[1:3]]
+
+
+def _everyone() -> dict[int, list[int]]:
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {pid: found for pid in pids if (found := _stat(pid))}
 
 
 def descendants(root: int) -> list[int]:
     """Process ids below `root`, parents first, read from /proc."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # ended meanwhile
-            parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
+    parents = {pid: parent for pid, (parent, _) in _everyone().items()}
     found, edge = [], [root]
     while edge:
         edge = [pid for pid, parent in parents.items() if parent in edge]
@@ -49,7 +65,12 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def kill_all(pids: Sequence[int]) -> None:
+def process_group(leader: int) -> list[int]:
+    """Process ids of the group that `leader` made, itself left out."""
+    return [pid for pid, (_, group) in _everyone().items() if group == leader and pid != leader]
+
+
+def kill_all(pids: Iterable[int]) -> None:
     """SIGKILL each process that still exists."""
     for pid in pids:
         try:
@@ -58,15 +79,77 @@ def kill_all(pids: Sequence[int]) -> None:
             continue
 
 
-def _end(child: subprocess.Popen[bytes]) -> int:
-    """SIGTERM to the command, SIGKILL to everything that is left after the grace period."""
+def kill_but_cleaners(pids: Sequence[int]) -> None:
+    """SIGKILL all but Python's helpers that unlink semaphores as soon as those who use them are gone."""
+    kill_all(pid for pid in pids if not _cleans_up(pid))
+
+
+def _cleans_up(pid: int) -> bool:
+    try:
+        return _TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped: their semaphores and shared blocks.
+
+    Compared by inode: glibc makes a semaphore under another name first, which is the one that is seen as mapped.
+    """
+    mapped: set[int] = set()
+    for pid in pids:
+        with suppress(OSError):  # ended meanwhile, or somebody else's
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            mapped |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+    found: set[Path] = set()
+    for path in _SHARED_MEMORY.iterdir() if mapped else ():
+        with suppress(OSError):
+            if path.stat().st_ino in mapped:
+                found.add(path)
+    return found
+
+
+def remove_unused(files: Iterable[Path]) -> None:
+    """Remove those of the files in /dev/shm that nobody maps any more."""
+    left = {path for path in files if path.exists()}
+    for path in left - shared_memory_of(_everyone() if left else ()):
+        path.unlink(missing_ok=True)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    """Return when the condition holds, or time is up."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _reap() -> None:
+    """Take the status of orphans that became our children, so that they are gone from /proc."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+
+
+def _end(child: subprocess.Popen[bytes], files: set[Path]) -> int:
+    """Ask the command to end, then kill everything that is left; its cleaning helpers last. Returns its wait status."""
+    files |= shared_memory_of(descendants(os.getpid()))
     if child.poll() is None:
-        child.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_SECONDS
-        while child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        # What Ctrl-C does: the server ends at once, where after SIGTERM it would wait for requests in flight. A second
+        # one is for connections that are still open.
+        for share in (0.3, 0.7):
+            child.send_signal(signal.SIGINT)
+            wait_for(lambda: child.poll() is not None, GRACE_SECONDS * share)
+    kill_but_cleaners(descendants(os.getpid()))
+    status = child.wait()
+    wait_for(lambda: _reap() or not descendants(os.getpid()), GRACE_SECONDS)
     kill_all(descendants(os.getpid()))
-    return child.wait()
+    wait_for(lambda: _reap() or not descendants(os.getpid()), GRACE_SECONDS)
+    remove_unused(files)
+    return status
 
 
 def _watch(owner: int, command: Sequence[str], tmp: str) -> int:
@@ -74,26 +157,34 @@ def _watch(owner: int, command: Sequence[str], tmp: str) -> int:
     asked = {"to end": False}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: asked.update({"to end": True}))
+    guard = os.getpid()
     # The guard has no threads, which is what makes preexec_fn safe.
     child = subprocess.Popen(
         command,
         env={**os.environ, "TMPDIR": tmp},
-        preexec_fn=_die_with_guard,  # noqa: PLW1509
+        preexec_fn=lambda: _die_with_guard(guard),  # noqa: PLW1509
         stdin=subprocess.DEVNULL,
     )
+    files: set[Path] = set()
+    look_at = time.monotonic()
     while child.poll() is None and not asked["to end"]:
         readable, _, _ = select.select([owner], [], [], 0.2)
         if readable:  # nobody writes to the pipe: readable means closed
             break
-    return _end(child)
+        if time.monotonic() > look_at:  # for the case that its processes are killed before we can look
+            files |= shared_memory_of(descendants(guard))
+            look_at = time.monotonic() + LOOK_SECONDS
+    return _end(child, files)
 
 
 def main(argv: Sequence[str]) -> int:
     """Guard a command; return its exit status (128 + signal when it was killed)."""
-    assert argv[1] == "--", "usage: guard FD -- COMMAND..."
+    assert argv[2] == "--", "usage: guard FD TMP -- COMMAND..."
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    with tempfile.TemporaryDirectory(prefix="mslime-", ignore_cleanup_errors=True) as tmp:
-        status = _watch(int(argv[0]), argv[2:], tmp)
+    try:
+        status = _watch(int(argv[0]), argv[3:], argv[1])
+    finally:
+        shutil.rmtree(argv[1], ignore_errors=True)
     return status if status >= 0 else 128 - status
 
 

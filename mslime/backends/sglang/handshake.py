@@ -8,6 +8,7 @@ carries the feature's name; a run never discovers it an hour later as wrong data
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -29,11 +30,15 @@ class Needs:
         routes: routed experts (`train.replay: r3`).
         supports: sampling masks (a restricted draw).
         architectures: of the trained checkpoint's config.json; empty when unknown.
+        dtype: in which weights will be sent, as torch names it; empty for any.
+        checkpoint_dtype: what the checkpoint's config.json names, which the server's `auto` goes by.
     """
 
     routes: bool
     supports: bool
     architectures: tuple[str, ...] = ()
+    dtype: str = ""
+    checkpoint_dtype: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,9 +82,18 @@ async def handshake(client: EngineClient, needs: Needs) -> int:
 
 
 async def _handshake(client: EngineClient, needs: Needs) -> int:
+    if client.identity and (found := (await client.model_info()).get("served_model_name")) != client.identity:
+        raise client.error(
+            f"serves {found!r}", f"another server answers on its port; ours serves its model as {client.identity!r}"
+        )
     info = await client.server_info()
     if info.get("version") != SGLANG_VERSION:
         raise _missing(client, f"sglang {SGLANG_VERSION}", f"it runs {info.get('version')}")
+    served_dtype = _served_dtype(str(info.get("dtype", "auto")), needs.checkpoint_dtype)
+    if needs.dtype and served_dtype != needs.dtype:
+        raise _missing(
+            client, f"weights in {needs.dtype}", f"it holds them in {served_dtype}: start it with --dtype {needs.dtype}"
+        )
     schema = await client.openapi()
     for declared in DECLARED:
         _check_declared(client, declared, schema)
@@ -105,6 +119,13 @@ async def _handshake(client: EngineClient, needs: Needs) -> int:
 async def handshake_all(clients: list[EngineClient], needs: Needs) -> int:
     """`handshake` with every engine at once; the input that one of them refuses: of so many tokens, or more."""
     return min(await asyncio.gather(*(handshake(client, needs) for client in clients)))
+
+
+def _served_dtype(setting: str, checkpoint: str | None) -> str:
+    """What SGLang 0.5.23 makes of its `dtype` (model_config.py: `_get_and_verify_dtype`)."""
+    if setting == "auto":
+        return "float16" if checkpoint in (None, "float32") else checkpoint
+    return {"half": "float16", "float": "float32"}.get(setting, setting)
 
 
 def _missing(client: EngineClient, feature: str, found: str) -> EngineError:
@@ -145,7 +166,8 @@ async def _probe(client: EngineClient, feature: str, probe: Callable[[EngineClie
 
 
 async def _generate(client: EngineClient, **options: Any) -> GenerateResult:
-    request = GenerateRequest(f"handshake-{client.name}", PROBE_PROMPT, PROBE_TOKENS, ignore_eos=True, **options)
+    rid = f"handshake-{client.name}-{secrets.token_hex(8)}"  # a request of a killed run may still be there
+    request = GenerateRequest(rid, PROBE_PROMPT, PROBE_TOKENS, ignore_eos=True, **options)
     return await client.generate(request)
 
 

@@ -7,143 +7,77 @@ process does, whatever ends this process. Nothing here talks to the engine beyon
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import secrets
 import shutil
-import socket
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mslime.backends.cpu.sglang import check_version
 from mslime.backends.sglang.flags import command_line, environment, server_fields
-from mslime.backends.sglang.guard import GRACE_SECONDS, descendants, kill_all
+from mslime.backends.sglang.guard import descendants
+from mslime.backends.sglang.launch import ADMIN_KEY_VARIABLE, KEY_VARIABLE
+from mslime.backends.sglang.process import SupervisedProcess, log_tail
 from mslime.config.errors import EngineError
+from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.schema import RunConfig
+from mslime.network import free_port, port_in_use
 
 Role = Literal["engine", "teacher"]
 """What a server is for: generating with the student's weights, or scoring with a teacher's."""
 
-TAIL_LINES = 30
-PORT_ATTEMPTS = 3
-_PORT_TAKEN = ("address already in use", "port is already in use", "is not available")
+PORT_ATTEMPTS = 5
+_PORT_TAKEN = re.compile(r"address already in use|port is already in use| at \d+ is not available", re.IGNORECASE)
+"""What SGLang logs when one of its ports is somebody else's. It lives on after that and never serves."""
+
+# Lines of a starting server's log (0.5.23), in their order, and what it does from then on.
+_PHASES = (
+    ("", "starting"),
+    ("server_args=", "starting its processes"),
+    ("Load weight begin", "loading weights"),
+    ("Load weight end", "making room for the cache"),
+    ("CUDA graph begin", "capturing CUDA graphs"),
+    ("max_total_num_tokens=", "opening its port"),
+    ("Uvicorn running", "warming up"),
+)
 
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """Where an engine is: its name in samples and messages, its URL, and its log if we own it."""
+    """Where an engine is.
+
+    Attributes:
+        name: in samples and messages.
+        log_path: its log, if we own it.
+        keys: what it asks of a client.
+        identity: the name that it serves its model under, a random one if we launched it; empty for others.
+    """
 
     name: str
     url: str
     log_path: Path | None = None
+    keys: EngineKeys = NO_KEYS
+    identity: str = ""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What a client of its HTTP interface needs."""
+        return Endpoint(self.url, self.keys)
 
 
-def attach(url: str, index: int, role: Role = "engine") -> EngineAddress:
+def attach(url: str, index: int, role: Role = "engine", keys: EngineKeys = NO_KEYS) -> EngineAddress:
     """The address of a server that somebody else runs. Raises EngineError when the URL is not one."""
     if not url.startswith(("http://", "https://")):
         field = "teacher.urls" if role == "teacher" else "sglang.urls"
         raise EngineError(field, url, "is not the URL of a server", "write http://host:port")
-    return EngineAddress(f"{role}{index}", url.rstrip("/"))
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
-def port_in_use(host: str, port: int) -> bool:
-    """Whether somebody listens on the port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return True
-        return False
-
-
-def log_tail(path: Path, lines: int = TAIL_LINES) -> str:
-    """The end of a log, without the empty lines."""
-    if not path.exists():
-        return "(no log was written)"
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 65536))
-        text = file.read().decode(errors="replace")
-    return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
-
-
-class SupervisedProcess:
-    """A command under guard, writing to one log.
-
-    Args:
-        name: for messages.
-        command: program and arguments.
-        env: its whole environment.
-        log_path: stdout and stderr are appended here.
-    """
-
-    def __init__(self, name: str, command: Sequence[str], env: Mapping[str, str], log_path: Path) -> None:
-        self.name, self.log_path = name, log_path
-        read_end, self._write_end = os.pipe()
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log_start = log_path.stat().st_size if log_path.exists() else 0
-        guard = [sys.executable, "-m", "mslime.backends.sglang.guard", str(read_end), "--", *command]
-        with log_path.open("ab") as log:
-            log.write((" ".join(command) + "\n").encode())
-            log.flush()
-            self._guard = subprocess.Popen(
-                guard,
-                env=dict(env),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(read_end,),
-                start_new_session=True,
-            )
-        os.close(read_end)
-
-    @property
-    def pid(self) -> int:
-        """The guard's process id; the server and its workers are below it."""
-        return self._guard.pid
-
-    def poll(self) -> int | None:
-        """Exit status, or None while it runs."""
-        return self._guard.poll()
-
-    def log_text(self) -> str:
-        """What this process has written so far."""
-        with self.log_path.open("rb") as file:
-            file.seek(self._log_start)
-            return file.read().decode(errors="replace")
-
-    def died(self) -> EngineError:
-        """The error for a process that ended although it is needed."""
-        return EngineError(
-            self.name,
-            f"exit status {self.poll()}",
-            f"the server ended while the run needs it; the end of its log:\n{log_tail(self.log_path)}",
-            f"read {self.log_path}",
-        )
-
-    def stop(self) -> None:
-        """End the command and everything below it; returns when it is gone. Safe to call twice."""
-        if self._write_end < 0:
-            return
-        os.close(self._write_end)
-        self._write_end = -1
-        try:
-            self._guard.wait(GRACE_SECONDS + 5)
-        except subprocess.TimeoutExpired:
-            kill_all([*descendants(self.pid), self.pid])
-            self._guard.wait()
+    return EngineAddress(f"{role}{index}", url.rstrip("/"), keys=keys)
 
 
 class ServerProcess:
@@ -158,6 +92,7 @@ class ServerProcess:
         port: fixed port; None picks a free one, and another one should somebody be quicker.
         skip_patches: names of CPU patches to leave out (only tests do that).
         role: the server is called `<role><index>`; a teacher's `config` is that of `flags.teacher_run`.
+        keys: what it asks of its clients; default: a new random key.
     """
 
     def __init__(
@@ -170,13 +105,16 @@ class ServerProcess:
         port: int | None = None,
         skip_patches: Sequence[str] = (),
         role: Role = "engine",
+        keys: EngineKeys | None = None,
     ) -> None:
         self.config, self.index, self.host, self.gpus, self.port = config, index, host, gpus, port
         self.name = f"{role}{index}"
         self.log_path = Path(log_dir) / f"{self.name}.log"
         self.cpu = runs_on_cpu(config)
+        self.keys = keys or EngineKeys.random()
         self._skip = tuple(skip_patches)
         self._process: SupervisedProcess | None = None
+        self._started = time.monotonic()
 
     def start(self) -> EngineAddress:
         """Launch the server and wait until it serves.
@@ -186,22 +124,25 @@ class ServerProcess:
         """
         if self.cpu:
             check_version()
-        attempts = 1 if self.port is not None else PORT_ATTEMPTS
-        for attempt in range(attempts):
+        self._started = time.monotonic()
+        for _ in range(1 if self.port is not None else PORT_ATTEMPTS):
             port = self.port if self.port is not None else free_port(self.host)
             if port_in_use(self.host, port):
                 raise self._port_taken(port)
-            self._launch(port)
-            if self._wait_ready(port):
-                return EngineAddress(self.name, f"http://{self.host}:{port}", self.log_path)
-            assert self._process is not None
-            error, taken = self._process.died(), _names_taken_port(self._process.log_text())
+            identity = f"{self.name}-{secrets.token_hex(8)}"
+            process = self._launch(port, identity)
+            address = EngineAddress(self.name, f"http://{self.host}:{port}", self.log_path, self.keys, identity)
+            if self._wait_ready(process, address):
+                process.remember_shared_memory()
+                return address
             self.stop()
-            if not taken:
-                raise error
-            if attempt == attempts - 1:
-                raise self._port_taken(port)
-        raise AssertionError("unreachable")
+        raise self._port_taken(port)
+
+    def phase(self) -> str:
+        """What a starting server is doing and for how long, for example `loading weights, 20 s`."""
+        log = self._process.log_text() if self._process is not None else ""
+        doing = next(words for sign, words in reversed(_PHASES) if sign in log)
+        return f"{doing}, {time.monotonic() - self._started:.0f} s"
 
     def poll(self) -> int | None:
         """None while the server runs, else its exit status."""
@@ -229,22 +170,33 @@ class ServerProcess:
         if self._process is not None:
             self._process.stop()
 
-    def _launch(self, port: int) -> None:
-        fields = server_fields(self.config, self.index, self.host, port, self.cpu)
+    def _launch(self, port: int, identity: str) -> SupervisedProcess:
+        fields = server_fields(self.config, self.index, self.host, port, self.cpu, identity)
         env = environment(os.environ, cpu=self.cpu, ranks=self.config.sglang.tp_size, gpus=self.gpus)
+        env |= {KEY_VARIABLE: self.keys.api, ADMIN_KEY_VARIABLE: self.keys.admin}
         if self._skip:
             env["MSLIME_SGLANG_SKIP"] = " ".join(self._skip)
         self._process = SupervisedProcess(self.name, command_line(fields), env, self.log_path)
+        return self._process
 
-    def _wait_ready(self, port: int) -> bool:
-        """True once the server is ready, False when it died. Raises EngineError (and stops it) at the deadline."""
-        assert self._process is not None
+    def _wait_ready(self, process: SupervisedProcess, address: EngineAddress) -> bool:
+        """True once the server is ready, False when its port is somebody else's.
+
+        Raises:
+            EngineError: it died, or missed the deadline of the whole start (and was stopped).
+        """
         limit = self.config.deadlines.engine_start_s
-        deadline = time.monotonic() + limit
-        while self._process.poll() is None:
-            if _is_ready(f"http://{self.host}:{port}/ready"):
-                return True
-            if time.monotonic() > deadline:
+        while True:
+            running, log = process.poll() is None, process.log_text()  # in this order: a dead one writes no more
+            if _PORT_TAKEN.search(log):
+                return False
+            if not running:
+                error = process.died()
+                self.stop()
+                raise error
+            if _is_ready(address.url):
+                return _identity(address) == address.identity
+            if time.monotonic() - self._started > limit:
                 self.stop()
                 raise EngineError(
                     self.name,
@@ -253,13 +205,13 @@ class ServerProcess:
                     f"read {self.log_path}, or raise deadlines.engine_start_s",
                 )
             time.sleep(0.2)
-        return False
 
     def _port_taken(self, port: int) -> EngineError:
+        tried = "" if self.port is not None else f" (after {PORT_ATTEMPTS} other ports)"
         return EngineError(
             self.name,
             f"{self.host}:{port}",
-            "another process listens on this port",
+            f"another process listens on this port{tried}",
             "end that process, or let mslime pick a free port",
         )
 
@@ -269,14 +221,27 @@ def runs_on_cpu(config: RunConfig) -> bool:
     return config.cluster.device == "cpu" or (config.cluster.device == "auto" and shutil.which("nvidia-smi") is None)
 
 
-def _is_ready(url: str) -> bool:
+def _get(url: str, headers: dict[str, str]) -> tuple[int, bytes]:
+    """Status and body of an answer, status 0 when there is none; never through a proxy."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(url, timeout=5) as response:
-            return response.status == 200
-    except (urllib.error.URLError, OSError):  # refused while it loads, 503 while it warms up
-        return False
+        with opener.open(urllib.request.Request(url, headers=headers), timeout=5) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, b""
+    except (urllib.error.URLError, OSError):  # refused while it loads
+        return 0, b""
 
 
-def _names_taken_port(log: str) -> bool:
-    return any(sign in log.lower() for sign in _PORT_TAKEN)
+def _is_ready(url: str) -> bool:
+    return _get(url + "/ready", {})[0] == 200  # 503 while it warms up
+
+
+def _identity(address: EngineAddress) -> str | None:
+    """The name under which whoever answers there serves its model; None when it does not let us in."""
+    status, body = _get(address.url + "/model_info", address.keys.headers("/model_info"))
+    try:
+        answer: Any = json.loads(body) if status == 200 else {}
+    except ValueError:
+        return None
+    return answer.get("served_model_name") if isinstance(answer, dict) else None

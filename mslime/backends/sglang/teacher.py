@@ -7,6 +7,7 @@ log-probs of other words would train silently on nonsense, so its tokenizer must
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ async def _meet(client: EngineClient, student: Student) -> None:
             f"the teacher must score sequences of {student.longest} tokens and more",
             "start it with a longer context, or lower rollout.max_response_tokens or rollout.max_total_tokens",
         )
-    scores = await client.score(ScoreRequest(f"handshake-{client.name}", _PROBE))
+    scores = await client.score(ScoreRequest(f"handshake-{client.name}-{secrets.token_hex(8)}", _PROBE))
     if not (np.count_nonzero(scores) and scores[0] == 0):
         raise client.error("scores", f"{len(_PROBE)} tokens were scored as {scores.tolist()}")
 

@@ -1,0 +1,102 @@
+"""What `python -m sglang.launch_server` does, with three things that its command line cannot say.
+
+The server's key comes from the environment and leaves it at once: neither the command line, nor the log, nor what the
+server starts shows it. Its processes (they are spawned, so each imports this module first) die with the server, however
+it ends, also while they still import. And the store through which its ranks meet listens on the server's own address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "MSLIME_ENGINE_API_KEY", "MSLIME_ENGINE_ADMIN_API_KEY"
+_SERVER_PID = "MSLIME_ENGINE_PID"
+_PR_SET_PDEATHSIG = 1
+
+
+class HiddenKey(str):
+    """A key whose `repr` does not tell it: SGLang prints its settings, keys included, into its log."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'(redacted)'"
+
+
+def ancestors(pid: int) -> list[int]:
+    """Process ids above `pid`, nearest first, read from /proc."""
+    found: list[int] = []
+    while pid > 1:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            break
+        pid = int(stat.rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
+
+
+def die_with_the_server() -> None:
+    """In a process of the server: killed when its parent ends; ends now when the server has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    server = os.environ.get(_SERVER_PID)
+    if server is not None and int(server) not in ancestors(os.getpid()):
+        os._exit(1)
+
+
+def listen_on_own_address() -> None:
+    """Let torch's rendezvous listen on the address that it was given; by itself it listens on all of them."""
+    from torch._C._distributed_c10d import TCPStore
+
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function of that name hides it
+    original = rendezvous._create_c10d_store
+
+    def create_store(hostname: str, port: int, rank: int, world_size: int, timeout: Any, use_libuv: bool = True) -> Any:
+        if rank != 0:
+            return original(hostname, port, rank, world_size, timeout, use_libuv)
+        family, kind, _, _, address = socket.getaddrinfo(hostname, port, type=socket.SOCK_STREAM)[0]
+        server = socket.socket(family, kind)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(address)
+        server.listen(1024)
+        return TCPStore(
+            hostname, port, world_size, True, timeout,
+            multi_tenant=True, use_libuv=use_libuv, master_listen_fd=server.detach(),
+        )  # fmt: skip
+
+    rendezvous._create_c10d_store = create_store
+
+
+def main(argv: list[str]) -> None:
+    """Serve until the end. Settings as for `sglang.launch_server`; keys from the environment."""
+    os.environ[_SERVER_PID] = str(os.getpid())
+    key, admin_key = os.environ.pop(KEY_VARIABLE, ""), os.environ.pop(ADMIN_KEY_VARIABLE, "")
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    settings = prepare_server_args(argv)
+    settings.api_key = HiddenKey(key) if key else None
+    settings.admin_api_key = HiddenKey(admin_key) if admin_key else None
+    try:
+        run_server(settings)
+    except KeyboardInterrupt:
+        print("ended as asked", flush=True)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+elif __name__ == "__mp_main__":  # a scheduler or detokenizer of the server, before it imports anything large
+    die_with_the_server()
+    listen_on_own_address()

@@ -1,0 +1,107 @@
+"""Keys of SGLang servers: which request carries which, where they come from, and how they stay out of sight.
+
+A server that mslime launches gets a key of its own for each run. A server that somebody else runs has its owner's,
+given as `sglang.api_key`. Keys never stand in a command line, in config.yaml, in metrics or in a log.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, PlainSerializer, SecretStr
+
+from mslime.config.errors import ConfigError
+
+REDACTED = "(redacted)"
+FORMS = ("env:", "file:")
+
+# What SGLang 0.5.23 answers without its admin key (utils/auth.py: auth level NORMAL).
+NORMAL_PATHS = frozenset(
+    {"/generate", "/model_info", "/server_info", "/openapi.json", "/v1/loads", "/v1/models", "/tokenize", "/ready"}
+)
+
+
+def _accept(value: SecretStr) -> SecretStr:
+    text = value.get_secret_value()
+    if text == REDACTED:
+        raise ConfigError(
+            "sglang.api_key", text, "is what a written configuration shows instead of a key",
+            "write env:NAME or file:PATH, which say where the key is",
+        )  # fmt: skip
+    if not text.strip():
+        raise ConfigError("sglang.api_key", text, "a key is not empty", "remove it, or give the server's key")
+    return value
+
+
+def _shown(value: SecretStr) -> str:
+    text = value.get_secret_value()
+    return text if text.startswith(FORMS) else REDACTED
+
+
+Secret = Annotated[SecretStr, AfterValidator(_accept), PlainSerializer(_shown, return_type=str)]
+"""A setting that holds a secret, or (`env:NAME`, `file:PATH`) says where it is. Only the latter is ever written out."""
+
+
+@dataclass(frozen=True)
+class EngineKeys:
+    """What a client must know to be let in; empty strings where a server asks for nothing.
+
+    Attributes:
+        api: SGLang's `api_key`, for generation and questions.
+        admin: SGLang's `admin_api_key`, for weights, pauses and the like; where a server has none, `api` opens those.
+    """
+
+    api: str = field(default="", repr=False)
+    admin: str = field(default="", repr=False)
+
+    @classmethod
+    def random(cls) -> EngineKeys:
+        """A new key for everything."""
+        key = secrets.token_urlsafe(32)
+        return cls(key, key)
+
+    def headers(self, path: str) -> dict[str, str]:
+        """What a request to `path` carries."""
+        key = self.api if path in NORMAL_PATHS else self.admin or self.api
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+NO_KEYS = EngineKeys()
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server and what opens it."""
+
+    url: str
+    keys: EngineKeys = NO_KEYS
+
+
+def read_secret(setting: SecretStr, name: str) -> str:
+    """The secret that a setting holds or points to.
+
+    Args:
+        name: of the setting, for messages.
+
+    Raises:
+        ConfigError: the environment variable is not set, or the file cannot be read or is empty.
+    """
+    text = setting.get_secret_value()
+    kind, _, place = text.partition(":")
+    if kind == "env" and text.startswith(FORMS):
+        if not os.environ.get(place):
+            raise ConfigError(name, text, f"the environment variable {place} is not set", f"export {place}=...")
+        return os.environ[place]
+    if not text.startswith(FORMS):
+        return text
+    try:
+        found = Path(place).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(name, text, f"the file cannot be read: {error}", "give a readable file") from None
+    if not found:
+        raise ConfigError(name, text, "the file is empty", "write the key into it")
+    return found

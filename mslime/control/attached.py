@@ -1,0 +1,119 @@
+"""Engines that somebody else runs (`sglang.urls`): taken over as a run finds them, and left ready for the next one.
+
+A run that was killed leaves an attached engine with its process group, perhaps paused, perhaps with an open weight
+update, and with requests that nobody waits for. An engine does not tell which groups it is in, so every attempt writes
+the names of its own into the run directory before it makes them, and the next attempt of the run destroys those.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from mslime.config.errors import EngineError, UserError
+from mslime.config.keys import Endpoint
+from mslime.config.schema import RunConfig
+from mslime.weights.errors import WeightSyncError
+from mslime.weights.http import EngineHttp
+from mslime.weights.sync import group_name
+
+RECORD = "weight_groups.json"
+LEAVE_SECONDS = 15.0
+
+
+def new_group(config: RunConfig) -> str:
+    """What the names of this attempt's process groups with the engines begin with."""
+    return f"{config.name}-{uuid.uuid4().hex[:12]}"
+
+
+class AttachedEngines:
+    """The attached engines of one attempt of a run.
+
+    Args:
+        engines: where they are, and their keys.
+        group: from `new_group`.
+    """
+
+    def __init__(self, config: RunConfig, engines: Sequence[Endpoint], group: str) -> None:
+        self._engines = tuple(engines)
+        self._deadline_s = config.deadlines.engine_control_s
+        self._record = config.run_dir / RECORD
+        self._groups = [group_name(group, stage) for stage in range(config.layout.pp)]
+
+    def take_over(self) -> None:
+        """Undo what a killed run may have left, and write down what this one will leave if it is killed.
+
+        Raises:
+            EngineError: an engine does not answer, or asks for another key.
+        """
+        left = _recorded(self._record)
+        for engine in self._engines:
+            self._reset(engine, left, self._deadline_s, _refuse_silence)
+        self._record.parent.mkdir(parents=True, exist_ok=True)
+        self._record.write_text(json.dumps(sorted({*left, *self._groups})))
+
+    def leave(self, disconnect: Callable[[float], None]) -> None:
+        """Leave the engines without our groups, open updates and pauses. Never raises: it is called on the way out.
+
+        Args:
+            disconnect: lets the trainer ranks leave first, within so many seconds.
+        """
+        with suppress(UserError):  # a rank that is gone, or stuck, leaves nothing
+            disconnect(LEAVE_SECONDS)
+        silent: list[Endpoint] = []
+        for engine in self._engines:
+            self._reset(engine, self._groups, LEAVE_SECONDS, lambda at, _: silent.append(at))
+        if not silent:
+            self._record.unlink(missing_ok=True)
+
+    @staticmethod
+    def _reset(
+        engine: Endpoint, groups: Iterable[str], deadline_s: float, failed: Callable[[Endpoint, WeightSyncError], None]
+    ) -> None:
+        """An engine that generates, and knows no requests, updates or groups of ours.
+
+        What there is nothing of is refused with HTTP 400, which is as good.
+        """
+        http = EngineHttp([engine.url], deadline_s)
+        calls: list[tuple[str, dict[str, object]]] = [
+            ("/abort_request", {"abort_all": True}),
+            ("/end_weight_update", {}),
+            *(("/destroy_weights_update_group", {"group_name": name}) for name in groups),
+            ("/continue_generation", {}),
+        ]
+        try:
+            for path, body in calls:
+                _tried(http, engine, path, body)
+        except WeightSyncError as error:
+            failed(engine, error)
+        finally:
+            http.close()
+
+
+def _tried(http: EngineHttp, engine: Endpoint, path: str, body: dict[str, object]) -> None:
+    try:
+        http.post(engine, path, body, "take over")
+    except WeightSyncError as error:
+        if "HTTP 400" not in error.rule:
+            raise
+
+
+def _refuse_silence(engine: Endpoint, error: WeightSyncError) -> None:
+    if "HTTP 401" in error.rule or "HTTP 403" in error.rule:
+        raise EngineError(
+            "sglang.urls", engine.url, "the server asks for a key, or for another one",
+            "set sglang.api_key (and sglang.admin_api_key, if it has one) to env:NAME or file:PATH",
+        ) from error  # fmt: skip
+    raise EngineError("sglang.urls", engine.url, error.rule, "start the server, or correct the URL") from error
+
+
+def _recorded(path: Path) -> list[str]:
+    """Groups of attempts that were killed; nothing when the file is missing or damaged, since it only helps."""
+    try:
+        names = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return []
+    return [str(name) for name in names] if isinstance(names, list) else []

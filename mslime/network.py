@@ -1,0 +1,74 @@
+"""Ports and listening sockets of a run's own services. Standard library only.
+
+A port that is looked up and let go again is bound by its service only seconds or minutes later. In between, every
+socket that the kernel numbers itself (gloo, NCCL, Ray, outgoing connections) may take it, if it lies in the range that
+the kernel draws from. So ports are chosen outside that range; who can, keeps the socket and hands it on.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST, HIGHEST = 20000, 65535
+"""Ports that we choose from. Those below 20000 belong to well-known services and to Ray's workers (10002 to 19999)."""
+_USUAL_EPHEMERAL = (32768, 60999)
+_ENOUGH = 512
+_ATTEMPTS = 200
+_random = random.SystemRandom()
+
+
+def ephemeral_ports() -> tuple[int, int]:
+    """First and last port that the kernel gives to sockets without one of their own."""
+    try:
+        first, last = EPHEMERAL.read_text().split()
+        return int(first), int(last)
+    except (OSError, ValueError):  # no /proc, or another format
+        return _USUAL_EPHEMERAL
+
+
+def own_ports() -> list[int]:
+    """Ports that the kernel does not give away by itself; every port where it keeps (nearly) none for us."""
+    first, last = ephemeral_ports()
+    outside = [*range(LOWEST, min(first, HIGHEST + 1)), *range(max(last + 1, LOWEST), HIGHEST + 1)]
+    return outside if len(outside) >= _ENOUGH else list(range(LOWEST, HIGHEST + 1))
+
+
+def listen(host: str = "127.0.0.1") -> socket.socket:
+    """A socket that listens on `host` and no other address, on one of `own_ports`.
+
+    Raises:
+        OSError: the address is not this machine's, or no port is free.
+    """
+    ports = own_ports()
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    for attempt in range(_ATTEMPTS):
+        server = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            server.bind((host, _random.choice(ports)))
+            server.listen(1024)
+            return server
+        except OSError:
+            server.close()
+            if attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of `own_ports` on which nobody listens now."""
+    with listen(host) as probe:
+        return probe.getsockname()[1]
+
+
+def port_in_use(host: str, port: int) -> bool:
+    """Whether somebody listens on the port."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return True
+        return False

@@ -1,0 +1,62 @@
+"""A run on an engine that somebody else runs, which outlives it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mslime.backends.sglang.server import EngineAddress, ServerProcess
+from mslime.config.keys import EngineKeys
+from mslime.control.attached import RECORD
+from tests.e2e.harness import Run, start_run
+from tests.e2e.test_run import START_S, STEP_S, prompts, runs, settings
+from tests.engines.conftest import cpu_run
+
+__all__ = ["prompts", "runs"]
+
+
+def paused(engine: EngineAddress) -> bool:
+    return httpx.get(engine.url + "/ready", timeout=30).status_code == 503
+
+
+@pytest.mark.timeout(900)
+def test_an_engine_of_a_run_that_was_killed_in_a_sync_serves_the_next_one(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    key = tmp_path / "key"
+    key.write_text("the-admin-key\n")
+    server = ServerProcess(cpu_run(tiny_qwen3_moe), 0, tmp_path, keys=EngineKeys("the-key", "the-admin-key"))
+    engine = server.start()
+    try:
+        sglang = {"urls": [engine.url], "api_key": "the-key", "admin_api_key": f"file:{key}"}
+        values = settings(
+            tiny_qwen3_moe, prompts, sglang=sglang, weights={"bucket_mib": 0.01}, checkpoint={"save_every": 0}
+        )
+        first = start_run(values | {"train": values["train"] | {"num_steps": 500}}, tmp_path)
+        runs.append(first)
+        first.wait_for(lambda: len(first.rows()) >= 1, START_S + STEP_S)
+        family = first.look()
+        end = time.monotonic() + STEP_S
+        while not paused(engine):
+            assert time.monotonic() < end, first.text()
+            time.sleep(0.01)
+        first.process.kill()
+        for process in family:
+            process.kill()
+        first.process.wait()
+        assert paused(engine), "it was killed in the middle of a sync"
+        assert len(json.loads((first.directory / RECORD).read_text())) == 1
+
+        second = start_run(values, tmp_path)
+        runs.append(second)
+        assert second.finish(START_S + 2 * STEP_S) == 0, second.text()
+        assert len(second.rows()) == 2 and "bit for bit" in second.text()
+        assert not paused(engine) and not (second.directory / RECORD).exists()
+        assert "the-key" not in (second.directory / "config.yaml").read_text() + second.text()
+        assert second.left_over() == []
+    finally:
+        server.stop()
