@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mslime import __version__
 from mslime.config.errors import UserError
 from mslime.control.convert import add_parser as add_convert
+from mslime.control.stop import Stopped
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
@@ -25,7 +26,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status (2 for a user's mistake, 130 for Ctrl-C)."""
+    """Run one subcommand; returns the exit status (2 for a user's mistake, 128 + number for a signal)."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parse(words)
@@ -33,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except Stopped as stopped:
+        print(stopped.describe(), file=sys.stderr)
+        return stopped.exit_status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -363,10 +363,30 @@ class WeightsConfig(Section):
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    save_every: int = Field(default=20, ge=0, description="Steps between checkpoints; 0: only at the end.")
+    save_every: int = Field(
+        default=20,
+        ge=0,
+        description="Steps between checkpoints; there is also one after the last step. 0: only that one.",
+    )
     keep: int = Field(default=2, ge=1, description="Newest checkpoints kept.")
-    resume: Literal["auto", "never"] = Field(
-        default="auto", description="auto: from the newest complete checkpoint, if any."
+    keep_every: int = Field(
+        default=0, ge=0, description="Checkpoints of multiples of this many steps are kept for ever; 0: none."
+    )
+    keep_best: str | None = Field(
+        default=None,
+        description="A metric, such as eval/NAME/accuracy: the checkpoint with its best value is kept too. Only steps "
+        "that were evaluated take part, so let save_every be a multiple of observe.eval_every.",
+    )
+    keep_best_is: Literal["max", "min"] = Field(default="max", description="Which value of keep_best is the best.")
+    hf_every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between exports of Hugging Face checkpoints to RUN/hf_step_N, never removed; 0: none.",
+    )
+    resume: Literal["auto", "older", "never"] = Field(
+        default="auto",
+        description="auto: from the newest checkpoint, if any; a damaged one is refused. older: from the newest that "
+        "is undamaged, and the damaged ones after it are set aside. never: refuse to start where there is one.",
     )
     load: Path | None = Field(default=None, description="Start from this mslime checkpoint directory.")
     save_hf: bool = Field(default=True, description="Also export a Hugging Face checkpoint at the end.")
@@ -384,8 +404,14 @@ class ObserveConfig(Section):
     wandb_project: str | None = Field(
         default=None, description="Also log to this Weights & Biases project (needs the package); null: not."
     )
-    eval_every: int = Field(default=10, ge=0, description="Steps between evaluations; 0: never.")
-    eval_at_start: bool = Field(default=True, description="Evaluate before the first step, logged as step 0.")
+    eval_every: int = Field(
+        default=10,
+        ge=0,
+        description="Steps between evaluations; there is also one after the last step. 0: none, not even that one.",
+    )
+    eval_at_start: bool = Field(
+        default=True, description="Evaluate before the first step too, whatever eval_every says; logged as step 0."
+    )
     save_rollouts: bool = Field(default=False, description="Write every trained sample to rollouts/step_N.jsonl.")
 
 
@@ -402,6 +428,9 @@ class DeadlineConfig(Section):
     weight_sync_s: float = Field(default=600, gt=0, description="One phase of a weight update.")
     rollout_step_s: float = Field(default=7200, gt=0, description="The groups of one step are complete.")
     checkpoint_s: float = Field(default=3600, gt=0, description="A checkpoint or an export is written or read.")
+    rescue_s: float = Field(
+        default=300, gt=0, description="For the last save of a run that ends early, by a signal or an error."
+    )
 
 
 class RunConfig(Section):

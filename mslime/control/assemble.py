@@ -68,8 +68,7 @@ def assemble(
     for sample in samples:
         check_invariants(sample)
         assert sample.reward is not None, f"group {sample.group_id} has unscored samples"
-    votes = count_votes([s.reward or 0.0 for s in samples], [s.group_id for s in samples], _rollout_numbers(samples))
-    advantages = sample_advantages(samples, votes, config)
+    votes, advantages = _advantages(samples, config)
     trained = [i for i, sample in enumerate(samples) if sample.trainable_tokens]
     chosen, their_advantages = [samples[i] for i in trained], [advantages[i] for i in trained]
     shards = _pack(chosen, their_advantages, config, version)
@@ -79,6 +78,20 @@ def assemble(
         every = [shard for step in shards for shard in step]
         metrics |= advantage_metrics([s.advantages for s in every], [s.loss_mask for s in every])
     return Assembled(shards, metrics)
+
+
+def have_advantages(group: Group, config: RunConfig) -> bool:
+    """Whether `assemble` can make something of a group's rewards."""
+    try:
+        _advantages(group.samples, config)
+    except RewardError:
+        return False
+    return True
+
+
+def _advantages(samples: Sequence[Sample], config: RunConfig) -> tuple[Votes, list[float | NDArray[np.floating]]]:
+    votes = count_votes([s.reward or 0.0 for s in samples], [s.group_id for s in samples], _rollout_numbers(samples))
+    return votes, sample_advantages(samples, votes, config)
 
 
 def assemble_supervised(samples: Sequence[Sample], config: RunConfig) -> list[list[TrainShard]]:

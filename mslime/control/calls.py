@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from mslime.config.errors import TrainerError, UserError
 
@@ -42,7 +42,7 @@ def gather(
     pending, results = list(refs.values()), {}
     end = time.monotonic() + deadline_s
     while pending:
-        done, pending = ray.wait(pending, num_returns=1, timeout=POLL_SECONDS)
+        done, pending = _wait(pending, what)
         for ref in done:
             results[names[ref]] = _value(ref, names[ref], what, log_paths)
         if on_wait is not None:
@@ -57,6 +57,13 @@ def gather(
                 f"read {logs}; `py-spy dump` shows where a live rank waits; raise the deadline if it was slow",
             )
     return {name: results[name] for name in refs}
+
+
+def _wait(pending: list[ray.ObjectRef], what: str) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+    try:
+        return ray.wait(pending, num_returns=1, timeout=POLL_SECONDS)
+    except RayError as error:
+        raise _ray_failed(what, "Ray", error) from None
 
 
 def call(
@@ -88,3 +95,13 @@ def _value(ref: ray.ObjectRef, who: str, what: str, log_paths: Mapping[str, str]
             f"the process died ({str(error).splitlines()[0]})",
             f"read the end of {log}; a death without a traceback is often the kernel's out-of-memory killer",
         ) from None
+    except RayError as error:
+        raise _ray_failed(what, who, error) from None
+
+
+def _ray_failed(what: str, who: str, error: RayError) -> TrainerError:
+    reason = str(error).strip().splitlines() or [""]
+    return TrainerError(
+        what, who, f"Ray failed: {type(error).__name__}: {reason[0]}",
+        "Ray's logs are in /tmp/ray/session_latest/logs; the kernel's out-of-memory killer may have ended its raylet",
+    )  # fmt: skip

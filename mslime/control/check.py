@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.source import PromptSource, supervised_sample
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
+from mslime.observe.metrics import free_name
 from mslime.plan.work import quadratic_tokens
 from mslime.rollout.gate import SubmitGate
 
@@ -451,8 +453,41 @@ _PAST = {"keep": "trained under the correction", "mask": "masked", "reroll": "ge
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:
-    """Write the configuration that really runs, as YAML."""
+    """Write the configuration that really runs, as YAML: whole or not at all. An earlier one that says something else
+    is kept under a numbered name."""
     import yaml
 
+    text = yaml.safe_dump(config.as_dict(), sort_keys=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(config.as_dict(), sort_keys=False))
+    if path.exists():
+        if path.read_text(encoding="utf-8", errors="replace") == text:
+            return
+        os.link(path, free_name(path))
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """`section.key: old -> new` of every setting that differs; nothing where it is not known what was.
+
+    Args:
+        before, now: `RunConfig.as_dict`.
+    """
+    if not before:
+        return []
+    old, new = _flat(before), _flat(now)
+    keys = [*new, *(key for key in old if key not in new)]
+    return [
+        f"{key}: {old.get(key, 'not known')} -> {new.get(key, 'gone')}" for key in keys if old.get(key) != new.get(key)
+    ]
+
+
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

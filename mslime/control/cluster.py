@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -52,12 +53,13 @@ def resolved_device(config: RunConfig) -> RunConfig:
 class Cluster:
     """Our part of a Ray cluster: one bundle per trainer rank, one per engine. A context manager."""
 
-    def __init__(self, config: RunConfig, engines: bool) -> None:
+    def __init__(self, config: RunConfig, engines: bool, on_init: Callable[[], None] = lambda: None) -> None:
         """
         Args:
             engines: whether the run launches engines (unless it attaches to running ones).
+            on_init: called once Ray is there, which sets signal handlers of its own.
         """
-        self._config = config
+        self._config, self._on_init = config, on_init
         self._num_engines = config.sglang.num_engines if engines and not config.sglang.urls else 0
         self._num_teachers = config.teacher.launched if engines else 0
         self._cuda = config.cluster.device == "cuda"
@@ -99,9 +101,12 @@ class Cluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Ray would run its workers, our trainer ranks among them, at niceness 15, behind the engines on the same cores.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        # Ray's code would end the driver a minute after its control process, in the middle of a rescue.
+        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(int(config.deadlines.rescue_s) + 600))
         self._connect(
             local | {"runtime_env": {"env_vars": worker_environment(config) | {"PYTHONPATH": _python_path()}}}
         )
+        self._on_init()
         refuse_small_cluster(config)
         self._trainers = self._place_ranks("cluster.trainer_ranks", world)
         if config.critic_ranks:

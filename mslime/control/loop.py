@@ -6,6 +6,7 @@ what is generated meanwhile and what is too old to train on. What each line does
 
 from __future__ import annotations
 
+from mslime.config.schema import RunConfig
 from mslime.control.session import Session
 
 
@@ -22,24 +23,45 @@ def train_rl(session: Session) -> None:
                 record.update(batch.metrics)
                 record.update(session.train(batch.shards))
                 record.update(session.publish_weights(version=step + 1))
-                if due(config.observe.eval_every, step, config.train.num_steps):
+                if evaluation_due(config, step):
                     record.update(session.evaluate(step=step + 1))
-            if due(config.checkpoint.save_every, step, config.train.num_steps):
-                session.save(next_step=step + 1)
-    session.finish()
+            _keep(session, step)
+        session.finish()
 
 
 def train_sft(session: Session) -> None:
     """Supervised training on prompt and label, on the same trainer; no engine is started."""
     config = session.config
-    for step in range(session.first_step, config.train.num_steps):
-        with session.step(step) as record:
-            record.update(session.train(session.supervised_batch(step)))
-        if due(config.checkpoint.save_every, step, config.train.num_steps):
-            session.save(next_step=step + 1)
-    session.finish()
+    with session.rescuing():
+        for step in range(session.first_step, config.train.num_steps):
+            with session.step(step) as record:
+                record.update(session.train(session.supervised_batch()))
+            _keep(session, step)
+        session.finish()
 
 
-def due(every: int, step: int, num_steps: int) -> bool:
-    """Whether something done every so many steps (0: only at the end) is due after `step` (0-based)."""
-    return step + 1 == num_steps or (every > 0 and (step + 1) % every == 0)
+def _keep(session: Session, step: int) -> None:
+    """What is written after a step: a checkpoint, and a Hugging Face checkpoint beside the run."""
+    if save_due(session.config, step):
+        session.save(next_step=step + 1)
+    if _multiple(session.config.checkpoint.hf_every, step):
+        session.export_hf(session.config.run_dir / f"hf_step_{step + 1}")
+
+
+def save_due(config: RunConfig, step: int) -> bool:
+    """Whether a checkpoint follows `step` (0-based): every so many steps, and after the last one in any case."""
+    return _is_last(config, step) or _multiple(config.checkpoint.save_every, step)
+
+
+def evaluation_due(config: RunConfig, step: int) -> bool:
+    """Whether an evaluation follows `step` (0-based): every so many steps and after the last one, or never."""
+    every = config.observe.eval_every
+    return every > 0 and (_is_last(config, step) or _multiple(every, step))
+
+
+def _multiple(every: int, step: int) -> bool:
+    return every > 0 and (step + 1) % every == 0
+
+
+def _is_last(config: RunConfig, step: int) -> bool:
+    return step + 1 == config.train.num_steps

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from mslime.config.schema import RunConfig
 from mslime.control.calls import call, gather
@@ -36,6 +38,9 @@ class RankActor:
             host, world, timedelta(seconds=self._config.deadlines.trainer_start_s), multi_tenant=True
         )
         return f"tcp://{host}:{self._store.port}"
+
+    def rest(self) -> None:
+        """Nothing; answered when all work given before is done."""
 
     def progress(self) -> tuple[int, int]:
         """(micro-batches done, of how many) of the step in progress; answered beside the work."""
@@ -115,7 +120,8 @@ class RankGroup:
         def poll() -> None:
             ready = ray.wait(asked, timeout=0)[0] if asked else []
             if ready:
-                report(*ray.get(asked.pop()))
+                with suppress(RayError):  # the call that is waited for says what happened
+                    report(*ray.get(asked.pop()))
             if not asked:
                 asked.append(getattr(self._actors[0], method).options(concurrency_group="progress").remote())
 

@@ -5,18 +5,20 @@ loop. It turns each step's groups into shards and leaves them in Ray's store, on
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import RayError
 
 from mslime.config.dtypes import checkpoint_dtype, engine_dtype
-from mslime.config.errors import EngineError
+from mslime.config.errors import EngineError, RewardError
 from mslime.control.calls import call
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
+from mslime.data.checksums import FileSum, check_sums
 from mslime.data.sample_log import SampleLog
 from mslime.observe.progress import RolloutCounts
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress
     from mslime.control.check import ResolvedRun
     from mslime.data.tokenizer import Tokenizer
-    from mslime.rollout.service import RolloutService
+    from mslime.rollout.protocols import StepBatch
     from mslime.rollout.teacher import ServedTeacher
 
 WHO = "rollout service"
@@ -39,12 +41,27 @@ class StepShards:
     Attributes:
         shards: [ranks][optimizer steps] references to TrainShard.
         metrics: of the rollout.
+        outline: small state file of the service after this step, should it be lost.
         spans: (lane, name, start, end, step) of engines and service since the last step.
     """
 
     shards: list[list[ray.ObjectRef]]
     metrics: dict[str, float]
+    outline: bytes
     spans: Spans = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The service's file in a checkpoint, which the service alone reads.
+
+    Attributes:
+        total: what the file must be.
+    """
+
+    directory: Path
+    name: str
+    total: FileSum
 
 
 class RolloutActor:
@@ -61,7 +78,7 @@ class RolloutActor:
         self,
         addresses: Sequence[EngineAddress],
         layers: Sequence[tuple[int, ...]],
-        state: bytes | None,
+        state: SavedState | None,
         version: int,
         teachers: Sequence[EngineAddress],
     ) -> None:
@@ -69,7 +86,7 @@ class RolloutActor:
 
         Args:
             layers: global MoE layer ids of every trainer rank's pipeline stage.
-            state: of `save`, when resuming.
+            state: what `save` wrote, when resuming.
             version: weight version that the trainer starts with.
             teachers: servers of the teacher, if SGLang serves one.
         """
@@ -129,7 +146,8 @@ class RolloutActor:
         )
         self._service.version = version
         if state is not None:
-            restore(self._service, state)
+            check_sums(state.directory, {state.name: state.total})
+            self._service.load(state.directory / state.name)
         self._samples = SampleLog(config.run_dir) if config.observe.save_rollouts else None
 
     async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
@@ -153,20 +171,28 @@ class RolloutActor:
 
     async def take(self, step: int) -> StepShards:
         """Wait for a step's groups; shard them."""
-        from mslime.control.assemble import assemble
+        from mslime.control.assemble import have_advantages
 
-        batch = await self._service.take(step)
+        while True:
+            batch = await self._service.take(step)
+            try:
+                # In a thread: seconds for a million tokens, in which responses are to be continued and submitted.
+                references, metrics = await asyncio.to_thread(self._shard, batch)
+                break
+            except RewardError:
+                blamed = [g for g in batch.groups if not have_advantages(g, self._config)]
+                if not self._service.give_back(blamed):
+                    raise
         if self._samples is not None:
             self._samples.write(step, batch.groups)
-
-        def shard() -> tuple[list[list[ray.ObjectRef]], dict[str, float]]:
-            work = assemble(batch.groups, self._config, batch.version, self._source_name)
-            return self._references(work.shards), work.metrics
-
-        # In a thread: seconds for a million tokens, in which responses are to be continued and submitted.
-        references, metrics = await asyncio.to_thread(shard)
         spans, self._spans = self._spans, []
-        return StepShards(references, batch.metrics | metrics, spans)
+        return StepShards(references, batch.metrics | metrics, self._service.outline(), spans)
+
+    def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float]]:
+        from mslime.control.assemble import assemble
+
+        work = assemble(batch.groups, self._config, batch.version, self._source_name)
+        return self._references(work.shards), work.metrics
 
     def _references(self, per_step: Sequence[Sequence[Any]]) -> list[list[ray.ObjectRef]]:
         """Store each (optimizer step, data-parallel rank, pipeline stage) once; ranks of a stage share it."""
@@ -198,9 +224,12 @@ class RolloutActor:
             metrics |= (await self._service.evaluate(eval_set)).metrics()
         return metrics
 
-    async def save(self) -> bytes:
-        """Everything that a resume needs: position in the prompts, work in flight, ledger."""
-        return await snapshot(self._service)
+    async def save(self, path: str, next_step: int) -> FileSum:
+        """Write everything that a resume needs: position in the prompts, work in flight, ledger; returns its sum."""
+        try:
+            return await self._service.checkpoint(Path(path), next_step)
+        except EngineError:  # the engines are gone with what they were generating; the rest is ours
+            return self._service.save(Path(path), next_step)
 
     async def counts(self) -> RolloutCounts:
         """Groups needed, accepted, running; answered beside the work."""
@@ -222,30 +251,15 @@ class RolloutActor:
         self._spans.append((lane, name, start, end, step + 1))
 
 
-async def snapshot(service: RolloutService) -> bytes:
-    """The service's state as one blob, for a checkpoint, with the tokens that were still inside the engines."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "rollouts.npz"
-        try:
-            await service.checkpoint(path)
-        except EngineError:
-            service.save(path)  # the engines are gone with what they were generating; the rest is ours
-        return path.read_bytes()
-
-
-def restore(service: RolloutService, state: bytes) -> None:
-    """Continue from a blob of `snapshot`."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "rollouts.npz"
-        path.write_bytes(state)
-        service.load(path)
-
-
 class RolloutHandle:
     """The driver's end of the rollout actor."""
 
-    def __init__(self, run: ResolvedRun, log_path: Path) -> None:
-        self._config, self._log = run.config, str(log_path)
+    def __init__(self, run: ResolvedRun, log_path: Path, check: Callable[[], None]) -> None:
+        """
+        Args:
+            check: called while groups or an evaluation are waited for; raises when the run is to end.
+        """
+        self._config, self._log, self._check = run.config, str(log_path), check
         self._actor = (
             remote_class(RolloutActor).options(**beside_the_driver(), max_concurrency=64).remote(run, self._log)
         )
@@ -254,7 +268,7 @@ class RolloutHandle:
         self,
         addresses: Sequence[EngineAddress],
         layers: Sequence[tuple[int, ...]],
-        state: bytes | None,
+        state: SavedState | None,
         version: int,
         teachers: Sequence[EngineAddress] = (),
     ) -> None:
@@ -270,8 +284,10 @@ class RolloutHandle:
         asked: list[ray.ObjectRef] = []
 
         def poll() -> None:
+            self._check()
             if asked and ray.wait(asked, timeout=0)[0]:
-                on_counts(ray.get(asked.pop()))
+                with suppress(RayError):  # the call that is waited for says what happened
+                    on_counts(ray.get(asked.pop()))
             if not asked:
                 asked.append(self._actor.counts.remote())
 
@@ -289,11 +305,13 @@ class RolloutHandle:
 
     def evaluate(self) -> dict[str, float]:
         """See `RolloutActor.evaluate`."""
-        return self._call("evaluation", self._actor.evaluate.remote(), self._config.deadlines.rollout_step_s)
+        deadline = self._config.deadlines.rollout_step_s
+        return self._call("evaluation", self._actor.evaluate.remote(), deadline, self._check)
 
-    def state(self) -> bytes:
+    def save(self, path: Path, next_step: int, deadline_s: float | None = None) -> FileSum:
         """See `RolloutActor.save`."""
-        return self._control("rollout state", self._actor.save.remote())
+        deadline = deadline_s or self._config.deadlines.checkpoint_s
+        return self._call("rollout state", self._actor.save.remote(str(path), next_step), deadline)
 
     def stop(self) -> None:
         """End the actor, politely first."""

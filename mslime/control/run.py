@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -13,20 +10,27 @@ from rich.console import Console
 from mslime.config.dtypes import export_dtype
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.control.check import describe, resolve, write_resolved
+from mslime.control.check import changed_settings, describe, resolve, write_resolved
 from mslime.control.cluster import resolved_device
 from mslime.control.convert import export_job
 from mslime.control.convert_bars import Bars
 from mslime.control.environment import refuse_without_gpu
 from mslime.control.loop import train_rl, train_sft
+from mslime.control.owner import owned
 from mslime.control.session import Session
+from mslime.control.stop import StopSignals
 from mslime.convert.families import read_hf_config
 from mslime.convert.jobs import refuse_existing, run_job
-from mslime.data.checkpoints import latest_complete, read_manifest
+from mslime.data.checkpoints import check_checkpoint, newest
 
 
 def run(config: RunConfig) -> int:
-    """Train. Returns 0; raises UserError for a user's mistake or a failed part of the run."""
+    """Train. Returns 0.
+
+    Raises:
+        UserError: a user's mistake, or a failed part of the run.
+        Stopped: a signal ended it. Signals are followed in the main thread only.
+    """
     config = resolved_device(config)
     refuse_without_gpu(config)
     resolved = resolve(config)
@@ -34,13 +38,16 @@ def run(config: RunConfig) -> int:
     console = Console(stderr=True)
     if config.observe.progress != "off":
         console.print(describe(resolved))
-    write_resolved(config, config.run_dir / "config.yaml")
-    session = Session(resolved)
-    if session.first_step >= config.train.num_steps:
-        console.print(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
-        return 0
-    with _terminate_like_ctrl_c(), session:
-        (train_sft if config.train.task == "sft" else train_rl)(session)
+    with StopSignals() as stop, owned(config.run_dir):
+        session = Session(resolved, stop)
+        if session.first_step >= config.train.num_steps:
+            console.print(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
+            return 0
+        for change in changed_settings(session.saved_config or {}, config.as_dict()):
+            console.print(f"changed since {session.loaded}: {change}", markup=False, highlight=False)
+        write_resolved(config, config.run_dir / "config.yaml")
+        with session:
+            (train_sft if config.train.task == "sft" else train_rl)(session)
     console.print(f"done: {config.run_dir}")
     return 0
 
@@ -49,34 +56,18 @@ def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
     """Write the Hugging Face checkpoint of a training checkpoint: what the trainer itself would export.
 
     Args:
-        checkpoint: default: the newest complete one of the run.
+        checkpoint: default: the run's newest.
         out: directory to write; must not exist.
 
     Raises:
-        UserError: there is no complete checkpoint, or `out` exists.
+        UserError: there is no checkpoint or it is damaged, or `out` exists.
     """
     refuse_existing(out)
-    source = checkpoint or latest_complete(config.run_dir / "checkpoints")
+    source = checkpoint or newest(config.run_dir / "checkpoints")
     if source is None:
-        raise ConfigError(
-            "--checkpoint", str(config.run_dir), "holds no complete checkpoint", "name one with --checkpoint"
-        )
-    read_manifest(source)
+        raise ConfigError("--checkpoint", str(config.run_dir), "holds no checkpoint", "name one with --checkpoint")
+    check_checkpoint(source)
     dtype = export_dtype(read_hf_config(config.model.path))
     job = export_job(source, config.model.path, dtype=dtype)
-    with _terminate_like_ctrl_c(), Bars(Console(stderr=True), config.observe.progress == "off") as bars:
+    with StopSignals(), Bars(Console(stderr=True), config.observe.progress == "off") as bars:
         run_job(job, out, workers=min(os.cpu_count() or 1, 8), progress=bars)
-
-
-@contextmanager
-def _terminate_like_ctrl_c() -> Iterator[None]:
-    """SIGTERM (a scheduler's way to end a job) unwinds the run like Ctrl-C does, so that nothing is left behind."""
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

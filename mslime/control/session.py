@@ -7,26 +7,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import ray
 
-from mslime.config.errors import CheckpointError, ConfigError, DataError, EngineError, RewardError, UserError
+from mslime.config.errors import CheckpointError, TrainerError
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble_supervised
 from mslime.control.attached import AttachedEngines, new_group
 from mslime.control.check import ResolvedRun
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup
-from mslime.control.rollouts import RolloutHandle, StepShards
+from mslime.control.ray_watch import RayWatch
+from mslime.control.rollouts import RolloutHandle, SavedState, StepShards
+from mslime.control.stop import Stopped, StopSignals
 from mslime.control.trainers import TrainerGroup
-from mslime.data.checkpoints import critic_directory, latest_complete, prune, read_extra, step_directory
+from mslime.data.checkpoints import (
+    CRITIC,
+    OUTLINE,
+    ROLLOUTS,
+    Chosen,
+    begin,
+    choose,
+    critic_directory,
+    prune,
+    retained,
+    rollouts_file,
+    saving_directory,
+    step_directory,
+)
+from mslime.data.checksums import FileSum, write_summed
+from mslime.data.manifest import Manifest, read_manifest
 from mslime.data.source import PromptSource, supervised_sample
 from mslime.data.tokenizer import load_tokenizer
-from mslime.observe.metrics import MetricsLogger
+from mslime.observe.metrics import FILE_NAME, MetricsLogger, read_metrics
 from mslime.observe.progress import open_progress
 from mslime.observe.rows import over_optimizer_steps
 from mslime.observe.timeline import STEP, Timeline
@@ -36,6 +53,10 @@ Shards = Sequence[Sequence[Any]]
 """[ranks][optimizer steps] of TrainShard, or of Ray references to them."""
 
 
+REST_S = 30.0
+"""How long a rescue waits for the ranks to have done what they were given, before it takes them for stuck."""
+
+
 class Session:
     """A running run. A context manager.
 
@@ -43,18 +64,35 @@ class Session:
         config: the resolved configuration.
         first_step: steps done before this session (after a resume).
         loaded: the checkpoint that the trainer continues from, if any.
+        saved_config: the configuration of the run that wrote it, if it says.
     """
 
-    def __init__(self, run: ResolvedRun) -> None:
+    def __init__(self, run: ResolvedRun, stop: StopSignals | None = None) -> None:
+        """
+        Args:
+            stop: handlers of signals that are set already; the session makes them patient once there is something to
+                save. None: the session follows no signal.
+        """
         self._run, self.config = run, run.config
+        self._stop = stop or StopSignals()
         self._stack = ExitStack()
-        self.loaded = _checkpoint_to_load(self.config)
-        self._extra = read_extra(self.loaded) if self.loaded else {}
+        self._chosen = _checkpoint_to_load(self.config)
+        self.loaded = self._chosen.directory
+        self._manifest = read_manifest(self.loaded) if self.loaded else None
+        self._extra = self._manifest.extra if self._manifest else {}
         self._own = self.loaded is not None and self.loaded.parent == self._checkpoints
-        self.first_step: int = self._extra["next_step"] if self._own else 0
+        self.first_step: int = _next_step(self.loaded, self._extra) if self.loaded and self._own else 0
+        self.saved_config: dict[str, Any] | None = self._extra.get("config") if self._own else None
         self._trained = self._saved = self.first_step
+        self._training = False  # inside a step of the trainer, whose weights are neither of one step nor of the next
+        self._save_failed = False
         self._verified = False
         self._step = self.first_step
+        self._open: tuple[float, dict[str, float]] | None = None  # begin and record of the step in progress
+        self._last_row: dict[str, Any] | None = self._extra.get("row") if self._own else None
+        self._scores: dict[int, float] = {}  # of `checkpoint.keep_best`, larger is better
+        self._outlines: dict[int, bytes] = {}  # the rollout service's, by the step that a checkpoint would continue at
+        self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
 
     @property
@@ -83,8 +121,10 @@ class Session:
                 self.first_step + 1 if self.first_step else 0,
                 config.name,
                 config.as_dict(),
+                self._last_row,
             )
         )
+        self._read_scores()
         self._timeline = self._stack.enter_context(Timeline(config.run_dir))
         self._progress = self._stack.enter_context(
             open_progress(config.observe.progress, config.train.num_steps, self.first_step)
@@ -92,8 +132,11 @@ class Session:
         self._progress.note(
             f"starting {config.layout.world_size} trainer rank(s): {config.layout.describe()}; logs in {logs}"
         )
+        self._tell_choice()
         generates = config.train.task == "rl"
-        cluster = self._stack.enter_context(Cluster(config, generates))
+        # Ray's own handler of SIGTERM would end the driver with a stack trace.
+        cluster = self._stack.enter_context(Cluster(config, generates, self._stop.install))
+        self._ray = self._stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))
         self._trainers = TrainerGroup(config, cluster, logs)
         self._stack.callback(self._trainers.stop)
         if generates:
@@ -131,9 +174,9 @@ class Session:
             attached = AttachedEngines(self.config, endpoints, group)
             attached.take_over()
             self._stack.callback(attached.leave, self._trainers.disconnect)
-        self._rollouts = RolloutHandle(self._run, logs / "rollouts.log")
+        self._rollouts = RolloutHandle(self._run, logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
-        state = self._extra.get("rollouts") if self.first_step else None
+        state = _saved_state(self.loaded, self._manifest) if self.loaded and self._manifest and self._own else None
         self._rollouts.start(addresses, self._layers, state, self.first_step, taught_by)
         engines = self._trainers.connect(endpoints, group)
         self._commit = Commit(engines, self.config.deadlines.weight_sync_s)
@@ -144,7 +187,30 @@ class Session:
         self._tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
         self._source = PromptSource(config.data.prompts, config.data, self._tokenizer, config.seed)
         if self.first_step:
-            self._source.load_state_dict(self._extra["source"])
+            self._source.load_state_dict(_of_supervised(self.loaded, self._extra))
+        self._source_state = self._source.state_dict()
+
+    def _tell_choice(self) -> None:
+        for directory, error in self._chosen.passed_over:
+            self._progress.note(f"passed over a damaged checkpoint, now {directory}: {error}")
+        if self._manifest is not None and not self._manifest.summed:
+            self._progress.note(f"{self.loaded} is from before checksums: only sizes of its files are compared")
+
+    def _read_scores(self) -> None:
+        """Of the steps before this session, for `checkpoint.keep_best`."""
+        for row in read_metrics(self.config.run_dir / FILE_NAME) if self.config.checkpoint.keep_best else ():
+            self._score(row["step"], row)
+
+    def _score(self, step: int, row: Mapping[str, Any]) -> None:
+        checkpoint = self.config.checkpoint
+        value = row.get(checkpoint.keep_best) if checkpoint.keep_best else None
+        if isinstance(value, int | float):
+            self._scores[step] = value if checkpoint.keep_best_is == "max" else -value
+
+    def _at_rest(self) -> None:
+        """A point at which the run may end and be saved. Raises Stopped after a signal, TrainerError without Ray."""
+        self._stop.check()
+        self._ray.check()
 
     # ---------------------------------------------------------------------------------------------- verbs of the loop
 
@@ -152,13 +218,23 @@ class Session:
     def step(self, step: int) -> Iterator[dict[str, float]]:
         """One step (0-based): times it, and logs what was recorded when it ends well."""
         self._step = step + 1
-        begin, record, self._carried = self._timeline.now(), self._carried, {}
+        record, self._carried = self._carried, {}
+        self._open = (self._timeline.now(), record)
         yield record
-        end = self._timeline.now()
-        self._timeline.record("driver", STEP, begin, end, step + 1)
-        record |= {"version": step + 1, "perf/step_seconds": end - begin}
-        self._metrics.log(step + 1, record)
-        self._progress.step_done(step + 1, record)
+        self._close_row()
+        self._at_rest()
+
+    def _close_row(self) -> None:
+        """Log the row of the step in progress, if that was trained."""
+        row, self._open = self._open, None
+        if row is None or self._trained < self._step:
+            return
+        (begin, record), end = row, self._timeline.now()
+        record |= {"version": self._step, "perf/step_seconds": end - begin}
+        self._last_row = self._metrics.log(self._step, record)
+        self._score(self._step, record)
+        self._timeline.record("driver", STEP, begin, end, self._step)
+        self._progress.step_done(self._step, record)
 
     def take(self, step: int) -> StepShards:
         """Finished groups of a step as shards; waits for them."""
@@ -169,22 +245,32 @@ class Session:
         for span in batch.spans:
             self._timeline.record(*span)
         batch.metrics["perf/wait_seconds"] = end - begin
+        self._outlines = {at: old for at, old in self._outlines.items() if at >= step} | {step + 1: batch.outline}
         return batch
 
     def train(self, shards: Shards) -> dict[str, float]:
         """Optimizer steps on the shards, and one row of metrics of them all."""
         # While the critic is warmed up, the policy stays what it is.
         policy = not self.config.has_critic or self._step > self.config.critic.warmup_steps
-        metrics, spans = self._trainers.train(shards, self._progress.train, policy)
+        self._training = True
+        metrics, spans = self._trainers.train(shards, self._train_progress, policy)
+        self._training = False
         self._trained = self._step
+        if self.config.train.task == "sft":
+            self._source_state = self._source.state_dict()
         self._record_ranks("train", spans)
         return over_optimizer_steps(metrics)
+
+    def _train_progress(self, done: int, total: int) -> None:
+        self._ray.check(self.config.deadlines.rescue_s)
+        self._progress.train(done, total)
 
     def publish_weights(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's weights under a new version; generation goes on under it afterwards.
 
         No trainer rank enters a collective before every engine has confirmed its pause.
         """
+        self._at_rest()
         begin = time.monotonic()
         mode = self._run.weight_check
         verify = mode == "always" or (mode == "first" and not self._verified)
@@ -213,6 +299,7 @@ class Session:
         """Scores on the held-out sets after `step` steps; those before the first step are logged as step 0."""
         if not self.config.data.eval_sets:
             return {}
+        self._at_rest()
         begin = self._timeline.now()
         metrics = self._rollouts.evaluate()
         end = self._timeline.now()
@@ -220,11 +307,12 @@ class Session:
             self._timeline.record(address.name, "evaluate", begin, end, step)
         metrics["perf/eval_seconds"] = end - begin
         if step == 0:
-            self._metrics.log(0, {**metrics, "version": 0.0})
+            row = self._metrics.log(0, {**metrics, "version": 0.0})
+            self._score(0, row)
             self._progress.step_done(0, metrics)
         return metrics
 
-    def supervised_batch(self, step: int) -> Shards:
+    def supervised_batch(self) -> Shards:
         """The next `train.sft_batch_size` rows as shards for every rank."""
         samples = [
             supervised_sample(self._source.next(), i, self._tokenizer) for i in range(self.config.train.sft_batch_size)
@@ -235,34 +323,113 @@ class Session:
 
     def save(self, next_step: int) -> None:
         """A checkpoint from which the run continues at `next_step` without losing anything."""
-        begin = self._timeline.now()
+        try:
+            self._save(next_step)
+        except CheckpointError:
+            self._save_failed = True
+            raise
+        self._at_rest()
+
+    def _save(self, next_step: int, rescue: bool = False) -> None:
+        begun_at = self._timeline.now()
+        deadline = self.config.deadlines.rescue_s if rescue else self.config.deadlines.checkpoint_s
         directory = step_directory(self._checkpoints, next_step)
-        extra: dict[str, Any] = {"next_step": next_step, "version": next_step}
+        extra: dict[str, Any] = {"next_step": next_step, "version": next_step, CRITIC: self.config.has_critic}
+        extra |= {"row": self._last_row, "config": self.config.as_dict()}
+        begin(directory)
+        others: dict[str, FileSum] = {}
         if self.config.train.task == "rl":
-            extra["rollouts"] = self._rollouts.state()
+            others = self._save_rollouts(saving_directory(directory), next_step, deadline, rescue)
         else:
-            extra["source"] = self._source.state_dict()
-        self._trainers.save(directory, extra)
+            extra["source"] = self._source_state
+        self._trainers.save(directory, extra, others, deadline)
         self._saved = next_step
-        prune(self._checkpoints, self.config.checkpoint.keep)
-        if self.config.has_critic:
-            prune(critic_directory(directory).parent, self.config.checkpoint.keep)
+        self._prune(directory)
         end = self._timeline.now()
-        self._carried["perf/checkpoint_seconds"] = end - begin
-        self._record_ranks("save", {f"trainer {r}": (begin, end) for r in range(self.config.layout.world_size)})
+        self._carried["perf/checkpoint_seconds"] = end - begun_at
+        self._record_ranks("save", {f"trainer {r}": (begun_at, end) for r in range(self.config.layout.world_size)})
         self._progress.note(f"saved {directory}")
+
+    def _save_rollouts(self, saving: Path, next_step: int, deadline: float, rescue: bool) -> dict[str, FileSum]:
+        """The rollout service writes its own file. In a rescue its last outline stands in for one that is gone."""
+        try:
+            return {ROLLOUTS: self._rollouts.save(saving / ROLLOUTS, next_step, deadline)}
+        except TrainerError as error:
+            if not rescue or next_step not in self._outlines:
+                raise
+            self._progress.note(
+                f"the rollout service cannot say what it holds ({error.rule.splitlines()[0]}): unfinished groups will "
+                "begin again from their prompts"
+            )
+            return {OUTLINE: write_summed(saving / OUTLINE, self._outlines[next_step])}
+
+    def _prune(self, directory: Path) -> None:
+        config = self.config.checkpoint
+
+        def keep(saved: Sequence[int]) -> set[int]:
+            return retained(saved, config.keep, config.keep_every, self._scores)
+
+        prune(self._checkpoints, keep)
+        if self.config.has_critic:
+            prune(critic_directory(directory).parent, keep)
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:
-        """When engines, rewards or data fail inside, save what the trainer has learnt before the error ends the run."""
+        """Whatever ends the block early, a signal or an error: save what the trainer has learnt, if it is at rest."""
+        self._stop.describe, self._stop.patient = self._describe_stop, True
         try:
             yield
-        except (EngineError, RewardError, DataError):
-            if self._trained > self._saved:
-                self._progress.note(f"saving step {self._trained} before the run ends with an error")
-                with suppress(UserError):  # the first error is the one to report
-                    self.save(self._trained)
+        except BaseException as error:
+            told = self._stop.told(error)
+            outcome = self._rescue(told)
+            if isinstance(told, Stopped):
+                told.outcome = outcome
+            if told is not error:
+                raise told from None
             raise
+        finally:
+            self._stop.patient = False
+
+    def _describe_stop(self) -> str:
+        """The answer to the first signal."""
+        step = self._step if self._training else self._trained
+        if step > self._saved:
+            return f"stopping: saving step {step}; again to stop without saving"
+        return f"stopping: {self._nothing_to_save()}; again to stop at once"
+
+    def _nothing_to_save(self) -> str:
+        return f"step {self._saved} is saved already" if self._saved else "there is nothing to save yet"
+
+    def _rescue(self, error: BaseException) -> str:
+        """Save before the run ends with `error`; what came of it, in words. Raises Stopped at a second signal."""
+        reason = "the run ends" if isinstance(error, Stopped) else f"the run ends: {_first_line(error)}"
+        if isinstance(error, Stopped) and not error.save:
+            return self._lost("a second signal came")
+        if self._training:
+            return self._lost(f"the trainer failed in the middle of step {self._step}")
+        if self._trained <= self._saved:
+            return self._nothing_to_save()
+        if self._save_failed:
+            return self._lost("saving failed")
+        self._progress.note(f"saving step {self._trained} before {reason}")
+        try:
+            self._trainers.rest(min(REST_S, self.config.deadlines.rescue_s))
+            self._close_row()
+            self._save(self._trained, rescue=True)
+        except KeyboardInterrupt:
+            self._lost("a second signal came")
+            raise
+        except Exception as second:  # whatever it is: the first error is the one that ends the run
+            return self._lost(f"saving failed: {second}")
+        return f"saved step {self._trained} in {step_directory(self._checkpoints, self._trained)}"
+
+    def _lost(self, why: str) -> str:
+        """Say that steps are not saved."""
+        first = self._saved + 1
+        steps = f"step {first} is" if self._trained <= first else f"steps {first} to {self._trained} are"
+        text = f"{steps} not saved: {why}" if self._trained > self._saved else f"nothing was saved: {why}"
+        self._progress.note(text)
+        return text
 
     def finish(self) -> None:
         """The run is through: export the final weights when asked to."""
@@ -273,26 +440,48 @@ class Session:
         """Write the trainer's weights as a Hugging Face checkpoint with the model's configuration and tokenizer."""
         self._trainers.export_hf(directory)
         self._progress.note(f"wrote {directory}")
+        self._at_rest()
 
     def _record_ranks(self, name: str, spans: Mapping[str, tuple[float, float]]) -> None:
-        for rank, (begin, end) in spans.items():
-            self._timeline.record(rank, name, begin, end, self._step)
+        for rank, (start, end) in spans.items():
+            self._timeline.record(rank, name, start, end, self._step)
 
 
-def _checkpoint_to_load(config: RunConfig) -> Path | None:
-    """The run's own newest checkpoint when resuming, else `checkpoint.load`, else None."""
+def _checkpoint_to_load(config: RunConfig) -> Chosen:
+    """The run's own checkpoint when there is one, else `checkpoint.load`, else none."""
     root = config.run_dir / "checkpoints"
-    newest = latest_complete(root) if root.is_dir() else None
-    if config.checkpoint.resume == "auto" and newest is not None:
-        return newest
-    if newest is not None:
-        raise ConfigError(
-            "checkpoint.resume",
-            "never",
-            f"{newest} would be overwritten by a run that starts again",
-            "give the run another name, or move the directory away",
-        )
+    own = choose(root, config.checkpoint.resume)
     load = config.checkpoint.load
-    if load is not None and not load.is_dir():
+    if own.directory is not None or load is None:
+        return own
+    if not load.is_dir():
         raise CheckpointError("checkpoint.load", str(load), "no such directory", "name a checkpoints/step_N directory")
-    return load
+    return Chosen(load)
+
+
+def _next_step(directory: Path, extra: Mapping[str, Any]) -> int:
+    step = extra.get("next_step")
+    if type(step) is not int or step < 0:
+        raise CheckpointError(
+            str(directory), f"next_step {step!r}", "a run's checkpoint says at which step it continues",
+            "name it as checkpoint.load of another run, or move it away",
+        )  # fmt: skip
+    return step
+
+
+def _saved_state(directory: Path, manifest: Manifest) -> SavedState | None:
+    name = rollouts_file(manifest)
+    return None if name is None else SavedState(directory, name, manifest.files[name])
+
+
+def _of_supervised(directory: Path | None, extra: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(extra.get("source"), dict):
+        raise CheckpointError(
+            str(directory), "no position in the prompts", "is not of supervised training (train.task: sft)",
+            "give the run another name, and the checkpoint as checkpoint.load",
+        )  # fmt: skip
+    return extra["source"]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

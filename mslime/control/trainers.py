@@ -14,6 +14,7 @@ from mslime.control.calls import gather
 from mslime.control.cluster import Cluster
 from mslime.control.ranks import RankActor, RankGroup, Report, fetched
 from mslime.data.checkpoints import critic_directory
+from mslime.data.checksums import FileSum
 
 if TYPE_CHECKING:
     from mslime.backends.megatron.critic import MegatronCritic
@@ -110,11 +111,15 @@ class TrainerActor(RankActor):
         """Write the current weights as a Hugging Face checkpoint."""
         self._sender.export(Path(directory), self._config.model.path)
 
-    def save(self, directory: str, extra: dict[str, Any]) -> None:
-        """Write a resumable checkpoint, the critic's first."""
+    def save(self, directory: str, extra: dict[str, Any], others: dict[str, FileSum]) -> None:
+        """Write a resumable checkpoint, the critic's first.
+
+        Args:
+            others: files of other processes that are in it already.
+        """
         if self._critic is not None:
             self._critic.save(critic_directory(Path(directory)), {})
-        self._trainer.save(Path(directory), extra)
+        self._trainer.save(Path(directory), extra, others)
 
     def load(self, directory: str, new_run: bool) -> None:
         """Read a checkpoint; of another run when `new_run`. A critic that it lacks stays as it started."""
@@ -236,12 +241,25 @@ class TrainerGroup:
         deadline = self._config.deadlines.checkpoint_s
         self._trainers.all("export", deadline, lambda a, _: a.export_hf.remote(str(directory)))
 
-    def save(self, directory: Path, extra: dict[str, Any]) -> None:
-        """Write a resumable checkpoint: the critic's, and then the policy's, whose name says that all is saved."""
-        deadline, critic = self._config.deadlines.checkpoint_s, str(critic_directory(directory))
+    def save(
+        self, directory: Path, extra: dict[str, Any], others: dict[str, FileSum], deadline_s: float | None = None
+    ) -> None:
+        """Write a resumable checkpoint: the critic's, and then the policy's, whose name says that all is saved.
+
+        Args:
+            others: files that other processes have written into `checkpoints.saving_directory(directory)`.
+            deadline_s: default `deadlines.checkpoint_s`.
+        """
+        deadline, critic = deadline_s or self._config.deadlines.checkpoint_s, str(critic_directory(directory))
         if self._critics is not None:
             self._critics.all("checkpoint save", deadline, lambda a, _: a.save.remote(critic))
-        self._trainers.all("checkpoint save", deadline, lambda a, _: a.save.remote(str(directory), extra))
+        self._trainers.all("checkpoint save", deadline, lambda a, _: a.save.remote(str(directory), extra, others))
+
+    def rest(self, deadline_s: float) -> None:
+        """Return when every rank has done what it was given. Raises TrainerError when one is gone or still at work."""
+        for group in (self._trainers, self._critics):
+            if group is not None:
+                group.all("waiting for the trainer", deadline_s, lambda a, _: a.rest.remote())
 
     def load(self, directory: Path, new_run: bool) -> None:
         """Read a checkpoint; of another run when `new_run`, which begins the learning-rate schedule anew."""

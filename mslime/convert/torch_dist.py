@@ -101,7 +101,7 @@ class DistCheckpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         _check_backend(directory)
-        metadata = _load_metadata(directory / METADATA)
+        metadata = load_metadata(directory / METADATA)
         self.tensors: dict[str, StoredTensor] = {}
         self.objects: list[str] = []
         storage = {(index.fqn, _shape(index.offset or ())): info for index, info in metadata.storage_data.items()}
@@ -316,8 +316,11 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         if global_name in _MEGATRON_STAND_INS and module_name.startswith("megatron.core."):
             return _StandIn
-        found = super().find_class(module_name, global_name) if _is_known(module_name, global_name) else None
-        if found is None or (module_name in _METADATA_MODULES and not isinstance(found, type)):
+        # A dotted name would lead out of the module, through what it imports, to any class there is.
+        known = "." not in global_name and _is_known(module_name, global_name)
+        found = super().find_class(module_name, global_name) if known else None
+        own = isinstance(found, type) and found.__module__ == module_name
+        if found is None or (module_name in _METADATA_MODULES and not own):
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is no part of the format")
         return found
 
@@ -330,7 +333,12 @@ def _is_known(module: str, name: str) -> bool:
     return module in _METADATA_MODULES or (module, name) in _METADATA_CLASSES
 
 
-def _load_metadata(path: Path) -> Any:
+def load_metadata(path: Path) -> Any:
+    """torch's `Metadata` in a `.metadata` file, unpickled without running any code that the file names.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it names a class that is no part of the format.
+    """
     try:
         with path.open("rb") as file:
             metadata = _MetadataUnpickler(file).load()

@@ -1,54 +1,39 @@
-"""What makes a directory a complete checkpoint, and which of several is the newest. Needs neither torch nor megatron,
-so the driver can choose one before any trainer runs; `backends.megatron.checkpoint` fills them.
+"""What makes a directory a complete checkpoint, which of several is resumed from, and which are kept. Needs neither
+torch nor megatron, so the driver can choose one before any trainer runs; `backends.megatron.checkpoint` fills them.
 
 A checkpoint is written into a hidden sibling directory, its manifest last, and then renamed: under its own name it is
-either absent or complete. The manifest lists every file with its size, so that what is lost later is noticed and named.
+either absent or complete. The manifest holds every file's size and checksum, so that what is damaged later is noticed
+and named; nothing is resumed from, or passed over, in silence.
 
-    <root>/step_10/manifest.json      files with sizes, layout, extra; written last
-                  /extra/<key>.bin    binary values of extra
-                  /rng/rank_00000.pt  random number generators of each rank
-                  /...                megatron-core's torch_dist files (weights, optimizer, schedule)
-    <root>/critic/step_10/...         likewise of PPO's critic
+    <root>/step_10/manifest.json       files with sizes and checksums, layout, extra; written last
+                  /rng/rank_00000.npz  random number generators of each rank
+                  /rollouts.npz        work in flight, written by the rollout service
+                  /...                 megatron-core's torch_dist files (weights, optimizer, schedule)
+    <root>/critic/step_10/...          likewise of PPO's critic
+    <root>/damaged-step_20/...         set aside by `checkpoint.resume: older`
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal
 
-from mslime.config.errors import CheckpointError
+from mslime.config.errors import CheckpointError, ConfigError
+from mslime.data.checksums import FileSum, check_sizes, check_sums, sum_file
+from mslime.data.manifest import Manifest, read_manifest, write_manifest
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-SAVING, REPLACED = ".saving-", ".replaced-"
+ROLLOUTS, OUTLINE = "rollouts.npz", "rollouts_outline.npz"
+"""The rollout service's file, and the one that stands in for it when the service is gone."""
+_OLD_ROLLOUTS = "extra/rollouts.bin"  # of format 1
+CRITIC = "critic"
+"""In `extra`: whether a critic was saved with it."""
+SAVING, REPLACED, DAMAGED = ".saving-", ".replaced-", "damaged-"
 _STEP = re.compile(r"step_(\d+)")
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """The content of `manifest.json`.
-
-    Attributes:
-        layout: the parallel layout that wrote it, for people and for the random number generators.
-        world_size: ranks that wrote it.
-        extra: what the caller saved with it, JSON values; binary values are files of their own.
-        files: size in bytes of every other file, by path relative to the checkpoint.
-        format: of this file.
-        complete: always true; the last thing that is written.
-    """
-
-    layout: str
-    world_size: int
-    extra: dict[str, Any]
-    files: dict[str, int]
-    format: int = FORMAT
-    complete: bool = True
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -66,16 +51,162 @@ def saving_directory(directory: Path) -> Path:
     return directory.with_name(f"{SAVING}{directory.name}")
 
 
-def latest_complete(root: Path) -> Path | None:
-    """The newest complete checkpoint under `root`, or None. Directories that are not complete are passed over."""
-    return next((directory for directory in reversed(_steps(root)) if _is_complete(directory)), None)
+def rollouts_file(manifest: Manifest) -> str | None:
+    """Which file of a checkpoint is the rollout service's; None of supervised training."""
+    return next((name for name in (OUTLINE, ROLLOUTS, _OLD_ROLLOUTS) if name in manifest.files), None)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` complete checkpoints, and what an interrupted save or removal left behind."""
+# ------------------------------------------------------------------------------------------------------------ writing
+
+
+def begin(directory: Path) -> Path:
+    """An empty hidden directory beside `directory`, to write the checkpoint into."""
+    saving = saving_directory(directory)
+    shutil.rmtree(saving, ignore_errors=True)
+    saving.mkdir(parents=True)
+    return saving
+
+
+def complete(
+    saving: Path, directory: Path, layout: str, world_size: int, extra: dict[str, Any], files: Mapping[str, FileSum]
+) -> None:
+    """Everything is written and on the disk: write the manifest, and give the checkpoint its name.
+
+    Args:
+        extra: JSON values.
+        files: sums of files as their writers know them. What else is there is small: it is read, summed and synced.
+
+    Raises:
+        CheckpointError: a file is not as its writer left it.
+    """
+    check_sizes(saving, files)
+    others = [path for path in saving.rglob("*") if path.is_file() and str(path.relative_to(saving)) not in files]
+    for path in others:
+        _sync(path)
+    sums = dict(files) | {str(path.relative_to(saving)): sum_file(path) for path in others}
+    write_manifest(saving, Manifest(layout, world_size, extra, sums))
+    _sync(saving)
+    replaced = directory.with_name(f"{REPLACED}{directory.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if directory.exists():  # a run that resumed from an older checkpoint reached this step again
+        directory.rename(replaced)
+    saving.rename(directory)
+    _sync(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- choosing
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a run continues from.
+
+    Attributes:
+        directory: the checkpoint; None where there is none.
+        passed_over: newer ones that are damaged, now under another name, with what is wrong.
+    """
+
+    directory: Path | None
+    passed_over: tuple[tuple[Path, CheckpointError], ...] = field(default=())
+
+
+def choose(root: Path, resume: Literal["auto", "older", "never"]) -> Chosen:
+    """The checkpoint under `root` to continue from, as `checkpoint.resume` says.
+
+    `auto` takes the newest, whose manifest and sizes must be right (its checksums are compared by the ranks, side by
+    side, when they load it). `older` reads whole checkpoints, newest first, until one is undamaged, and sets aside
+    those before it. `never` wants none to be there.
+
+    Raises:
+        CheckpointError: the newest is damaged (`auto`), or all are (`older`).
+        ConfigError: there is one (`never`).
+    """
+    found = steps(root)
+    if not found:
+        return Chosen(None)
+    if resume == "never":
+        raise ConfigError(
+            "checkpoint.resume", "never", f"{found[-1]} would be overwritten by a run that starts again",
+            "give the run another name, or move the directory away",
+        )  # fmt: skip
+    return Chosen(newest(root)) if resume == "auto" else _undamaged(found)
+
+
+def newest(root: Path) -> Path | None:
+    """The newest checkpoint under `root`; None when there is none. Raises CheckpointError when it is damaged."""
+    found = steps(root)
+    if not found:
+        return None
+    _check_one(found[-1], check_sizes)
+    return found[-1]
+
+
+def check_checkpoint(directory: Path) -> None:
+    """Read all of a checkpoint, its critic included, and compare checksums. Raises CheckpointError naming the file."""
+    _check_one(directory, check_sums)
+
+
+def _check_one(directory: Path, check: Callable[[Path, Mapping[str, FileSum]], None]) -> None:
+    manifest = read_manifest(directory)
+    check(directory, manifest.files)
+    if manifest.extra.get(CRITIC):
+        critic = critic_directory(directory)
+        check(critic, read_manifest(critic).files)
+
+
+def _undamaged(found: Sequence[Path]) -> Chosen:
+    """The newest undamaged one; the damaged ones after it get another name, so that no later start meets them."""
+    damaged: list[tuple[Path, CheckpointError]] = []
+    for directory in reversed(found):
+        try:
+            check_checkpoint(directory)
+        except CheckpointError as error:
+            damaged.append((directory, error))
+            continue
+        return Chosen(directory, tuple((_set_aside(path), error) for path, error in damaged))
+    raise CheckpointError(
+        str(found[0].parent), [path.name for path, _ in damaged], f"all checkpoints are damaged; {damaged[0][1]}",
+        "restore one, or give the run another name to start again",
+    )  # fmt: skip
+
+
+def _set_aside(directory: Path) -> Path:
+    for path in (critic_directory(directory), directory):
+        if path.is_dir():
+            aside = path.with_name(f"{DAMAGED}{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+    return directory.with_name(f"{DAMAGED}{directory.name}")
+
+
+# ------------------------------------------------------------------------------------------------------------ keeping
+
+
+def retained(
+    saved: Sequence[int], keep: int, keep_every: int = 0, scores: Mapping[int, float] | None = None
+) -> set[int]:
+    """Which steps of `saved` are kept: the newest `keep`, multiples of `keep_every` (0: none), and the best.
+
+    Args:
+        scores: of steps, larger is better; the newest of equals wins.
+    """
     assert keep >= 1, keep
-    for directory in [d for d in _steps(root) if _is_complete(d)][:-keep]:
-        discard(directory)
+    kept = set(sorted(saved)[-keep:])
+    kept |= {step for step in saved if keep_every and step % keep_every == 0}
+    scored = [step for step in saved if scores and step in scores]
+    if scores and scored:
+        kept.add(max(scored, key=lambda step: (scores[step], step)))
+    return kept
+
+
+def prune(root: Path, keep: Callable[[Sequence[int]], set[int]]) -> None:
+    """Remove complete checkpoints that `keep` does not choose, and what an interrupted save or removal left behind."""
+    complete_ones = {_step_of(d): d for d in steps(root) if _is_complete(d)}
+    kept = keep(list(complete_ones))
+    for step, directory in complete_ones.items():
+        if step not in kept:
+            discard(directory)
     for leftover in [*root.glob(f"{SAVING}*"), *root.glob(f"{REPLACED}*")]:
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -88,86 +219,15 @@ def discard(directory: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def read_manifest(directory: Path, *, check_files: bool = True) -> Manifest:
-    """The manifest of a complete checkpoint.
-
-    Args:
-        check_files: compare every file's size with the manifest; one rank of many is enough to do that.
-
-    Raises:
-        CheckpointError: there is none, a file is missing or has another size, or it was written by another format.
-    """
-    path = directory / MANIFEST
-    try:
-        parsed: object = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            str(path), "missing", "a complete checkpoint has a manifest", "choose another checkpoint"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(str(path), str(error), "the manifest is JSON", "choose another checkpoint") from error
-    content = cast(dict[str, Any], parsed) if isinstance(parsed, dict) else {}
-    if content.get("format") != FORMAT or content.get("complete") is not True:
-        raise CheckpointError(
-            str(path), "unknown format", f"this version of mslime reads checkpoints of format {FORMAT}",
-            "use the version that wrote it",
-        )  # fmt: skip
-    manifest = Manifest(**content)
-    for name, size in manifest.files.items() if check_files else ():
-        found = (directory / name).stat().st_size if (directory / name).is_file() else None
-        if found != size:
-            raise CheckpointError(
-                str(directory / name), "missing" if found is None else f"{found} bytes",
-                f"the manifest says {size} bytes", "restore the file, or resume from an older checkpoint",
-            )  # fmt: skip
-    return manifest
+def steps(root: Path) -> list[Path]:
+    """Everything that has a checkpoint's name, complete or not, oldest first."""
+    found = [(step, path) for path in root.glob("step_*") if (step := _step_of(path)) >= 0]
+    return [path for _, path in sorted(found) if path.is_dir()]
 
 
-def read_extra(directory: Path) -> dict[str, Any]:
-    """What was saved as `extra`, binary values included. Raises CheckpointError when the checkpoint is not complete."""
-    return extra_of(directory, read_manifest(directory))
-
-
-def extra_of(directory: Path, manifest: Manifest) -> dict[str, Any]:
-    """`extra` of a checkpoint whose manifest has been read."""
-    binary = [directory / name for name in manifest.files if name.startswith("extra/")]
-    return manifest.extra | {path.stem: path.read_bytes() for path in binary}
-
-
-def write_extra(directory: Path, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the binary values of `extra` as files; returns the others, for the manifest."""
-    binary = {key: value for key, value in extra.items() if isinstance(value, bytes)}
-    for key, value in binary.items():
-        (directory / "extra").mkdir(exist_ok=True)
-        (directory / "extra" / f"{key}.bin").write_bytes(value)
-    return {key: value for key, value in extra.items() if key not in binary}
-
-
-def begin(directory: Path) -> Path:
-    """An empty hidden directory beside `directory`, to write the checkpoint into."""
-    saving = saving_directory(directory)
-    shutil.rmtree(saving, ignore_errors=True)
-    saving.mkdir(parents=True)
-    return saving
-
-
-def complete(saving: Path, directory: Path, layout: str, world_size: int, extra: dict[str, Any]) -> None:
-    """Everything is written: sync it to the disk, write the manifest, and give the checkpoint its name."""
-    paths = sorted(path for path in saving.rglob("*") if path.is_file())
-    for path in paths:
-        _sync(path)
-    files = {str(path.relative_to(saving)): path.stat().st_size for path in paths}
-    manifest = Manifest(layout, world_size, extra, files)
-    (saving / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
-    _sync(saving / MANIFEST)
-    _sync(saving)
-    replaced = directory.with_name(f"{REPLACED}{directory.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if directory.exists():  # a run that resumed from an older checkpoint reached this step again
-        directory.rename(replaced)
-    saving.rename(directory)
-    _sync(directory.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+def _step_of(directory: Path) -> int:
+    match = _STEP.fullmatch(directory.name)
+    return int(match[1]) if match else -1
 
 
 def _is_complete(directory: Path) -> bool:
@@ -176,12 +236,6 @@ def _is_complete(directory: Path) -> bool:
     except CheckpointError:
         return False
     return True
-
-
-def _steps(root: Path) -> list[Path]:
-    """Everything that has a checkpoint's name, oldest first."""
-    found = [(int(match[1]), path) for path in root.glob("step_*") if (match := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if path.is_dir()]
 
 
 def _sync(path: Path) -> None:

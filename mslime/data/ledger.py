@@ -74,6 +74,21 @@ class Ledger:
         self._mark = now
         return {**step, "pending_tokens": now["pending_tokens"]}
 
+    def marked(self) -> dict[str, int]:
+        """The totals at the last settlement, for `before_training`."""
+        return dict(self._mark)
+
+    def copy(self) -> Ledger:
+        """Books of their own, equal to these."""
+        return Ledger.from_state(self.state_dict())
+
+    def before_training(self, tokens: int, mark: Mapping[str, int]) -> Ledger:
+        """These books as if `tokens` had not been handed to the trainer, and nothing been settled since `mark`."""
+        books = self.copy()
+        books.trained -= tokens
+        books._mark = dict(mark)
+        return books
+
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON-able values."""
         return {
@@ -88,7 +103,11 @@ class Ledger:
     def from_state(cls, state: Mapping[str, Any]) -> Ledger:
         """The ledger that `state_dict` was taken from."""
         counters = Counter[str](state["masked"]), Counter[str](state["dropped"])
-        return cls(state["generated"], state["trained"], *counters, dict(state["mark"]))
+        books = cls(state["generated"], state["trained"], *counters, dict(state["mark"]))
+        numbers = [books.generated, books.trained, *(n for c in counters for n in c.values()), *books._mark.values()]
+        if any(type(n) is not int or n < 0 for n in numbers) or books.pending < 0:
+            raise ValueError(f"no ledger: {dict(state)}")
+        return books
 
     def _spend(self, tokens: int) -> None:
         assert 0 <= tokens <= self.pending, f"{tokens} tokens to settle, but {self.pending} are pending"

@@ -230,11 +230,17 @@ class Sample:
 
 @dataclass
 class Group:
-    """The samples of one prompt; advantages are computed within a group."""
+    """The samples of one prompt; advantages are computed within a group.
+
+    Attributes:
+        source: `file:line` of the prompt.
+        failures: how often it ended a run because it could not be sent, scored or trained; a second time it is dropped.
+    """
 
     group_id: int
     samples: list[Sample]
     source: str = ""
+    failures: int = 0
 
     @property
     def finished(self) -> bool:

@@ -1,16 +1,19 @@
 """`metrics.jsonl`: one JSON object a step, the source of the console, TensorBoard, W&B and the HTML report.
 
-A row is on disk before `log` returns. A row that a crash tore is dropped when the run resumes, and rows of steps that
-will be done again are cut off, so that each step stands in the file once, in order.
+A row is on disk before `log` returns, whole or not at all. A row that a crash tore is dropped when the run resumes, and
+rows of steps that will be done again are cut off, so that each step stands in the file once, in order. The checkpoint
+keeps its own step's row, should the file have lost it.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +36,7 @@ class MetricsLogger:
         first_step: int = 0,
         run_name: str = "run",
         run_config: Mapping[str, Any] | None = None,
+        last_row: Mapping[str, Any] | None = None,
     ) -> None:
         """Open the metrics of a run.
 
@@ -42,6 +46,7 @@ class MetricsLogger:
             first_step: the first step that will be logged. Rows from it on are cut off. 0 starts afresh: an earlier
                 file is kept under a numbered name.
             run_name, run_config: for sinks that show them.
+            last_row: of the step before `first_step`, as `log` returned it; added where the file lacks it.
 
         Raises:
             UserError: a sink's package is not installed, or the file cannot be written.
@@ -51,13 +56,13 @@ class MetricsLogger:
         self._sinks: list[Sink] = open_sinks(run_dir, observe, run_name, run_config or {})
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
-            _prepare(self._path, first_step)
-            self._file = self._path.open("a", encoding="utf-8")
+            _prepare(self._path, first_step, last_row)
+            self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise _unwritable(self._path, error) from error
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step's row. Values that are not finite are written as null.
+    def log(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Write one step's row, and return it. Values that are not finite are written as null.
 
         Raises:
             AssertionError: a name is not in `names.METRICS`, or steps go backwards.
@@ -69,14 +74,23 @@ class MetricsLogger:
         self._last_step = step
         values = {name: _finite(value) for name, value in metrics.items()}
         row = {"step": step, "time": round(time.time(), 3), **values}
-        try:
-            self._file.write(json.dumps(row) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
+        self._append(json.dumps(row).encode() + b"\n")
         for sink in self._sinks:
             sink.log(step, {name: value for name, value in values.items() if value is not None})
+        return row
+
+    def _append(self, line: bytes) -> None:
+        """Whole or not at all: what a full disk tore is taken back."""
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), before)
+            raise _unwritable(self._path, error) from error
 
     def close(self) -> None:
         """Close the file and the sinks."""
@@ -90,7 +104,11 @@ class MetricsLogger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except OSError:
+            if error is None:  # else the first error is the one to report
+                raise
 
 
 def read_rows(path: Path, skip_torn: bool = False) -> list[dict[str, Any]]:
@@ -102,35 +120,51 @@ def read_rows(path: Path, skip_torn: bool = False) -> list[dict[str, Any]]:
     Raises:
         UserError: another line is not a JSON object.
     """
+    return [row for _, row in _numbered_rows(path, skip_torn)]
+
+
+def _numbered_rows(path: Path, skip_torn: bool = False) -> list[tuple[int, dict[str, Any]]]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    rows: list[dict[str, Any]] = []
+    rows: list[tuple[int, dict[str, Any]]] = []
     for number, line in enumerate(lines, start=1):
         row = _parse(line)
         if row is not None:
-            rows.append(row)
+            rows.append((number, row))
         elif line.strip() and number < len(lines) and not skip_torn:
             raise UserError(f"{path}:{number}", line[:60], "is not a JSON object", "remove the line")
     return rows
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics, each with its step. Raises UserError naming the line that is none."""
+    rows = _numbered_rows(path)
+    for number, row in rows:
+        if type(row.get("step")) is not int:
+            raise UserError(f"{path}:{number}", str(row)[:60], "must have a whole number as `step`", "remove the line")
+    return [row for _, row in rows]
+
+
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
 
-def _prepare(path: Path, first_step: int) -> None:
+def _prepare(path: Path, first_step: int, last_row: Mapping[str, Any] | None) -> None:
     """Leave in `path` exactly the whole rows of steps before `first_step`."""
-    if not path.exists():
-        return
     if first_step == 0:
-        path.rename(_free_name(path))
+        if path.exists():
+            path.rename(free_name(path))
         return
-    kept = [row for row in read_rows(path) if row["step"] < first_step]
+    kept = [row for row in read_metrics(path) if row["step"] < first_step]
+    if last_row is not None and not any(row["step"] == last_row["step"] for row in kept):
+        kept.append(dict(last_row))
+    if not kept and not path.exists():
+        return
     fresh = path.with_suffix(".tmp")
     with fresh.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in kept)
@@ -139,7 +173,8 @@ def _prepare(path: Path, first_step: int) -> None:
     fresh.replace(path)
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path) -> Path:
+    """A numbered name beside `path` that nothing has yet."""
     number = 1
     while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1

@@ -121,6 +121,7 @@ METRICS: dict[str, Metric] = {
     "rollout/truncated": Metric("", "share cut at the length limit", "rollout/responses"),
     "rollout/aborted": Metric("responses", "stopped in mid-generation"),
     "rollout/recycled": Metric("responses", "continued from an earlier step"),
+    "rollout/failed_groups": Metric("groups", "dropped: they could not be sent, scored or trained twice"),
     "rollout/filtered_groups": Metric("groups", "complete groups that the dynamic filter refused"),
     "rollout/truncated_groups": Metric("groups", "complete groups left out, as all responses were cut and masked"),
     "rollout/groups": Metric("groups", "accepted for training"),

@@ -57,7 +57,7 @@ def _rows(run_dir: Path) -> list[Row]:
     path = run_dir / metrics.FILE_NAME
     if not run_dir.is_dir():
         raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
-    found = by_step(metrics.read_rows(path))
+    found = by_step(metrics.read_metrics(path))
     if not found:
         why = "is empty" if path.exists() else "is missing"
         raise UserError(

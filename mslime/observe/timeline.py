@@ -13,11 +13,12 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
+from mslime.config.errors import UserError
 from mslime.observe.metrics import read_rows
 
 FILE_NAME = "timeline.jsonl"
@@ -70,7 +71,15 @@ class Timeline:
         with self._lock:
             self._pending.append(span)
             if name == STEP:
-                self._write()
+                try:
+                    self._write()
+                except OSError as error:
+                    raise UserError(
+                        str(self._file.name),
+                        error.strerror,
+                        "cannot be written",
+                        "free some space, or choose an output_dir",
+                    ) from error
 
     def _write(self) -> None:
         self._file.writelines(json.dumps(asdict(span)) + "\n" for span in merge_spans(self._pending))
@@ -87,9 +96,10 @@ class Timeline:
             self.record(lane, name, start, self.now(), step)
 
     def close(self) -> None:
-        """Write what is buffered."""
-        with self._lock:
+        """Write what is buffered. A picture of the run is not worth an error at its end."""
+        with self._lock, suppress(OSError):
             self._write()
+        with suppress(OSError):
             self._file.close()
 
     def __enter__(self) -> Timeline:

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.errors import DataError, EngineError, UserError
 from mslime.config.schema import EvalSetConfig, RunConfig
+from mslime.data.checksums import FileSum
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants, check_teacher_log_probs
 from mslime.data.source import Prompt, PromptSource
@@ -32,10 +34,20 @@ from mslime.rollout.gate import SubmitGate
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.protocols import Engines, ModelInfo, ProgressHook, Scorer, SpanHook, StepBatch, Teacher, living
 from mslime.rollout.shaping import shaped
-from mslime.rollout.state import load_state, pack_groups, save_state, unpack_groups
+from mslime.rollout.state import (
+    Stored,
+    begun_anew,
+    check_stored,
+    open_state,
+    pack_begun,
+    pack_groups,
+    save_state,
+    state_bytes,
+    unpack_groups,
+)
 from mslime.rollout.statistics import StepCounters, batch_metrics
 
-COUNTED = ("aborted", "recycled", "filtered_groups")
+COUNTED = ("aborted", "recycled", "filtered_groups", "failed_groups")
 POLL_S = 0.01
 ABORT_EVERY_S = 0.25  # a request can slip past an abort that reaches the engine before it does
 
@@ -46,6 +58,21 @@ def new_group(group_id: int, prompt: Prompt, size: int) -> Group:
     for sample in samples:
         sample.metadata = dict(prompt.metadata)
     return Group(group_id, samples, prompt.where)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The groups of a step that the trainer has, until it has trained on them.
+
+    Attributes:
+        tokens: that were booked as trained.
+        mark: of the ledger, before they were.
+    """
+
+    step: int
+    groups: list[Group]
+    tokens: int
+    mark: dict[str, int]
 
 
 class RolloutService:
@@ -90,6 +117,7 @@ class RolloutService:
         self.ledger, self._counters = Ledger(), StepCounters()
         self._base_version: int | None = None
         self._taken = 0
+        self._in_training: _Taken | None = None
         self._next_group_id = 0
         self._running: dict[int, tuple[Group, asyncio.Task[None]]] = {}
         self._partial, self._accepted = PartialBuffer(), list[Group]()
@@ -134,7 +162,9 @@ class RolloutService:
                 raise
             raise self._late(step) from error
         groups = self._pick()
+        tokens, mark = sum(s.trainable_tokens for g in groups for s in g.samples), self.ledger.marked()
         metrics = self._settle(groups)
+        self._in_training = _Taken(step, groups, tokens, mark)
         self._span("rollout", "collect", started)
         self._pump()
         return StepBatch(step, self.version, groups, metrics)
@@ -153,6 +183,8 @@ class RolloutService:
         """Go on with weights of `version`. Prefixes cached with older weights are forgotten, unless `pause_mode` is
         `in_place`, which keeps the caches of running responses by its nature."""
         self.version = version
+        if self._in_training is not None and self._in_training.step < version:
+            self._in_training = None
         if self._config.rollout.pause_mode != "in_place" or self._config.rollout.max_staleness == 0:
             await self._everywhere(self._engines.flush_cache)
         await self._everywhere(self._engines.resume)
@@ -219,56 +251,100 @@ class RolloutService:
 
     # ---------------------------------------------------------------------------------------------------- state
 
-    def state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(JSON-able header, arrays) from which a new service continues without losing a finished token.
+    def give_back(self, blamed: Sequence[Group] = ()) -> bool:
+        """Undo the last `take`: its groups wait for the next one.
+
+        Args:
+            blamed: those of its groups that cannot be trained. One that failed before is dropped.
+
+        Returns:
+            Whether all blamed groups were dropped, so that another `take` may go on without them.
+        """
+        taken, self._in_training = self._in_training, None
+        assert taken is not None, "nothing was taken"
+        self.ledger = self.ledger.before_training(taken.tokens, taken.mark)
+        self._taken -= len(taken.groups)
+        dropped = [g for g in blamed if self._blame(g, "cannot be trained")]
+        self._accepted = [*(g for g in taken.groups if g not in dropped), *self._accepted]
+        return bool(blamed) and len(dropped) == len(blamed)
+
+    def state_dict(self, next_step: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(JSON-able header, columns) from which a new service continues without losing a finished token.
 
         Groups in flight are included with what they hold; tokens still inside an engine are not ours yet. Call
         `drain` or `pause_for_update` (mode abort) first to have those as well.
+
+        Args:
+            next_step: step that a resumed run begins with; its groups are included where they are taken already.
         """
-        resting = [*self._partial, *(g for g, _ in self._running.values())]
-        headers, arrays = pack_groups([*self._accepted, *resting])
-        header = {
+        taken = self._in_training
+        untrained = taken is not None and next_step is not None and taken.step >= next_step
+        ledger = self.ledger.copy()
+        if taken is not None and untrained:
+            ledger = ledger.before_training(taken.tokens, taken.mark)
+        accepted = _sound([*(taken.groups if taken is not None and untrained else []), *self._accepted], ledger)
+        resting = _sound([*self._partial, *(g for g, _ in self._running.values())], ledger)
+        headers, columns = pack_groups([*accepted, *resting])
+        header = {"accepted": len(accepted), "groups": headers, **self._books(ledger)}
+        return header, columns
+
+    def outline(self) -> bytes:
+        """A small state file for the case that this service is lost: groups that are not trained begin anew from their
+        prompts, and their tokens are booked as dropped. Holds for a checkpoint after the step taken last."""
+        ledger = self.ledger.copy()
+        ledger.drop(ledger.pending, "lost")
+        headers, columns = pack_begun(sorted(self._held(), key=lambda g: g.group_id))
+        return state_bytes({"accepted": 0, "groups": [], "begun": headers, **self._books(ledger)}, columns)
+
+    def _books(self, ledger: Ledger) -> dict[str, Any]:
+        """What a state holds beside groups."""
+        return {
             "version": self.version,
             "next_group_id": self._next_group_id,
-            "accepted": len(self._accepted),
-            "groups": headers,
             "source": self._source.state_dict(),
-            "ledger": self.ledger.state_dict(),
+            "ledger": ledger.state_dict(),
             "counters": dict(self._counters.total),
         }
-        return header, arrays
 
-    def load_state_dict(self, header: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`, before the first `take`. Raises DataError when the prompts are others."""
+    def load_state_dict(self, header: Mapping[str, Any], columns: Mapping[str, Any] | Stored) -> None:
+        """Continue from `state_dict` or `outline`, before the first `take`. Raises DataError when the prompts are
+        others."""
         assert not self._running and not self._accepted and not len(self._partial), "the service has begun already"
         self._source.load_state_dict(header["source"])
-        groups = unpack_groups(header["groups"], arrays)
+        groups = unpack_groups(header["groups"], columns)
         accepted, resting = groups[: header["accepted"]], groups[header["accepted"] :]
+        check_stored(groups)
+        resting += begun_anew(header.get("begun", []), columns, new_group)
         self._accepted = [g for g in accepted if not self._untaught(g)]
         for group in [g for g in accepted if self._untaught(g)] + resting:
             self._partial.put(group)
-        self.version, self._next_group_id = header["version"], header["next_group_id"]
+        self.version, self._next_group_id = int(header["version"]), int(header["next_group_id"])
         self.ledger, self._counters = Ledger.from_state(header["ledger"]), StepCounters(header["counters"])
+        alive = sum(s.trainable_tokens for g in self._held() for s in g.samples)
+        if alive != self.ledger.pending:
+            raise ValueError(f"{self.ledger.pending} tokens are pending in the books, {alive} are held")
 
     def _untaught(self, group: Group) -> bool:
         """Whether the teacher has not scored the group: it is of a run that had none."""
         return self._teacher is not None and any(s.teacher_log_probs is None for s in group.samples)
 
-    def save(self, path: Path) -> None:
-        """Write `state_dict` to `path` (.npz without pickle), whole or not at all."""
-        save_state(path, *self.state_dict())
+    def save(self, path: Path, next_step: int | None = None) -> FileSum:
+        """Write `state_dict` to `path` (.npz without pickle), whole or not at all; returns the file's sum."""
+        return save_state(path, *self.state_dict(next_step))
 
-    async def checkpoint(self, path: Path) -> None:
+    async def checkpoint(self, path: Path, next_step: int | None = None) -> FileSum:
         """`save` with the tokens that engines hold at this moment: interrupts them, saves, and goes on."""
         was_open = self._traffic.open
         await self.drain()
-        self.save(path)
+        total = self.save(path, next_step)
         if was_open:
             self._open_gate()
+        return total
 
     def load(self, path: Path) -> None:
-        """Continue from a file of `save`. Raises CheckpointError when it cannot be read."""
-        self.load_state_dict(*load_state(path))
+        """Continue from a file of `save` or `outline`. Raises CheckpointError when it cannot be read."""
+        with open_state(path) as (header, stored):
+            self.load_state_dict(header, stored)
 
     # --------------------------------------------------------------------------------------- gate and submission
 
@@ -326,7 +402,9 @@ class RolloutService:
         finally:
             del self._running[group.group_id]
             errors = [e for e in outcomes if e is not None]
-            if errors or not outcomes:  # `outcomes` is empty when the task was cancelled
+            if self._is_culprit(group, errors) and self._blame(group, str(errors[0])):
+                errors = []
+            elif errors or not outcomes:  # `outcomes` is empty when the task was cancelled
                 self._partial.put(group)
             elif not group.finished:
                 self._shelve(group)
@@ -393,8 +471,9 @@ class RolloutService:
         try:
             kept = self._keep is None or self._keep(group)
         except UserError as error:
-            self._partial.put(group)
-            self._fail(error)
+            if not self._blame(group, str(error)):
+                self._partial.put(group)
+                self._fail(error)
             return
         if kept:
             if self._finished_in_time(group) and self._young_enough(group):
@@ -411,6 +490,22 @@ class RolloutService:
             if len(cut) == len(group.samples):
                 self._counters.add("truncated_groups")
                 return False
+        return True
+
+    def _is_culprit(self, group: Group, errors: Sequence[BaseException]) -> bool:
+        """Whether these failures are the group's own: not an engine's death, nor what befell every group at once."""
+        own = bool(errors) and not any(isinstance(e, EngineDied | asyncio.CancelledError) for e in errors)
+        return own and group.group_id not in self._forgiven and (bool(group.failures) or self._failure is None)
+
+    def _blame(self, group: Group, reason: str) -> bool:
+        """Count a failure of the group's own. Whether it is the second one: the group is dropped then, so that a run
+        and its resumes do not end at one group again and again."""
+        group.failures += 1
+        if group.failures < 2:
+            return False
+        print(f"group {group.group_id} of {group.source} failed twice and is dropped: {reason}", flush=True)
+        self._drop(group, "failed")
+        self._counters.add("failed_groups")
         return True
 
     def _drop(self, group: Group, reason: str) -> None:
@@ -482,12 +577,12 @@ class RolloutService:
         """Take a step's groups off the accepted ones: oldest tokens first, then in order of their ids."""
         self._accepted.sort(key=lambda g: (g.oldest_version or 0, g.group_id))
         n = self._config.rollout.groups_per_step
-        groups, self._accepted = self._accepted[:n], self._accepted[n:]
-        self._taken += n
-        groups.sort(key=lambda g: g.group_id)
+        groups = sorted(self._accepted[:n], key=lambda g: g.group_id)
         for group in groups:
             for sample in group.samples:
                 check_invariants(sample)
+        self._accepted = self._accepted[n:]
+        self._taken += n
         return groups
 
     def _settle(self, groups: list[Group]) -> dict[str, float]:
@@ -552,3 +647,18 @@ class RolloutService:
     def _span(self, lane: str, name: str, start: float) -> None:
         if self._on_span is not None:
             self._on_span(lane, name, start, time.time(), self._step)
+
+
+def _sound(groups: Sequence[Group], ledger: Ledger) -> list[Group]:
+    """The groups that may be saved: one that breaks an invariant would be refused at every resume. It is booked as
+    dropped."""
+    kept: list[Group] = []
+    for group in groups:
+        try:
+            for sample in group.samples:
+                check_invariants(sample)
+            kept.append(group)
+        except AssertionError as error:
+            print(f"group {group.group_id} of {group.source} is left out of the checkpoint: {error}", flush=True)
+            ledger.drop(sum(s.trainable_tokens for s in group.samples), "failed")
+    return kept

@@ -1,94 +1,253 @@
 """Groups on disk: one .npz file of plain arrays and a JSON header, read back without pickle.
 
-The columns of all samples are laid end to end. Label and metadata go into the header, so they must be JSON values.
+The columns of all samples are laid end to end. They go to the file sample by sample and come back sample by sample, so
+that what a service holds is never in memory twice. Label and metadata go into the header, so they must be JSON values.
+A file that is not what `save_state` wrote is refused with its name, whatever is wrong with it.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-from zipfile import BadZipFile
+from typing import Any, Protocol, cast
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mslime.config.errors import CheckpointError, DataError
+from mslime.data.checksums import FileSum, SummedFile
 from mslime.data.routes import Routes
-from mslime.data.sample import Group, Sample, SampleStatus, Segment
+from mslime.data.sample import Group, Sample, SampleStatus, Segment, check_invariants
+from mslime.data.source import Prompt
 from mslime.data.supports import Supports
 
 FORMAT = 1
-_COLUMNS = ("tokens", "loss_mask", "log_probs")
+Columns = Mapping[str, Sequence[NDArray[Any]]]
+"""Every column as its parts, in the order of the samples; they are the samples' own arrays, not copies."""
+_COLUMNS: dict[str, str] = {"tokens": "int32", "loss_mask": "bool", "log_probs": "float32"}
+_PIECE_BYTES = 1 << 20
+_FOREIGN = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, EOFError,
+    MemoryError, RecursionError, NotImplementedError, BadZipFile,
+)  # fmt: skip
 
 
-def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, NDArray[Any]]]:
-    """(one header per group, arrays) that `unpack_groups` turns back into equal groups."""
+class Stored(Protocol):
+    """Columns that are read from front to back."""
+
+    def cut(self, name: str, count: int) -> NDArray[Any]:
+        """The next `count` elements of a column, as an array of the caller's own. Raises ValueError at its end."""
+        ...
+
+
+def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, list[NDArray[Any]]]]:
+    """(one header per group, columns) that `unpack_groups` turns back into equal groups."""
     samples = [s for g in groups for s in g.samples]
-    arrays: dict[str, NDArray[Any]] = {}
-    for name in _COLUMNS:
-        arrays[name] = _joined([vars(s)[name] for s in samples])
-    arrays["teacher_log_probs"] = _joined([s.teacher_log_probs for s in samples if s.teacher_log_probs is not None])
+    columns: dict[str, list[NDArray[Any]]] = {name: [vars(s)[name] for s in samples] for name in _COLUMNS}
+    columns["teacher_log_probs"] = [s.teacher_log_probs for s in samples if s.teacher_log_probs is not None]
     routes = [s.routes for s in samples if s.routes is not None]
-    arrays["experts"] = _joined([r.experts.reshape(-1) for r in routes])
-    arrays["route_mask"] = _joined([r.mask for r in routes])
+    columns["experts"] = [r.experts.reshape(-1) for r in routes]
+    columns["route_mask"] = [r.mask for r in routes]
     supports = [s.supports for s in samples if s.supports is not None]
-    arrays["support_ids"] = _joined([s.ids for s in supports])
-    arrays["support_sizes"] = _joined([np.diff(s.offsets) for s in supports])
-    headers = [{"group_id": g.group_id, "source": g.source, "samples": [_header(s) for s in g.samples]} for g in groups]
-    return headers, arrays
+    columns["support_ids"] = [s.ids for s in supports]
+    columns["support_sizes"] = [np.diff(s.offsets) for s in supports]
+    headers = [_group_header(g) for g in groups]
+    return headers, columns
 
 
-def unpack_groups(headers: Sequence[Mapping[str, Any]], arrays: Mapping[str, NDArray[Any]]) -> list[Group]:
+def unpack_groups(headers: Sequence[Mapping[str, Any]], columns: Columns | Stored) -> list[Group]:
     """The groups that `pack_groups` was given."""
-    cut = _Cutter(arrays)
-    return [Group(h["group_id"], [_sample(s, cut) for s in h["samples"]], h["source"]) for h in headers]
+    stored = InMemory(columns) if isinstance(columns, Mapping) else columns
+    return [_group(h, stored) for h in headers]
 
 
-def save_state(path: Path, state: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write a JSON-able state with its arrays; `path` holds the old file or the whole new one at any time.
+def pack_begun(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, list[NDArray[Any]]]]:
+    """(headers, columns) from which `begun_anew` makes these groups as they were before anything was generated."""
+    headers: list[dict[str, Any]] = []
+    prompts: list[NDArray[Any]] = []
+    for g in groups:
+        first = g.samples[0]
+        prompts.append(first.tokens[: first.prompt_length])
+        headers.append(
+            {"group_id": g.group_id, "source": g.source, "size": len(g.samples), "prompt": first.prompt_length,
+             "label": first.label, "metadata": first.metadata, "failures": g.failures}
+        )  # fmt: skip
+    return headers, {"prompts": prompts}
+
+
+def begun_anew(
+    headers: Sequence[Mapping[str, Any]], columns: Columns | Stored, make: Callable[[int, Prompt, int], Group]
+) -> list[Group]:
+    """The groups of `pack_begun`, made by `make(group_id, prompt, size)`."""
+    stored = InMemory(columns) if isinstance(columns, Mapping) else columns
+    groups: list[Group] = []
+    for h in headers:
+        prompt = Prompt(stored.cut("prompts", h["prompt"]).tolist(), h["label"], dict(h["metadata"]), h["source"])
+        groups.append(make(int(h["group_id"]), prompt, int(h["size"])))
+        groups[-1].failures = int(h["failures"])
+    return groups
+
+
+def _group_header(g: Group) -> dict[str, Any]:
+    header = {"group_id": g.group_id, "source": g.source, "samples": [_header(s) for s in g.samples]}
+    return header | ({"failures": g.failures} if g.failures else {})
+
+
+def _group(header: Mapping[str, Any], stored: Stored) -> Group:
+    samples = [_sample(s, stored) for s in header["samples"]]
+    return Group(header["group_id"], samples, header["source"], header.get("failures", 0))
+
+
+def save_state(path: Path, state: Mapping[str, Any], columns: Columns) -> FileSum:
+    """Write a JSON-able state with its columns; `path` holds the old file or the whole new one at any time.
+
+    Returns:
+        The file's sum, for the checkpoint that it is a part of.
 
     Raises:
         DataError: a label or metadata value is not JSON.
         OSError: the disk is full, for example; the old file stays.
     """
-    try:
-        text = json.dumps({"format": FORMAT, **state})
-    except TypeError as error:
-        raise DataError("data.metadata_key", str(error), "labels and metadata must be JSON values to be saved",
-                        "store text, numbers, lists or objects in the prompt file") from error  # fmt: skip
+    text = _header_text(state)
     part = path.with_name(path.name + ".part")
     try:
-        with part.open("wb") as file:
-            columns: dict[str, Any] = {"header": np.frombuffer(text.encode(), np.uint8), **arrays}
-            np.savez(file, **columns)
-            file.flush()
-            os.fsync(file.fileno())
+        with SummedFile(part) as file:
+            _write_archive(file, text, columns)
+            file.sync()
         os.replace(part, path)
+        return file.sum
     finally:
         part.unlink(missing_ok=True)
 
 
-def load_state(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """What `save_state` was given. Raises CheckpointError when the file is missing, damaged or of another format."""
+def state_bytes(state: Mapping[str, Any], columns: Columns) -> bytes:
+    """What `save_state` would write. Raises DataError as it does."""
+    buffer = io.BytesIO()
+    _write_archive(buffer, _header_text(state), columns)
+    return buffer.getvalue()
+
+
+def _header_text(state: Mapping[str, Any]) -> bytes:
+    try:
+        return json.dumps({"format": FORMAT, **state}).encode()
+    except TypeError as error:
+        raise DataError("data.metadata_key", str(error), "labels and metadata must be JSON values to be saved",
+                        "store text, numbers, lists or objects in the prompt file") from error  # fmt: skip
+
+
+def _write_archive(file: Any, header: bytes, columns: Columns) -> None:
+    with ZipFile(file, "w") as archive:
+        for name, parts in {"header": [np.frombuffer(header, np.uint8)], **columns}.items():
+            _write_column(archive, name, parts)
+
+
+@contextmanager
+def open_state(path: Path) -> Iterator[tuple[dict[str, Any], Stored]]:
+    """What `save_state` was given; columns are read as they are cut. To be unpacked inside.
+
+    Raises:
+        CheckpointError: the file is missing, damaged or of another format, or what the block made of it is no state.
+    """
     way_out = "resume from another checkpoint, or start without rollout state"
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        state = json.loads(arrays.pop("header").tobytes())
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile) as error:
-        raise CheckpointError(
-            str(path), type(error).__name__, f"is not readable rollout state ({error})", way_out
-        ) from error
-    if state["format"] != FORMAT:
-        raise CheckpointError(str(path), state["format"], f"was written in another format than {FORMAT}", way_out)
-    return state, arrays
+        with ExitStack() as stack:
+            stored = _Archive(path, stack)
+            state: object = json.loads(stored.whole("header").tobytes())
+            if not isinstance(state, dict):
+                raise ValueError("its header is no JSON object")
+            known = cast("dict[str, Any]", state)
+            if known["format"] != FORMAT:
+                raise CheckpointError(
+                    str(path), known["format"], f"was written in another format than {FORMAT}", way_out
+                )
+            yield known, stored
+            stored.check_read()
+    except (CheckpointError, DataError):
+        raise
+    except _FOREIGN as error:
+        reason = f"is not readable rollout state ({error})"
+        raise CheckpointError(str(path), type(error).__name__, reason, way_out) from error
 
 
-def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate(parts) if parts else np.empty(0)
+def _write_column(archive: ZipFile, name: str, parts: Sequence[NDArray[Any]]) -> None:
+    """One `.npy` member, piece by piece."""
+    dtype = np.result_type(*parts) if parts else np.dtype(np.float64)
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (sum(map(len, parts)),)}
+    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+        np.lib.format.write_array_header_1_0(cast(Any, member), header)
+        gathered = bytearray()
+        for part in parts:
+            gathered += np.ascontiguousarray(part, dtype).view(np.uint8).data
+            if len(gathered) >= _PIECE_BYTES:
+                member.write(gathered)
+                gathered = bytearray()
+        member.write(gathered)
+
+
+class InMemory:
+    """Columns that were never written."""
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = {name: np.concatenate(parts) if len(parts) else np.empty(0) for name, parts in columns.items()}
+        self._at = dict.fromkeys(columns, 0)
+
+    def cut(self, name: str, count: int) -> NDArray[Any]:
+        """See `Stored`."""
+        start = self._at[name]
+        self._at[name] = start + count
+        piece = self._columns[name][start : start + count]
+        if len(piece) != count:
+            raise ValueError(f"{name} ends before its header says")
+        return piece.copy()
+
+
+class _Archive:
+    """The columns of a file, each read through a stream of its own. A pickle inside is never opened."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        archive = stack.enter_context(ZipFile(path))
+        self._streams: dict[str, tuple[Any, np.dtype[Any], int]] = {}
+        for member in archive.namelist():
+            stream: Any = stack.enter_context(archive.open(member))
+            version = np.lib.format.read_magic(stream)
+            if version not in ((1, 0), (2, 0)):
+                raise ValueError(f"{member} is of an unknown version of the .npy format")
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(stream)
+            if dtype.hasobject or len(shape) != 1 or fortran:
+                raise ValueError(f"{member} must be a plain column")
+            self._streams[member.removesuffix(".npy")] = (stream, dtype, shape[0])
+
+    def whole(self, name: str) -> NDArray[Any]:
+        """All that is left of a column."""
+        return self.cut(name, self._streams[name][2])
+
+    def cut(self, name: str, count: int) -> NDArray[Any]:
+        """See `Stored`."""
+        stream, dtype, left = self._streams[name]
+        if not 0 <= count <= left:
+            raise ValueError(f"{name} ends before its header says")
+        piece = np.empty(count, dtype)
+        target: Any = piece.view(np.uint8).data if count else b""
+        done = 0
+        while done < len(target):
+            read = stream.readinto(target[done:])
+            if not read:
+                raise EOFError(f"{name} is cut off")
+            done += read
+        self._streams[name] = (stream, dtype, left - count)
+        return piece
+
+    def check_read(self) -> None:
+        """Every column was used up. Raises ValueError when one holds more than the samples say."""
+        for name, (stream, _, left) in self._streams.items():
+            if left or stream.read(1):
+                raise ValueError(f"{name} holds {left} elements more than its header says")
 
 
 def _header(s: Sample) -> dict[str, Any]:
@@ -121,37 +280,68 @@ def _routes_header(routes: Routes) -> dict[str, Any]:
     return {"rows": rows, "layers": routes.layer_ids, "top_k": top_k, "dtype": str(routes.experts.dtype)}
 
 
-def _sample(header: Mapping[str, Any], cut: _Cutter) -> Sample:
+def _sample(header: Mapping[str, Any], stored: Stored) -> Sample:
     h: dict[str, Any] = dict(header)
     taught = h.pop("taught", False)  # not in files from before teachers were served
     n, shape, support_ids = h.pop("length"), h.pop("routes"), h.pop("support_ids")
     routes = supports = None
     if shape is not None:
         dims = (shape["rows"], len(shape["layers"]), shape["top_k"])
-        experts = cut("experts", int(np.prod(dims))).reshape(dims).astype(shape["dtype"])
-        routes = Routes(experts, cut("route_mask", dims[0]).astype(np.bool_), tuple(shape["layers"]))
+        experts = stored.cut("experts", int(np.prod(dims))).reshape(dims).astype(_route_dtype(shape["dtype"]))
+        mask = stored.cut("route_mask", dims[0]).astype(np.bool_)
+        routes = Routes(experts, mask, tuple(int(layer) for layer in shape["layers"]))
     if support_ids is not None:
-        sizes = cut("support_sizes", n).astype(np.int64)
-        ids = cut("support_ids", support_ids).astype(np.int32)
-        supports = Supports(ids, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]))
-    h["segments"] = [Segment(*s) for s in h["segments"]]
-    h["process_rewards"] = [(at, reward) for at, reward in h.get("process_rewards", [])]
+        sizes = stored.cut("support_sizes", n).astype(np.int64)
+        ids = stored.cut("support_ids", support_ids).astype(np.int32)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        if (sizes < 0).any() or offsets[-1] != len(ids):
+            raise ValueError(f"supports of {offsets[-1]} tokens hold {len(ids)}")
+        supports = Supports(ids, offsets)
+    h["segments"] = [_segment(*s) for s in h["segments"]]
+    h["process_rewards"] = [(int(at), float(reward)) for at, reward in h.get("process_rewards", [])]
     h["status"] = SampleStatus(h["status"])
-    h |= {name: cut(name, n) for name in _COLUMNS}
+    h |= {name: stored.cut(name, n).astype(dtype, casting="same_kind") for name, dtype in _COLUMNS.items()}
     if taught:
-        h["teacher_log_probs"] = cut("teacher_log_probs", n)
+        h["teacher_log_probs"] = stored.cut("teacher_log_probs", n)
     return Sample(**h, routes=routes, supports=supports)
 
 
-class _Cutter:
-    """Takes consecutive pieces off each array."""
+def _segment(start: int, end: int, version: int | None, engine: str, trainable: bool) -> Segment:
+    if type(start) is not int or type(end) is not int or type(version) not in (int, type(None)) or start > end:
+        raise ValueError(f"segment {start}..{end} of version {version}")
+    if not isinstance(engine, str) or not isinstance(trainable, bool):
+        raise TypeError(f"segment of {engine!r}, trainable {trainable!r}")
+    return Segment(start, end, version, engine, trainable)
 
-    def __init__(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        self._arrays, self._at = arrays, dict.fromkeys(arrays, 0)
 
-    def __call__(self, name: str, count: int) -> NDArray[Any]:
-        start = self._at[name]
-        self._at[name] = start + count
-        piece = self._arrays[name][start : start + count]
-        assert len(piece) == count, f"{name} ends before its header says"
-        return piece.copy()
+def check_stored(groups: Sequence[Group]) -> None:
+    """Raise AssertionError, TypeError or ValueError when groups from a file are not what a service may hold."""
+    for group in groups:
+        if type(group.group_id) is not int or type(group.failures) is not int or not isinstance(group.source, str):
+            raise TypeError(f"group {group.group_id!r} of {group.source!r}")
+        if not group.samples or any(s.group_id != group.group_id for s in group.samples):
+            raise ValueError(f"group {group.group_id} holds {[s.group_id for s in group.samples]}")
+        for sample in group.samples:
+            _check_values(sample)
+            check_invariants(sample)
+
+
+def _check_values(sample: Sample) -> None:
+    """What `check_invariants` takes for granted of a sample made by this program."""
+    plain = {"group_id": int, "index": int, "prompt_length": int, "aborts": int, "response": str, "error": str}
+    for name, kind in plain.items():
+        if type(vars(sample)[name]) is not kind:
+            raise TypeError(f"{name} {vars(sample)[name]!r} must be a {kind.__name__}")
+    if not isinstance(sample.metadata, dict) or type(sample.rollout_id) not in (int, type(None)):
+        raise TypeError("metadata must be an object, and rollout_id a number")
+    if sample.reward is not None and (type(sample.reward) not in (int, float) or not np.isfinite(sample.reward)):
+        raise ValueError(f"reward {sample.reward!r} must be a finite number")
+    if (sample.tokens < 0).any():
+        raise ValueError("token ids must not be negative")
+
+
+def _route_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind != "u":
+        raise ValueError(f"routes are of {name}")
+    return dtype

@@ -15,9 +15,12 @@ import pytest
 
 from mslime.backends.sglang.guard import shared_memory_of
 from mslime.convert.hf import HFCheckpoint
-from mslime.data.checkpoints import critic_directory, latest_complete, read_manifest, step_directory
+from mslime.data.checkpoints import critic_directory, newest, step_directory
+from mslime.data.ledger import Ledger
+from mslime.data.manifest import read_manifest
 from mslime.observe.names import is_known
 from mslime.observe.report import write_report
+from mslime.rollout.state import open_state, unpack_groups
 from tests.e2e.harness import ROOT, Run, interrupt, start_run
 
 START_S, STEP_S = 240.0, 120.0
@@ -53,6 +56,13 @@ def runs() -> Iterator[list[Run]]:
     yield started
     for run in started:
         run.stop()
+
+
+def saved_step(run: Run) -> int:
+    """The step at which the run's newest checkpoint continues."""
+    saved = newest(run.directory / "checkpoints")
+    assert saved is not None, run.text()
+    return read_manifest(saved).extra["next_step"]
 
 
 TP2_EP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
@@ -154,10 +164,10 @@ def open_to_others(process: psutil.Process) -> int:
 
 
 @pytest.mark.timeout(600)
-def test_ctrl_c_in_mid_run_leaves_no_process_behind(
+def test_ctrl_c_in_mid_run_loses_no_step_and_leaves_no_process_behind(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
-    run = start_run(settings(tiny_qwen3_moe, prompts, train={"num_steps": 500}), tmp_path)
+    run = start_run(settings(tiny_qwen3_moe, prompts, train={"num_steps": 500}, checkpoint={"save_every": 0}), tmp_path)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
     guard = run.find("mslime.backends.sglang.launch")
@@ -166,6 +176,8 @@ def test_ctrl_c_in_mid_run_leaves_no_process_behind(
     assert open_to_others(run.find("ray::TrainerActor")) == open_to_others(run.find("ray::RolloutActor")) == 1
     interrupt(run)
     assert run.finish(60) == 130, run.text()
+    assert "stopped by SIGINT: saved step " in run.text()
+    assert saved_step(run) == len(run.rows()), "the last row is the one of the saved step"
     assert run.left_over() == []
 
 
@@ -208,9 +220,40 @@ def test_a_killed_engine_ends_the_run_names_its_log_and_loses_no_step(
     run.find("mslime.backends.sglang.launch").kill()
     assert run.finish(120) == 2, run.text()
     assert "engine0" in run.text() and "engine0.log" in run.text()
-    saved = latest_complete(run.directory / "checkpoints")
-    assert saved is not None and read_manifest(saved).extra["next_step"] >= len(run.rows())
+    assert saved_step(run) == len(run.rows())
     assert run.left_over() == []
+
+
+@pytest.mark.timeout(900)
+def test_a_killed_rollout_service_loses_no_step_and_its_groups_begin_again(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    rollout = {"max_staleness": 2, "over_sampling": 2.0, "max_response_tokens": 160, "groups_per_step": 2}
+    values = settings(tiny_qwen3_moe, prompts, rollout=rollout, train={"num_steps": 500}, checkpoint={"save_every": 0})
+    run = start_run(values, tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 3, START_S + 3 * STEP_S)
+    run.find("ray::RolloutActor").kill()
+    assert run.finish(120) == 2, run.text()
+    assert "rollout service" in run.text() and "unfinished groups will begin again" in run.text()
+    done = saved_step(run)
+    assert done == len(run.rows()) and run.left_over() == []
+
+    values["train"] = values["train"] | {"num_steps": done + 1}
+    again = start_run(values, tmp_path)
+    runs.append(again)
+    assert again.finish(START_S + STEP_S) == 0, again.text()
+    rows = again.rows()
+    assert [row["step"] for row in rows] == list(range(1, done + 2))
+    checkpoint = newest(run.directory / "checkpoints")
+    assert checkpoint is not None
+    with open_state(checkpoint / "rollouts.npz") as (state, stored):
+        held = unpack_groups(state["groups"], stored)
+    ledger = Ledger.from_state(state["ledger"])
+    assert sum(s.trainable_tokens for g in held for s in g.samples) == ledger.pending
+    assert ledger.dropped["lost"] > 0 and ledger.trained == sum(row["ledger/trained_tokens"] for row in rows)
+    made = state["next_group_id"]
+    assert made == 2 * (done + 1) + len(held) + state["counters"].get("stale_groups", 0), "no prompt is lost or doubled"
 
 
 @pytest.mark.timeout(600)

@@ -19,7 +19,8 @@ import torch
 
 from mslime.backends.megatron.trainer import MegatronTrainer
 from mslime.config.errors import CheckpointError
-from mslime.data.checkpoints import latest_complete, read_extra, read_manifest, step_directory
+from mslime.data.checkpoints import newest, step_directory
+from mslime.data.manifest import read_manifest
 from tests.engines.trainer_ranks import largest_difference, make_config, run_trainers, shard_of, to_hf
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
@@ -35,7 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2_vpp2_distopt": {"pp": 2, "vpp": 2, "use_distributed_optimizer": True},
 }
 SCHEDULE = {"lr_warmup_steps": 2, "lr_decay_style": "cosine", "num_steps": 8, "min_lr": 1e-4}
-EXTRA = {"step": SAVED, "weight_version": 7, "cursor": {"epoch": 1, "index": 33}, "partial": b"\x00responses\xff"}
+EXTRA = {"step": SAVED, "weight_version": 7, "cursor": {"epoch": 1, "index": 33}}
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +164,9 @@ def test_another_layout_starts_its_generators_from_the_seed(
 
 def test_the_driver_reads_extra_without_a_trainer(saved: Any) -> None:
     directory, _ = saved("tp2_ep2")
-    assert read_extra(directory) == EXTRA
+    assert read_manifest(directory).extra == EXTRA
     assert read_manifest(directory).layout == "TP2 EP2"
-    assert latest_complete(directory.parent) == directory
+    assert newest(directory.parent) == directory
 
 
 def test_each_rank_writes_one_file(saved: Any) -> None:
@@ -195,7 +196,8 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_by_file(
         victim.unlink()
     messages = run_trainers(_load_only, config_of("tp2_ep2", model, tmp_path), directory)
     assert all(victim.name in message and "way out" in message for message in messages)
-    assert latest_complete(tmp_path) is None
+    with pytest.raises(CheckpointError, match="resume: older"):
+        newest(tmp_path)
 
 
 def test_rubbish_of_the_right_size_is_refused_on_every_rank(model: Path, saved: Any, tmp_path: Path) -> None:
@@ -204,7 +206,7 @@ def test_rubbish_of_the_right_size_is_refused_on_every_rank(model: Path, saved: 
     for victim in directory.glob("__1_*.distcp"):
         victim.write_bytes(b"\x13" * victim.stat().st_size)
     messages = run_trainers(_load_only, config_of("tp2_ep2", model, tmp_path), directory)
-    assert all("must be a readable checkpoint" in message for message in messages)
+    assert all("__1_0.distcp" in message and "not what was written" in message for message in messages)
 
 
 def test_a_checkpoint_of_another_model_is_refused(saved: Any, tmp_path: Path) -> None:
@@ -233,7 +235,7 @@ def test_a_disk_that_fills_up_while_saving_leaves_the_previous_checkpoint(
     messages = run_trainers(_save_on_small_disk, config_of("tp2_ep2", model, tmp_path), directory, limited_rank)
     for message in messages:
         assert str(directory) in message and "bytes free" in message and "File too large" in message
-    assert latest_complete(tmp_path) == previous
+    assert newest(tmp_path) == previous
     assert sorted(path.name for path in tmp_path.glob("*step*")) == [previous.name], "nothing is left behind"
 
 
@@ -264,7 +266,7 @@ def _save_for_ever(trainer: MegatronTrainer, root: Path) -> None:
 def _kill_while_saving(root: Path, after_s: float) -> None:
     """SIGKILL to the process that `_save_for_ever` named, some time after its first checkpoint."""
     deadline = time.monotonic() + 60
-    while latest_complete(root) is None:
+    while newest(root) is None:
         assert time.monotonic() < deadline, "no first checkpoint"
         time.sleep(0.01)
     time.sleep(after_s)
@@ -272,9 +274,9 @@ def _kill_while_saving(root: Path, after_s: float) -> None:
 
 
 def _load_newest(trainer: MegatronTrainer, root: Path) -> int:
-    newest = latest_complete(root)
-    assert newest is not None
-    return trainer.load(newest)["step"]
+    found = newest(root)
+    assert found is not None
+    return trainer.load(found)["step"]
 
 
 def test_a_kill_in_mid_save_leaves_only_complete_checkpoints(model: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from mslime.config.errors import CheckpointError, DataError
 from mslime.data.routes import Routes
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
-from mslime.rollout.state import load_state, pack_groups, save_state, unpack_groups
+from mslime.rollout.state import open_state, pack_groups, save_state, unpack_groups
 
 
 def sample(group: int, index: int, response: int, *, routes: bool, supports: bool) -> Sample:
@@ -44,6 +45,12 @@ def equal(a: Sample, b: Sample) -> bool:
     return True
 
 
+def opened(path: Path) -> dict[str, Any]:
+    """A state without columns."""
+    with open_state(path) as (state, _):
+        return state
+
+
 @pytest.mark.parametrize("routes", [True, False])
 @pytest.mark.parametrize("supports", [True, False])
 def test_groups_come_back_as_they_were(tmp_path: Path, routes: bool, supports: bool):
@@ -53,8 +60,8 @@ def test_groups_come_back_as_they_were(tmp_path: Path, routes: bool, supports: b
     ]
     headers, arrays = pack_groups(groups)
     save_state(tmp_path / "s.npz", {"groups": headers, "x": 1}, arrays)
-    state, arrays = load_state(tmp_path / "s.npz")
-    back = unpack_groups(state["groups"], arrays)
+    with open_state(tmp_path / "s.npz") as (state, stored):
+        back = unpack_groups(state["groups"], stored)
     assert state["x"] == 1 and [(g.group_id, g.source) for g in back] == [(1, "file:1"), (4, "file:4")]
     for old, new in zip(groups, back, strict=True):
         for a, b in zip(old.samples, new.samples, strict=True):
@@ -69,7 +76,8 @@ def test_groups_come_back_as_they_were(tmp_path: Path, routes: bool, supports: b
 def test_an_empty_service_can_be_saved(tmp_path: Path):
     headers, arrays = pack_groups([])
     save_state(tmp_path / "s.npz", {"groups": headers}, arrays)
-    assert unpack_groups(*[load_state(tmp_path / "s.npz")[i] if i else [] for i in (0, 1)]) == []
+    with open_state(tmp_path / "s.npz") as (state, stored):
+        assert unpack_groups(state["groups"], stored) == []
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -79,24 +87,24 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mslime.rollout.state.os.fsync", full)
+    monkeypatch.setattr("mslime.data.checksums.os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         save_state(path, {"x": 2}, {})
-    assert load_state(path)[0]["x"] == 1 and [p.name for p in tmp_path.iterdir()] == ["s.npz"]
+    assert opened(path)["x"] == 1 and [p.name for p in tmp_path.iterdir()] == ["s.npz"]
 
 
 def test_damaged_files_are_refused(tmp_path: Path):
     path = tmp_path / "s.npz"
     with pytest.raises(CheckpointError, match="not readable"):
-        load_state(path)
-    save_state(path, {"x": 1}, {"a": np.arange(1000)})
+        opened(path)
+    save_state(path, {"x": 1}, {"a": [np.arange(1000)]})
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match="not readable"):
-        load_state(path)
+        opened(path)
     np.savez(path, header=np.frombuffer(json.dumps({"format": 99}).encode(), np.uint8))
     with pytest.raises(CheckpointError, match="another format"):
-        load_state(path)
+        opened(path)
 
 
 def test_a_pickle_inside_is_never_opened(tmp_path: Path):
@@ -106,7 +114,7 @@ def test_a_pickle_inside_is_never_opened(tmp_path: Path):
 
     np.savez(tmp_path / "s.npz", header=np.array([Bomb()], dtype=object))
     with pytest.raises(CheckpointError, match="not readable"):
-        load_state(tmp_path / "s.npz")
+        opened(tmp_path / "s.npz")
     assert not (tmp_path / "went off").exists()
 
 

@@ -11,15 +11,12 @@ no such correspondence, and they stay as the trainer seeded them from `seed`.
 
 from __future__ import annotations
 
-import io
-import random
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -29,26 +26,18 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.dist_checkpointing.serialization import get_default_save_common_strategy
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from torch import nn
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
+from mslime.backends.megatron.checkpoint_files import InProcessSave, SafeLoad
+from mslime.backends.megatron.generators import load_generators, save_generators
 from mslime.backends.megatron.optimizer import begin_states, load_states
 from mslime.config.errors import CheckpointError
 from mslime.data import checkpoints
+from mslime.data.checksums import FileSum, check_sums, share
+from mslime.data.manifest import Manifest, read_manifest
 
 T = TypeVar("T")
 
@@ -83,6 +72,7 @@ def save_checkpoint(
     *,
     layout: str,
     extra: dict[str, Any],
+    others: Mapping[str, FileSum] | None = None,
 ) -> None:
     """Write a complete checkpoint to `directory`, or nothing. A collective of all trainer ranks.
 
@@ -90,21 +80,25 @@ def save_checkpoint(
         directory: the checkpoint's own directory, on a file system that all ranks share; replaced when it exists.
         chunks: unwrapped model chunks, in virtual-stage order.
         layout: `ParallelLayout.describe()`.
-        extra: JSON values and bytes, the same on every rank; comes back from `load_checkpoint`.
+        extra: JSON values, the same on every rank; comes back from `load_checkpoint`.
+        others: files that other processes have written into `checkpoints.saving_directory`, which they began; None
+            where nobody has begun it.
 
     Raises:
         CheckpointError: on every rank, when it could not be written on one of them. Older checkpoints are untouched.
     """
     saving, fail = checkpoints.saving_directory(directory), _cannot_write(directory)
     try:
-        _together(lambda: _on_rank_0(lambda: checkpoints.begin(directory)), fail)
+        if others is None:
+            _together(lambda: _on_rank_0(lambda: checkpoints.begin(directory)), fail)
         state = _together(lambda: _state(chunks, optimizer, schedule, is_loading=False), fail)
         tensors, common = _together(lambda: _split(state), fail)
         _check_space(directory, tensors)
         _together(lambda: get_default_save_common_strategy().save_common(common, saving), fail)
-        _together(lambda: _save_rng(saving), fail)
-        _together(lambda: _strategy().save(tensors, saving), fail)
-        _together(lambda: _on_rank_0(lambda: _finish(saving, directory, layout, extra)), fail)
+        sums = _together(lambda: save_generators(saving), fail)
+        sums |= _together(lambda: _save_tensors(tensors, saving), fail)
+        sums = _everyones(sums) | dict(others or {})
+        _together(lambda: _on_rank_0(lambda: _finish(saving, directory, layout, extra, sums)), fail)
     except CheckpointError:
         _on_rank_0(lambda: shutil.rmtree(saving, ignore_errors=True))
         raise
@@ -121,10 +115,11 @@ def load_checkpoint(
     """Restore what `save_checkpoint` wrote, under this or another layout; returns its `extra`. A collective.
 
     Raises:
-        CheckpointError: on every rank, when the checkpoint is not complete (naming the file) or is of another model.
+        CheckpointError: on every rank, when the checkpoint is damaged (naming the file) or is of another model.
     """
     fail = _cannot_read(directory)
-    written = _together(lambda: checkpoints.read_manifest(directory, check_files=dist.get_rank() == 0), fail)
+    written = _together(lambda: read_manifest(directory, check_files=dist.get_rank() == 0), fail)
+    _together(lambda: _check_share(directory, written), fail)
     state = _together(lambda: _load_state(directory, chunks, optimizer, schedule), fail)
 
     def take() -> None:
@@ -135,8 +130,19 @@ def load_checkpoint(
 
     _together(take, fail)
     if written.layout == layout and written.world_size == dist.get_world_size():
-        _together(lambda: _load_rng(directory), fail)
-    return _together(lambda: checkpoints.extra_of(directory, written), fail)
+        _together(lambda: load_generators(directory), fail)
+    return written.extra
+
+
+def _check_share(directory: Path, written: Manifest) -> None:
+    """Compare this rank's share of the files with their checksums. The rollout service's file is its reader's to check.
+
+    Raises:
+        CheckpointError: naming the damaged file.
+    """
+    mine = dict(written.files)
+    mine.pop(checkpoints.rollouts_file(written) or "", None)
+    check_sums(directory, share(mine, dist.get_rank(), dist.get_world_size()), threads=2)
 
 
 def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -173,45 +179,17 @@ def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def _load_state(
     directory: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler
 ) -> dict[str, Any]:
-    loaded = dist_checkpointing.load(_state(chunks, optimizer, schedule, is_loading=True), str(directory))
+    state = _state(chunks, optimizer, schedule, is_loading=True)
+    loaded = dist_checkpointing.load(state, str(directory), sharded_strategy=SafeLoad())
     return cast(dict[str, Any], loaded)
 
 
-class _Writer(FileSystemWriter):
-    """Says what the disk said: torch reports a failed write as a broken archive, and drops the reason between ranks."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part of the plan. Raises OSError when the file system refused it."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as broken:
-            if isinstance(broken.__context__, OSError):
-                raise broken.__context__ from broken
-            raise
-
-
-class _InProcessSave(TorchDistSaveShardedStrategy):
-    """megatron-core's torch_dist format, written by this process.
-
-    Its own writer forks a writer per file and starts a manager process for their results: seconds for every save, and a
-    fork of a process that runs Ray's and CUDA's threads. torch's writer does it here, and tells every rank when one of
-    them failed, as long as it has one thread: what a further thread raises is lost with its part of the checkpoint.
-    """
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Write this rank's tensors. A collective; raises CheckpointException on every rank when one cannot write."""
-        tensors = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)[0]
-        state_dict_saver.save(
-            mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=_Writer(checkpoint_dir, thread_count=1, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
-def _strategy() -> FullyParallelSaveStrategyWrapper:
-    """Data-parallel replicas share the writing."""
+def _save_tensors(tensors: dict[str, Any], saving: Path) -> dict[str, FileSum]:
+    """Write this rank's share; data-parallel replicas share the writing. Returns the sums of what this rank wrote."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return FullyParallelSaveStrategyWrapper(_InProcessSave("torch_dist", 1), cast(dist.ProcessGroup, group))
+    strategy = InProcessSave()
+    FullyParallelSaveStrategyWrapper(strategy, cast(dist.ProcessGroup, group)).save(tensors, saving)
+    return strategy.sums
 
 
 def _check_space(directory: Path, tensors: dict[str, Any]) -> None:
@@ -234,46 +212,16 @@ def _check_space(directory: Path, tensors: dict[str, Any]) -> None:
         )  # fmt: skip
 
 
-def _finish(saving: Path, directory: Path, layout: str, extra: dict[str, Any]) -> None:
+def _finish(saving: Path, directory: Path, layout: str, extra: dict[str, Any], sums: Mapping[str, FileSum]) -> None:
     save_config(CheckpointingConfig("torch_dist", 1), str(saving))
-    described = checkpoints.write_extra(saving, extra)
-    checkpoints.complete(saving, directory, layout, dist.get_world_size(), described)
+    checkpoints.complete(saving, directory, layout, dist.get_world_size(), extra, sums)
 
 
-def _save_rng(saving: Path) -> None:
-    """This rank's generators, as one file."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "megatron": _tracker().get_states(),
-    }
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    path = _rng_path(saving)
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(buffer.getvalue())
-
-
-def _load_rng(directory: Path) -> None:
-    # Written by us beside the weights, and holds numpy's and Python's own state tuples.
-    state = torch.load(_rng_path(directory), map_location="cpu", weights_only=False)
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    _tracker().set_states(state["megatron"])
-
-
-def _tracker() -> CudaRNGStatesTracker:
-    """megatron-core's generators of tensor-parallel regions."""
-    return cast(CudaRNGStatesTracker, get_cuda_rng_tracker())
-
-
-def _rng_path(directory: Path) -> Path:
-    return directory / "rng" / f"rank_{dist.get_rank():05d}.pt"
+def _everyones(mine: dict[str, FileSum]) -> dict[str, FileSum]:
+    """The sums of all ranks' files. A collective."""
+    everyone: list[dict[str, FileSum]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return {name: total for sums in everyone for name, total in sums.items()}
 
 
 def _on_rank_0(work: Callable[[], object]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from mslime.backends.megatron.optimizer import build_optimizer, follow_config, l
 from mslime.backends.megatron.parallel import Place
 from mslime.backends.megatron.settings import ddp_config, optimizer_config
 from mslime.config.schema import RunConfig
+from mslime.data.checksums import FileSum
 
 
 class TrainedModel:
@@ -100,11 +101,13 @@ class TrainedModel:
             **self._speed(tokens, time.perf_counter() - begin),
         }
 
-    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+    def save(self, directory: Path, extra: dict[str, Any], others: Mapping[str, FileSum] | None = None) -> None:
         """Write a checkpoint that any layout resumes from (`checkpoint.save_checkpoint`); on all ranks."""
         self.sync_params()
         layout = self.config.layout.describe()
-        save_checkpoint(directory, self.chunks, self.optimizer, self.schedule, layout=layout, extra=extra)
+        save_checkpoint(
+            directory, self.chunks, self.optimizer, self.schedule, layout=layout, extra=extra, others=others
+        )
 
     def load(self, directory: Path, new_run: bool = False) -> dict[str, Any]:
         """Continue from a checkpoint (`checkpoint.load_checkpoint`); returns its `extra`; on all ranks.

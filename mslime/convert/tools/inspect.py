@@ -16,10 +16,10 @@ from mslime.convert.kinds import Shape
 from mslime.convert.tools.to_megatron import HF_FILES
 from mslime.convert.torch_dist import DistCheckpoint, is_torch_dist
 from mslime.convert.writers import TORCH_DTYPES, torch_dtype
-from mslime.data.checkpoints import MANIFEST, read_manifest
+from mslime.data.manifest import NAME, read_manifest
 
 if TYPE_CHECKING:
-    from mslime.data.checkpoints import Manifest
+    from mslime.data.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _megatron(directory: Path) -> Summary:
     if (directory / HF_FILES / "config.json").exists():
         kind += ", converted"
         facts.append(("family", _family(directory / HF_FILES)))
-    if (directory / MANIFEST).exists():
+    if (directory / NAME).exists():
         kind += ", of a training run"
         facts += _of_run(read_manifest(directory))
     optimizer = [entry for entry in entries if entry.name.startswith("optimizer.")]

@@ -1,0 +1,101 @@
+"""One run, one process: a lock in the run directory for the life of a session.
+
+The lock is the system's (`flock`), so that it ends with the process however that ends; who holds it is written into the
+file for people. Over NFS it holds between machines when the mount supports it; a file system without locks is
+recognised, and only processes of this machine are told apart then.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from mslime.config.errors import ConfigError
+
+NAME = ".lock"
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+@contextmanager
+def owned(run_dir: Path) -> Iterator[None]:
+    """Own a run directory, which is made when missing.
+
+    Raises:
+        ConfigError: another process owns it (it is named), or it cannot be written.
+    """
+    path = run_dir / NAME
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            "output_dir", str(run_dir), f"the run's directory cannot be written: {error.strerror}",
+            "choose a directory of your own with output_dir and name",
+        ) from error  # fmt: skip
+    try:
+        _lock(descriptor, path)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(_own_description()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _taken(path, _owner(descriptor)) from None
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        owner = _owner(descriptor)
+        if _lives_here(owner):
+            raise _taken(path, owner) from None
+
+
+def _taken(path: Path, owner: Mapping[str, Any]) -> ConfigError:
+    who = f"process {owner.get('pid', '?')} on {owner.get('host', '?')} since {owner.get('started', '?')}"
+    return ConfigError(
+        "output_dir/name", str(path.parent), f"another process runs in this directory: {who}",
+        "wait for it, stop it, or give this run another name",
+    )  # fmt: skip
+
+
+def _own_description() -> dict[str, Any]:
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "process_started": psutil.Process().create_time(),
+    }
+
+
+def _owner(descriptor: int) -> dict[str, Any]:
+    """Who wrote the file last; empty when it says nothing."""
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _lives_here(owner: Mapping[str, Any]) -> bool:
+    """Whether the described process is one of this machine, and not a later one of the same number."""
+    pid = owner.get("pid")
+    if owner.get("host") != socket.gethostname() or not isinstance(pid, int) or pid == os.getpid():
+        return False
+    try:
+        return psutil.Process(pid).create_time() == owner.get("process_started")
+    except psutil.Error:
+        return False

@@ -1,0 +1,127 @@
+"""SIGTERM, SIGHUP and Ctrl-C: what was learnt is saved, and the run ends with a sentence and exit status 128 + number.
+
+The first signal is answered at once and obeyed at the next point at which the trainer is at rest. A second one stops at
+once, without saving. Handlers are set in the main thread only; a run in another thread is left to its caller.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ends the run.
+
+    Attributes:
+        signum: its number.
+        save: whether what was learnt is to be saved first.
+        outcome: what became of that, in words.
+    """
+
+    def __init__(self, signum: int, save: bool) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum, self.save, self.outcome = signum, save, ""
+
+    @property
+    def exit_status(self) -> int:
+        """As a shell reports a process that the signal ended."""
+        return 128 + self.signum
+
+    def describe(self) -> str:
+        """The last line of the run."""
+        return f"stopped by {self}" + (f": {self.outcome}" if self.outcome else "")
+
+
+class StopSignals:
+    """Handlers for the life of a run. A context manager.
+
+    Attributes:
+        patient: while true, the first signal waits for `check`; otherwise it raises where the program is.
+        describe: says what the first signal will lead to.
+    """
+
+    def __init__(self) -> None:
+        self.patient = False
+        self.describe: Callable[[], str] = lambda: "stopping"
+        self._count = 0
+        self._pending: int | None = None
+        self._raised: Stopped | None = None
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+
+    def install(self) -> None:
+        """Set the handlers; again after something else, such as `ray.init`, has set its own."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:  # nohup, or a shell's background job
+                continue
+            before = signal.signal(number, self._handle)
+            self._before.setdefault(number, before)
+
+    def check(self) -> None:
+        """Raise `Stopped` when a signal has come."""
+        if self._pending is not None:
+            raise self._stopped(self._pending, save=True)
+
+    def told(self, error: BaseException) -> BaseException:
+        """The signal behind an error: Ray makes a plain KeyboardInterrupt of whatever a handler raises within it."""
+        plain = isinstance(error, KeyboardInterrupt) and not isinstance(error, Stopped)
+        return self._raised if plain and self._raised is not None else error
+
+    def _stopped(self, number: int, save: bool) -> Stopped:
+        self._raised = Stopped(number, save)
+        return self._raised
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 2:  # what is left is ending processes, which an exception would only leave behind
+            _say("the run is ending")
+        elif self._count == 2:
+            _say("stopping at once")
+            raise self._stopped(number, save=False)
+        else:
+            _say(self.describe())
+            if not self.patient:
+                raise self._stopped(number, save=True)
+            self._pending = number
+
+    def __enter__(self) -> Self:
+        self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before if before is not None else signal.SIG_DFL)
+        if error is not None and (told := self.told(error)) is not error:
+            raise told from None
+
+
+def _say(text: str) -> None:
+    """One line to standard error, safely within a signal handler."""
+    try:
+        os.write(2, f"\n{text}\n".encode())
+    except OSError:
+        _leave_terminal()
+
+
+def _leave_terminal() -> None:
+    """The terminal is gone: what is printed from now on goes nowhere, instead of failing while the run is saved."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+            gone = os.isatty(descriptor) or descriptor == 2
+        except OSError:
+            gone = True
+        if gone:
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
