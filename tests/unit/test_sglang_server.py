@@ -151,6 +151,29 @@ time.sleep(300)
     owner.wait(10)
 
 
+def test_a_process_that_starts_when_its_server_is_gone_already_ends_at_once() -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    code = "from mslime.backends.sglang import launch; launch.die_with_the_server(); print('lives')"
+    for server, says in ((gone.pid, ""), (os.getpid(), "lives\n")):
+        env = {**ENV, "MSLIME_ENGINE_PID": str(server)}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+        assert (done.stdout, done.returncode) == (says, 0 if says else 1), done.stderr
+
+
+def test_what_does_not_die_with_its_parent_is_killed_when_the_guard_is(tmp_path: Path) -> None:
+    """Processes of other programs, which know nothing of the server: their group is ended."""
+    code = "import subprocess, time; subprocess.Popen(['sleep', '303']); print('up', flush=True); time.sleep(300)"
+    process = supervise(tmp_path, code)
+    assert wait_for(lambda: "up" in process.log_text().splitlines())
+    pids = family(process)
+    assert len(pids) == 3
+    os.kill(process.pid, signal.SIGKILL)
+    assert wait_for(lambda: not [pid for pid in pids if alive(pid)])
+    process.stop()
+    assert not Path(process._tmp).exists()
+
+
 def test_shared_memory_that_a_killed_command_leaves_is_removed_unless_another_uses_it(tmp_path: Path) -> None:
     own, others = (Path("/dev/shm") / f"mslime-test-{os.getpid()}-{name}" for name in ("own", "others"))
     for path in (own, others):
@@ -324,6 +347,7 @@ def tiny_run(tmp_path: Path) -> RunConfig:
             "model": {"path": str(model)},
             "data": {"prompts": ["p.jsonl"]},
             "cluster": {"device": "cpu"},
+            "deadlines": {"engine_start_s": 60},
             "sglang": {"extra": {"enable_deterministic_inference": True, "watchdog_timeout": 60.0}},
         }
     )
