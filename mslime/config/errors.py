@@ -7,7 +7,14 @@ broken and a way out. Broken invariants of our own are assertions instead, and n
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+
+MALFORMED = (
+    AssertionError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError, OSError,
+)  # fmt: skip
+"""What reading foreign bytes can raise: files and answers that others wrote. JSON's, base64's and Unicode's errors are
+ValueErrors."""
 
 
 class UserError(ValueError):
@@ -51,6 +58,22 @@ class EngineError(UserError):
 
 class TrainerError(UserError):
     """A trainer rank failed, or missed a deadline."""
+
+
+@contextmanager
+def reading(kind: type[UserError], where: str, rule: str, way_out: str) -> Generator[None]:
+    """The border for foreign bytes: whatever reading them raises inside is a `kind` outside.
+
+    Args:
+        where: the file, or whoever sent them. rule: what they are not.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except MALFORMED as error:
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise kind(where, told, rule, way_out) from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from rich.text import Text
 from mslime.config.advice import warnings
 from mslime.config.cluster import check_machines
 from mslime.config.dtypes import engine_dtype
-from mslime.config.errors import CheckpointError, ConfigError
+from mslime.config.errors import CheckpointError, ConfigError, reading
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
@@ -128,11 +128,15 @@ def _read_model(config: RunConfig, path: Path) -> tuple[dict[str, object], HFChe
     hf_config = read_hf_config(path)
     family = get_family(hf_config)
     refuse_unread(family, hf_config, config.model.ignored_config_fields)
-    table = family.rules(hf_config)
-    table.check_layout(config.layout)
+    with reading(CheckpointError, str(path / "config.json"), "a setting has a value of another kind than transformers "
+                 "writes", "download the file again"):  # fmt: skip
+        family.model_fields(hf_config)
+        table = family.rules(hf_config)
+        table.check_layout(config.layout)
+        fields = family.transformer_fields(hf_config)
     checkpoint = HFCheckpoint(path)
     table.check_hf(checkpoint.shapes, str(path))
-    check_model(config, family.transformer_fields(hf_config))
+    check_model(config, fields)
     return hf_config, checkpoint
 
 

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from mslime.config.errors import CheckpointError
+from mslime.config.errors import CheckpointError, reading
 from mslime.convert.files import tensor_bytes
+from mslime.convert.headers import AGAIN, TensorInfo, read_header
 from mslime.convert.kinds import Shape
 from mslime.convert.quantised import (
     Box,
@@ -36,21 +37,9 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-_MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
 _OPEN_FILES = 4
 _SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py")
 _NOT_COPIED = (INDEX_NAME, "checksums.json", "config.json")
-_AGAIN = "download the checkpoint again, or point model.path at a complete one"
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor of a checkpoint: its file, safetensors dtype (`BF16`, `F32`, ...), shape, first byte in the file."""
-
-    file: str
-    dtype: str
-    shape: Shape
-    start: int = -1
 
 
 @dataclass(frozen=True)
@@ -148,10 +137,10 @@ class HFCheckpoint:
         return quantisation.join(stored, str(self.directory))
 
     def _read_indexed(self, index: Path) -> dict[str, TensorInfo]:
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise CheckpointError(str(index), repr(error), "the index is JSON with a weight_map", _AGAIN) from error
+        with reading(CheckpointError, str(index), "the index is JSON with a weight_map from names to files", AGAIN):
+            weight_map = cast("dict[str, str]", dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"]))
+            for file in weight_map.values():
+                _refuse_outside(index, file)
         found: dict[str, TensorInfo] = {}
         headers: dict[str, dict[str, TensorInfo]] = {}
         for name, file in weight_map.items():
@@ -162,7 +151,7 @@ class HFCheckpoint:
                     f"{self.directory / file}: {name}",
                     None,
                     f"{INDEX_NAME} says that this file holds the tensor",
-                    _AGAIN,
+                    AGAIN,
                 )
             found[name] = headers[file][name]
         return found
@@ -200,7 +189,7 @@ class HFCheckpoint:
             read = file.readinto(target[done:])
             if not read:
                 raise CheckpointError(
-                    f"{self.directory / info.file}: {name}", f"{done} bytes", f"must have {len(target)}", _AGAIN
+                    f"{self.directory / info.file}: {name}", f"{done} bytes", f"must have {len(target)}", AGAIN
                 )
             done += read
         return tensor
@@ -220,7 +209,7 @@ class HFCheckpoint:
             CheckpointError: the checkpoint has no such tensor.
         """
         if name not in self.info:
-            raise CheckpointError(f"{self.directory}: {name}", None, "the tensor is missing", _AGAIN)
+            raise CheckpointError(f"{self.directory}: {name}", None, "the tensor is missing", AGAIN)
         joined = self._joined.get(name)
         return LazyTensor(self, name) if joined is None else LazyJoined(self, name, joined)
 
@@ -229,12 +218,18 @@ class HFCheckpoint:
         return self.view(name)[...]
 
 
+def _refuse_outside(index: Path, file: str) -> None:
+    """A shard is a file of the checkpoint's own directory: an index from elsewhere names no others."""
+    if Path(file).name != file or file in ("", ".", ".."):
+        raise CheckpointError(str(index), file, "files of an index lie in its own directory", AGAIN)
+
+
 def _config(directory: Path) -> dict[str, object]:
     """config.json where there is one; what is wrong with it is the families' to say."""
     path = directory / "config.json"
     try:
         parsed: object = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except json.JSONDecodeError:
+    except (ValueError, OSError, RecursionError):
         return {}
     return cast("dict[str, object]", parsed) if isinstance(parsed, dict) else {}
 
@@ -288,42 +283,6 @@ def _is_run(box: Box, shape: Shape) -> bool:
 
 def _first_element(box: Box, shape: Shape) -> int:
     return sum(first * math.prod(shape[dim + 1 :]) for dim, (first, _) in enumerate(box))
-
-
-def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Names, shapes and dtypes of one safetensors file, whose length must be what its header promises.
-
-    The format: 8 bytes little-endian header length, JSON header, tensor data
-    (https://huggingface.co/docs/safetensors, "Format").
-
-    Raises:
-        CheckpointError: the file is missing, truncated or not safetensors.
-    """
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-                raise CheckpointError(str(path), f"{size} bytes", "the file is truncated or not safetensors", _AGAIN)
-            header = json.loads(file.read(length))
-    except FileNotFoundError as error:
-        raise CheckpointError(str(path), None, "the weight file is missing", _AGAIN) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(str(path), str(error), "the file's header is not safetensors", _AGAIN) from error
-    header.pop("__metadata__", None)
-    promised = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size != promised:
-        last = max(header, key=lambda name: header[name]["data_offsets"][1], default="")
-        raise CheckpointError(
-            f"{path}: {last}",
-            f"{size} bytes",
-            f"the header promises {promised} bytes: the file is truncated or damaged",
-            _AGAIN,
-        )
-    return {
-        name: TensorInfo(path.name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-        for name, entry in header.items()
-    }
 
 
 class ShardWriter:

@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from mslime.config.errors import ConfigError, DataError
+from mslime.config.errors import ConfigError, DataError, reading
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
 class Tokenizer(Protocol):
@@ -85,18 +87,19 @@ def load_tokenizer(path: Path | str) -> HFTokenizer:
     directory = Path(path)
     if not directory.is_dir():
         raise DataError("model.tokenizer_path", str(directory), "is not a directory", "give a checkpoint directory")
+    way_out = "copy tokenizer.json and tokenizer_config.json into it, or set model.tokenizer_path"
+    if not any((directory / name).is_file() for name in _FILES) and not any(directory.glob("*.tiktoken")):
+        rule = f"holds no tokenizer files (none of {', '.join(_FILES)})"
+        raise DataError("model.tokenizer_path", str(directory), rule, way_out)
     from transformers import AutoTokenizer
 
     try:
         inner = cast("Any", AutoTokenizer).from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            "model.tokenizer_path",
-            str(directory),
-            f"holds no tokenizer that transformers can read ({error})",
-            "copy tokenizer.json and tokenizer_config.json into it, or set model.tokenizer_path",
-        ) from error
-    return HFTokenizer(inner)
+        return HFTokenizer(inner)
+    except Exception as error:  # its readers raise whatever they like about a damaged file, plain Exceptions included
+        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        rule = f"holds no tokenizer that transformers can read ({told})"
+        raise DataError("model.tokenizer_path", str(directory), rule, way_out) from error
 
 
 def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
@@ -106,9 +109,13 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
     model's end-of-sequence ids must be tokens of this tokenizer, or generation would never stop where it should.
     """
     config_file = Path(checkpoint) / "config.json"
-    config: dict[str, Any] = json.loads(config_file.read_text())
-    model: dict[str, Any] = config.get("text_config", config)  # models that also see keep the language model's there
-    rows = int(model["vocab_size"])
+    with reading(DataError, str(config_file), "is no configuration with a vocab_size and integer eos_token_ids",
+                 "download the file again"):  # fmt: skip
+        config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
+        model: dict[str, Any] = config.get("text_config", config)  # where models that also see keep the language model
+        rows = int(model["vocab_size"])
+        eos = model.get("eos_token_id")
+        ids = [] if eos is None else [eos] if isinstance(eos, int) else [int(i) for i in eos]
     if tokenizer.vocab_size > rows:
         raise DataError(
             "model.tokenizer_path",
@@ -117,8 +124,6 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
             f"{config_file})",
             "use the tokenizer that belongs to the checkpoint",
         )
-    eos = model.get("eos_token_id")
-    ids: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     foreign = [i for i in ids if i >= tokenizer.vocab_size]
     if foreign:
         raise DataError(

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mslime.backends.sglang.client import EngineBusy, EngineDied
-from mslime.backends.sglang.generating import MALFORMED, GenerateRequest, GenerateResult
-from mslime.config.errors import EngineError
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.config.errors import MALFORMED, EngineError
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample, SampleStatus

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from mslime.config.errors import CheckpointError
+from mslime.convert.headers import read_header
 from mslime.convert.hf import (
     INDEX_NAME,
     HFCheckpoint,
     ShardWriter,
     atomic_directory,
     copy_side_files,
-    read_header,
     write_index,
 )
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from mslime.backends.sglang.client import EngineBusy, EngineClient
 from mslime.backends.sglang.generating import (
-    MALFORMED,
     GenerateRequest,
     GenerateResult,
     ServedModel,
@@ -25,7 +24,7 @@ from mslime.backends.sglang.generating import (
     load_answer,
     parse_generation,
 )
-from mslime.config.errors import EngineError
+from mslime.config.errors import MALFORMED, EngineError
 from mslime.config.schema import DeadlineConfig
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 

@@ -26,7 +26,6 @@ import tenacity
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.generating import (
-    MALFORMED,
     GenerateRequest,
     GenerateResult,
     ServedModel,
@@ -37,7 +36,7 @@ from mslime.backends.sglang.generating import (
     parse_version,
 )
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
-from mslime.config.errors import EngineError, UserError
+from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.schema import DeadlineConfig
 

@@ -25,9 +25,6 @@ from mslime.data.routes import narrowest_dtype
 
 Finish = Literal["stop", "length", "abort"]
 
-MALFORMED = (AssertionError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
-"""What reading a foreign answer can raise (orjson's and base64's errors are ValueErrors)."""
-
 LOWEST_LOG_PROB, HIGHEST_LOG_PROB = -1e4, 1e-4
 """A sampled token's log-prob lies between these: the log of a rounded probability can exceed 0 by a few ulp, and a
 token with less than the lower one is never drawn."""

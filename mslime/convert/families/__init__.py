@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from mslime.config.errors import CheckpointError
+from mslime.config.errors import CheckpointError, reading
 from mslime.convert.families.deepseek_v2 import DeepseekV2
 from mslime.convert.families.deepseek_v3 import DeepseekV3
 from mslime.convert.families.dots1 import Dots1
@@ -58,19 +58,28 @@ def read_hf_config(directory: Path) -> dict[str, object]:
     """
     path = directory / "config.json"
     try:
-        parsed: object = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        with reading(CheckpointError, str(path), "config.json is valid JSON", "download the file again"):
+            parsed: object = json.loads(path.read_text(encoding="utf-8"))
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise
         raise CheckpointError(
             str(path),
             None,
             "a checkpoint directory holds a config.json",
-            "point model.path at a Hugging Face checkpoint",
+            _hub_way_out(directory) or "point model.path at a Hugging Face checkpoint",
         ) from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(str(path), str(error), "config.json is valid JSON", "download the file again") from error
     config = as_object(parsed)
     if config is None:
         raise CheckpointError(
             str(path), type(parsed).__name__, "config.json is a JSON object", "download the file again"
         )
     return config
+
+
+def _hub_way_out(path: Path) -> str:
+    """For what looks like a name on the Hugging Face Hub: how to fetch it."""
+    parts = path.parts
+    if len(parts) != 2 or path.is_absolute() or path.exists() or path.parent.exists():
+        return ""
+    return f"fetch it first: hf download {path} --local-dir {parts[1]}, then --model.path {parts[1]}"
