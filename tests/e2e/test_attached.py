@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -23,6 +26,29 @@ def paused(engine: EngineAddress) -> bool:
     return httpx.get(engine.url + "/ready", timeout=30).status_code == 503
 
 
+def kill_in_a_sync(run: Run, engine: EngineAddress) -> None:
+    """Stop everything when the engine is seen paused; kill it if it is paused then, too, else let it go on."""
+    pids = [run.process.pid, *(process.pid for process in run.look())]
+
+    def signal_all(number: int) -> None:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    end = time.monotonic() + STEP_S
+    while True:
+        assert time.monotonic() < end, run.text()
+        if paused(engine):
+            signal_all(signal.SIGSTOP)
+            if paused(engine):
+                break
+            signal_all(signal.SIGCONT)
+        time.sleep(0.01)
+    signal_all(signal.SIGKILL)
+    run.process.wait()
+    assert paused(engine)
+
+
 @pytest.mark.timeout(900)
 def test_an_engine_of_a_run_that_was_killed_in_a_sync_serves_the_next_one(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
@@ -39,16 +65,7 @@ def test_an_engine_of_a_run_that_was_killed_in_a_sync_serves_the_next_one(
         first = start_run(values | {"train": values["train"] | {"num_steps": 500}}, tmp_path)
         runs.append(first)
         first.wait_for(lambda: len(first.rows()) >= 1, START_S + STEP_S)
-        family = first.look()
-        end = time.monotonic() + STEP_S
-        while not paused(engine):
-            assert time.monotonic() < end, first.text()
-            time.sleep(0.01)
-        first.process.kill()
-        for process in family:
-            process.kill()
-        first.process.wait()
-        assert paused(engine), "it was killed in the middle of a sync"
+        kill_in_a_sync(first, engine)
         assert len(json.loads((first.directory / RECORD).read_text())) == 1
 
         second = start_run(values, tmp_path)
