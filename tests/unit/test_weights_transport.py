@@ -24,6 +24,7 @@ from mslime.weights.commit import Commit
 from mslime.weights.errors import WeightSyncError
 from mslime.weights.http import EngineHttp, EngineInfo
 from mslime.weights.plan import Bucket
+from mslime.weights.sync import WeightSender
 from mslime.weights.transport import BroadcastTransport, open_store
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.unit.weights_world import LAYOUTS, local_params, moe_table, plan_of, whole_tensors
@@ -218,3 +219,20 @@ def test_session_calls_name_an_engine_that_cannot_be_reached() -> None:
         closed = f"http://127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(WeightSyncError, match=r"(?s)weights\.begin.*cannot be reached"):
         Commit((EngineInfo(closed),), 5).begin()
+
+
+def test_memory_that_torch_keeps_is_given_back_once_before_the_first_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's buffers, which the first sync makes, lie outside of torch's memory."""
+    freed: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(len(freed)))
+
+    def parameters() -> Iterator[tuple[str, torch.Tensor]]:
+        raise RuntimeError(f"freed {len(freed)} times")
+
+    sender = object.__new__(WeightSender)  # its plan would need the trainer's groups
+    sender._params, sender._sent = parameters, False
+    sender.engines = (EngineInfo("http://nowhere"),)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="freed 1 times"):
+            sender.send(1)
