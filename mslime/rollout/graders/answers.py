@@ -167,7 +167,7 @@ def _at_the_end(text: str) -> list[str]:
         readings += [chain, _content(formulas[-1])] if chain else [_content(formulas[-1])]
     elif numbers:
         readings.append(numbers[-1][0])
-        if tail := re.search(r"=\s*([^=$\n]+?)\s*\.?\s*$", last):
+        if tail := re.search(r"(?:=|\bis\b|\bare\b|\bequals\b)\s*((?:(?!\bis\b|\bare\b)[^=$\n])+?)\s*\.?\s*$", last):
             readings.insert(0, tail[1])
     return readings
 

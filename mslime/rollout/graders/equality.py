@@ -35,6 +35,8 @@ _DECIMAL_COMMA = re.compile(r"^([+-]?(?:0|\d+)),(\d+)$")
 _LEAD = re.compile(
     r"^(?:\\text\{)?[^{}=]*?\b(?:answer|result|solution|total|value)s?\b[^{}=\d]*?(?:\bis\b|\bare\b|:)\s*\}?\s*", re.I
 )
+_ABOUT = re.compile(r"^\\text\{\s*(?:about|approximately|approx\.?|roughly|nearly|exactly|only)\s*\}\s*", re.I)
+_SUM_OF_NAMES = re.compile(r"[a-zA-Z](?:\s*[+-]\s*[a-zA-Z])+")  # m + n = 809, as contests ask for it
 _CHOICE = re.compile(
     r"^(?:\\text\{)?\s*(?:\(\s*([A-J])\s*\)|([A-J])\s*[.):](?![\d=])|([A-J])\s*\})\s*\}?[\s.:)]*(.*)$", re.DOTALL
 )
@@ -93,7 +95,7 @@ def _depth(text: str) -> int:
 
 def tidy(text: str) -> str:
     """`clean`, without an introduction such as `The answer is`."""
-    return _LEAD.sub("", clean(text.strip(" \n\r"))).strip()
+    return _ABOUT.sub("", _LEAD.sub("", clean(text.strip(" \n\r")))).strip()
 
 
 def readings(text: str) -> Iterator[str]:
@@ -321,9 +323,13 @@ def _same_relation(g: Shape, a: Shape) -> bool:
         return _same_region(region, interval)
     if set(relation.signs) != {"="}:
         return False
-    if not _is_name(relation.parts[0]) and not same_leaf(relation.parts[0], relation.parts[-1]):
+    first, last = relation.parts[0], relation.parts[-1]
+    if read_number(first) and _is_name(last):
+        first, last = last, first  # 12 = n
+    named = _is_name(first) or (relation is a and _SUM_OF_NAMES.fullmatch(first) is not None)
+    if not named and not same_leaf(first, last):
         return False  # an equation, and a value is none; but 3 x 5 = 15 is a value
-    return _same_shape(read_shape(relation.parts[-1]), other)
+    return _same_shape(read_shape(last), other)
 
 
 def _same_chains(g: Relation, a: Relation) -> bool:

@@ -178,9 +178,8 @@ _SUFFIX_SIGN = re.compile(r"\s*(＄|€|£|¥|₹|¢)$")
 _SUFFIX_DEGREE = re.compile(r"\s*(\^\\circ(?:\s*[CF])?)$")
 _POWER = r"(?:\s*\^\s*\{?\s*([23])\s*\}?)?"
 _SUFFIX_TEXT = re.compile(rf"[\s\\]*\\text\{{\s*([^{{}}]*?)\s*\}}{_POWER}\s*$")
-_SUFFIX_FRACTION = re.compile(
-    r"\s*\\frac\s*\{\s*\\text\{[^{}]*\}\s*\}\s*\{\s*\\text\{[^{}]*\}\s*\}$|\s*\\frac\s*\{\s*\\text\{[^{}]*\}\s*\}\s*\{\s*[a-z]\s*\}$"
-)
+_NAME = r"\{\s*(?:\\text\{[^{}]*\}|m|g|s|h|L|l|N|J)\s*(?:\^\s*\{?\s*\d\s*\}?)?\s*\}"
+_SUFFIX_FRACTION = re.compile(rf"\s*\\frac\s*{_NAME}\s*{_NAME}$")  # 60 \\frac{{\\text{{km}}}}{{h}}
 _SUFFIX_WORDS = re.compile(rf"(?<=[\d)\]}}%])(\s*)((?:[A-Za-zΩ]+)(?:[ /.-]+[A-Za-z]+)*)\.?{_POWER}$")
 
 
