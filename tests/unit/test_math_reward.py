@@ -73,10 +73,12 @@ def test_answers_that_nobody_can_compute_are_refused_at_once_or_interrupted():
         try:
             with interrupted_after(1.0):
                 assert graded_math(sample(f"\\boxed{{{tower}}}", "7")) == 0.0, tower
-        except (UngradedError, Interrupted):
+        except UngradedError:
             refused += 1
+        except Interrupted:
+            pass
         assert time.monotonic() - began < 10, tower
-    assert refused >= 20
+    assert refused >= 23, "most are seen before anything is computed"
 
 
 def test_a_tower_equals_itself_as_text():

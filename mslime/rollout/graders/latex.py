@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from functools import cache
+from functools import lru_cache
 
 OPENING, CLOSING = "([{", ")]}"
 
@@ -105,7 +105,7 @@ def unwrap(text: str, command: re.Pattern[str], wrap: str = "{}") -> str:
     return "".join([*parts, text[at:]])
 
 
-@cache
+@lru_cache(maxsize=4096)
 def clean(text: str) -> str:
     """One spelling of an answer: no delimiters, sizes, fonts or thousands separators; text stays in `\\text{...}`."""
     for spoilt, meant in _SPOILT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -52,7 +53,9 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Let this process take `more_bytes` beyond what it has; what asks for more gets a MemoryError."""
+    """Let this process take `more_bytes` beyond what it has; what asks for more gets a MemoryError. Linux only."""
+    if sys.platform != "linux":
+        return
     with open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held + more_bytes, held + more_bytes))

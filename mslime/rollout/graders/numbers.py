@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import lru_cache
 
 _LONGEST = 1000  # digits of a number that is read as one
 _LARGEST_POWER = 400
@@ -43,7 +43,7 @@ class Plain:
     percent: bool = False
 
 
-@cache
+@lru_cache(maxsize=4096)
 def read_number(text: str) -> Plain | None:
     """The number that a cleaned text is, or None."""
     text = text.strip()

@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import mpmath
@@ -91,7 +91,7 @@ def _braced(text: str, opening: re.Pattern[str], wrap: str) -> str:
     return text
 
 
-@cache
+@lru_cache(maxsize=256)
 def read_expression(text: str) -> Any:
     """The expression that a cleaned text is, as sympy has it and not evaluated; None when it cannot be read."""
     if len(text) > LONGEST or r"\text" in text:
