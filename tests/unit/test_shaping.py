@@ -117,7 +117,7 @@ def test_penalties_shape_training_and_leave_evaluations_alone(tmp_path: Path):
         assert {s.reward for s in batch.samples if s.status is SampleStatus.TRUNCATED} == {0.0}
         assert batch.metrics["reward/overlong/mean"] == pytest.approx(-5 / 8)
         path = str(write_prompts(tmp_path / "eval.jsonl", 3))
-        plain = await service.evaluate(EvalSetConfig(name="plain", path=path))
+        plain = await service.evaluate(EvalSetConfig(name="plain", path=path, samples_per_prompt=2, temperature=1))
         other = await service.evaluate(EvalSetConfig(name="other", path=path))
         assert plain.metrics()["eval/plain/reward"] == 1.0 and other.metrics()["eval/other/reward"] == 0.25
         await service.close()
