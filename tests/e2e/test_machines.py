@@ -14,6 +14,8 @@ from tests.e2e.test_run import START_S, STEP_S, TP2_EP2, prompts, runs, settings
 
 __all__ = ["prompts", "runs"]
 
+ENGINE = "mslime.backends.sglang.launch"
+
 
 @pytest.fixture
 def three_machines() -> Iterator[FakeMachines]:
@@ -63,15 +65,15 @@ def test_four_ranks_and_two_engines_train_over_three_machines(
     )
     run = start_run(values, tmp_path)
     runs.append(run)
-    run.wait_for(lambda: len(processes("ray::TrainerActor")) == 4 and len(processes("sglang.launch_server")) >= 2, 200)
+    run.wait_for(lambda: len(processes("ray::TrainerActor")) == 4 and len(processes(ENGINE)) >= 2, START_S)
     assert len(set(machines_of("ray::TrainerActor"))) == 2, "tensor-parallel pairs, one on each of two machines"
     raylets = {*machines_of("ray::TrainerActor"), *machines_of("ray::EngineActor")}
     assert len(raylets) == 3
-    for process in [*processes("ray::TrainerActor"), *processes("sglang.launch_server")]:
+    for process in [*processes("ray::TrainerActor"), *processes(ENGINE)]:
         assert process.environ()["MSLIME_TEST_GIVEN"] == "yes"
     assert run.finish(START_S + 2 * STEP_S) == 0, run.text()
     rows = run.rows()
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["replay/coverage"] == 1.0 and row["mismatch/abs_max"] < 1e-3 for row in rows)
     assert "bit for bit" in run.text()
-    assert not processes("sglang.launch_server") and not processes("ray::TrainerActor")
+    assert not processes(ENGINE) and not processes("ray::TrainerActor")
