@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections import OrderedDict
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
@@ -315,7 +316,10 @@ class ShardWriter:
 
         file = f"model-{self._part}-{len(set(self._weight_map.values())):05d}.safetensors"
         try:
+            (self._directory / file).touch()
+            mode = (self._directory / file).stat().st_mode  # as the umask says: the library makes its files private
             save_file(self._pending, self._directory / file, {"format": "pt"})
+            (self._directory / file).chmod(stat.S_IMODE(mode))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 str(self._directory / file), str(error), "the checkpoint shard could not be written",
@@ -330,6 +334,15 @@ class ShardWriter:
         if self._pending:
             self._flush()
         return self._weight_map, self._total_bytes
+
+
+def number_shards(directory: Path, weight_map: Mapping[str, str]) -> dict[str, str]:
+    """Give the shards of all writers the usual names, `model-00001-of-0000N.safetensors`; returns the new map."""
+    files = sorted(set(weight_map.values()))
+    names = {file: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files, start=1)}
+    for file, name in names.items():
+        (directory / file).rename(directory / name)
+    return {tensor: names[file] for tensor, file in weight_map.items()}
 
 
 def write_index(directory: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:

@@ -21,7 +21,7 @@ from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError
 from mslime.config.keys import Endpoint
 from mslime.convert.families import read_hf_config
-from mslime.convert.hf import ShardWriter, copy_side_files, publish, staging_directory, write_index
+from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
 from mslime.weights.buckets import TORCH_DTYPES, convert, gather, named_tensors, pack
 from mslime.weights.commit import Digests
@@ -301,7 +301,8 @@ class WeightSender:
         parts = self._exchange(written)
         if self._groups.rank == 0:
             copy_side_files(source, staging, declared_dtype(read_hf_config(source), self._export_dtype))
-            write_index(staging, {k: v for files, _ in parts for k, v in files.items()}, sum(size for _, size in parts))
+            shards = number_shards(staging, {k: v for files, _ in parts for k, v in files.items()})
+            write_index(staging, shards, sum(size for _, size in parts))
             publish(directory)
         self._exchange(None)
 

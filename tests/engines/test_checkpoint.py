@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import random
 import resource
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,8 @@ import torch
 from mslime.backends.megatron.trainer import MegatronTrainer
 from mslime.config.errors import CheckpointError
 from mslime.data.checkpoints import newest, step_directory
-from mslime.data.manifest import read_manifest
+from mslime.data.checksums import sum_file
+from mslime.data.manifest import read_manifest, write_manifest
 from tests.engines.trainer_ranks import largest_difference, make_config, run_trainers, shard_of, to_hf
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
@@ -207,6 +211,85 @@ def test_rubbish_of_the_right_size_is_refused_on_every_rank(model: Path, saved: 
         victim.write_bytes(b"\x13" * victim.stat().st_size)
     messages = run_trainers(_load_only, config_of("tp2_ep2", model, tmp_path), directory)
     assert all("__1_0.distcp" in message and "not what was written" in message for message in messages)
+
+
+class _Hostile:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.system, (f"touch {self.mark}",)
+
+
+def _as_a_stored_object(directory: Path, mark: Path) -> None:
+    """The hostile pickle takes the place of an object that megatron-core stores with every linear layer."""
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    buffer = io.BytesIO()
+    torch.save(_Hostile(mark), buffer)
+    (directory / "hostile.distcp").write_bytes(buffer.getvalue())
+    for index, info in metadata.storage_data.items():
+        if "_extra_state" in index.fqn:
+            info.relative_path, info.offset, info.length = "hostile.distcp", 0, len(buffer.getvalue())
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+HOSTILE: dict[str, Callable[[Path, Path], None]] = {
+    "generators of format 1": lambda directory, mark: (
+        [  # type: ignore[dict-item]
+            path.unlink() for path in directory.glob("rng/*.npz")
+        ]
+        and torch.save({"python": _Hostile(mark)}, directory / "rng" / "rank_00000.pt")
+    ),
+    "generators": lambda directory, mark: np.savez(directory / "rng" / "rank_00000.npz", python=_Hostile(mark)),  # type: ignore[arg-type]
+    "metadata": lambda directory, mark: (directory / ".metadata").write_bytes(pickle.dumps(_Hostile(mark))),  # type: ignore[dict-item]
+    "common": lambda directory, mark: torch.save({"schedule": _Hostile(mark)}, directory / "common.pt"),
+    "stored object": _as_a_stored_object,
+}
+
+
+@pytest.mark.parametrize("where", HOSTILE)
+def test_a_checkpoint_of_somebody_else_runs_no_code(where: str, model: Path, saved: Any, tmp_path: Path) -> None:
+    directory, mark = step_directory(tmp_path, SAVED), tmp_path / "ran"
+    shutil.copytree(saved("one")[0], directory)
+    HOSTILE[where](directory, mark)
+    manifest = read_manifest(directory, check_files=False)
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    sums = {str(path.relative_to(directory)): sum_file(path) for path in files}
+    write_manifest(directory, replace(manifest, files=sums))  # nothing is wrong with its checksums
+    (message,) = run_trainers(_load_only, config_of("one", model, tmp_path), directory)
+    assert "must be a readable checkpoint" in message or ".metadata" in message
+    assert not mark.exists()
+
+
+def test_generators_of_format_1_are_restored(model: Path, saved: Any, uninterrupted: Path, tmp_path: Path) -> None:
+    """Written as the first format did: a pickle of the generators' own states, a manifest of sizes."""
+    directory = step_directory(tmp_path, SAVED)
+    shutil.copytree(saved("one")[0], directory)
+    run_trainers(_save_old_generators, config_of("one", model, tmp_path), directory)
+    (directory / "rng" / "rank_00000.npz").unlink()
+    content = json.loads((directory / "manifest.json").read_text())
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != "manifest.json"]
+    sizes = {str(path.relative_to(directory)): path.stat().st_size for path in files}
+    old = {key: content[key] for key in ("layout", "world_size", "extra")} | {"format": 1, "complete": True}
+    (directory / "manifest.json").write_text(json.dumps(old | {"files": sizes}))
+    (result,) = run_trainers(_load_and_train, config_of("one", model, tmp_path), directory, uninterrupted)
+    assert result["draws"] == saved("one")[1][0][1] and result["extra"] == EXTRA
+
+
+def _save_old_generators(trainer: MegatronTrainer, directory: Path) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    trainer.load(directory)
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+        "cuda": None,
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+    torch.save(state, directory / "rng" / "rank_00000.pt")
 
 
 def test_a_checkpoint_of_another_model_is_refused(saved: Any, tmp_path: Path) -> None:

@@ -156,10 +156,19 @@ class _Malicious:
         return os.system, ("touch /tmp/mslime_was_here",)
 
 
+def _by_a_dotted_name() -> bytes:
+    """A class that lies behind what a module of the format imports: protocol 4 looks names up with their dots."""
+    words = [b"torch.distributed.checkpoint.planner", b"torch.utils.collect_env.subprocess.Popen"]
+    names = b"".join(b"\x8c" + bytes([len(word)]) + word for word in words)
+    argument = b"touch /tmp/mslime_was_here"
+    call = b"((\x8c\x02sh\x8c\x02-c\x8c" + bytes([len(argument)]) + argument + b"ltR"
+    return b"\x80\x04" + names + b"\x93" + call + b"."
+
+
 @pytest.mark.parametrize(
     "content",
-    [pickle.dumps(_Malicious()), pickle.dumps({"not": "metadata"}), b"rubbish", b""],
-    ids=["runs code", "other object", "rubbish", "empty"],
+    [pickle.dumps(_Malicious()), _by_a_dotted_name(), pickle.dumps({"not": "metadata"}), b"rubbish", b""],
+    ids=["runs code", "runs code by a dotted name", "other object", "rubbish", "empty"],
 )
 def test_metadata_that_is_none_is_refused_and_runs_nothing(written_by_torch: Path, content: bytes) -> None:
     (written_by_torch / METADATA).write_bytes(content)

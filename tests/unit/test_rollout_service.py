@@ -494,3 +494,115 @@ def test_progress_and_spans_are_told(tmp_path: Path):
         assert all(start <= end and step == 0 for *_, start, end, step in spans)
 
     run(work)
+
+
+def _reward_that_fails_for(group_id: int) -> Callable[[Sample], float]:
+    def reward(sample: Sample) -> float:
+        if sample.group_id == group_id:
+            raise RewardError("reward rules:score", f"sample {sample.index}", "raised KeyError", "mend it")
+        return float(sample.index)
+
+    return reward
+
+
+def test_a_group_that_always_fails_ends_a_run_once_and_is_dropped_by_the_resume(tmp_path: Path):
+    async def work() -> None:
+        reward = _reward_that_fails_for(2)
+        service = make_service(run_config(tmp_path), FakeSlowEngine(short), FakeScorer(reward))
+        with pytest.raises(RewardError, match="KeyError"):
+            await service.take(0)
+        await service.checkpoint(tmp_path / "s.npz", 0)
+        await service.close()
+
+        resumed = make_service(run_config(tmp_path), FakeSlowEngine(short), FakeScorer(reward))
+        resumed.load(tmp_path / "s.npz")
+        batch = await resumed.take(0)
+        assert 2 not in [g.group_id for g in batch.groups] and len(batch.groups) == 4
+        assert batch.metrics["rollout/failed_groups"] == 1 and resumed.ledger.dropped["failed"] > 0
+        await resumed.close()
+
+    run(work)
+
+
+def test_groups_that_were_taken_but_not_trained_are_in_the_saved_state(tmp_path: Path):
+    async def work() -> None:
+        service = make_service(run_config(tmp_path), FakeSlowEngine(short))
+        taken = await service.take(0)
+        before = (
+            service.save(tmp_path / "untrained.npz", next_step=0),
+            service.save(tmp_path / "trained.npz", next_step=1),
+        )
+        assert before[0] != before[1]
+        for name, again in (("untrained", True), ("trained", False)):
+            resumed = make_service(run_config(tmp_path), FakeSlowEngine(short))
+            resumed.load(tmp_path / f"{name}.npz")
+            batch = await resumed.take(0)
+            same = [g.group_id for g in batch.groups] == [g.group_id for g in taken.groups]
+            assert same is again
+            assert resumed.ledger.trained == sum(s.trainable_tokens for s in batch.samples) * (1 if again else 2)
+            if again:
+                moved = ("ledger/trained_tokens", "ledger/pending_tokens", "ledger/generated_tokens")
+                assert all(batch.metrics[name] == taken.metrics[name] for name in moved), (
+                    "the step's books are the same"
+                )
+            await resumed.close()
+        await service.close()
+
+    run(work)
+
+
+def test_groups_given_back_are_taken_again_and_one_that_fails_twice_is_dropped(tmp_path: Path):
+    async def work() -> None:
+        service = make_service(run_config(tmp_path), FakeSlowEngine(short))
+        first = await service.take(0)
+        blamed = first.groups[1]
+        assert not service.give_back([blamed]), "the first failure ends the run"
+        second = await service.take(0)
+        assert [g.group_id for g in second.groups] == [g.group_id for g in first.groups]
+        assert service.give_back([blamed]), "the second one drops the group"
+        third = await service.take(0)
+        assert blamed not in third.groups and len(third.groups) == 4
+        assert service.ledger.trained == sum(s.trainable_tokens for s in third.samples)
+        await service.close()
+
+    run(work)
+
+
+def test_an_outline_begins_unfinished_groups_again_and_keeps_the_books(tmp_path: Path):
+    async def work() -> None:
+        config = run_config(tmp_path, max_staleness=2, over_sampling=2.0)
+        engine = FakeSlowEngine(uneven)
+        service = make_service(config, engine)
+        await service.take(0)
+        outline, held = service.outline(), sorted(g.group_id for g in service._held())
+        prompts = {g.group_id: g.samples[0].tokens[: g.samples[0].prompt_length].tolist() for g in service._held()}
+        (tmp_path / "o.npz").write_bytes(outline)
+        await service.close()
+
+        resumed = make_service(config, FakeSlowEngine(uneven))
+        resumed.load(tmp_path / "o.npz")
+        assert sorted(g.group_id for g in resumed._held()) == held != []
+        assert {g.group_id: g.samples[0].tokens.tolist() for g in resumed._held()} == prompts
+        assert resumed.ledger.pending == 0 and resumed._next_group_id == service._next_group_id
+        batch = await resumed.take(1)
+        assert len(batch.groups) == 4
+        await resumed.close()
+
+    run(work)
+
+
+def test_a_group_that_breaks_an_invariant_is_left_out_of_a_checkpoint(tmp_path: Path):
+    """It would be refused at every resume."""
+
+    async def work() -> None:
+        service = make_service(run_config(tmp_path), FakeSlowEngine(short))
+        taken = await service.take(0)
+        bad = taken.groups[0].samples[0]
+        bad.log_probs = bad.log_probs + 5
+        service.save(tmp_path / "s.npz", next_step=0)
+        resumed = make_service(run_config(tmp_path), FakeSlowEngine(short))
+        resumed.load(tmp_path / "s.npz")
+        assert bad.group_id not in [g.group_id for g in resumed._held()] and resumed.ledger.dropped["failed"] > 0
+        await service.close()
+
+    run(work)

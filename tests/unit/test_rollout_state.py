@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mslime.config.errors import CheckpointError, DataError
+from mslime.config.errors import CheckpointError, DataError, UserError
 from mslime.data.routes import Routes
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
-from mslime.rollout.state import open_state, pack_groups, save_state, unpack_groups
+from mslime.rollout.state import check_stored, open_state, pack_groups, save_state, unpack_groups
 
 
 def sample(group: int, index: int, response: int, *, routes: bool, supports: bool) -> Sample:
@@ -123,3 +124,69 @@ def test_metadata_that_is_no_json_is_named(tmp_path: Path):
     headers, arrays = pack_groups([Group(0, [s])])
     with pytest.raises(DataError, match="must be JSON values"):
         save_state(tmp_path / "s.npz", {"groups": headers}, arrays)
+
+
+FUZZ = [pytest.param(100, id="short"), pytest.param(1000, id="long", marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("trials", FUZZ)
+def test_no_random_change_of_a_state_file_ends_in_a_traceback_or_in_impossible_groups(trials: int, tmp_path: Path):
+    """Bits of the file, and header and columns behind valid sums, as a program that is wrong would write them."""
+    rng = random.Random(7)
+    groups = [Group(g, [sample(g, i, 4 * i + 1, routes=g == 1, supports=g == 2) for i in range(2)]) for g in (1, 2)]
+    headers, columns = pack_groups(groups)
+    state = {"groups": headers, "version": 3}
+    path = tmp_path / "s.npz"
+    accepted = 0
+    for _ in range(trials):
+        if rng.random() < 0.3:
+            save_state(path, state, columns)
+            data = bytearray(path.read_bytes())
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+            path.write_bytes(bytes(data))
+        else:
+            save_state(path, *_changed(state, columns, rng))
+        try:
+            with open_state(path) as (found, stored):
+                back = unpack_groups(found["groups"], stored)
+                check_stored(back)
+        except UserError:
+            continue
+        accepted += 1
+        for s in (s for g in back for s in g.samples):
+            check_invariants(s)
+    assert accepted < trials
+
+
+def _changed(
+    state: dict[str, Any], columns: dict[str, Any], rng: random.Random
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One value of the header or one column made something else."""
+    state, columns = json.loads(json.dumps(state)), dict(columns)
+    if rng.random() < 0.3:
+        name = rng.choice(list(columns))
+        whole = np.concatenate(columns[name]) if columns[name] else np.empty(0)
+        change = rng.randrange(4)
+        if change == 0:
+            whole = whole[: rng.randrange(len(whole) + 1)]
+        elif change == 1:
+            whole = np.concatenate([whole, whole[:1]])
+        elif change == 2:
+            whole = whole.astype(rng.choice(["float64", "int64", "int8", "U3", "complex64"]))
+        elif len(whole):
+            whole = whole.copy()
+            whole[rng.randrange(len(whole))] = rng.choice([0, 1, 99])
+        columns[name] = [whole]
+        return state, columns
+    node: Any = state
+    while True:
+        key = rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        if isinstance(node[key], dict | list) and node[key] and rng.random() < 0.85:
+            node = node[key]
+            continue
+        values = [None, True, -1, 0, 10**12, 1.5, "x", [], {}, [[]], {"a": 1}, 2**70]
+        if rng.random() < 0.2 and isinstance(node, dict):
+            del node[key]
+        else:
+            node[key] = rng.choice(values)
+        return state, columns
