@@ -367,7 +367,25 @@ def _sets(config: RunConfig) -> None:
             )
 
 
+def _keep_best(config: RunConfig) -> None:
+    """A metric of a held-out set that is never evaluated would keep nothing, in silence."""
+    metric, sets = config.checkpoint.keep_best, [s.name for s in config.data.eval_sets]
+    if metric is None or not metric.startswith("eval/"):
+        return
+    name = metric.removeprefix("eval/").rpartition("/")[0]
+    if name not in sets:
+        raise ConfigError(
+            "checkpoint.keep_best", metric, f"names no set of data.eval_sets: {sets}",
+            f"write for example eval/{sets[0] if sets else 'NAME'}/accuracy",
+        )  # fmt: skip
+    if config.observe.eval_every == 0:
+        raise ConfigError(
+            "checkpoint.keep_best", metric, "needs evaluations, and observe.eval_every is 0", "set observe.eval_every"
+        )
+
+
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
+    _keep_best,
     _pipeline_p2p,
     _sequence_parallel,
     _dropout,

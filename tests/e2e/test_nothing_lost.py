@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mslime.convert.hf import HFCheckpoint
 from mslime.data.checkpoints import steps
 from mslime.data.manifest import read_manifest
 from tests.e2e.harness import Run, start_run
@@ -133,6 +134,21 @@ def test_a_second_signal_stops_at_once(tiny_qwen3_moe: Path, prompts: Path, tmp_
     assert run.finish(30) == 143, run.text()
     assert "not saved: a second signal came" in run.text() and newest_step(run) == 0
     assert run.left_over() == []
+
+
+@pytest.mark.timeout(600)
+def test_milestones_and_exports_are_kept(tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]) -> None:
+    kept = {"save_every": 1, "keep": 1, "keep_every": 2, "keep_best": "loss/nll", "keep_best_is": "max", "hf_every": 3}
+    run = start_run(settings(tiny_qwen3_moe, prompts, 5, **kept), tmp_path)
+    runs.append(run)
+    assert run.finish(START_S) == 0, run.text()
+    losses = {row["step"]: row["loss/nll"] for row in run.rows()}
+    best = max(losses, key=lambda step: losses[step])
+    assert {int(path.name.removeprefix("step_")) for path in steps(run.directory / "checkpoints")} == {2, 4, 5, best}
+    assert [path.name for path in sorted(run.directory.glob("hf_step_*"))] == ["hf_step_3"]
+    weights = run.directory / "hf_step_3" / "model-00001-of-00001.safetensors"
+    assert weights.stat().st_mode & 0o777 == (run.directory / "hf_step_3" / "config.json").stat().st_mode & 0o777
+    assert HFCheckpoint(run.directory / "hf_step_3").info.keys() == HFCheckpoint(tiny_qwen3_moe).info.keys()
 
 
 @pytest.mark.nightly

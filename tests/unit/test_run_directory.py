@@ -222,6 +222,16 @@ def test_a_resume_says_which_settings_changed(tmp_path: Path) -> None:
     assert changed_settings({}, now) == [] == changed_settings(now, now)
 
 
+@pytest.mark.parametrize(
+    ("metric", "every"), [("eval/other/accuracy", 4), ("eval/accuracy", 4), ("eval/a/accuracy", 0)]
+)
+def test_a_best_checkpoint_by_a_metric_that_never_comes_is_refused(metric: str, every: int, tmp_path: Path) -> None:
+    data = {"eval_sets": [{"name": "a", "path": "e.jsonl"}]}
+    config(tmp_path, data=data, checkpoint={"keep_best": "eval/a/accuracy"})
+    with pytest.raises(ConfigError, match="keep_best"):
+        config(tmp_path, data=data, checkpoint={"keep_best": metric}, observe={"eval_every": every})
+
+
 def test_a_checkpoint_always_follows_the_last_step_and_an_evaluation_never_when_off(tmp_path: Path) -> None:
     def steps(due: Any, **sections: Any) -> list[int]:
         return [step + 1 for step in range(10) if due(config(tmp_path, **sections), step)]
