@@ -464,6 +464,8 @@ def _pieces_are_read(shape: Shape) -> bool:
 def _by_math_verify(g: Shape, a: Shape) -> bool:
     """Sets and relations in forms that are not told apart here."""
     texts = _written(g), _written(a)
+    if any(_WORD.search(_COMPUTED.sub(" ", t)) for t in texts):
+        return False  # it reads a word as the product of its letters
     expressions = [read_expression(t) for t in texts]
     for e in expressions:
         if e is not None:
