@@ -190,3 +190,11 @@ def _changed(
         else:
             node[key] = rng.choice(values)
         return state, columns
+
+
+def test_a_column_that_is_longer_than_its_samples_is_refused(tmp_path: Path):
+    headers, columns = pack_groups([Group(0, [sample(0, 0, 4, routes=False, supports=False)])])
+    columns["tokens"] = [*columns["tokens"], np.ones(1, np.int32)]
+    save_state(tmp_path / "s.npz", {"groups": headers}, columns)
+    with pytest.raises(CheckpointError, match="tokens holds 1 elements more"), open_state(tmp_path / "s.npz") as found:
+        unpack_groups(found[0]["groups"], found[1])
