@@ -22,6 +22,7 @@ def main() -> None:
     console.print(_table(evals, steps))
     console.print(f"\nreport: {directory / 'rl' / 'report.html'}   (open it in a browser)")
     console.print(f"trained model: {directory / 'rl' / 'hf'}")
+    console.print("\nthe mslime command, in this shell: source .venv/bin/activate      (then: mslime --help)")
     console.print(
         "next: bash scripts/quickstart.sh --pp --out outputs/quickstart-pp      the same with two pipeline stages"
     )

@@ -8,6 +8,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source scripts/lib/common.sh
 
+# find_mslime: puts `mslime` on PATH, from the checkout's own environment when none is active.
+find_mslime() {
+  if command -v mslime >/dev/null; then return; fi
+  [ -x .venv/bin/mslime ] || fail "the command mslime was not found, neither on PATH nor in $PWD/.venv" \
+    "bash scripts/install.sh, then source .venv/bin/activate"
+  export PATH="$PWD/.venv/bin:$PATH"
+}
+
 # run_model MODEL FLAGS...: checks the run, plans it (a run that does not fit is not begun) and starts it. The layout comes
 # from scripts/models/MODEL.sh; of flags given twice the later one wins, so those of the command line come last.
 run_model() {
@@ -15,6 +23,7 @@ run_model() {
   shift
   [ -n "${MODEL:-}" ] || fail "MODEL is not set" "MODEL=/path/to/checkpoint PROMPTS=/path/to/prompts.jsonl bash scripts/run-$model.sh"
   [ -n "${PROMPTS:-}" ] || fail "PROMPTS is not set" "point PROMPTS at a .jsonl or .parquet file with prompt and label"
+  find_mslime
   source "scripts/models/$model.sh"
   local settings=(
     --name "${NAME:-$model}"

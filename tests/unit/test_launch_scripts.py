@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,29 @@ def test_a_run_on_several_machines_takes_the_ray_cluster_of_the_environment(
 def test_what_is_missing_is_named_with_a_way_out(tmp_path: Path, model: str, given: dict[str, str], named: str) -> None:
     done = run_script(model, make_fake_mslime(tmp_path), **given)
     assert done.returncode == 1 and named in done.stderr and "way out" in done.stderr and not done.stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """The launch scripts alone, away from the real checkout and its environment."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "checkout/scripts")
+    return tmp_path / "checkout"
+
+
+def launch_without_a_path(checkout: Path) -> subprocess.CompletedProcess[str]:
+    command = ["/bin/bash", str(checkout / "scripts/run-qwen3-4B.sh")]
+    given = {"PATH": "/usr/bin:/bin", "MODEL": "m", "PROMPTS": "p", "CHECK_ONLY": "1"}
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_without_an_active_environment_the_one_of_the_checkout_is_used(checkout: Path) -> None:
+    make_fake_mslime(checkout / ".venv/bin")
+    done = launch_without_a_path(checkout)
+    assert done.returncode == 0, done.stderr
+    assert [call[0] for call in calls(done)] == ["check"]
+
+
+def test_without_any_environment_the_installation_is_named_as_the_way_out(checkout: Path) -> None:
+    done = launch_without_a_path(checkout)
+    assert done.returncode == 1 and "command not found" not in done.stderr and not done.stdout
+    assert "mslime was not found" in done.stderr and "way out: bash scripts/install.sh" in done.stderr
