@@ -33,7 +33,8 @@ def project(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, root / name)
     (root / "mslime").mkdir()
     (root / "mslime/__init__.py").write_text("")
-    (root / "README.md").write_text("mslime\n")
+    for name in ("README.md", "LICENSE"):
+        (root / name).write_text("mslime\n")
     return root
 
 
