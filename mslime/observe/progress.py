@@ -49,7 +49,7 @@ class Progress:
 
     def __init__(self, total_steps: int, done_steps: int = 0) -> None:
         self._total, self._done = total_steps, done_steps
-        self._began = time.monotonic()
+        self._last: float | None = None  # end of the last step of this session: the start of a run is no step's pace
         self._durations: deque[float] = deque(maxlen=10)
 
     def rollout(self, counts: RolloutCounts) -> None:
@@ -66,13 +66,17 @@ class Progress:
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """`step` steps of the run are done; `metrics` is the row just logged."""
+        if step <= self._done:
+            return
         now = time.monotonic()
-        if step > self._done:
-            self._durations.append((now - self._began) / (step - self._done))
-        self._began, self._done = now, step
+        if self._last is not None:
+            self._durations.append((now - self._last) / (step - self._done))
+        self._last, self._done = now, step
 
     def eta_seconds(self) -> float | None:
-        """Seconds to the end at the pace of the last ten steps; None before the first."""
+        """Seconds to the end at the pace of the last ten steps; None until this session has done two."""
+        if self._done >= self._total:
+            return 0.0
         if not self._durations:
             return None
         return (self._total - self._done) * sum(self._durations) / len(self._durations)

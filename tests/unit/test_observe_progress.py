@@ -86,6 +86,28 @@ def test_eta_is_the_steps_left_at_the_pace_of_the_last_steps(monkeypatch: pytest
     assert bars.eta_seconds() == pytest.approx(8 * 3.0)
 
 
+@pytest.mark.parametrize("evaluated_first", [False, True])
+def test_the_start_of_a_run_is_no_part_of_the_estimate(monkeypatch: pytest.MonkeyPatch, evaluated_first: bool) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    bars = open_progress("auto", total_steps=3, console=console(terminal=False))
+    clock[0] += 300.0
+    if evaluated_first:
+        bars.step_done(0, {})
+    clock[0] += 60.0
+    bars.step_done(1, {})
+    assert bars.eta_seconds() is None, "the first step waits for engines and for a whole batch"
+    clock[0] += 2.0
+    bars.step_done(2, {})
+    assert bars.eta_seconds() == pytest.approx(2.0)
+
+
+def test_nothing_is_left_after_the_last_step_of_a_session_of_one() -> None:
+    bars = open_progress("auto", total_steps=5, done_steps=4, console=console(terminal=False))
+    bars.step_done(5, {})
+    assert bars.eta_seconds() == 0
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

@@ -224,6 +224,13 @@ def test_the_tail_of_a_log_is_short_and_its_absence_is_said(tmp_path: Path) -> N
     assert log_tail(log, 2) == "line 49998\nline 49999"
 
 
+def test_the_tail_of_a_log_has_no_room_for_model_files_that_a_server_does_not_need(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    noise = "[03:05:40] Ignore import error when loading sglang.srt.models.x: No module named 'y'\n"
+    log.write_text("ValueError: the reason\n" + 40 * noise + "the end\n")
+    assert log_tail(log) == "ValueError: the reason\nthe end"
+
+
 # ------------------------------------------------------------------------------------------------ ports and URLs
 
 

@@ -30,16 +30,17 @@ from mslime.backends.sglang.guard import (
 from mslime.config.errors import EngineError
 
 TAIL_LINES = 30
+_NOISE = "Ignore import error when loading"  # SGLang's, of every model file whose packages are missing
 
 
 def log_tail(path: Path, lines: int = TAIL_LINES) -> str:
-    """The end of a log, without the empty lines."""
+    """The end of a log, without empty lines and those about model files that could not be imported."""
     if not path.exists():
         return "(no log was written)"
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 65536))
         text = file.read().decode(errors="replace")
-    return "\n".join([line for line in text.splitlines() if line.strip()][-lines:])
+    return "\n".join([line for line in text.splitlines() if line.strip() and _NOISE not in line][-lines:])
 
 
 class SupervisedProcess:
