@@ -7,14 +7,16 @@ broken and a way out. Broken invariants of our own are assertions instead, and n
 from __future__ import annotations
 
 import difflib
+import zlib
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 MALFORMED = (
-    AssertionError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError, OSError,
+    AssertionError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, OSError,
+    EOFError, MemoryError, zlib.error,
 )  # fmt: skip
 """What reading foreign bytes can raise: files and answers that others wrote. JSON's, base64's and Unicode's errors are
-ValueErrors."""
+ValueErrors; too deep nesting and what a library has not implemented are RuntimeErrors."""
 
 
 class UserError(ValueError):

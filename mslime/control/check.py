@@ -25,12 +25,13 @@ from mslime.config.errors import CheckpointError, ConfigError, reading
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
+from mslime.control.check_prompts import check_held_out, check_prompts
 from mslime.control.check_rewards import check_rewards
 from mslime.control.environment import gpu_warnings
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
-from mslime.data.source import PromptSource, supervised_sample
+from mslime.data.source import PromptSource, refuse_unsupervised
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 from mslime.observe.metrics import free_name
 from mslime.plan.work import quadratic_tokens
@@ -84,7 +85,7 @@ def resolve(config: RunConfig) -> ResolvedRun:
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     check_vocabulary(tokenizer, config.model.path)
     _check_teacher(config, model, tokenizer)
-    notes = _check_data(config, tokenizer)
+    notes = _check_data(config, tokenizer, config.rollout.max_total_tokens or model.max_positions)
     _check_optional_packages(config)
     run = ResolvedRun(with_model(config, hf_config), hf_config, family, model, tuple(notes))
     if config.weights.verify == "always" and run.weight_check == "never":
@@ -226,18 +227,22 @@ def _check_lengths(config: RunConfig, model: ModelFields) -> None:
         )
 
 
-def _check_data(config: RunConfig, tokenizer: Tokenizer) -> list[str]:
-    """Open every data file, which reads each row once and refuses the first bad one by file and line.
+def _check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:
+    """Open every data file, which reads each row once and refuses the first bad one by file and line, and try the rows.
 
-    Returns what a person should know of the labels and the reward.
+    Returns what a person should know of prompts, labels and the reward.
     """
     sources = {"": PromptSource(config.data.prompts, config.data, tokenizer, config.seed)}
     for eval_set in config.data.eval_sets:
         sources[eval_set.name] = PromptSource([eval_set.path], config.data, tokenizer, config.seed, shuffle=False)
     if config.train.task == "sft":
-        supervised_sample(sources[""].at(0), 0, tokenizer)
-        return []
-    return check_rewards(config, sources, tokenizer)
+        for where, label in sources[""].labels():
+            refuse_unsupervised(label, where, tokenizer)
+    notes = check_prompts(config, sources[""], tokenizer, limit)
+    for name, source in sources.items():
+        if name:
+            check_held_out(config, source, tokenizer)
+    return notes if config.train.task == "sft" else notes + check_rewards(config, sources, tokenizer)
 
 
 def _check_optional_packages(config: RunConfig) -> None:

@@ -1,30 +1,30 @@
-"""Prompts from JSONL and parquet files, drawn in a resumable order.
+"""Prompts from files of rows, drawn in a resumable order.
 
 Opening a source reads every selected row once and refuses the first bad one by file and line, so that a broken row
-ends a run before it starts and not days into it. Afterwards JSONL rows stay on disk behind an index of byte offsets,
-and of a parquet file only the columns in use are held. The order of an epoch is a permutation drawn from (seed, epoch),
-so an epoch number and a cursor are the whole state.
+ends a run before it starts and not days into it. The order of an epoch is a permutation drawn from (seed, epoch), so an
+epoch number and a cursor are the whole state.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import math
 import re
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.config.errors import DataError, nearest
+from mslime.config.errors import DataError, reading
 from mslime.config.schema import DataConfig
+from mslime.data.rows import RowFile, field_of, open_rows, plain
 from mslime.data.sample import Sample, SampleStatus
 from mslime.data.tokenizer import Tokenizer
+
+_CHARACTERS_OF_A_TOKEN = 512
+"""No vocabulary has tokens of so many characters on average: what is longer is too long without being tokenised."""
 
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<body>[^\[\]]*)\]$")
 
@@ -44,22 +44,6 @@ class Prompt:
     label: Any
     metadata: dict[str, Any]
     where: str
-
-
-class RowFile(Protocol):
-    """Rows of one file, by index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    def where(self, index: int) -> str:
-        """`file:line` of a row."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Changes when the rows do, not when the file moves."""
-        ...
 
 
 def split_slice(spec: str) -> tuple[Path, slice]:
@@ -84,107 +68,6 @@ def _slice_error(spec: str) -> DataError:
                      "example train.jsonl@[:1000] or train.jsonl@[-200:]")  # fmt: skip
 
 
-class JsonlFile:
-    """A JSONL file behind an index of byte offsets. Blank lines are no rows. Raises DataError on a broken line."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        offsets: list[int] = []
-        lines: list[int] = []
-        crc, position = 0, 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    _parse_line(line, f"{path}:{number}")
-                    offsets.append(position)
-                    lines.append(number)
-                    crc = zlib.crc32(line, crc)
-                position += len(line)
-        self._offsets, self._lines = np.asarray(offsets, np.int64), np.asarray(lines, np.int64)
-        self._crc = crc
-        self._file = path.open("rb")
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        self._file.seek(int(self._offsets[index]))
-        return _parse_line(self._file.readline(), self.where(index))
-
-    def where(self, index: int) -> str:
-        """`file:line` of a row, counting lines from 1."""
-        return f"{self._path}:{self._lines[index]}"
-
-    def fingerprint(self) -> str:
-        """Checksum over all rows."""
-        return f"jsonl-{len(self)}-{self._crc:08x}"
-
-
-def _parse_line(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in one line. Raises DataError naming the line."""
-    try:
-        row: object = json.loads(line)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
-        shown = line[:80].decode("utf-8", "replace").rstrip()
-        raise DataError(where, shown, f"is not valid JSON ({error})", "mend or delete the line") from error
-    if not isinstance(row, dict):
-        raise DataError(where, row, "every line must be a JSON object with the prompt in one of its keys",
-                        'write lines such as {"prompt": "...", "label": "..."}')  # fmt: skip
-    return cast("dict[str, Any]", row)
-
-
-class ParquetFile:
-    """The wanted columns of a parquet file, held as compact arrow arrays. Raises DataError on a missing column."""
-
-    def __init__(self, path: Path, keys: Sequence[str]) -> None:
-        # pyarrow has no type stubs.
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-        self._path = path
-        try:
-            columns = cast("list[str]", parquet.read_schema(path).names)
-            for key in keys:
-                if key not in columns:
-                    raise _missing_key(str(path), key, columns)
-            self._table: Any = parquet.read_table(path, columns=list(keys))
-        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-            if isinstance(error, DataError):
-                raise
-            raise DataError(str(path), path.stat().st_size, f"is not a readable parquet file ({error})",
-                            "write it again, or give a JSONL file") from error  # fmt: skip
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return cast("dict[str, Any]", self._table.slice(index, 1).to_pylist()[0])
-
-    def where(self, index: int) -> str:
-        """`file:row` of a row, counting rows from 0."""
-        return f"{self._path}:row {index}"
-
-    def fingerprint(self) -> str:
-        """Row count, columns and size in memory."""
-        return f"parquet-{len(self)}-{','.join(self._table.column_names)}-{self._table.nbytes}"
-
-
-def _missing_key(where: str, key: str, present: Sequence[str]) -> DataError:
-    return DataError(where, sorted(present), f"has no key {key!r} {nearest(key, present)}".rstrip(),
-                     "add the key to the row, or name the right one with data.prompt_key, data.label_key or "
-                     "data.metadata_key (null: none)")  # fmt: skip
-
-
-def _open(path: Path, keys: Sequence[str]) -> RowFile:
-    """Rows of a file by its suffix. Raises DataError for a missing file or an unknown suffix."""
-    if not path.is_file():
-        raise DataError("data.prompts", str(path), "no such file", "give the path of a .jsonl or .parquet file")
-    if path.suffix == ".jsonl":
-        return JsonlFile(path)
-    if path.suffix == ".parquet":
-        return ParquetFile(path, keys)
-    raise DataError("data.prompts", str(path), f"suffix {path.suffix!r} is unknown", "prompts come from .jsonl and "
-                    ".parquet files")  # fmt: skip
-
-
 class PromptSource:
     """Rows of several files, one epoch after the other, every row exactly once an epoch.
 
@@ -206,7 +89,7 @@ class PromptSource:
         keys = [k for k in (config.prompt_key, config.label_key, config.metadata_key) if k is not None]
         for spec in specs:
             path, part = split_slice(spec)
-            file = _open(path, keys)
+            file = open_rows(path, keys)
             chosen = range(len(file))[part]
             if not chosen:
                 rule = f"selects none of the {len(file)} rows" if len(file) else "holds no rows"
@@ -227,11 +110,11 @@ class PromptSource:
     def at(self, index: int) -> Prompt:
         """Row `index` of the files in the order given, tokenised."""
         prompt, label, metadata, where = self._fields(index)
-        if self._config.apply_chat_template:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tokens = self._tokenizer.encode_chat(messages, self._config.chat_template_kwargs)
-        else:
-            tokens = self._tokenizer.encode(cast("str", prompt), special_tokens=True)
+        with reading(DataError, where, "the tokenizer cannot encode the prompt", "mend or delete the row"):
+            if self._config.apply_chat_template:
+                tokens = self._tokenizer.encode_chat(as_messages(prompt), self._config.chat_template_kwargs)
+            else:
+                tokens = self._tokenizer.encode(cast("str", prompt), special_tokens=True)
         if not tokens:
             raise DataError(where, prompt, "the prompt has no tokens", "delete the row, or write a prompt into it")
         return Prompt(tokens, label, metadata, where)
@@ -243,14 +126,27 @@ class PromptSource:
             if self.cursor == len(self):
                 self.epoch, self.cursor = self.epoch + 1, 0
                 self._order = self._epoch_order(self.epoch)
-            prompt = self.at(int(self._order[self.cursor]))
+            index = int(self._order[self.cursor])
             self.cursor += 1
-            if len(prompt.tokens) <= limit:
-                return prompt
+            if not self._far_longer(index, limit):
+                prompt = self.at(index)
+                if len(prompt.tokens) <= limit:
+                    return prompt
             self.skipped += 1
         rule = f"every one of the {len(self)} prompts is longer"
         raise DataError("data.max_prompt_tokens", self._config.max_prompt_tokens, rule,
                         "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
+
+    def prompt(self, index: int) -> tuple[str | list[dict[str, Any]], str]:
+        """(text or messages, `file:line`) of a row, not tokenised."""
+        prompt, _, _, where = self._fields(index)
+        return prompt, where
+
+    def _far_longer(self, index: int, limit: float) -> bool:
+        """Whether a row has so many characters that it need not be tokenised to be skipped."""
+        prompt, _, _, _ = self._fields(index)
+        texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]
+        return sum(map(len, texts)) > limit * _CHARACTERS_OF_A_TOKEN
 
     def labels(self) -> Iterator[tuple[str, Any]]:
         """(`file:line`, label) of every row in file order; nothing is tokenised."""
@@ -278,7 +174,7 @@ class PromptSource:
         """Continue where `state` was taken. Raises DataError when files, slices, seed or shuffle are others."""
         mine = self.state_dict()
         for key in ("files", "rows", "seed", "shuffle"):
-            if state[key] != mine[key]:
+            if state[key] != mine[key] and not (key == "files" and _same_by_size(state[key], mine[key])):
                 raise DataError(
                     "data.prompts",
                     mine[key],
@@ -299,11 +195,10 @@ class PromptSource:
         """Prompt, label, metadata and `file:line` of a row. Raises DataError when one is not what it must be."""
         file_index, row_index = (int(i) for i in self._rows[index])
         file, config = self._files[file_index], self._config
-        row, where = file[row_index], file.where(row_index)
-        for key in (config.prompt_key, config.label_key, config.metadata_key):
-            if key is not None and key not in row:
-                raise _missing_key(where, key, list(row))
-        prompt: object = row[config.prompt_key]
+        where = file.where(row_index)
+        with reading(DataError, where, "the row cannot be read", "write the file again"):
+            row = file[row_index]
+        prompt: object = plain(field_of(row, config.prompt_key, where), repr(config.prompt_key), where)
         if not isinstance(prompt, str) and not (config.apply_chat_template and _is_chat(prompt)):
             rule = f"{config.prompt_key!r} must be a string" + (
                 " or a list of {role, content} messages" if config.apply_chat_template else
@@ -311,10 +206,13 @@ class PromptSource:
             raise DataError(where, prompt, rule, "mend the row, or name another data.prompt_key")
         if not prompt:
             raise DataError(where, prompt, "the prompt is empty", "delete the row, or write a prompt into it")
-        metadata: object = row[config.metadata_key] if config.metadata_key is not None else {}
+        if isinstance(prompt, list):
+            prompt = [_with_text(message, where) for message in cast("list[dict[str, Any]]", prompt)]
+        metadata: object = field_of(row, config.metadata_key, where) if config.metadata_key is not None else {}
         if not isinstance(metadata, dict):
             raise DataError(where, metadata, f"{config.metadata_key!r} must be an object", "mend the row")
-        label: Any = row[config.label_key] if config.label_key is not None else None
+        label: Any = field_of(row, config.label_key, where) if config.label_key is not None else None
+        plain([label, metadata], "labels and metadata", where)
         return cast("str | list[dict[str, Any]]", prompt), label, cast("dict[str, Any]", metadata), where
 
 
@@ -326,18 +224,55 @@ def _is_chat(value: object) -> bool:
     return all(isinstance(m, dict) and "role" in m and "content" in m for m in messages)
 
 
+def _with_text(message: dict[str, Any], where: str) -> dict[str, Any]:
+    """A message whose content is text: parts of text are joined, since templates treat a list each in its own way."""
+    content, way_out = message["content"], "write the text into content"
+    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+        return message
+    if not isinstance(content, list):
+        raise DataError(where, content, f"content of the {message['role']} message must be text", way_out)
+    texts = list[str]()
+    for part in cast("list[object]", content):
+        kind = cast("dict[str, Any]", part).get("type") if isinstance(part, dict) else type(part).__name__
+        text = cast("dict[str, Any]", part).get("text") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(text, str):
+            rule = f"content of the {message['role']} message has a part that is no text; mslime trains on text alone"
+            raise DataError(where, kind, rule, "leave rows with images, audio or files out")
+        texts.append(text)
+    return {**message, "content": "".join(texts)}
+
+
+def as_messages(prompt: str | Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """A prompt as chat messages: a text is a user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _same_by_size(old: Sequence[str], new: Sequence[str]) -> bool:
+    """Whether fingerprints of before contents were compared (`parquet-ROWS-...`) have the same numbers of rows."""
+    pairs = list(zip(old, new, strict=False))
+    return len(old) == len(new) and all(
+        a == b or (a.startswith("parquet-") and a.split("-")[1] == b.split("-")[1]) for a, b in pairs
+    )
+
+
+def refuse_unsupervised(label: Any, where: str, tokenizer: Tokenizer) -> None:
+    """Raise DataError when a row's label cannot be a response, or the tokenizer could not end one."""
+    if not isinstance(label, str) or not label:
+        raise DataError(where, label, "supervised training needs the response as text in data.label_key",
+                        "write the response into the row, or name its key with data.label_key")  # fmt: skip
+    if tokenizer.eos_token_id is None:
+        raise DataError("model.tokenizer_path", None, "the tokenizer has no EOS, so a response cannot end",
+                        "set eos_token in tokenizer_config.json")  # fmt: skip
+
+
 def supervised_sample(prompt: Prompt, index: int, tokenizer: Tokenizer) -> Sample:
     """A prompt with its label as the response and EOS at the end, all of it trainable: a row of supervised training.
 
     Behaviour log-probs are 0 and the version is 0: nobody sampled it. Raises DataError when the label is not text or
     the tokenizer has no EOS.
     """
-    if not isinstance(prompt.label, str) or not prompt.label:
-        raise DataError(prompt.where, prompt.label, "supervised training needs the response as text in data.label_key",
-                        "write the response into the row, or name its key with data.label_key")  # fmt: skip
-    if tokenizer.eos_token_id is None:
-        raise DataError("model.tokenizer_path", None, "the tokenizer has no EOS, so a response cannot end",
-                        "set eos_token in tokenizer_config.json")  # fmt: skip
+    refuse_unsupervised(prompt.label, prompt.where, tokenizer)
+    assert tokenizer.eos_token_id is not None
     response = [*tokenizer.encode(prompt.label, special_tokens=False), tokenizer.eos_token_id]
     sample = Sample.from_prompt(index, 0, prompt.tokens, prompt.label)
     sample.metadata = dict(prompt.metadata)

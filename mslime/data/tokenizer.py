@@ -37,6 +37,10 @@ class Tokenizer(Protocol):
         """Token ids of a conversation in the chat template, up to where the assistant begins to speak."""
         ...
 
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """The text that `encode_chat` encodes."""
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""
         ...
@@ -47,6 +51,7 @@ class HFTokenizer:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
+        self._appends_eos = cast("list[int]", inner.encode("a"))[-1:] == [inner.eos_token_id]
         self._vocab_size = 1 + max(cast("dict[str, int]", inner.get_vocab()).values())
 
     @property
@@ -62,7 +67,7 @@ class HFTokenizer:
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Token ids of `text`. An EOS that a post-processor appends is taken off: a prompt must stay open."""
         ids = cast("list[int]", self._inner.encode(text, add_special_tokens=special_tokens))
-        return ids[:-1] if special_tokens and len(ids) > 1 and ids[-1] == self.eos_token_id else ids
+        return ids[:-1] if special_tokens and self._appends_eos else ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
         """Token ids of the rendered conversation. Raises ConfigError when the tokenizer has no chat template."""
@@ -73,9 +78,15 @@ class HFTokenizer:
                 "this tokenizer has no chat template",
                 "set data.apply_chat_template to false, or point model.tokenizer_path at a chat model's tokenizer",
             )
+        return self.encode(self.render(messages, options), special_tokens=False)  # the template wrote special tokens
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """The text of a conversation in the chat template. Raises ValueError with what the template says."""
         arguments = {"add_generation_prompt": True, **options, "tokenize": False}
-        text = cast("str", self._inner.apply_chat_template(list(messages), **arguments))
-        return self.encode(text, special_tokens=False)  # the template already wrote the special tokens
+        try:
+            return cast("str", self._inner.apply_chat_template(list(messages), **arguments))
+        except Exception as error:  # a template raises what it likes, jinja's own errors and Python's
+            raise ValueError(f"the chat template cannot render it: {type(error).__name__}: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens."""

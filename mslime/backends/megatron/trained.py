@@ -48,7 +48,8 @@ class TrainedModel:
     ) -> None:
         """
         Args:
-            rollouts: steps of the run that train this model, each `train.optimizer_steps_per_rollout` optimizer steps.
+            rollouts: steps of the run that train this model; with rl each takes `train.optimizer_steps_per_rollout`
+                optimizer steps.
 
         Raises:
             ConfigError: megatron-core refuses a setting of the optimizer.
@@ -56,7 +57,8 @@ class TrainedModel:
         self.config, self.chunks, self.transformer, self.device = config, list(chunks), transformer, device
         self.place = Place.here(transformer.sequence_parallel)
         self.wrapped = wrap(self.chunks, transformer, ddp_config(config))
-        steps = rollouts * config.train.optimizer_steps_per_rollout
+        per_rollout = config.train.optimizer_steps_per_rollout if config.train.task == "rl" else 1
+        steps = rollouts * per_rollout
         self.optimizer, self.schedule = build_optimizer(
             self.wrapped, optimizer_config(config, device), config.train, steps
         )

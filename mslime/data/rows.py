@@ -1,0 +1,242 @@
+"""Files of prompts as rows: JSONL (plain or gzipped), JSON lists, parquet files, and directories of them.
+
+Every reader stands behind one border for foreign bytes: whatever is wrong with a file or a row is a DataError that
+names it. Where a file is large (JSONL, parquet) its rows stay on disk or in compact arrow arrays; a JSON list and a
+gzipped file are held in memory.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy as np
+
+from mslime.config.errors import DataError, nearest, reading
+
+_MEND = "mend or delete the row"
+_KINDS = ".jsonl, .jsonl.gz, .json and .parquet files, and directories of parquet or arrow files"
+
+
+class RowFile(Protocol):
+    """Rows of one file, by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def where(self, index: int) -> str:
+        """`file:line` of a row."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Changes when the rows do, not when the file moves."""
+        ...
+
+
+class JsonlFile:
+    """A JSONL file behind an index of byte offsets. Blank lines are no rows. Raises DataError on a broken line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        offsets: list[int] = []
+        lines: list[int] = []
+        crc, position = 0, 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    _parse_line(line, f"{path}:{number}")
+                    offsets.append(position)
+                    lines.append(number)
+                    crc = zlib.crc32(line, crc)
+                position += len(line)
+        self._offsets, self._lines = np.asarray(offsets, np.int64), np.asarray(lines, np.int64)
+        self._crc = crc
+        self._file = path.open("rb")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self._file.seek(int(self._offsets[index]))
+        return _parse_line(self._file.readline(), self.where(index))
+
+    def where(self, index: int) -> str:
+        """`file:line` of a row, counting lines from 1."""
+        return f"{self._path}:{self._lines[index]}"
+
+    def fingerprint(self) -> str:
+        """Checksum over all rows."""
+        return f"jsonl-{len(self)}-{self._crc:08x}"
+
+
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in one line. Raises DataError naming the line."""
+    try:
+        row: object = json.loads(line)
+    except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
+        shown = line[:80].decode("utf-8", "replace").rstrip()
+        raise DataError(where, shown, f"is not valid JSON ({error})", "mend or delete the line") from error
+    if not isinstance(row, dict):
+        raise DataError(where, row, "every line must be a JSON object with the prompt in one of its keys",
+                        'write lines such as {"prompt": "...", "label": "..."}')  # fmt: skip
+    return cast("dict[str, Any]", row)
+
+
+class ListedRows:
+    """Rows held in memory, of a `.json` list or a gzipped JSONL file."""
+
+    def __init__(self, path: Path, rows: Sequence[tuple[int, dict[str, Any]]], unit: str) -> None:
+        self._path, self._rows, self._unit = path, rows, unit
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[index][1]
+
+    def where(self, index: int) -> str:
+        """`file:line` of a row, or `file:row` in a list."""
+        return f"{self._path}:{self._unit}{self._rows[index][0]}"
+
+    def fingerprint(self) -> str:
+        """Checksum over all rows."""
+        return f"rows-{len(self)}-{_checksum(row for _, row in self._rows):08x}"
+
+
+def _gzipped(path: Path) -> ListedRows:
+    with reading(DataError, str(path), "is not a readable gzip file", "write it again"), gzip.open(path) as file:
+        lines = [(n, line) for n, line in enumerate(file, 1) if line.strip()]
+    return ListedRows(path, [(n, _parse_line(line, f"{path}:{n}")) for n, line in lines], "")
+
+
+def _listed(path: Path) -> ListedRows:
+    """A `.json` file, which must be a list of objects."""
+    way_out = "write a list of objects, or one object a line into a .jsonl file"
+    with reading(DataError, str(path), "is not valid JSON", way_out):
+        found: object = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, list) or not all(isinstance(row, dict) for row in cast("list[object]", found)):
+        kind = type(cast("object", found)).__name__
+        raise DataError(str(path), kind, "a .json file holds a list of objects", way_out)
+    return ListedRows(path, list(enumerate(cast("list[dict[str, Any]]", found))), "row ")
+
+
+class TableRows:
+    """The wanted columns of parquet or arrow files, held as compact arrow arrays. DataError for a missing column."""
+
+    def __init__(self, path: Path, table: Any, keys: Sequence[str]) -> None:
+        columns = cast("list[str]", table.column_names)
+        wanted = dict.fromkeys(key if key in columns else key.split(".")[0] for key in keys)
+        for key in wanted:
+            if key not in columns:
+                raise missing_key(str(path), key, columns)
+        self._path, self._table = path, table.select(list(wanted))
+        with reading(DataError, str(path), "holds values that cannot be read", "write the file again"):
+            self._checksum = _checksum(row for batch in self._table.to_batches(1024) for row in batch.to_pylist())
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return cast("dict[str, Any]", self._table.slice(index, 1).to_pylist()[0])
+
+    def where(self, index: int) -> str:
+        """`file:row` of a row, counting rows from 0."""
+        return f"{self._path}:row {index}"
+
+    def fingerprint(self) -> str:
+        """Checksum over all rows."""
+        return f"rows-{len(self)}-{self._checksum:08x}"
+
+
+def _checksum(rows: Iterator[Mapping[str, Any]]) -> int:
+    crc = 0
+    for row in rows:
+        crc = zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode(), crc)
+    return crc
+
+
+def _parquet(path: Path, files: Sequence[Path], keys: Sequence[str]) -> TableRows:
+    parquet: Any = importlib.import_module("pyarrow.parquet")  # pyarrow has no type stubs
+    arrow: Any = importlib.import_module("pyarrow")
+    with reading(DataError, str(path), "is not a readable parquet file", "write it again, or give a JSONL file"):
+        tables = [parquet.read_table(file) for file in files]
+        table = tables[0] if len(tables) == 1 else arrow.concat_tables(tables)
+    return TableRows(path, table, keys)
+
+
+def _saved_dataset(path: Path, files: Sequence[Path], keys: Sequence[str]) -> TableRows:
+    """What `datasets.save_to_disk` wrote: arrow streams."""
+    arrow: Any = importlib.import_module("pyarrow")
+    with reading(DataError, str(path), "holds no readable arrow files", "save it again, or with ds.to_json(FILE)"):
+        tables = [arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all() for file in files]
+        table = arrow.concat_tables(tables)
+    return TableRows(path, table, keys)
+
+
+def _directory(path: Path, keys: Sequence[str]) -> RowFile:
+    parquet, arrow = sorted(path.glob("*.parquet")), sorted(path.glob("*.arrow"))
+    if parquet:
+        return _parquet(path, parquet, keys)
+    if arrow:
+        return _saved_dataset(path, arrow, keys)
+    splits = sorted(inner.name for inner in path.iterdir() if inner.is_dir())
+    way_out = f"name one of its directories: {', '.join(splits)}" if splits else "give a file"
+    raise DataError("data.prompts", str(path), "is a directory without parquet or arrow files in it", way_out)
+
+
+def missing_key(where: str, key: str, present: Sequence[str]) -> DataError:
+    """The error for a row without a key."""
+    return DataError(where, sorted(present), f"has no key {key!r} {nearest(key, present)}".rstrip(),
+                     "add the key to the row, or name the right one with data.prompt_key, data.label_key or "
+                     "data.metadata_key (null: none)")  # fmt: skip
+
+
+def field_of(row: Mapping[str, Any], key: str, where: str) -> Any:
+    """The value under a key, or under a path of keys: `reward_model.ground_truth`. Raises DataError."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise missing_key(where, key, list(row))
+        value = cast("Mapping[str, Any]", value)[part]
+    return value
+
+
+def plain(value: Any, what: str, where: str) -> Any:
+    """The value, if JSON and UTF-8 can hold it: a checkpoint must, and so must the engines. Raises DataError."""
+    rule = f"{what} must be text, numbers, lists or objects that JSON can hold"
+    with reading(DataError, where, rule, f"{_MEND}; dates, decimals and bytes are to be written as text"):
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    return value
+
+
+def open_rows(path: Path, keys: Sequence[str]) -> RowFile:
+    """Rows of a file or directory, by its kind. Raises DataError for what is missing, unknown or unreadable."""
+    with reading(DataError, "data.prompts", "cannot be opened", f"prompts come from {_KINDS}"):
+        if path.is_dir():
+            return _directory(path, keys)
+        if not path.is_file():
+            raise DataError("data.prompts", str(path), "no such file", _fetch(path) or f"prompts come from {_KINDS}")
+        if path.name.endswith((".jsonl.gz", ".json.gz")):
+            return _gzipped(path)
+        if path.suffix == ".jsonl":
+            return JsonlFile(path)
+        if path.suffix == ".json":
+            return _listed(path)
+        if path.suffix == ".parquet":
+            return _parquet(path, [path], keys)
+    raise DataError("data.prompts", str(path), f"suffix {path.suffix!r} is unknown", f"prompts come from {_KINDS}")
+
+
+def _fetch(path: Path) -> str:
+    """For what looks like a data set on the Hugging Face Hub: how to fetch it."""
+    if len(path.parts) != 2 or path.suffix or path.is_absolute() or path.parent.exists():
+        return ""
+    return f"fetch it first: hf download {path} --repo-type dataset --local-dir {path.name}, then name its files"
