@@ -2,7 +2,7 @@
 
     python examples/gsm8k/prepare.py data/gsm8k/main/train-00000-of-00001.parquet data/gsm8k/train.jsonl
 
-A row of GSM8K (parquet or JSONL) has a `question`, and an `answer` that reasons and ends in `#### 18`. What is
+A row of GSM8K has a `question`, and an `answer` that reasons and ends in `#### 18`. What is
 written has one JSON object a line: `prompt`, a list with one message of the user for the chat template, and `label`,
 the number.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mslime.config.errors import DataError, UserError
-from mslime.data.source import JsonlFile, ParquetFile
+from mslime.data.rows import open_rows
 
 INSTRUCTION = "Reason step by step, and put the final answer into \\boxed{}."
 _END = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
@@ -42,11 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def convert_file(path: Path) -> list[dict[str, Any]]:
     """All rows of a file, converted. Raises DataError that names the file, or its first row that is not GSM8K's."""
-    if not path.is_file():
+    if not path.exists():
         raise DataError("source", str(path), "no such file", "download it first: docs/tutorial.md, step 2")
-    if path.suffix not in (".parquet", ".jsonl"):
-        raise DataError("source", str(path), "is neither .parquet nor .jsonl", "give a file of GSM8K's directory main/")
-    file = ParquetFile(path, ("question", "answer")) if path.suffix == ".parquet" else JsonlFile(path)
+    file = open_rows(path, ("question", "answer"))
     rows = [convert(file[i], file.where(i)) for i in range(len(file))]
     if not rows:
         raise DataError("source", str(path), "has no rows", "download it again")
