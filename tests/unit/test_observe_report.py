@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -196,12 +198,33 @@ def test_a_thousand_trainers_show_the_first_and_count_the_rest(own_run: Path) ->
     assert [lane["name"] for lane in step["lanes"]] == [f"trainer {i}" for i in range(12)] and step["hidden"] == 988
 
 
+def test_the_page_allows_a_browser_its_own_script_and_nothing_else(run_dir: Path) -> None:
+    page = write_report(run_dir).read_text()
+    script = re.findall(r"<script>(.*?)</script>", page, re.S)
+    digest = base64.b64encode(hashlib.sha256(script[0].encode()).digest()).decode()
+    policy = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert len(script) == len(policy) == 1
+    assert policy[0].startswith("default-src 'none'") and f"script-src 'sha256-{digest}'" in policy[0]
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser here")
 def test_a_browser_draws_every_chart_without_an_error(run_dir: Path, tmp_path: Path) -> None:
     page = write_report(run_dir).read_text()
     trap = "<script>window.onerror = (m) => { document.title = 'ERROR ' + m; };</script>"
     copy = tmp_path / "report.html"
-    copy.write_text(page.replace("<body>", "<body>" + trap))
+    # With the trap the policy must go; as it is, the page must draw the same.
+    copy.write_text(re.sub(r"<meta http-equiv=[^>]*>", "", page).replace("<body>", "<body>" + trap))
+    dom = _drawn(copy, tmp_path)
+    assert "<title>ERROR" not in dom
+    for drawn in (dom, _drawn(run_dir / "report.html", tmp_path)):
+        plots = re.findall(r'<div class="plot"[^>]*>(.*?)</div>', drawn, re.S)
+        assert len(plots) == len(ALL_CHARTS) + 1
+        assert all(re.search(r"<(path|rect)[^>]*style=", plot) for plot in plots)
+        assert "NaN" not in "".join(plots)
+
+
+def _drawn(page: Path, tmp_path: Path) -> str:
+    """The page after a browser has run its script."""
     command = [
         "chromium",
         "--headless",
@@ -210,11 +233,6 @@ def test_a_browser_draws_every_chart_without_an_error(run_dir: Path, tmp_path: P
         f"--user-data-dir={tmp_path / 'profile'}",
         "--virtual-time-budget=2000",
         "--dump-dom",
-        f"file://{copy}",
+        f"file://{page}",
     ]
-    dom = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60).stdout
-    assert "<title>ERROR" not in dom
-    plots = re.findall(r'<div class="plot"[^>]*>(.*?)</div>', dom, re.S)
-    assert len(plots) == len(ALL_CHARTS) + 1
-    assert all(re.search(r"<(path|rect)[^>]*style=", plot) for plot in plots)
-    assert "NaN" not in "".join(plots)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60).stdout
