@@ -113,11 +113,12 @@ class RankGroup:
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
 
-    def poller(self, method: str, report: Report) -> Callable[[], None]:
-        """Ask rank 0 how far it is, without ever waiting for the answer."""
+    def poller(self, method: str, report: Report, check: Callable[[], None]) -> Callable[[], None]:
+        """Ask rank 0 how far it is, without ever waiting for the answer. `check` raises when waiting is to end."""
         asked: list[ray.ObjectRef] = []
 
         def poll() -> None:
+            check()
             ready = ray.wait(asked, timeout=0)[0] if asked else []
             if ready:
                 with suppress(RayError):  # the call that is waited for says what happened

@@ -4,7 +4,10 @@ ended by Ray's own code without a word, although the trainer could still save.
 
 from __future__ import annotations
 
+import atexit
+import os
 import socket
+import sys
 import threading
 import time
 from types import TracebackType
@@ -28,6 +31,11 @@ class RayWatch:
         self._gone_since: float | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ray watch", daemon=True)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process does not answer any more."""
+        return self._gone_since is not None
 
     def check(self, patience_s: float = 0.0) -> None:
         """Raise TrainerError when the process has been gone for longer than `patience_s` seconds."""
@@ -61,3 +69,15 @@ class RayWatch:
     ) -> None:
         self._end.set()
         self._thread.join(_CONNECT_S)
+
+
+def leave_without_ray() -> None:
+    """End this process at its exit without Ray's own shutdown, which waits for the control process that is gone. What
+    is left of a local Ray, engines included, is ended by the sweeper once this process is."""
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(2)
+
+    atexit.register(leave)  # runs before what Ray registered earlier

@@ -21,7 +21,7 @@ from mslime.control.attached import AttachedEngines, new_group
 from mslime.control.check import ResolvedRun
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup
-from mslime.control.ray_watch import RayWatch
+from mslime.control.ray_watch import RayWatch, leave_without_ray
 from mslime.control.rollouts import RolloutHandle, SavedState, StepShards
 from mslime.control.stop import Stopped, StopSignals
 from mslime.control.trainers import TrainerGroup
@@ -86,6 +86,7 @@ class Session:
         self._trained = self._saved = self.first_step
         self._training = False  # inside a step of the trainer, whose weights are neither of one step nor of the next
         self._save_failed = False
+        self._ray: RayWatch | None = None
         self._verified = False
         self._step = self.first_step
         self._open: tuple[float, dict[str, float]] | None = None  # begin and record of the step in progress
@@ -110,6 +111,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._ray is not None and self._ray.gone:
+            self._progress.__exit__(None, None, None)
+            leave_without_ray()
+            return
         self._stack.close()
 
     def _start(self) -> None:
@@ -137,7 +142,7 @@ class Session:
         # Ray's own handler of SIGTERM would end the driver with a stack trace.
         cluster = self._stack.enter_context(Cluster(config, generates, self._stop.install))
         self._ray = self._stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))
-        self._trainers = TrainerGroup(config, cluster, logs)
+        self._trainers = TrainerGroup(config, cluster, logs, self._worth_waiting)
         self._stack.callback(self._trainers.stop)
         if generates:
             self._start_generation(cluster, logs)
@@ -190,6 +195,12 @@ class Session:
             self._source.load_state_dict(_of_supervised(self.loaded, self._extra))
         self._source_state = self._source.state_dict()
 
+    def _worth_waiting(self) -> None:
+        """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""
+        self._stop.check(self.config.deadlines.rescue_s)
+        if self._ray is not None:
+            self._ray.check(self.config.deadlines.rescue_s)
+
     def _tell_choice(self) -> None:
         for directory, error in self._chosen.passed_over:
             self._progress.note(f"passed over a damaged checkpoint, now {directory}: {error}")
@@ -210,7 +221,8 @@ class Session:
     def _at_rest(self) -> None:
         """A point at which the run may end and be saved. Raises Stopped after a signal, TrainerError without Ray."""
         self._stop.check()
-        self._ray.check()
+        if self._ray is not None:
+            self._ray.check()
 
     # ---------------------------------------------------------------------------------------------- verbs of the loop
 
@@ -253,17 +265,13 @@ class Session:
         # While the critic is warmed up, the policy stays what it is.
         policy = not self.config.has_critic or self._step > self.config.critic.warmup_steps
         self._training = True
-        metrics, spans = self._trainers.train(shards, self._train_progress, policy)
+        metrics, spans = self._trainers.train(shards, self._progress.train, policy)
         self._training = False
         self._trained = self._step
         if self.config.train.task == "sft":
             self._source_state = self._source.state_dict()
         self._record_ranks("train", spans)
         return over_optimizer_steps(metrics)
-
-    def _train_progress(self, done: int, total: int) -> None:
-        self._ray.check(self.config.deadlines.rescue_s)
-        self._progress.train(done, total)
 
     def publish_weights(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's weights under a new version; generation goes on under it afterwards.
@@ -406,7 +414,8 @@ class Session:
         if isinstance(error, Stopped) and not error.save:
             return self._lost("a second signal came")
         if self._training:
-            return self._lost(f"the trainer failed in the middle of step {self._step}")
+            what = "step {} did not end in time" if isinstance(error, Stopped) else "the trainer failed within step {}"
+            return self._lost(what.format(self._step))
         if self._trained <= self._saved:
             return self._nothing_to_save()
         if self._save_failed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Self
@@ -52,6 +53,7 @@ class StopSignals:
         self.describe: Callable[[], str] = lambda: "stopping"
         self._count = 0
         self._pending: int | None = None
+        self._since = 0.0
         self._raised: Stopped | None = None
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -65,9 +67,9 @@ class StopSignals:
             before = signal.signal(number, self._handle)
             self._before.setdefault(number, before)
 
-    def check(self) -> None:
-        """Raise `Stopped` when a signal has come."""
-        if self._pending is not None:
+    def check(self, patience_s: float = 0.0) -> None:
+        """Raise `Stopped` when a signal has come, at least so many seconds ago."""
+        if self._pending is not None and time.monotonic() - self._since >= patience_s:
             raise self._stopped(self._pending, save=True)
 
     def told(self, error: BaseException) -> BaseException:
@@ -90,7 +92,7 @@ class StopSignals:
             _say(self.describe())
             if not self.patient:
                 raise self._stopped(number, save=True)
-            self._pending = number
+            self._pending, self._since = number, time.monotonic()
 
     def __enter__(self) -> Self:
         self.install()

@@ -167,8 +167,12 @@ class CriticActor(RankActor):
 class TrainerGroup:
     """All trainer ranks, and those of a critic on GPUs of its own. Every method returns when all ranks are done."""
 
-    def __init__(self, config: RunConfig, cluster: Cluster, log_dir: Path) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, cluster: Cluster, log_dir: Path, check: Callable[[], None]) -> None:
+        """
+        Args:
+            check: called while a step or a weight update is waited for; raises when that is to end.
+        """
+        self._config, self._check = config, check
         self._trainers = RankGroup("trainer", TrainerActor, config, cluster.trainer_options, log_dir)
         self._critics: RankGroup | None = None
         if config.critic_ranks:
@@ -195,7 +199,10 @@ class TrainerGroup:
         """
         if self._critics is not None:
             return self._train_apart(self._critics, shards, on_progress, policy)
-        deadline, poll = self._config.deadlines.train_step_s, self._trainers.poller("progress", on_progress)
+        deadline, poll = (
+            self._config.deadlines.train_step_s,
+            self._trainers.poller("progress", on_progress, self._check),
+        )
         results = self._trainers.all("train step", deadline, lambda a, r: a.train.remote(shards[r], policy), poll)
         return results[0]["metrics"], _spans("trainer", results)
 
@@ -204,9 +211,9 @@ class TrainerGroup:
     ) -> tuple[list[dict[str, float]], dict[str, Span]]:
         """Values go from the critic's ranks to the trainer's and returns back, from rank to rank; then both learn."""
         trainers, deadline = self._trainers, self._config.deadlines.train_step_s
-        logs, poll = trainers.log_paths | critics.log_paths, trainers.poller("progress", on_progress)
+        logs, poll = trainers.log_paths | critics.log_paths, trainers.poller("progress", on_progress, self._check)
         valued = critics.submit(lambda a, r: a.values.remote(shards[r]))
-        gather(valued, "train step: values", deadline, logs)
+        gather(valued, "train step: values", deadline, logs, poll)
         values = list(valued.values())
         prepared = trainers.submit(lambda a, r: a.prepare.remote(shards[r], values[r]))
         gather(prepared, "train step: log-probs", deadline, logs, poll)
@@ -230,7 +237,7 @@ class TrainerGroup:
 
     def send_weights(self, version: int, verify: bool, on_progress: Report) -> tuple[SendReport, dict[str, Span]]:
         """Send all buckets; returns the report and every rank's busy span."""
-        poll = self._trainers.poller("buckets", on_progress)
+        poll = self._trainers.poller("buckets", on_progress, self._check)
         results = self._trainers.all(
             "weight sync: send", self._sync_deadline, lambda a, _: a.send_weights.remote(version, verify), poll
         )

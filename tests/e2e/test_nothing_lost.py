@@ -163,7 +163,7 @@ def test_a_rescue_never_waits_behind_a_rank_that_hangs(
     run.find("ray::TrainerActor").suspend()
     run.process.send_signal(signal.SIGTERM)
     run.wait_for(lambda: "again to stop" in run.text(), 30)
-    assert run.finish(120) in (143, 2), run.text()  # 2 when the rank was stopped within a step
+    assert run.finish(90) == 143, run.text()
     assert "not saved: " in run.text() and run.left_over() == []
 
 
