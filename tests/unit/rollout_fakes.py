@@ -97,7 +97,7 @@ class FakeSlowEngine:
         positions = np.arange(start, start + n)
         log_probs = (-positions / 1000 - np.asarray(versions)).astype(np.float32)
         edges = [i for i in range(n) if i == 0 or versions[i] != versions[i - 1]]
-        spans = tuple((versions[a], a, b) for a, b in zip(edges, [*edges[1:], n], strict=True))
+        spans = tuple((versions[a], a, b) for a, b in zip(edges, [*edges[1:], n], strict=True)) if n else ()
         routes = None
         if request.want_routes:
             t = np.arange(request.routes_start, start + n - 1)[:, None]

@@ -115,7 +115,7 @@ def test_left_over_groups_are_interrupted_and_continued_with_their_old_columns(t
 def test_asynchronous_steps_work_ahead_within_the_gate_and_train_nothing_older(tmp_path: Path, max_staleness: int):
     async def work() -> None:
         engine = FakeSlowEngine(uneven)
-        service = make_service(run_config(tmp_path, max_staleness=max_staleness), engine)
+        service = make_service(run_config(tmp_path, max_staleness=max_staleness, on_stale="mask"), engine)
         ages: list[float] = []
         for step in range(6):
             batch = await service.take(step)
