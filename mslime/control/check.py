@@ -21,7 +21,7 @@ from rich.text import Text
 from mslime.config.advice import warnings
 from mslime.config.cluster import check_machines
 from mslime.config.dtypes import engine_dtype
-from mslime.config.errors import CheckpointError, ConfigError, reading
+from mslime.config.errors import CheckpointError, ConfigError, DataError, reading
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
@@ -233,8 +233,13 @@ def _check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str
     Returns what a person should know of prompts, labels and the reward.
     """
     sources = {"": PromptSource(config.data.prompts, config.data, tokenizer, config.seed)}
-    for eval_set in config.data.eval_sets:
-        sources[eval_set.name] = PromptSource([eval_set.path], config.data, tokenizer, config.seed, shuffle=False)
+    for index, eval_set in enumerate(config.data.eval_sets):
+        try:
+            sources[eval_set.name] = PromptSource([eval_set.path], config.data, tokenizer, config.seed, shuffle=False)
+        except DataError as error:
+            if error.field != "data.prompts":
+                raise
+            raise DataError(f"data.eval_sets[{index}].path", error.value, error.rule, error.way_out) from error
     if config.train.task == "sft":
         for where, label in sources[""].labels():
             refuse_unsupervised(label, where, tokenizer)
@@ -247,14 +252,14 @@ def _check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str
 
 def _check_optional_packages(config: RunConfig) -> None:
     wanted = {
-        "tensorboard": config.observe.tensorboard,
-        "wandb": config.observe.wandb_project is not None,
+        "tensorboard": ("tensorboard", config.observe.tensorboard or None),
+        "wandb": ("wandb_project", config.observe.wandb_project),
     }
-    for package, on in wanted.items():
-        if on and importlib.util.find_spec(package) is None:
+    for package, (setting, value) in wanted.items():
+        if value is not None and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"observe.{package}",
-                True,
+                f"observe.{setting}",
+                value,
                 f"the package {package} is not installed",
                 f"pip install {package}",
             )

@@ -182,3 +182,16 @@ def test_env_prints_the_versions_that_matter(capsys: pytest.CaptureFixture[str])
     assert main(["env"]) == 0
     out = capsys.readouterr().out
     assert "megatron-core: 0.16.1" in out and "sglang: 0.5.23" in out
+
+
+def test_mistakes_are_named_by_the_setting_that_holds_them(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out = ["--data.eval-sets", f"[{{name: a, path: {prompts}}}, {{name: b, path: nope.jsonl}}]"]
+    status, _, err = check(capsys, checkpoint, prompts, *held_out)
+    assert status == 2 and "data.eval_sets[1].path = 'nope.jsonl'" in err
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    status, _, err = check(capsys, checkpoint, prompts, "--observe.wandb-project", "mine")
+    assert status == 2 and "observe.wandb_project = 'mine'" in err
+    status, _, err = check(capsys, checkpoint, prompts, "--observe.tensorboard")
+    assert status == 2 and "observe.tensorboard = True" in err
