@@ -140,7 +140,7 @@ def test_a_critic_is_warmed_up_on_gpus_of_its_own_and_resumes_on_the_policys(
 def test_an_asynchronous_run_recycles_partial_rollouts_within_the_staleness_bound(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
-    rollout = {"max_staleness": 2, "over_sampling": 2.0, "max_response_tokens": 160, "groups_per_step": 2}
+    rollout = {"max_staleness": 2, "on_stale": "mask", "max_response_tokens": 160, "groups_per_step": 2}
     # Its teacher, on a server of its own, is the model itself, so at first there is nothing to distil.
     teacher, distil = {"path": str(tiny_qwen3_moe), "max_total_tokens": 4096}, {"advantage": "none", "opd_coef": 1.0}
     values = settings(
