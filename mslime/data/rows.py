@@ -127,15 +127,10 @@ def _listed(path: Path) -> ListedRows:
 
 
 class TableRows:
-    """The wanted columns of parquet or arrow files, held as compact arrow arrays. DataError for a missing column."""
+    """The wanted columns of parquet or arrow files, held as compact arrow arrays."""
 
-    def __init__(self, path: Path, table: Any, keys: Sequence[str]) -> None:
-        columns = cast("list[str]", table.column_names)
-        wanted = dict.fromkeys(key if key in columns else key.split(".")[0] for key in keys)
-        for key in wanted:
-            if key not in columns:
-                raise missing_key(str(path), key, columns)
-        self._path, self._table = path, table.select(list(wanted))
+    def __init__(self, path: Path, table: Any) -> None:
+        self._path, self._table = path, table
         with reading(DataError, str(path), "holds values that cannot be read", "write the file again"):
             self._checksum = _checksum(row for batch in self._table.to_batches(1024) for row in batch.to_pylist())
 
@@ -154,6 +149,15 @@ class TableRows:
         return f"rows-{len(self)}-{self._checksum:08x}"
 
 
+def _wanted(path: Path, columns: Sequence[str], keys: Sequence[str]) -> list[str]:
+    """The columns that hold the keys; of a nested key the outermost. Raises DataError for one that is missing."""
+    wanted = dict.fromkeys(key if key in columns else key.split(".")[0] for key in keys)
+    for key in wanted:
+        if key not in columns:
+            raise missing_key(str(path), key, columns)
+    return list(wanted)
+
+
 def _checksum(rows: Iterator[Mapping[str, Any]]) -> int:
     crc = 0
     for row in rows:
@@ -165,9 +169,9 @@ def _parquet(path: Path, files: Sequence[Path], keys: Sequence[str]) -> TableRow
     parquet: Any = importlib.import_module("pyarrow.parquet")  # pyarrow has no type stubs
     arrow: Any = importlib.import_module("pyarrow")
     with reading(DataError, str(path), "is not a readable parquet file", "write it again, or give a JSONL file"):
-        tables = [parquet.read_table(file) for file in files]
-        table = tables[0] if len(tables) == 1 else arrow.concat_tables(tables)
-    return TableRows(path, table, keys)
+        columns = _wanted(path, parquet.read_schema(files[0]).names, keys)
+        table = arrow.concat_tables([parquet.read_table(file, columns=columns) for file in files])
+    return TableRows(path, table)
 
 
 def _saved_dataset(path: Path, files: Sequence[Path], keys: Sequence[str]) -> TableRows:
@@ -176,7 +180,7 @@ def _saved_dataset(path: Path, files: Sequence[Path], keys: Sequence[str]) -> Ta
     with reading(DataError, str(path), "holds no readable arrow files", "save it again, or with ds.to_json(FILE)"):
         tables = [arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all() for file in files]
         table = arrow.concat_tables(tables)
-    return TableRows(path, table, keys)
+        return TableRows(path, table.select(_wanted(path, table.column_names, keys)))
 
 
 def _directory(path: Path, keys: Sequence[str]) -> RowFile:

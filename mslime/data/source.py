@@ -26,6 +26,9 @@ from mslime.data.tokenizer import Tokenizer
 _CHARACTERS_OF_A_TOKEN = 512
 """No vocabulary has tokens of so many characters on average: what is longer is too long without being tokenised."""
 
+_Row = tuple[str | list[dict[str, Any]], Any, dict[str, Any], str]
+"""Prompt, label, metadata and `file:line` of a row."""
+
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<body>[^\[\]]*)\]$")
 
 
@@ -109,7 +112,10 @@ class PromptSource:
 
     def at(self, index: int) -> Prompt:
         """Row `index` of the files in the order given, tokenised."""
-        prompt, label, metadata, where = self._fields(index)
+        return self._tokenised(self._fields(index))
+
+    def _tokenised(self, row: _Row) -> Prompt:
+        prompt, label, metadata, where = row
         with reading(DataError, where, "the tokenizer cannot encode the prompt", "mend or delete the row"):
             if self._config.apply_chat_template:
                 tokens = self._tokenizer.encode_chat(as_messages(prompt), self._config.chat_template_kwargs)
@@ -128,8 +134,9 @@ class PromptSource:
                 self._order = self._epoch_order(self.epoch)
             index = int(self._order[self.cursor])
             self.cursor += 1
-            if not self._far_longer(index, limit):
-                prompt = self.at(index)
+            row = self._fields(index)
+            if not _far_longer(row[0], limit):
+                prompt = self._tokenised(row)
                 if len(prompt.tokens) <= limit:
                     return prompt
             self.skipped += 1
@@ -141,12 +148,6 @@ class PromptSource:
         """(text or messages, `file:line`) of a row, not tokenised."""
         prompt, _, _, where = self._fields(index)
         return prompt, where
-
-    def _far_longer(self, index: int, limit: float) -> bool:
-        """Whether a row has so many characters that it need not be tokenised to be skipped."""
-        prompt, _, _, _ = self._fields(index)
-        texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]
-        return sum(map(len, texts)) > limit * _CHARACTERS_OF_A_TOKEN
 
     def labels(self) -> Iterator[tuple[str, Any]]:
         """(`file:line`, label) of every row in file order; nothing is tokenised."""
@@ -191,7 +192,7 @@ class PromptSource:
             return np.arange(len(self), dtype=np.int64)
         return np.random.default_rng([self._seed, epoch]).permutation(len(self))
 
-    def _fields(self, index: int) -> tuple[str | list[dict[str, Any]], Any, dict[str, Any], str]:
+    def _fields(self, index: int) -> _Row:
         """Prompt, label, metadata and `file:line` of a row. Raises DataError when one is not what it must be."""
         file_index, row_index = (int(i) for i in self._rows[index])
         file, config = self._files[file_index], self._config
@@ -214,6 +215,12 @@ class PromptSource:
         label: Any = field_of(row, config.label_key, where) if config.label_key is not None else None
         plain([label, metadata], "labels and metadata", where)
         return cast("str | list[dict[str, Any]]", prompt), label, cast("dict[str, Any]", metadata), where
+
+
+def _far_longer(prompt: str | Sequence[Mapping[str, Any]], limit: float) -> bool:
+    """Whether a prompt has so many characters that it need not be tokenised to be skipped."""
+    texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt]
+    return sum(map(len, texts)) > limit * _CHARACTERS_OF_A_TOKEN
 
 
 def _is_chat(value: object) -> bool:
