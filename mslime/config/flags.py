@@ -13,9 +13,8 @@ from typing import Any, NoReturn, cast
 
 from mslime.config.errors import ConfigError
 from mslime.config.passthrough import EngineField, engine_fields
-from mslime.config.settings import all_settings, sections
+from mslime.config.settings import all_settings, engine_sections, sections
 
-ENGINE_SECTIONS = {"megatron": "megatron", "sglang": "sglang", "teacher": "sglang"}
 _PREFIX = "setting:"
 Parse = Callable[[str, str], Any]
 """(a YAML text, what it is called in messages) -> its value."""
@@ -122,7 +121,7 @@ def _words_of(name: str) -> str | None:
 def _engine_field(name: str) -> EngineField | None:
     section, _, leaf = name.partition(".")
     try:
-        return engine_fields(ENGINE_SECTIONS[section]).get(leaf.removeprefix("extra.")) if leaf else None
+        return engine_fields(engine_sections()[section].engine).get(leaf.removeprefix("extra.")) if leaf else None
     except (KeyError, ConfigError):  # no such section, or the engine is not installed
         return None
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from mslime.config.base import alternatives
+from mslime.config.base import EngineSection, alternatives
 from mslime.config.schema import RunConfig
 
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Path: "path", type(None): "null"}
@@ -59,6 +59,12 @@ def sections() -> dict[str, str]:
     return {path: _first_paragraph(model) for path, model in _sections(RunConfig, "")}
 
 
+def engine_sections() -> dict[str, type[EngineSection]]:
+    """The sections that also take an engine's own fields, by name."""
+    found = {name: section_of(field.annotation) for name, field in RunConfig.model_fields.items()}
+    return {name: model for name, model in found.items() if model is not None and issubclass(model, EngineSection)}
+
+
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section that an annotation names, if it names one."""
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
@@ -88,8 +94,8 @@ def as_markdown() -> str:
 def as_json_schema() -> str:
     """JSON schema of the YAML file, for editors."""
     schema = RunConfig.model_json_schema()
-    for name in ("MegatronConfig", "SGLangConfig", "TeacherConfig"):
-        schema["$defs"][name]["additionalProperties"] = True  # the engine's own fields
+    for section in engine_sections().values():
+        schema["$defs"][section.__name__]["additionalProperties"] = True  # the engine's own fields
     return json.dumps(schema, indent=1) + "\n"
 
 

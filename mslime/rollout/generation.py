@@ -19,7 +19,7 @@ import numpy as np
 
 from mslime.backends.sglang.client import EngineBusy, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.config.errors import MALFORMED, EngineError
+from mslime.config.errors import EngineError, reading
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample, SampleStatus
@@ -143,12 +143,9 @@ class Generator:
         if result is None:
             return 0
         self.cached_tokens += result.cached_tokens
-        try:
+        which = f"group {sample.group_id}, response {sample.index}"
+        with reading(EngineError, result.engine, f"{which}: an answer that does not add up", "read the engine's log"):
             self._absorb(sample, result, oldest)
-        except MALFORMED as error:
-            rule = f"an answer that does not add up: {error}"
-            raise EngineError(result.engine, f"group {sample.group_id}, response {sample.index}", rule,
-                              "read the engine's log") from error  # fmt: skip
         return len(result.output_ids)
 
     def _compose(self, sample: Sample, sampling: Sampling, room: int, session: str) -> GenerateRequest:

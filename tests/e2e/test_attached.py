@@ -16,10 +16,10 @@ from mslime.backends.sglang.server import EngineAddress, ServerProcess
 from mslime.config.keys import EngineKeys
 from mslime.control.attached import RECORD
 from tests.e2e.harness import Run, start_run
-from tests.e2e.test_run import START_S, STEP_S, prompts, runs, settings
+from tests.e2e.test_run import START_S, STEP_S, prompts, settings
 from tests.engines.conftest import cpu_run
 
-__all__ = ["prompts", "runs"]
+__all__ = ["prompts"]
 
 
 def paused(engine: EngineAddress) -> bool:

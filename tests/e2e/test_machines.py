@@ -10,9 +10,9 @@ import pytest
 from ray.cluster_utils import Cluster as FakeMachines
 
 from tests.e2e.harness import Run, start_run
-from tests.e2e.test_run import START_S, STEP_S, TP2_EP2, prompts, runs, settings
+from tests.e2e.test_run import START_S, STEP_S, TP2_EP2, prompts, settings
 
-__all__ = ["prompts", "runs"]
+__all__ = ["prompts"]
 
 ENGINE = "mslime.backends.sglang.launch"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,6 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) + "\n" for i in range(24)))
     return path
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    """Runs started by a test; whatever still lives of them afterwards is ended."""
-    started: list[Run] = []
-    yield started
-    for run in started:
-        run.stop()
 
 
 def settings(model: Path, prompts: Path, num_steps: int, **checkpoint: Any) -> dict[str, Any]:

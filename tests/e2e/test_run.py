@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +46,6 @@ def settings(model_path: Path, prompts: Path, **sections: dict[str, Any]) -> dic
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
     return values
-
-
-@pytest.fixture
-def runs() -> Iterator[list[Run]]:
-    """Runs started by a test; whatever still lives of them afterwards is ended."""
-    started: list[Run] = []
-    yield started
-    for run in started:
-        run.stop()
 
 
 def saved_step(run: Run) -> int:
