@@ -153,7 +153,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mslime.plan.command import run_plan
+    from mslime.planner.command import run_plan
 
     return run_plan(_values(args), args.gpus, args.gpu_memory_gb, args.json)
 

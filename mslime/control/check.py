@@ -34,7 +34,7 @@ from mslime.convert.hf import HFCheckpoint
 from mslime.data.source import PromptSource, refuse_unsupervised
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 from mslime.observe.metrics import free_name
-from mslime.plan.work import quadratic_tokens
+from mslime.planner.work import quadratic_tokens
 from mslime.rollout.gate import SubmitGate
 
 

@@ -21,9 +21,9 @@ from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout, stage_layers
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
-from mslime.plan.activations import chunks_in_flight, kept_elements, read_widths
-from mslime.plan.parameters import FLOAT32, StageParameters, stage_parameters
-from mslime.plan.trainer import optimizer_bytes, parameter_bytes, recompute
+from mslime.planner.activations import chunks_in_flight, kept_elements, read_widths
+from mslime.planner.parameters import FLOAT32, StageParameters, stage_parameters
+from mslime.planner.trainer import optimizer_bytes, parameter_bytes, recompute
 
 from megatron.core.optimizer import ChainedOptimizer  # isort: skip
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches  # isort: skip

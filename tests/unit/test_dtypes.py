@@ -12,8 +12,8 @@ from mslime.backends.sglang.flags import server_fields, teacher_run
 from mslime.config.dtypes import checkpoint_dtype, declared_dtype, engine_dtype, export_dtype
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.plan.command import plan_config
-from mslime.plan.plan import make_plan
+from mslime.planner.command import plan_config
+from mslime.planner.plan import make_plan
 from tests.fixtures.full_size import CONFIGS, published_config
 
 BF16, FP32, FP16 = {"torch_dtype": "bfloat16"}, {"dtype": "float32"}, {"torch_dtype": "float16"}

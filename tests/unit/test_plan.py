@@ -17,12 +17,12 @@ from mslime.cli import main
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
-from mslime.plan.activations import Recompute, chunks_in_flight, kept_elements, layer_elements, read_widths
-from mslime.plan.command import plan_config
-from mslime.plan.engine import static_fraction
-from mslime.plan.parameters import model_parameters, stage_parameters, work_per_token
-from mslime.plan.plan import GIB, RunPlan, make_plan
-from mslime.plan.trainer import optimizer_bytes_per_parameter
+from mslime.planner.activations import Recompute, chunks_in_flight, kept_elements, layer_elements, read_widths
+from mslime.planner.command import plan_config
+from mslime.planner.engine import static_fraction
+from mslime.planner.parameters import model_parameters, stage_parameters, work_per_token
+from mslime.planner.plan import GIB, RunPlan, make_plan
+from mslime.planner.trainer import optimizer_bytes_per_parameter
 from tests.fixtures.full_size import CONFIGS, published_config
 
 # Billions of parameters as published (model cards, papers), which is what the config.json files must add up to.

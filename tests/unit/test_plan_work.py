@@ -11,7 +11,7 @@ import pytest
 from mslime.config.schema import RunConfig
 from mslime.control.check import with_model
 from mslime.convert.families import read_hf_config
-from mslime.plan.work import quadratic_tokens
+from mslime.planner.work import quadratic_tokens
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 

@@ -8,8 +8,8 @@ from typing import cast
 
 from mslime.convert.families import get_family
 from mslime.convert.table import RuleTable
-from mslime.plan.activations import Widths, read_widths
-from mslime.plan.parameters import copies, is_trained
+from mslime.planner.activations import Widths, read_widths
+from mslime.planner.parameters import copies, is_trained
 
 
 def quadratic_tokens(hf_config: Mapping[str, object]) -> float | None:

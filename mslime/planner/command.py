@@ -11,8 +11,8 @@ from mslime.config.errors import ConfigError
 from mslime.config.loader import build, merge
 from mslime.config.schema import RunConfig
 from mslime.convert.families import read_hf_config
-from mslime.plan.describe import describe
-from mslime.plan.plan import make_plan
+from mslime.planner.describe import describe
+from mslime.planner.plan import make_plan
 
 _WIDTH = 140
 

@@ -6,9 +6,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from mslime.plan.activations import EXPERT_IMBALANCE
-from mslime.plan.plan import GIB, RunPlan, StagePlan
-from mslime.plan.sync import NIC_BYTES_PER_SECOND
+from mslime.planner.activations import EXPERT_IMBALANCE
+from mslime.planner.plan import GIB, RunPlan, StagePlan
+from mslime.planner.sync import NIC_BYTES_PER_SECOND
 
 
 def describe(plan: RunPlan) -> Group:

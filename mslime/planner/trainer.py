@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
-from mslime.plan.activations import Recompute, Widths, chunks_in_flight, kept_elements, working_elements
-from mslime.plan.parameters import StageParameters
+from mslime.planner.activations import Recompute, Widths, chunks_in_flight, kept_elements, working_elements
+from mslime.planner.parameters import StageParameters
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
 
 CONTEXT_BYTES = 3 * 2**30

@@ -16,11 +16,11 @@ from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family
 from mslime.convert.families.family import ModelFields
 from mslime.convert.kinds import padded_vocab_size
-from mslime.plan.activations import read_widths
-from mslime.plan.engine import RUNTIME_BYTES, EngineMemory, engine_memory
-from mslime.plan.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
-from mslime.plan.sync import StageSync, stage_syncs
-from mslime.plan.trainer import (
+from mslime.planner.activations import read_widths
+from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, engine_memory
+from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
+from mslime.planner.sync import StageSync, stage_syncs
+from mslime.planner.trainer import (
     TrainerMemory,
     host_bytes,
     longest_sequence,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from mslime.config.schema import RunConfig
 from mslime.convert.kinds import FusedQKV, padded_vocab_size
 from mslime.convert.table import Rule, RuleTable
-from mslime.plan.activations import Widths
-from mslime.plan.parameters import copies
+from mslime.planner.activations import Widths
+from mslime.planner.parameters import copies
 from mslime.weights.plan import DTYPE_BYTES
 
 VOCAB_PADDING = 64
