@@ -1,20 +1,25 @@
-"""The same task with `max_staleness` 0 and 2, side by side: seconds a step, and the share in which the trainer waits.
+"""Runs of one task with different rollout settings, side by side: seconds a step, idle trainer, tokens lost, accuracy.
 
     python benchmarks/step_overlap.py RUN.yaml [--steps 12] [--out outputs/step_overlap] [--flag value ...]
+    python benchmarks/step_overlap.py RUN.yaml --variant "masked=--rollout.on-stale mask" \
+        --variant "kept=--rollout.on-stale keep" [--flag value ...]
 
-Runs `mslime train` twice on RUN.yaml in turn, with equal settings apart from the staleness bound, and prints the ratio
-of step times. The first two steps of each run are left out (engines and pipelines fill). Ideal: a step as long as the
-longer of generation and training, instead of their sum.
+Runs `mslime train` on RUN.yaml once for each variant, in turn, with equal settings apart from the variant's flags; by
+default with `max_staleness` 0 and 2. The first two steps of each run are left out of the times (engines and pipelines
+fill). Ideal: a step as long as the longer of generation and training, instead of their sum, and no token lost. Ends
+with one line of JSON; ratios are of the first variant over the last one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,39 +27,56 @@ from rich.table import Table
 from mslime.observe.timeline import read_spans, step_window
 
 WARM_UP = 2
+DEFAULT = ["staleness0=--rollout.max-staleness 0", "staleness2=--rollout.max-staleness 2"]
 
 
 def main() -> None:
-    """Parse, run both, print the ratio."""
+    """Parse, run every variant, print the table and the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("outputs/step_overlap"))
+    parser.add_argument("--variant", action="append", metavar="NAME=FLAGS", help="a run and its own flags; repeatable")
     args, flags = parser.parse_known_args()
-    measured = {staleness: _run(args, flags, staleness) for staleness in (0, 2)}
-    table = Table(title=f"{args.config}, steps {WARM_UP + 1} to {args.steps}, medians")
-    for name in ("max_staleness", "s a step", "trainer idle", "tokens/s generated", "staleness of tokens"):
+    measured: dict[str, dict[str, float | None]] = {}
+    for variant in args.variant or DEFAULT:
+        name, _, own = variant.partition("=")
+        measured[name] = _run(args, [*flags, *shlex.split(own)], name)
+    table = Table(title=f"{args.config}, steps {WARM_UP + 1} to {args.steps}")
+    for name in ("run", "s a step", "trainer idle", "tokens/s generated", "age of tokens", "tokens lost", "accuracy"):
         table.add_column(name, justify="right")
-    for staleness, m in measured.items():
-        table.add_row(str(staleness), f"{m['step']:.2f}", f"{m['idle']:.0%}", f"{m['rate']:,.0f}", f"{m['age']:.2f}")
-    console = Console()
-    console.print(table)
-    console.print(f"step time, max_staleness 0 / 2 = {measured[0]['step'] / measured[2]['step']:.2f}")
+    for name, m in measured.items():
+        accuracy = "–" if m["accuracy"] is None else f"{m['accuracy']:.1%}"
+        table.add_row(
+            name, f"{m['step']:.2f}", f"{m['idle']:.0%}", f"{m['rate']:,.0f}", f"{m['age']:.2f}", f"{m['lost']:.1%}",
+            accuracy,
+        )  # fmt: skip
+    Console().print(table)
+    first, *_, last = measured.values()
+    assert first["step"] is not None and last["step"] is not None
+    figures: dict[str, Any] = {"steps": args.steps, "runs": measured, "step_time_ratio": first["step"] / last["step"]}
+    print(json.dumps(figures))
 
 
-def _run(args: argparse.Namespace, flags: list[str], staleness: int) -> dict[str, float]:
-    name = f"staleness{staleness}"
-    own = ["--name", name, "--output-dir", str(args.out), "--rollout.max-staleness", str(staleness),
-           "--train.num-steps", str(args.steps), "--observe.eval-every", "0", "--observe.no-eval-at-start",
-           "--checkpoint.no-save-hf", "--data.eval-sets", "[]"]  # fmt: skip
-    subprocess.run([sys.executable, "-m", "mslime.cli", "train", str(args.config), *flags, *own], check=True)
+def _run(args: argparse.Namespace, flags: list[str], name: str) -> dict[str, float | None]:
+    """Medians over steps; `lost`: share of all generated tokens that were masked or dropped; `accuracy`: of the first
+    held-out set after the last step, None without one."""
+    own = ["--name", name, "--output-dir", str(args.out), "--train.num-steps", str(args.steps), "--observe.eval-every",
+           str(args.steps), "--observe.no-eval-at-start", "--checkpoint.no-save-hf"]  # fmt: skip
+    subprocess.run([sys.executable, "-m", "mslime.cli", "train", str(args.config), *own, *flags], check=True)
     directory = args.out / name
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    generated = sum(r.get("ledger/generated_tokens", 0) for r in rows)
+    lost = sum(r.get("ledger/masked_tokens", 0) + r.get("ledger/dropped_tokens", 0) for r in rows)
+    accuracies = [v for r in rows for key, v in r.items() if key.startswith("eval/") and key.endswith("/accuracy")]
+    timed = [r for r in rows if r["step"] > WARM_UP and "perf/step_seconds" in r]
     return {
-        "step": statistics.median(r["perf/step_seconds"] for r in rows),
-        "idle": statistics.median(_trainer_idle(directory, r["step"]) for r in rows),
-        "rate": statistics.median(r["rollout/tokens_per_s"] for r in rows),
-        "age": statistics.mean(r["staleness/mean"] for r in rows),
+        "step": statistics.median(r["perf/step_seconds"] for r in timed),
+        "idle": statistics.median(_trainer_idle(directory, r["step"]) for r in timed),
+        "rate": statistics.median(r["rollout/tokens_per_s"] for r in timed),
+        "age": statistics.mean(r["staleness/mean"] for r in timed),
+        "lost": lost / generated,
+        "accuracy": accuracies[0] if accuracies else None,
     }
 
 

@@ -5,12 +5,14 @@
 
 All ways run over the same process group in one run, interleaved, and the medians are compared. "Flat" and "per tensor"
 include packing, conversion, the HTTP calls and what the receiver does to store the tensors; "raw" is the broadcast
-alone: the floor. The model is a synthetic Qwen3-MoE whose sizes are options, or a checkpoint with --model.
+alone: the floor. The model is a synthetic Qwen3-MoE whose sizes are options, or a checkpoint with --model. The last
+line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -173,6 +175,9 @@ def main() -> None:
     print(f"one broadcast per tensor takes {medians['per tensor'] / medians['flat']:.2f} times as long as flat buckets")
     if stand_in:
         print(f"flat buckets take {medians['flat'] / medians['raw']:.2f} times as long as a raw broadcast of the bytes")
+    figures = {"tensors": tensors, "bytes": plan.total_bytes, "buckets": len(plan.buckets), "seconds": medians,
+               "over_flat": {name: seconds / medians["flat"] for name, seconds in medians.items()}}  # fmt: skip
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

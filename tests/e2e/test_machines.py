@@ -1,4 +1,4 @@
-"""A run over several machines: three Ray nodes on this one, each with cores and an address of its own."""
+"""A run over several machines: Ray nodes on this one, each with cores and an address of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from ray.cluster_utils import Cluster as FakeMachines
 
 from tests.e2e.harness import Run, start_run
-from tests.e2e.test_run import START_S, STEP_S, TP2_EP2, prompts, settings
+from tests.e2e.test_run import START_S, STEP_S, TP2_EP2, prompts, saved_step, settings
 
 __all__ = ["prompts"]
 
@@ -19,11 +19,12 @@ ENGINE = "mslime.backends.sglang.launch"
 
 @pytest.fixture
 def three_machines() -> Iterator[FakeMachines]:
-    """Two cores on each of three nodes: two hold the trainer's ranks, the third both engines."""
+    """Two cores on each of three nodes: two hold the trainer's ranks, the third both engines. The head has none, so the
+    driver and the rollout service live apart from all of them."""
     machine = {"num_gpus": 0, "object_store_memory": 128 << 20}
-    head = {**machine, "node_ip_address": "127.0.0.2", "num_cpus": 2, "include_dashboard": False}
+    head = {**machine, "node_ip_address": "127.0.0.2", "num_cpus": 0, "include_dashboard": False}
     made = FakeMachines(initialize_head=True, head_node_args=head)
-    for address in ("127.0.0.3", "127.0.0.4"):
+    for address in ("127.0.0.3", "127.0.0.4", "127.0.0.5"):
         made.add_node(**machine, node_ip_address=address, num_cpus=2)
     yield made
     made.shutdown()
@@ -68,7 +69,7 @@ def test_four_ranks_and_two_engines_train_over_three_machines(
     run.wait_for(lambda: len(processes("ray::TrainerActor")) == 4 and len(processes(ENGINE)) >= 2, START_S)
     assert len(set(machines_of("ray::TrainerActor"))) == 2, "tensor-parallel pairs, one on each of two machines"
     raylets = {*machines_of("ray::TrainerActor"), *machines_of("ray::EngineActor")}
-    assert len(raylets) == 3
+    assert len(raylets) == 3 and not raylets & {*machines_of("ray::RolloutActor")}
     for process in [*processes("ray::TrainerActor"), *processes(ENGINE)]:
         assert process.environ()["MSLIME_TEST_GIVEN"] == "yes"
     assert run.finish(START_S + 2 * STEP_S) == 0, run.text()
@@ -76,4 +77,40 @@ def test_four_ranks_and_two_engines_train_over_three_machines(
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["replay/coverage"] == 1.0 and row["mismatch/abs_max"] < 1e-3 for row in rows)
     assert "bit for bit" in run.text()
+    assert not processes(ENGINE) and not processes("ray::TrainerActor")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lost", ["ray::EngineActor", "ray::TrainerActor"])
+def test_a_machine_that_dies_is_named_and_takes_no_step_of_others_with_it(
+    tiny_qwen3_moe: Path,
+    prompts: Path,
+    tmp_path: Path,
+    runs: list[Run],
+    three_machines: FakeMachines,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: str,
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", three_machines.address)
+    values = settings(
+        tiny_qwen3_moe,
+        prompts,
+        megatron={"tensor_model_parallel_size": 2},
+        sglang={"num_engines": 1, "max_total_tokens": 4096},
+        cluster={"trainer_ranks": 4},
+        train={"num_steps": 500},
+        checkpoint={"save_every": 0},
+    )
+    run = start_run(values, tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
+    psutil.Process(machines_of(lost)[-1]).kill()
+    assert run.finish(200) == 2, run.text()
+    if lost == "ray::EngineActor":
+        assert saved_step(run) == len(run.rows()), run.text()
+        assert "engine0" in run.text()
+    else:
+        assert "trainer rank" in run.text() and "not saved" in run.text()
+    assert "Traceback" not in run.text()
     assert not processes(ENGINE) and not processes("ray::TrainerActor")

@@ -90,6 +90,7 @@ async def service_for(config: RunConfig, tokenizer: HFTokenizer, *servers: Share
     source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
     service = RolloutService(config, pool, source, tokenizer, scorer, MODEL)
     try:
+        await scorer.start()  # else the engine finishes every response while the reward's process starts
         yield service, pool
     finally:
         await service.close()
@@ -111,7 +112,8 @@ async def publish(service: RolloutService, pool: EnginePool, version: int, weigh
 def scores(reference: Reference, sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Log-prob of every token but the first, and sorted routes of every token, of the whole sequence."""
     ids = sample.tokens.tolist()
-    logits, routes = reference(ids)
+    assert sample.routes is not None
+    logits, routes = reference(ids, ties=sample.routes.experts)
     return log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]], np.sort(routes, -1)
 
 

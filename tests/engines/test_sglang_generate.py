@@ -21,21 +21,47 @@ FLOAT32 = 2e-5
 PROMPTS = [[7], list(range(3, 36)), [(i * 37) % 250 for i in range(100)]]
 
 
+TIE = 1e-5
+"""Router probabilities closer than this are equal in float32: which expert is the k-th is then nobody's error."""
+
+
 class Reference:
     """transformers' logits and routes for whole sequences."""
 
     def __init__(self, path: Any) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
         self.routes: list[torch.Tensor] = []
+        self.ties: torch.Tensor | None = None
         for layer in self.model.model.layers:
-            layer.mlp.gate.register_forward_hook(lambda module, inputs, output: self.routes.append(output[2]))
+            layer.mlp.gate.register_forward_hook(self._route)
 
-    def __call__(self, ids: list[int]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Token ids [T] -> float64 logits [T, vocabulary], routes [T, layers, top-k]."""
+    def __call__(
+        self, ids: list[int], ties: NDArray[np.integer] | None = None
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Token ids [T] -> float64 logits [T, vocabulary], routes [T, layers, top-k].
+
+        Args:
+            ties: [at most T, layers, top-k] an engine's routes, which decide where the router's own choice is a tie.
+        """
         self.routes.clear()
+        self.ties = None if ties is None else torch.as_tensor(ties.astype(np.int64))
         with torch.no_grad():
             logits = self.model(torch.tensor([ids])).logits[0]
         return logits.double().numpy(), torch.stack(self.routes, 1).numpy()
+
+    def _route(self, module: Any, inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        logits, weights, chosen = output
+        if self.ties is not None:
+            theirs = self.ties[:, len(self.routes)]
+            probs = logits.softmax(-1)[: len(theirs)]
+            least = probs.gather(1, chosen[: len(theirs)])[:, -1]
+            taken = probs.gather(1, theirs)
+            tied = (taken.min(1).values < least) & (taken.min(1).values > least - TIE)
+            chosen, weights = chosen.clone(), weights.clone()
+            chosen[: len(theirs)][tied] = theirs[tied]
+            weights[: len(theirs)][tied] = (taken / taken.sum(1, keepdim=True))[tied]
+        self.routes.append(chosen)
+        return logits, weights, chosen
 
 
 @pytest.fixture(scope="module")

@@ -105,6 +105,7 @@ def test_a_policy_that_is_its_own_teacher_agrees_with_it_in_every_shard(
         service = RolloutService(config, pool, source, tokenizer, scorer, MODEL, teacher=ServedTeacher(teachers))
         compared = continued = 0
         try:
+            await scorer.start()  # else the engine finishes every response while the reward's process starts
             for step in range(3):
                 batch = await service.take(step)
                 aligned(batch.samples)
