@@ -108,6 +108,7 @@ def _add_plan(parser: Any) -> None:
     parser.add_argument("--gpus", type=int, help="GPUs of the run, engines included (default: cluster.trainer_ranks)")
     parser.add_argument("--gpu-memory-gb", type=float, help="as sold: 80, 141 (default: cluster.gpu_memory_gb)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--strict", action="store_true", help="end with status 1 also when the plan is tight")
 
 
 def _add_convert_run(parser: Any) -> None:
@@ -155,7 +156,7 @@ def _check(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from mslime.planner.command import run_plan
 
-    return run_plan(_values(args), args.gpus, args.gpu_memory_gb, args.json)
+    return run_plan(_values(args), args.gpus, args.gpu_memory_gb, args.json, args.strict)
 
 
 def _print_fields(section: str, markdown: bool) -> int:

@@ -58,6 +58,11 @@ class Section(BaseModel):
             raise ValueError(f"must not be {str(value).lower()}: true and false are no numbers or words here")
         return value
 
+    def given(self) -> dict[str, Any]:
+        """What was set and not left to a default, secrets included, so that it can be validated again with changes."""
+        values = {name: getattr(self, name) for name in self.model_fields_set}
+        return {name: value.given() if isinstance(value, Section) else value for name, value in values.items()}
+
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-able values, for YAML and for crossing process borders."""
         return self.model_dump(mode="json")

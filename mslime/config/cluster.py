@@ -46,6 +46,12 @@ class ClusterConfig(Section):
     gpu_memory_gb: float = Field(
         default=80, gt=0, description="Memory of one GPU as it is sold (80, 141), for `mslime plan`."
     )
+    host_memory_gb: float | None = Field(
+        default=None, gt=0, description="Memory of one machine, for `mslime plan`; null: it is not compared."
+    )
+    gpu_network_gbits: float = Field(
+        default=400, gt=0, description="Network of one GPU, in Gb/s, for `mslime plan`'s time of a weight sync."
+    )
     ray_address: str | None = Field(
         default_factory=_ray_address,
         description="Address of a running Ray cluster (HOST:6379, or auto on one of its machines); default: the "

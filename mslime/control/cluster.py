@@ -6,8 +6,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -68,6 +68,7 @@ class Cluster:
         self._trainers: PlacementGroup | None = None
         self._order: dict[str, list[int]] = {}
         self._critics: PlacementGroup | None = None
+        self._connected = False
         self._engines: PlacementGroup | None = None
         self._teachers: PlacementGroup | None = None
 
@@ -90,6 +91,11 @@ class Cluster:
     def _start(self) -> None:
         config, world = self._config, self._config.layout.world_size
         engines, teachers = self._num_engines, self._num_teachers
+        if ray.is_initialized():
+            raise ConfigError(
+                "cluster.ray_address", config.cluster.ray_address, "this process is connected to a Ray cluster already",
+                "call ray.shutdown() first, or start mslime as a process of its own",
+            )  # fmt: skip
         local: dict[str, Any] = {}
         if config.cluster.ray_address is None:
             # Logical CPUs: on a laptop there are more ranks than cores, and they take turns.
@@ -98,11 +104,8 @@ class Cluster:
             if not self._cuda:
                 local |= {"object_store_memory": _LOCAL_OBJECT_STORE}
             self._sweeper.enter_context(Sweeper())
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray would run its workers, our trainer ranks among them, at niceness 15, behind the engines on the same cores.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        # Ray's code would end the driver a minute after its control process, in the middle of a rescue.
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(int(config.deadlines.rescue_s) + 600))
+        self._sweeper.enter_context(_ray_environment(config))
+        self._connected = True
         self._connect(
             local | {"runtime_env": {"env_vars": worker_environment(config) | {"PYTHONPATH": _python_path()}}}
         )
@@ -194,13 +197,30 @@ class Cluster:
         }
 
     def _stop(self) -> None:
-        if not ray.is_initialized():
-            self._sweeper.close()
-            return
-        for group in self._groups:
-            remove_placement_group(group)
-        ray.shutdown()
+        if self._connected and ray.is_initialized():
+            for group in self._groups:
+                remove_placement_group(group)
+            ray.shutdown()
         self._sweeper.close()
+
+
+@contextmanager
+def _ray_environment(config: RunConfig) -> Iterator[None]:
+    """Ray's own settings of this process, where the environment does not name them; gone again afterwards."""
+    ours = {
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Ray would run its workers, our trainer ranks among them, at niceness 15, behind the engines on the same cores.
+        "RAY_worker_niceness": "0",
+        # Ray's code would end the driver a minute after its control process, in the middle of a rescue.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": str(int(config.deadlines.rescue_s) + 600),
+    }
+    added = {name: value for name, value in ours.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def beside_the_driver() -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -23,23 +25,40 @@ from mslime.convert.families import read_hf_config
 from mslime.convert.jobs import refuse_existing, run_job
 from mslime.data.checkpoints import check_checkpoint, newest
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Ray, and the process groups of weight syncs, are one for each process."""
 
-def run(config: RunConfig) -> int:
+
+def run(config: RunConfig, quiet: bool = False, asked: Callable[[], bool] | None = None) -> int:
     """Train. Returns 0.
+
+    Args:
+        quiet: print nothing, whatever `observe.progress` says.
+        asked: whether the run is to be saved and ended, as by a signal; called often.
 
     Raises:
         UserError: a user's mistake, or a failed part of the run.
-        Stopped: a signal ended it. Signals are followed in the main thread only.
+        Stopped: a signal ended it, or `asked`. Signals are followed in the main thread only.
     """
+    if not _ONE_AT_A_TIME.acquire(blocking=False):
+        raise ConfigError("name", config.name, "another run is going on in this process",
+                          "wait for its end, or start this one as a process of its own")  # fmt: skip
+    try:
+        return _run(config, quiet, asked)
+    finally:
+        _ONE_AT_A_TIME.release()
+
+
+def _run(config: RunConfig, quiet: bool, asked: Callable[[], bool] | None) -> int:
     config = resolved_device(config)
     refuse_without_gpu(config)
     resolved = resolve(config)
     config = resolved.config
-    console = Console(stderr=True)
+    console = Console(stderr=True, quiet=quiet)
     if config.observe.progress != "off":
         console.print(describe(resolved))
-    with StopSignals() as stop, owned(config.run_dir):
-        session = Session(resolved, stop)
+    with StopSignals(asked) as stop, owned(config.run_dir):
+        session = Session(resolved, stop, quiet)
         if session.first_step >= config.train.num_steps:
             console.print(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
             return 0

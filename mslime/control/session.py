@@ -67,14 +67,16 @@ class Session:
         saved_config: the configuration of the run that wrote it, if it says.
     """
 
-    def __init__(self, run: ResolvedRun, stop: StopSignals | None = None) -> None:
+    def __init__(self, run: ResolvedRun, stop: StopSignals | None = None, quiet: bool = False) -> None:
         """
         Args:
+            quiet: show no progress, whatever `observe.progress` says.
             stop: handlers of signals that are set already; the session makes them patient once there is something to
                 save. None: the session follows no signal.
         """
         self._run, self.config = run, run.config
         self._stop = stop or StopSignals()
+        self._quiet = quiet
         self._stack = ExitStack()
         self._chosen = _checkpoint_to_load(self.config)
         self.loaded = self._chosen.directory
@@ -132,7 +134,7 @@ class Session:
         self._read_scores()
         self._timeline = self._stack.enter_context(Timeline(config.run_dir))
         self._progress = self._stack.enter_context(
-            open_progress(config.observe.progress, config.train.num_steps, self.first_step)
+            open_progress("off" if self._quiet else config.observe.progress, config.train.num_steps, self.first_step)
         )
         self._progress.note(
             f"starting {config.layout.world_size} trainer rank(s): {config.layout.describe()}; logs in {logs}"

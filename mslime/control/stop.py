@@ -48,8 +48,13 @@ class StopSignals:
         describe: says what the first signal will lead to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Callable[[], bool] | None = None) -> None:
+        """
+        Args:
+            asked: whether the run is to end though no signal has come; looked at where signals are.
+        """
         self.patient = False
+        self._asked = asked
         self.describe: Callable[[], str] = lambda: "stopping"
         self._count = 0
         self._pending: int | None = None
@@ -68,7 +73,9 @@ class StopSignals:
             self._before.setdefault(number, before)
 
     def check(self, patience_s: float = 0.0) -> None:
-        """Raise `Stopped` when a signal has come, at least so many seconds ago."""
+        """Raise `Stopped` when a signal has come, or the run was asked to end, at least so many seconds ago."""
+        if self._pending is None and self._asked is not None and self._asked():
+            self._pending, self._since = signal.SIGTERM, time.monotonic()
         if self._pending is not None and time.monotonic() - self._since >= patience_s:
             raise self._stopped(self._pending, save=True)
 
@@ -101,7 +108,7 @@ class StopSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, before in self._before.items():
+        for number, before in self._before.items():  # empty outside the main thread
             signal.signal(number, before if before is not None else signal.SIG_DFL)
         if error is not None and (told := self.told(error)) is not error:
             raise told from None

@@ -12,12 +12,14 @@ from mslime.config.loader import build, merge
 from mslime.config.schema import RunConfig
 from mslime.convert.families import read_hf_config
 from mslime.planner.describe import describe
-from mslime.planner.plan import make_plan
+from mslime.planner.plan import RunPlan, make_plan
 
 _WIDTH = 140
 
 
-def run_plan(values: dict[str, Any], gpus: int | None, gpu_memory_gb: float | None, as_json: bool) -> int:
+def run_plan(
+    values: dict[str, Any], gpus: int | None, gpu_memory_gb: float | None, as_json: bool, strict: bool = False
+) -> int:
     """Print the plan of a run.
 
     Args:
@@ -25,23 +27,29 @@ def run_plan(values: dict[str, Any], gpus: int | None, gpu_memory_gb: float | No
         gpus: of the whole run; what the engines leave becomes the trainer's (default: `cluster.trainer_ranks`).
         gpu_memory_gb: of one GPU as it is sold (default: `cluster.gpu_memory_gb`).
         as_json: print JSON instead of tables.
+        strict: a tight plan does not fit.
 
     Returns:
-        0 when everything fits, 1 when something does not.
+        0 when everything fits, tightly or not, 1 when something does not.
 
     Raises:
         UserError: a mistake in the configuration or in config.json.
     """
-    config = plan_config(values, gpus, gpu_memory_gb)
-    critic = read_hf_config(config.critic.path) if config.has_critic and config.critic.path is not None else None
-    plan = make_plan(config, read_hf_config(config.model.path), critic)
+    plan = plan_of(values, gpus, gpu_memory_gb)
     if as_json:
         print(json.dumps(plan.as_dict(), indent=2, default=str))
     else:
         console = Console()
         # Tables are wide; where there is no terminal to fit into, they are not folded.
         Console(width=max(console.width, _WIDTH) if not console.is_terminal else None).print(describe(plan))
-    return 0 if plan.fits else 1
+    return 0 if plan.verdict in (("fits",) if strict else ("fits", "tight")) else 1
+
+
+def plan_of(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunPlan:
+    """The plan of what a file and flags say; see `run_plan`. Raises UserError."""
+    config = plan_config(values, gpus, gpu_memory_gb)
+    critic = read_hf_config(config.critic.path) if config.has_critic and config.critic.path is not None else None
+    return make_plan(config, read_hf_config(config.model.path), critic)
 
 
 def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunConfig:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from mslime.planner.activations import EXPERT_IMBALANCE
-from mslime.planner.plan import GIB, RunPlan, StagePlan
-from mslime.planner.sync import NIC_BYTES_PER_SECOND
+from mslime.planner.plan import GIB, TIGHT, RunPlan, StagePlan
 
 
 def describe(plan: RunPlan) -> Group:
@@ -19,11 +20,22 @@ def describe(plan: RunPlan) -> Group:
     parts.append(_balance(plan))
     if plan.engine is not None:
         parts += [_engine(plan), _sync(plan)]
-    return Group(*parts, _verdict(plan))
+    remarks = [Text(f"remark: {said}", style="yellow") for said in plan.remarks]
+    return Group(*parts, *remarks, _verdict(plan))
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}" if size else "–"
+    return f"{size / GIB:.1f}"
+
+
+def _cell(size: float) -> str:
+    """In a table, what is not there is no number."""
+    return _gib(size) if size else "–"
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    least, most = format(min(values), form), format(max(values), form)
+    return least if least == most else f"{least} to {most}"
 
 
 def _rows(title: str, rows: list[tuple[str, str]]) -> Table:
@@ -63,10 +75,11 @@ def _trainer(plan: RunPlan, stages: tuple[StagePlan, ...], who: str) -> Table:
     for first, last in _runs(stages):
         memory = first.memory
         share = memory.peak / plan.gpu_bytes
+        style = "red" if share > 1 else "yellow" if share > TIGHT else "green"
         which = f"{first.held.stage}" if first is last else f"{first.held.stage} to {last.held.stage}"
         table.add_row(
-            which, str(len(first.held.layers)), *(_gib(memory.components()[name]) for name in names),
-            _gib(memory.peak), Text(f"{share:.0%}", style="red" if share > 1 else "green"),
+            which, str(len(first.held.layers)), *(_cell(memory.components()[name]) for name in names),
+            _gib(memory.peak), Text(f"{share:.0%}", style=style),
         )  # fmt: skip
     return table
 
@@ -91,10 +104,11 @@ def _balance(plan: RunPlan) -> Table:
     sizes, work = [stage.held.trained for stage in plan.stages], [stage.work for stage in plan.stages]
     layers = [len(stage.held.layers) for stage in plan.stages]
     rows = [
-        ("layers of a stage", f"{min(layers)} to {max(layers)}"),
-        ("parameters of a rank", f"{min(sizes) / 1e9:.3f} to {max(sizes) / 1e9:.3f} B"),
-        ("work of a token", f"{min(work):.2f} to {max(work):.2f} of the mean stage, attention scores left out"),
+        ("layers of a stage", _range(layers, "d")),
+        ("parameters of a rank", f"{_range([size / 1e9 for size in sizes], '.3f')} B"),
     ]
+    if len(layers) > 1:
+        rows.append(("work of a token", f"{_range(work, '.2f')} of the mean stage, attention scores left out"))
     if plan.experts_per_rank:
         rows.append(
             (
@@ -104,13 +118,15 @@ def _balance(plan: RunPlan) -> Table:
             )
         )
     rows += [
-        ("sequences of a rank", f"{few} to {many} an optimizer step" if few != many else f"{many} an optimizer step"),
+        ("sequences of a rank", f"{_range((few, many), 'd')} an optimizer step"),
         ("micro-batches", f"at most {plan.micro_batches} when all are as long as they may be"),
     ]
     if plan.layout.pp > 1:
         rows.append(("pipeline bubble", f"{plan.bubble:.0%} of a step with that many"))
-    if plan.host_bytes:
-        rows.append(("host memory", f"{_gib(plan.host_bytes)} GiB of a trainer machine, for the reference policy"))
+    if plan.host.total:
+        parts = (("the optimizer", plan.host.optimizer), ("reference and teacher", plan.host.copies))
+        whose = ", ".join(f"{_gib(size)} for {name}" for name, size in parts if size)
+        rows.append(("host memory", f"{_gib(plan.host.total)} GiB of a trainer machine: {whose}"))
     return _rows("Balance", rows)
 
 
@@ -132,23 +148,26 @@ def _sync(plan: RunPlan) -> Table:
     gathered = sum(stage.gathered_near + stage.gathered_far for stage in plan.syncs)
     far = sum(stage.gathered_far for stage in plan.syncs)
     seconds = sum(stage.seconds for stage in plan.syncs)
+    from_others = f", {_gib(far)} of it from other machines" if far else ""
     return _rows(
         "Weight sync",
         [
-            ("gathered by stage leaders", f"{_gib(gathered)} GiB, {_gib(far)} of it from other machines"),
+            ("gathered by stage leaders", f"{_gib(gathered)} GiB{from_others}"),
             ("sent by a leader", f"at most {_gib(max(stage.sent for stage in plan.syncs))} GiB, one after the other"),
             ("sent by another rank", f"at most {_gib(max(stage.contributed for stage in plan.syncs))} GiB"),
             ("to every engine GPU", f"{_gib(plan.sync_bytes)} GiB in {sum(s.buckets for s in plan.syncs)} buckets"),
             ("into every engine machine", f"{_gib(plan.sync_bytes)} GiB, and as much out of it to the next"),
-            ("at least", f"{seconds:.1f} s over {NIC_BYTES_PER_SECOND / 1e9:.0f} GB/s for each GPU's adapter"),
+            ("at least", f"{seconds:.1f} s over {plan.network / 1e9:g} GB/s for each GPU's adapter"),
         ],
     )
 
 
 def _verdict(plan: RunPlan) -> Text:
-    if plan.fits:
-        worst = max(stage.memory.peak for stage in plan.stages)
-        return Text(f"\nfits: {_gib(plan.gpu_bytes - worst)} GiB free on the fullest trainer GPU", style="bold green")
+    free = f"{_gib(plan.gpu_bytes - plan.fullest)} GiB free on the fullest trainer GPU"
+    if plan.verdict == "tight":
+        return Text(f"\ntight: {free}, less than a tenth of it; the plan may be wrong by as much", style="bold yellow")
+    if plan.verdict == "fits":
+        return Text(f"\nfits: {free}", style="bold green")
     lines = [
         f"{p.where}: needs {_gib(p.needs)} GiB of {_gib(p.has)}, most of it {p.component}\n  way out: {p.way_out}"
         for p in plan.problems

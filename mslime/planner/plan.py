@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.layout import ParallelLayout
@@ -19,12 +19,14 @@ from mslime.convert.kinds import padded_vocab_size
 from mslime.planner.activations import read_widths
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, engine_memory
 from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
-from mslime.planner.sync import StageSync, stage_syncs
+from mslime.planner.sync import StageSync, network_bytes_per_second, stage_syncs
 from mslime.planner.trainer import (
+    HostMemory,
     TrainerMemory,
-    host_bytes,
+    host_memory,
     longest_sequence,
     micro_batch_tokens,
+    offloaded_share,
     trainer_memory,
 )
 from mslime.weights.plan import WeightPlan, build_plan
@@ -32,6 +34,10 @@ from mslime.weights.plan import WeightPlan, build_plan
 GIB = 2**30
 USABLE = 0.99
 """Of a GPU sold as N GB: N GiB less what the driver keeps (H100 80 GB: 79.6 GiB, H200 141 GB: 140.4 GiB)."""
+TIGHT = 0.9
+"""Share of a GPU above which a plan is tight: it does not know kernels' workspaces, nor how uneven routing is."""
+HOST_USABLE = 0.9
+"""Of a machine's memory: the system, Ray's object store and file caches take the rest. An assumption."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,10 @@ class RunPlan:
         micro_batches: of an optimizer step at most, when every response is as long as it may be.
         bubble: share of a step that a stage waits, with that many micro-batches (arXiv:2104.04473, section 2.2).
         syncs: weight-sync traffic by stage.
-        host_bytes: host memory of the trainer's machine.
+        host: memory of the trainer machine that needs most.
+        network: bytes a second of one GPU's adapter.
         problems: what does not fit.
+        remarks: what is slow or left over, in sentences.
     """
 
     model: str
@@ -107,13 +115,27 @@ class RunPlan:
     micro_batches: int
     bubble: float
     syncs: tuple[StageSync, ...]
-    host_bytes: int
+    host: HostMemory
+    network: float
     problems: tuple[Problem, ...]
+    remarks: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
         """Whether nothing stands in the way."""
         return not self.problems
+
+    @property
+    def fullest(self) -> int:
+        """Bytes at the peak of the fullest GPU of trainer and critic."""
+        return max(stage.memory.peak for stage in (*self.stages, *self.critic_stages))
+
+    @property
+    def verdict(self) -> Literal["fits", "tight", "does not fit"]:
+        """Tight: it fits by the numbers, with less left than they may be wrong by."""
+        if not self.fits:
+            return "does not fit"
+        return "tight" if self.fullest > TIGHT * self.gpu_bytes else "fits"
 
     @property
     def sync_bytes(self) -> int:
@@ -122,7 +144,8 @@ class RunPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return asdict(self) | {"fits": self.fits, "sync_bytes": self.sync_bytes} | {
+        summed = {"sync_bytes": self.sync_bytes, "host_bytes": self.host.total}
+        return asdict(self) | {"fits": self.fits, "verdict": self.verdict} | summed | {
             name: [asdict(stage) | {"trained": stage.held.trained, "peak": stage.memory.peak} for stage in stages]
             for name, stages in (("stages", self.stages), ("critic_stages", self.critic_stages))
         }  # fmt: skip
@@ -151,12 +174,14 @@ def make_plan(
     sync = build_plan(table, layout, flat, wire, bucket) if serves else WeightPlan(layout, ())
     stages = _stages(config, hf_config, sync, gpu_bytes, values=False)
     apart: tuple[StagePlan, ...] = ()
+    beside: tuple[StagePlan, ...] = ()
     if config.has_critic:
         apart = _stages(config, critic or hf_config, WeightPlan(layout, ()), gpu_bytes, values=True)
         if config.critic.placement == "shared":
             pairs = zip(stages, apart, strict=True)
             stages = tuple(replace(one, memory=one.memory.beside(other.memory)) for one, other in pairs)
-            apart = ()
+            apart, beside = (), apart
+    host = host_memory(config, [stage.held for stage in stages], [stage.held for stage in beside])
     largest = max((each.hf_bytes for each in sync.buckets), default=0)
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
     engine = engine_memory(config, table, widths, model.num_layers, wire, largest, gpu_bytes) if serves else None
@@ -180,13 +205,16 @@ def make_plan(
         responses=responses,
         micro_batches=micro_batches,
         bubble=(layout.pp - 1) / (chunks_of_step + layout.pp - 1),
-        syncs=stage_syncs(sync, layout, config.cluster.gpus_per_node) if serves else (),
-        host_bytes=host_bytes(config, [stage.held for stage in stages]),
+        syncs=stage_syncs(sync, layout, config.cluster) if serves else (),
+        host=host,
+        network=network_bytes_per_second(config.cluster),
         problems=(
             *_trainer_problems(config, "trainer", stages, gpu_bytes),
             *_trainer_problems(config, "critic", apart, gpu_bytes),
             *_engine_problems(config, model, engine, gpu_bytes),
+            *_host_problems(config, host),
         ),
+        remarks=tuple(_remarks(config, model, engines)),
     )
 
 
@@ -225,6 +253,35 @@ def _nodes(config: RunConfig, engine_gpus: int) -> int:
         more = -(-rest // (per_node // tp))
         nodes, free = nodes + more, free + more * per_node - servers * tp
     return nodes
+
+
+def _remarks(config: RunConfig, model: ModelFields, engine_gpus: int) -> list[str]:
+    layout, per_node, said = config.layout, config.cluster.gpus_per_node, list[str]()
+    group = layout.ep * layout.etp
+    if model.num_experts and layout.ep > 1 and layout.world_size > per_node and (group > per_node or per_node % group):
+        said.append(
+            f"expert-parallel groups of {group} ranks (EP{layout.ep} ETP{layout.etp}) lie over several machines of "
+            f"{per_node}: the all-to-all of every layer goes over the network"
+        )
+    idle = _nodes(config, engine_gpus) * per_node - layout.world_size - config.critic_ranks - engine_gpus
+    idle -= config.teacher.launched * config.teacher.tp_size
+    if idle and layout.world_size >= per_node:
+        said.append(f"{idle} GPUs of the last machines are not used")
+    return said
+
+
+def _host_problems(config: RunConfig, host: HostMemory) -> list[Problem]:
+    memory = config.cluster.host_memory_gb
+    has = None if memory is None else int(memory * GIB * HOST_USABLE)
+    if has is None or host.total <= has:
+        return []
+    more = f"spread it over more machines: raise cluster.trainer_ranks ({config.layout.world_size})"
+    if host.optimizer >= host.copies:
+        share = offloaded_share(config.megatron.extra)
+        return [Problem("trainer machine, host memory", host.total, has, "optimizer",
+                        f"lower megatron.optimizer_offload_fraction ({share:g}), or {more}")]  # fmt: skip
+    return [Problem("trainer machine, host memory", host.total, has, "copies",
+                    f"do without algorithm.kl_coef or model.teacher_path, or {more}")]  # fmt: skip
 
 
 def _tokens(config: RunConfig, model: ModelFields) -> tuple[tuple[int, int], int]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mslime.config.cluster import ClusterConfig
 from mslime.config.layout import ParallelLayout
 from mslime.weights.plan import DTYPE_BYTES, WeightPlan
 
-NIC_BYTES_PER_SECOND = 50e9
-"""One 400 Gb/s adapter, the usual one for each H100 or H200."""
 NVLINK_BYTES_PER_SECOND = 450e9
 """Fourth-generation NVLink, one direction."""
 
@@ -28,6 +27,7 @@ class StageSync:
         gathered_near: bytes that the leader receives from ranks of its own machine, over NVLink.
         gathered_far: bytes that it receives from other machines, over its adapter.
         contributed: bytes that each other rank of the gather groups sends, at most.
+        seconds: lower bound: time of adapter and NVLink, gathers hidden behind broadcasts where those take longer.
     """
 
     stage: int
@@ -36,28 +36,30 @@ class StageSync:
     gathered_near: int
     gathered_far: int
     contributed: int
-
-    @property
-    def seconds(self) -> float:
-        """Lower bound: the adapter's and NVLink's time, gathers hidden behind broadcasts where those take longer."""
-        gather = max(self.gathered_far / NIC_BYTES_PER_SECOND, self.gathered_near / NVLINK_BYTES_PER_SECOND)
-        return max(self.sent / NIC_BYTES_PER_SECOND, gather)
+    seconds: float
 
 
-def stage_syncs(plan: WeightPlan, layout: ParallelLayout, gpus_per_node: int) -> tuple[StageSync, ...]:
+def stage_syncs(plan: WeightPlan, layout: ParallelLayout, cluster: ClusterConfig) -> tuple[StageSync, ...]:
     """The traffic of every stage, in sending order."""
     per_stage = layout.world_size // layout.pp
-    return tuple(_stage_sync(plan, layout, stage, stage * per_stage, gpus_per_node) for stage in range(layout.pp))
+    return tuple(_stage_sync(plan, layout, stage, stage * per_stage, cluster) for stage in range(layout.pp))
 
 
-def _stage_sync(plan: WeightPlan, layout: ParallelLayout, stage: int, leader: int, gpus_per_node: int) -> StageSync:
+def network_bytes_per_second(cluster: ClusterConfig) -> float:
+    """Of one GPU's adapter, in one direction."""
+    return cluster.gpu_network_gbits * 1e9 / 8
+
+
+def _stage_sync(plan: WeightPlan, layout: ParallelLayout, stage: int, leader: int, cluster: ClusterConfig) -> StageSync:
     near = far = contributed = 0
     buckets = plan.stage_buckets(stage)
     for bucket in buckets:
         size = layout.ep * layout.etp if bucket.expert else layout.tp
-        beside = min(size, gpus_per_node - leader % gpus_per_node) - 1
+        beside = min(size, cluster.gpus_per_node - leader % cluster.gpus_per_node) - 1
         local = bucket.local_numel * DTYPE_BYTES[bucket.dtype]
         near += beside * local
         far += (size - 1 - beside) * local
         contributed += local if size > 1 else 0
-    return StageSync(stage, len(buckets), sum(bucket.hf_bytes for bucket in buckets), near, far, contributed)
+    sent, network = sum(bucket.hf_bytes for bucket in buckets), network_bytes_per_second(cluster)
+    seconds = max(sent / network, far / network, near / NVLINK_BYTES_PER_SECOND)
+    return StageSync(stage, len(buckets), sent, near, far, contributed, seconds)

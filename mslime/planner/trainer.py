@@ -7,7 +7,7 @@ otherwise; fp32 training 8 + 8/d and 16).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from mslime.config.layout import ParallelLayout
@@ -22,6 +22,8 @@ FRAGMENTATION = 0.05
 """Share of the GPU lost between PyTorch's blocks: an assumption."""
 LOG_PROB_BYTES = 76
 """Of a token, at most: 12 kept for the backward pass and 64 while it runs (`backends/megatron/log_probs.py`)."""
+PINNED_ROUNDING = 1.44
+"""PyTorch's pinned blocks are powers of two: the mean over sizes that lie anywhere between two of them, 1 / ln 2."""
 UNBOUNDED_PROMPT = 1024
 """Tokens of the longest prompt where `data.max_prompt_tokens` does not say: an assumption."""
 
@@ -94,22 +96,43 @@ def params_bytes(config: RunConfig) -> int:
 
 
 def optimizer_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> float:
-    """Bytes of optimizer state for each parameter that a rank updates.
+    """Bytes of optimizer state on the GPU for each parameter that a rank updates.
 
     Args:
         width: bytes of the parameter; float32 ones are their own main copy.
         extra: passed-through OptimizerConfig fields: the precision-aware optimizer keeps other dtypes (and of a float32
-            main weight only the 16 bits that the bfloat16 one lacks, `store_param_remainders`), and CPU offload moves a
-            share of the state to the host.
+            main weight only the 16 bits that the bfloat16 one lacks, `store_param_remainders`); CPU offload moves a
+            share of the state to the host, where neither applies. The main weight stays on the GPU as well, unless the
+            optimizer is the precision-aware one (`distrib_optimizer.py`, `cpu_offloading/hybrid_optimizer.py`).
     """
     main, first, second = (0 if width == 4 else 4), 4, 4
+    if extra.get("optimizer_cpu_offload"):
+        staying = 1 - offloaded_share(extra)
+        return main * (staying if extra.get("use_precision_aware_optimizer") else 1) + (first + second) * staying
     if extra.get("use_precision_aware_optimizer"):
         first = DTYPE_BYTES.get(str(extra.get("exp_avg_dtype", "float32")), 1)
         second = DTYPE_BYTES.get(str(extra.get("exp_avg_sq_dtype", "float32")), 1)
         remainders = extra.get("store_param_remainders", True) and width == 2
         main = 2 if remainders or extra.get("main_params_dtype") == "float16" else main
-    offloaded = float(str(extra.get("optimizer_offload_fraction", 0.0))) if extra.get("optimizer_cpu_offload") else 0.0
-    return (main + first + second) * (1 - offloaded)
+    return main + first + second
+
+
+def offloaded_share(extra: Mapping[str, object]) -> float:
+    """Share of the parameters whose optimizer state is on the host."""
+    return float(str(extra.get("optimizer_offload_fraction", 0.0))) if extra.get("optimizer_cpu_offload") else 0.0
+
+
+def offloaded_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> float:
+    """Bytes of host memory for each parameter that a rank updates, offloaded or not.
+
+    Of an offloaded one (`HybridDeviceOptimizer`): main weight and Adam's moments in float32, the float32 gradient in
+    pinned memory, and a pinned copy of what the optimizer was given, which PyTorch keeps even where a float32 main
+    weight replaces it.
+    """
+    given = width if extra.get("use_precision_aware_optimizer") else 4
+    gradient = 4 * (PINNED_ROUNDING if extra.get("pin_cpu_grads", True) else 1)
+    main = 0 if given == 4 else 4  # else it is the pinned copy itself
+    return offloaded_share(extra) * (main + 8 + gradient + given * PINNED_ROUNDING)
 
 
 def longest_sequence(config: RunConfig, max_positions: int) -> int:
@@ -174,11 +197,21 @@ def optimizer_bytes(config: RunConfig, layout: ParallelLayout, held: StageParame
     The distributed optimizer cuts buffers into equal runs, so that a rank's share differs from the mean by the padding
     of its buckets (at most 64 elements a parameter).
     """
+    return _of_own_share(config, layout, held, optimizer_bytes_per_parameter)
+
+
+def _of_own_share(
+    config: RunConfig,
+    layout: ParallelLayout,
+    held: StageParameters,
+    per_parameter: Callable[[int, Mapping[str, object]], float],
+) -> int:
+    """`per_parameter(width, extra)` of all parameters that one rank updates."""
     sharded = config.megatron.use_distributed_optimizer
     dense_ranks, expert_ranks = (layout.dp * layout.cp, layout.edp) if sharded else (1, 1)
     usual = held.expert / expert_ranks + (held.dense - held.float32) / dense_ranks
-    each = optimizer_bytes_per_parameter(params_bytes(config), config.megatron.extra)
-    return int(each * usual + optimizer_bytes_per_parameter(4, config.megatron.extra) * held.float32 / dense_ranks)
+    each = per_parameter(params_bytes(config), config.megatron.extra)
+    return int(each * usual + per_parameter(4, config.megatron.extra) * held.float32 / dense_ranks)
 
 
 def _output_bytes(tokens: int, vocab_rows: int, hidden: int, width: int) -> int:
@@ -193,10 +226,39 @@ def _sync_bytes(bucket: Bucket, layout: ParallelLayout) -> int:
     return gathered + 2 * bucket.hf_bytes
 
 
-def host_bytes(config: RunConfig, held: Sequence[StageParameters]) -> int:
-    """Host memory of one machine's trainer ranks: reference and teacher, and our own weights while one is in use."""
-    others = (config.algorithm.kl_coef > 0) + (config.model.teacher_path is not None)
-    if not others or config.train.task != "rl":
-        return 0
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of one machine of trainer ranks, at most.
+
+    Attributes:
+        copies: reference and teacher, and our own weights while one of them is in use.
+        optimizer: what `optimizer_cpu_offload` moves here.
+    """
+
+    copies: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.copies + self.optimizer
+
+
+def host_memory(
+    config: RunConfig, held: Sequence[StageParameters], critic: Sequence[StageParameters] = ()
+) -> HostMemory:
+    """Host memory of the machine that needs most: one full of ranks of the largest stage.
+
+    Args:
+        held: of a rank of each stage.
+        critic: likewise, of a critic on the same GPUs.
+    """
     ranks = min(config.cluster.gpus_per_node, config.layout.world_size)
-    return (others + 1) * ranks * max(parameter_bytes(config, stage) for stage in held)
+    others = (config.algorithm.kl_coef > 0) + (config.model.teacher_path is not None)
+    each = max(parameter_bytes(config, stage) for stage in held)
+    copies = (others + 1) * ranks * each if others and config.train.task == "rl" else 0
+    updated = [
+        max((_of_own_share(config, config.layout, stage, offloaded_bytes_per_parameter) for stage in stages), default=0)
+        for stages in (held, critic)
+    ]
+    return HostMemory(copies, ranks * sum(updated))

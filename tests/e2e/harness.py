@@ -99,12 +99,23 @@ def start_run(values: dict[str, Any], directory: Path, *flags: str) -> Run:
     values = {"name": "run", "output_dir": str(directory), **values}
     config = directory / "run.yaml"
     config.write_text(yaml.safe_dump(values))
+    return _start(["-m", "mslime.cli", "train", str(config), *flags], directory, ROOT)
+
+
+def start_program(source: str, values: dict[str, Any], directory: Path) -> Run:
+    """A Python program, started where `run.yaml` holds these settings."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "run.yaml").write_text(yaml.safe_dump({"name": "run", "output_dir": str(directory), **values}))
+    return _start(["-c", source], directory, directory)
+
+
+def _start(arguments: list[str], directory: Path, cwd: Path) -> Run:
     output = directory / f"driver{len(list(directory.glob('driver*')))}.log"
     with output.open("w") as log:
         process = subprocess.Popen(
             # A test session in the background ignores SIGINT, and so would its children.
-            ["env", "--default-signal=INT", sys.executable, "-m", "mslime.cli", "train", str(config), *flags],
-            stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=ROOT,
+            ["env", "--default-signal=INT", sys.executable, *arguments],
+            stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=cwd,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
     return Run(process, directory / "run", output)

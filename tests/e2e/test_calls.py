@@ -8,7 +8,9 @@ import pytest
 import ray
 
 from mslime.config.errors import ConfigError, TrainerError
+from mslime.config.loader import build
 from mslime.control.calls import call
+from mslime.control.cluster import Cluster
 
 
 @pytest.fixture(scope="module")
@@ -37,3 +39,10 @@ def test_a_users_mistake_in_another_process_is_raised_as_it_is(cluster: None) ->
 
     with pytest.raises(ConfigError, match="train.lr"):
         call(refuse.remote(), "rank 3", "train", 60)
+
+
+def test_a_ray_of_the_caller_s_own_is_left_alone(cluster: None) -> None:
+    config = build({"model": {"path": "m"}, "data": {"prompts": ["p"]}, "cluster": {"device": "cpu"}})
+    with pytest.raises(ConfigError, match="connected to a Ray cluster already"), Cluster(config, engines=False):
+        pass
+    assert ray.is_initialized()

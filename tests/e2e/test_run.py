@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from mslime.data.manifest import read_manifest
 from mslime.observe.names import is_known
 from mslime.observe.report import write_report
 from mslime.rollout.state import open_state, unpack_groups
-from tests.e2e.harness import ROOT, Run, interrupt, start_run
+from tests.e2e.harness import ROOT, Run, interrupt, start_program, start_run
 
 START_S, STEP_S = 240.0, 120.0
 """Generous: CI has two cores. They bound a hang, they do not measure anything."""
@@ -85,11 +86,15 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
     resumed = settings(
         tiny_qwen3_moe_bf16, prompts, megatron={"pipeline_model_parallel_size": 2}, data=evals, train={"num_steps": 3}
     )
-    second = start_run(resumed, tmp_path)
+    # This time by the example of docs/python.md, which is given a thread that is not the main one.
+    example = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.DOTALL | re.MULTILINE)[0]
+    in_a_thread = f"import threading\nthread = threading.Thread(target=exec, args=({example!r}, {{}}))\n"
+    second = start_program(in_a_thread + "thread.start()\nthread.join()\n", resumed, tmp_path)
     runs.append(second)
     assert second.finish(START_S + STEP_S) == 0, second.text()
-    assert "continuing from" in second.text()
     rows = second.rows()
+    said = ["4 layers, PP2", "fits", f"3 steps, reward {rows[-1]['reward/mean']:.3f}", "report.html"]
+    assert all(text in line for text, line in zip(said, second.text().splitlines(), strict=True)), second.text()
     assert [r["step"] for r in rows] == [0, 1, 2, 3] and rows[-1]["replay/coverage"] == 1.0
     assert second.left_over() == []
 
@@ -258,6 +263,33 @@ def test_a_reward_that_raises_ends_the_run_with_its_own_words(
     assert run.left_over() == []
 
 
+STOP_AND_TRAIN_AGAIN = """
+import json, signal, threading, time
+from pathlib import Path
+import mslime
+
+handlers = lambda: [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+told, stop, before = {{}}, threading.Event(), handlers()
+
+def until_told():
+    try:
+        mslime.train("run.yaml", stop=stop)
+    except mslime.Stopped as stopped:
+        told["stopped"] = stopped.outcome
+
+thread = threading.Thread(target=until_told)
+thread.start()
+while thread.is_alive() and "\\"step\\": 8," not in Path("run/metrics.jsonl").read_text():
+    time.sleep(0.1)
+stop.set()
+thread.join()
+other = {{"train": {train}, "output_dir": {output_dir!r}, "checkpoint": {{"load": {load!r}}}}}
+result = mslime.train(mslime.load_config("run.yaml", **other))
+told |= {{"steps": result.steps, "loss": result.metrics["loss/nll"], "hf": str(result.hf)}}
+print(json.dumps(told | {{"handlers_kept": handlers() == before}}))
+"""  # fmt: skip
+
+
 @pytest.mark.timeout(600)
 def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
@@ -269,11 +301,25 @@ def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
     losses = [r["loss/nll"] for r in run.rows()]
     assert len(losses) == 6 and losses[-1] < losses[0]
     shutil.copytree(run.directory / "hf", tmp_path / "hf_of_step_6")
-    again = start_run(settings(tiny_qwen3_moe, prompts, train={**train, "num_steps": 8}), tmp_path)
-    runs.append(again)
-    assert again.finish(START_S) == 0, again.text()
-    assert [r["step"] for r in again.rows()] == list(range(1, 9))
-    assert again.left_over() == []
+
+    # From Python: in a thread until it is told to stop, then another run in the main thread of the same process, which
+    # begins from the first one's checkpoint with a schedule of its own.
+    load = str(step_directory(run.directory / "checkpoints", 6))
+    other = {**train, "num_steps": 2, "lr": 5e-4, "lr_decay_style": "linear"}
+    program = STOP_AND_TRAIN_AGAIN.format(train=other, output_dir=str(tmp_path / "other"), load=load)
+    again = settings(tiny_qwen3_moe, prompts, train={**train, "num_steps": 10**6}, checkpoint={"save_every": 0})
+    both = start_program(program, again, tmp_path)
+    runs.append(both)
+    assert both.finish(2 * START_S) == 0, both.text()
+    told = json.loads(both.text())  # and nothing else is printed
+    last = saved_step(both)
+    assert told["stopped"].endswith(f"step_{last}") and last > 6, told
+    assert [r["step"] for r in both.rows()] == list(range(1, last + 1))
+    rows = [json.loads(line) for line in (tmp_path / "other/run/metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [1, 2] and rows[0]["lr"] == pytest.approx(2.5e-4) and rows[1]["lr"] == 0
+    assert rows[0]["loss/nll"] < losses[0]
+    assert told["steps"] == 2 and told["loss"] == rows[1]["loss/nll"] and Path(told["hf"], "config.json").is_file()
+    assert told["handlers_kept"] and both.left_over() == []
 
     # The training checkpoint of step 6 is the checkpoint that the first run exported at its end.
     out, checkpoint = tmp_path / "converted", step_directory(run.directory / "checkpoints", 6)
@@ -283,13 +329,3 @@ def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
     converted, exported = HFCheckpoint(out), HFCheckpoint(tmp_path / "hf_of_step_6")
     assert set(converted.info) == set(exported.info)
     assert all(bool((converted.tensor(n) == exported.tensor(n)).all()) for n in exported.info)
-
-    # Another run that begins from this one's checkpoint has a schedule of its own.
-    load = {"load": str(step_directory(run.directory / "checkpoints", 6))}
-    other = {**train, "num_steps": 2, "lr": 5e-4, "lr_decay_style": "linear"}
-    third = start_run(settings(tiny_qwen3_moe, prompts, train=other, checkpoint=load), tmp_path / "other")
-    runs.append(third)
-    assert third.finish(START_S) == 0, third.text()
-    rows = third.rows()
-    assert [r["step"] for r in rows] == [1, 2] and rows[0]["lr"] == pytest.approx(2.5e-4) and rows[1]["lr"] == 0
-    assert rows[0]["loss/nll"] < losses[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from mslime.planner.command import plan_config
 from mslime.planner.engine import static_fraction
 from mslime.planner.parameters import model_parameters, stage_parameters, work_per_token
 from mslime.planner.plan import GIB, RunPlan, make_plan
-from mslime.planner.trainer import optimizer_bytes_per_parameter
+from mslime.planner.trainer import offloaded_bytes_per_parameter, optimizer_bytes_per_parameter
 from tests.fixtures.full_size import CONFIGS, published_config
 
 # Billions of parameters as published (model cards, papers), which is what the config.json files must add up to.
@@ -117,7 +118,78 @@ def test_the_precision_aware_optimizer_and_offload_take_less() -> None:
     bf16_moments = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
     assert optimizer_bytes_per_parameter(2, bf16_moments) == 2 + 2 + 2
     assert optimizer_bytes_per_parameter(2, {**bf16_moments, "store_param_remainders": False}) == 4 + 2 + 2
-    assert optimizer_bytes_per_parameter(2, {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}) == 3
+    offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}
+    assert optimizer_bytes_per_parameter(2, offload) == 4 + 8 / 4, "the main weight is on the GPU as well"
+    assert optimizer_bytes_per_parameter(2, {**offload, **bf16_moments}) == 12 / 4, "and float32 throughout"
+
+
+def test_an_offloaded_optimizer_is_counted_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    aware = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
+    # Main weight, two moments; pinned: the gradient, and the bfloat16 weight that the optimizer was given.
+    assert offloaded_bytes_per_parameter(2, aware) == pytest.approx(4 + 8 + (4 + 2) * 1.44)
+    assert offloaded_bytes_per_parameter(2, aware | {"pin_cpu_grads": False}) == pytest.approx(4 + 8 + 4 + 2 * 1.44)
+    assert offloaded_bytes_per_parameter(2, {**aware, "optimizer_offload_fraction": 0.5}) == pytest.approx(20.64 / 2)
+    plain = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+    assert offloaded_bytes_per_parameter(2, plain) == pytest.approx(8 + (4 + 4) * 1.44)
+    assert offloaded_bytes_per_parameter(2, {}) == 0
+
+    # The layout of slime's page on DeepSeek-R1: 16 machines of 8.
+    layout = {
+        "tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4, "context_parallel_size": 4,
+        "expert_model_parallel_size": 32, "num_layers_in_last_pipeline_stage": 13, "recompute_granularity": "full",
+    }  # fmt: skip
+    plan = planned("deepseek-r1", megatron=layout | aware, cluster={"trainer_ranks": 128})
+    assert plan.host.optimizer / 1e9 == pytest.approx(671.026 * 20.64 / 16, rel=0.15), "stages are not quite equal"
+    assert plan.host.copies == 0 and max(stage.memory.optimizer for stage in plan.stages) == 0
+    with_reference = planned(
+        "deepseek-r1", megatron=layout | aware, cluster={"trainer_ranks": 128}, algorithm={"kl_coef": 0.1}
+    )
+    assert with_reference.host.optimizer == plan.host.optimizer and with_reference.host.copies > 0
+
+    small = ["--model.path", str(CONFIGS / "qwen3-30B-A3B"), "--cluster.trainer-ranks", "8", "--cluster.device", "cuda"]
+    small += ["--megatron.expert-model-parallel-size", "8", "--megatron.recompute-granularity", "full"]
+    small += [f"--megatron.{name.replace('_', '-')}={value}" for name, value in aware.items()]
+    status, out, _ = command(capsys, *small)
+    assert status == 0 and "GiB of a trainer machine" in out and "for the optimizer" in out
+    status, out, _ = command(capsys, *small, "--cluster.host-memory-gb", "256", "--json")
+    [problem] = json.loads(out)["problems"]
+    assert status == 1 and problem["where"] == "trainer machine, host memory"
+    assert problem["component"] == "optimizer" and "optimizer_offload_fraction" in problem["way_out"]
+    assert command(capsys, *small, "--cluster.host-memory-gb", "2048")[0] == 0
+
+
+def test_a_tight_plan_says_so_and_still_fits_unless_it_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model.path", str(CONFIGS / "qwen2.5-7B"), "--train.replay", "off", "--gpus", "9"]
+    peak = max(s["peak"] for s in json.loads(command(capsys, *model, "--json")[1])["stages"])
+    for share, verdict, statuses in ((0.8, "fits", (0, 0)), (0.95, "tight", (0, 1)), (1.05, "does not fit", (1, 1))):
+        # Of a GPU that the run fills by `share`: 5% of it are reserved, and 1% is the driver's.
+        size = ["--gpu-memory-gb", str((peak - 0.05 * 79.2 * GIB) / (share - 0.05) / 0.99 / GIB)]
+        status, out, _ = command(capsys, *model, *size)
+        assert f"\n{verdict}" in out and (status, command(capsys, *model, *size, "--strict")[0]) == statuses
+        assert json.loads(command(capsys, *model, *size, "--json")[1])["verdict"] == verdict
+
+
+def test_expert_groups_over_machines_and_idle_gpus_are_remarked_upon() -> None:
+    def remarks(ep: int, ranks: int, **cluster: Any) -> str:
+        layout = {"expert_model_parallel_size": ep}
+        return "; ".join(planned("qwen3-30B-A3B", megatron=layout, cluster={"trainer_ranks": ranks, **cluster}).remarks)
+
+    assert "all-to-all" in remarks(16, 16) and "all-to-all" not in remarks(8, 16)
+    assert "all-to-all" in remarks(4, 16, gpus_per_node=6), "groups of four do not divide machines of six"
+    assert "7 GPUs of the last machines are not used" in remarks(8, 16), "an engine has a machine to itself"
+    assert planned("olmoe-1B-7B", cluster={"trainer_ranks": 7}).remarks == ()
+
+
+def test_what_is_nothing_is_not_said_and_one_number_is_no_range(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model.path", str(CONFIGS / "qwen3-30B-A3B"), "--cluster.trainer-ranks", "8"]
+    _, out, _ = command(capsys, *model, "--megatron.expert-model-parallel-size", "8")
+    told = out[out.index("Balance") :]
+    assert (
+        "–" not in told
+        and "from other machines" not in told
+        and "layers of a stage       48\n" in " ".join(line.rstrip() + "\n" for line in told.splitlines())
+    )
+    assert not re.search(r"\b([\d.]+) to \1\b", told)
 
 
 def test_a_layer_of_llama_keeps_what_a_count_by_hand_gives() -> None:
@@ -186,6 +258,11 @@ def test_a_weight_sync_moves_every_trained_parameter_once_to_every_engine_gpu() 
     megatron = {**LAYOUT, "expert_tensor_parallel_size": 1}
     plan = planned("qwen3-30B-A3B", megatron=megatron, cluster={"trainer_ranks": 8, "gpus_per_node": 2})
     assert plan.sync_bytes == 2 * plan.parameters
+    slower = planned(
+        "qwen3-30B-A3B", megatron=megatron, cluster={"trainer_ranks": 8, "gpus_per_node": 2, "gpu_network_gbits": 100}
+    )
+    assert [s.seconds for s in slower.syncs] == pytest.approx([4 * s.seconds for s in plan.syncs])
+    assert plan.syncs[0].seconds == max(plan.syncs[0].sent, plan.syncs[0].gathered_far) / 50e9
     for stage, sync in zip(plan.stages, plan.syncs, strict=True):
         # The leader gathers all but its own shards; with two GPUs a machine the other tensor rank is near, and so is
         # one of the three other expert ranks.

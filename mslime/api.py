@@ -1,0 +1,161 @@
+"""The Python API: what the commands do, as functions that take and return values.
+
+They raise `UserError` for a mistake, print nothing unless `observe.progress` asks for it, and work in any thread. Heavy
+packages are imported by the function that needs them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from mslime.config.errors import ConfigError, UserError
+from mslime.config.schema import RunConfig
+from mslime.control.stop import Stopped
+
+if TYPE_CHECKING:
+    from mslime.control.check import ResolvedRun
+    from mslime.planner.plan import RunPlan
+
+__all__ = [
+    "RunConfig",
+    "Source",
+    "Stopped",
+    "TrainResult",
+    "UserError",
+    "check",
+    "load_config",
+    "plan",
+    "report",
+    "train",
+]
+
+Source = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
+"""A run: a configuration, the path of a YAML file, or a mapping of what such a file says."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run has come to.
+
+    Attributes:
+        run_dir: where everything that it wrote lies.
+        steps: done over the whole life of the run, resumed parts included.
+        metrics: row of the last step in metrics.jsonl; None stands for what was not finite.
+        checkpoint: the newest, from which the run would continue.
+        hf: the trained model as a Hugging Face checkpoint, with `checkpoint.save_hf`.
+    """
+
+    run_dir: Path
+    steps: int
+    metrics: Mapping[str, float | None]
+    checkpoint: Path | None
+    hf: Path | None
+
+
+def load_config(source: Source | None = None, *settings: str, **sections: Any) -> RunConfig:
+    """A validated configuration.
+
+    Args:
+        source: path of a YAML file, or a mapping; None when the rest says everything.
+        settings: `"train.lr=1e-6"`, read as the flag of the command is; they win over everything else.
+        sections: `train={"lr": 1e-6}, name="run-2"`, merged into the source.
+
+    Raises:
+        ConfigError: a file that is missing or broken, an unknown setting, or a value that breaks a rule.
+    """
+    from mslime.config.loader import build, merge
+
+    return build(merge(_values(source), _given(settings, sections)))
+
+
+def check(source: Source) -> ResolvedRun:
+    """Everything that can be known before a GPU is claimed, as `mslime check`. Raises UserError for the first mistake.
+
+    Returns:
+        The configuration with nothing left open, what the checkpoint says, and notes on prompts and reward.
+    """
+    from mslime.control.check import resolve
+
+    return resolve(_config(source))
+
+
+def plan(source: Source, *, gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunPlan:
+    """Memory, balance and weight-sync traffic, as `mslime plan`; of `model.path` only config.json is read.
+
+    Args:
+        gpus: of the whole run, engines included; default: what the configuration says.
+        gpu_memory_gb: of one GPU as it is sold; default `cluster.gpu_memory_gb`.
+
+    Raises:
+        UserError: a mistake in the configuration or in config.json. That something does not fit is in the plan.
+    """
+    from mslime.planner.command import plan_of
+
+    return plan_of(_values(source), gpus, gpu_memory_gb)
+
+
+def train(source: Source, *, stop: Event | None = None) -> TrainResult:
+    """Run the training, or continue it from its newest checkpoint, as `mslime train`. One run at a time in a process.
+
+    In the main thread signals are followed, and the handlers that were there before are set again at the end. No
+    process of the run is left when this returns or raises.
+
+    Args:
+        stop: once set, by another thread or a callback, the run is saved and ended as by SIGTERM.
+
+    Raises:
+        UserError: a mistake, or a failed part of the run.
+        Stopped: a signal or `stop` ended it; a KeyboardInterrupt that says what was saved.
+    """
+    from mslime.control.run import run
+
+    config = _config(source)
+    run(config, quiet="progress" not in config.observe.model_fields_set, asked=stop.is_set if stop else None)
+    return _result(config.run_dir)
+
+
+def report(run_dir: str | os.PathLike[str]) -> Path:
+    """Write the page about a run, finished or not, and return its path. Raises UserError where there is no run."""
+    from mslime.observe.report import write_report
+
+    return write_report(Path(run_dir))
+
+
+def _result(run_dir: Path) -> TrainResult:
+    from mslime.data.checkpoints import newest
+    from mslime.observe.metrics import FILE_NAME, read_metrics
+
+    rows, hf = read_metrics(run_dir / FILE_NAME), run_dir / "hf"
+    last = dict(rows[-1]) if rows else {"step": 0}
+    return TrainResult(run_dir, last.pop("step"), last, newest(run_dir / "checkpoints"), hf if hf.is_dir() else None)
+
+
+def _config(source: Source) -> RunConfig:
+    return source if isinstance(source, RunConfig) else load_config(source)
+
+
+def _values(source: Source | None) -> dict[str, Any]:
+    """What a source says, not yet validated."""
+    from mslime.config.loader import read_yaml
+
+    if source is None:
+        return {}
+    if isinstance(source, RunConfig):
+        return source.given()
+    if isinstance(source, Mapping):
+        return dict(source)
+    return read_yaml(Path(source))
+
+
+def _given(settings: tuple[str, ...], sections: Mapping[str, Any]) -> dict[str, Any]:
+    from mslime.config.loader import merge, parse_flags
+
+    for setting in settings:
+        if "=" not in setting:
+            raise ConfigError("settings", setting, "is no NAME=VALUE", 'write "train.lr=1e-6"')
+    return merge(dict(sections), parse_flags([f"--{setting}" for setting in settings]))

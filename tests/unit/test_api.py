@@ -1,0 +1,129 @@
+"""The Python API: light to import, the same answers as the commands, mistakes as exceptions."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mslime
+from mslime.cli import main
+from mslime.control import run as control_run
+from mslime.control.check import describe
+from mslime.control.stop import SIGNALS, StopSignals
+from tests.fixtures.full_size import CONFIGS
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+
+
+def values(tmp_path: Path, **sections: Any) -> dict[str, Any]:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
+    return {
+        "name": "first", "output_dir": str(tmp_path), "model": {"path": str(tmp_path / "model")},
+        "data": {"prompts": [str(prompts)]}, "rollout": {"max_response_tokens": 32}, **sections,
+    }  # fmt: skip
+
+
+def test_importing_the_package_loads_nothing_and_every_name_is_there_when_used() -> None:
+    program = (
+        "import sys, mslime\n"
+        "heavy = {'pydantic', 'yaml', 'torch', 'ray', 'numpy', 'mslime.config'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert set(dir(mslime)) == set(mslime.__all__)\n"
+        "assert all(getattr(mslime, name) for name in mslime.__all__)\n"
+        "assert not {'torch', 'ray'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        mslime.trian  # noqa: B018
+
+
+def test_settings_win_over_sections_and_sections_over_the_source(tmp_path: Path) -> None:
+    told = values(
+        tmp_path, train={"lr": 1e-5, "num_steps": 7, "min_lr": 1e-7}, sglang={"api_key": "secret", "urls": ["http://a"]}
+    )
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(told))
+    of_mapping = mslime.load_config(told)
+    for source in (told, tmp_path / "run.yaml", str(tmp_path / "run.yaml"), of_mapping):
+        config = mslime.load_config(source, "train.lr=1e-4", train={"lr": 1e-3, "num_steps": 8}, name="second")
+        assert (config.name, config.train.lr, config.train.num_steps) == ("second", 1e-4, 8)
+        assert config.train.min_lr == 1e-7, "the rest of a section stays"
+        key = config.sglang.api_key
+        assert key is not None and key.get_secret_value() == "secret"
+    assert mslime.load_config(of_mapping) == of_mapping
+
+
+def test_mistakes_are_raised_with_a_way_out(tmp_path: Path) -> None:
+    told = values(tmp_path)
+    for settings, sections, field, way_out in (
+        (("train.lrr=1",), {}, "train.lrr", "did you mean 'lr'"),
+        (("train.lr",), {}, "settings", "train.lr=1e-6"),
+        ((), {"train": {"num_steps": 0}}, "train.num_steps", "it takes"),
+    ):
+        with pytest.raises(mslime.UserError) as caught:
+            mslime.load_config(told, *settings, **sections)
+        assert caught.value.field == field and way_out in caught.value.way_out
+    with pytest.raises(mslime.UserError, match="holds a config"):
+        mslime.train(told)
+    with pytest.raises(mslime.UserError, match="does not exist"):
+        mslime.report(tmp_path / "nothing")
+
+
+def test_check_says_what_the_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    make_tiny_qwen3_moe(tmp_path / "model")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values(tmp_path)))
+    assert main(["check", str(tmp_path / "run.yaml")]) == 0
+    printed = capsys.readouterr().out
+    checked = mslime.check(values(tmp_path))
+    assert capsys.readouterr() == ("", ""), "nothing is printed"
+    Console().print(describe(checked))
+    assert capsys.readouterr().out == printed
+    assert checked.model.num_experts == 8
+
+
+def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    model, layout = str(CONFIGS / "qwen3-30B-A3B"), {"expert_model_parallel_size": 8}
+    told = {"model": {"path": model}, "megatron": layout, "cluster": {"device": "cuda"}}
+    flags = ["--model.path", model, "--megatron.expert-model-parallel-size", "8", "--cluster.device", "cuda"]
+    main(["plan", *flags, "--gpus", "17", "--gpu-memory-gb", "141", "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    for source in (told, mslime.load_config(told, "data.prompts=p.jsonl", "cluster.trainer_ranks=8")):
+        found = mslime.plan(source, gpus=17, gpu_memory_gb=141)
+        assert json.loads(json.dumps(found.as_dict(), default=str)) == printed
+        assert found.trainer_gpus == 16
+
+
+def test_a_second_run_in_one_process_is_refused(tmp_path: Path) -> None:
+    with control_run._ONE_AT_A_TIME, pytest.raises(mslime.UserError, match="another run is going on in this process"):
+        mslime.train(values(tmp_path))
+    with pytest.raises(mslime.UserError, match="holds a config"):  # free again, whatever the first one came to
+        mslime.train(values(tmp_path))
+
+
+def test_a_run_in_a_thread_ends_when_it_is_asked_and_touches_no_handler() -> None:
+    before, caught = [signal.getsignal(number) for number in SIGNALS], list[mslime.Stopped]()
+    asked = threading.Event()
+
+    def work() -> None:
+        with StopSignals(asked.is_set) as stop:
+            assert [signal.getsignal(number) for number in SIGNALS] == before
+            stop.check()
+            asked.set()
+            try:
+                stop.check()
+            except mslime.Stopped as stopped:
+                caught.append(stopped)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert caught[0].signum == signal.SIGTERM and caught[0].save
