@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace, flags: list[str], name: str) -> dict[str, flo
     return {
         "step": statistics.median(r["perf/step_seconds"] for r in timed),
         "idle": statistics.median(_trainer_idle(directory, r["step"]) for r in timed),
-        "rate": statistics.median(r["rollout/tokens_per_s"] for r in timed),
+        "rate": statistics.median(r["rollout/tokens_per_s"] for r in timed if "rollout/tokens_per_s" in r),
         "age": statistics.mean(r["staleness/mean"] for r in timed),
         "lost": lost / generated,
         "accuracy": accuracies[0] if accuracies else None,

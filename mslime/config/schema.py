@@ -407,7 +407,8 @@ class ObserveConfig(Section):
     eval_every: int = Field(
         default=10,
         ge=0,
-        description="Steps between evaluations; there is also one after the last step. 0: none, not even that one.",
+        description="Steps between evaluations; there is also one after the last step. 0: none, not even that one. "
+        "With rollout.max_staleness above 0 the trainer goes on meanwhile.",
     )
     eval_at_start: bool = Field(
         default=True, description="Evaluate before the first step too, whatever eval_every says; logged as step 0."

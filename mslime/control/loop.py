@@ -15,13 +15,14 @@ def train_rl(session: Session) -> None:
     config = session.config
     with session.rescuing():
         session.publish_weights(version=session.first_step)
-        if config.observe.eval_at_start and session.first_step == 0:
-            session.evaluate(step=0)
+        if _evaluation_owed(session):
+            session.evaluate(step=session.first_step)
         for step in range(session.first_step, config.train.num_steps):
             with session.step(step) as record:
                 batch = session.take(step)
                 record.update(batch.metrics)
                 record.update(session.train(batch.shards))
+                record.update(session.evaluated())  # of the weights that are now replaced
                 record.update(session.publish_weights(version=step + 1))
                 if evaluation_due(config, step):
                     record.update(session.evaluate(step=step + 1))
@@ -57,6 +58,14 @@ def evaluation_due(config: RunConfig, step: int) -> bool:
     """Whether an evaluation follows `step` (0-based): every so many steps and after the last one, or never."""
     every = config.observe.eval_every
     return every > 0 and (_is_last(config, step) or _multiple(every, step))
+
+
+def _evaluation_owed(session: Session) -> bool:
+    """Whether the weights that the session begins with are to be evaluated: those of a new run, or those that an
+    earlier session was stopped with before their scores were there."""
+    config, done = session.config, session.first_step
+    due = evaluation_due(config, done - 1) if done else config.observe.eval_at_start
+    return due and not session.has_scores(done)
 
 
 def _multiple(every: int, step: int) -> bool:

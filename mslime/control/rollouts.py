@@ -5,6 +5,7 @@ loop. It turns each step's groups into shards and leaves them in Ray's store, on
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -62,6 +63,34 @@ class SavedState:
     directory: Path
     name: str
     total: FileSum
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Scores on every held-out set.
+
+    Attributes:
+        version: weight version that sampled every response; None when nothing was sampled.
+        begin, end: Unix seconds.
+    """
+
+    metrics: dict[str, float]
+    version: int | None
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that is running, of the weights after `step` steps."""
+
+    step: int
+    answer: ray.ObjectRef
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return bool(ray.wait([self.answer], timeout=0)[0])
 
 
 class RolloutActor:
@@ -217,12 +246,14 @@ class RolloutActor:
         """Go on under new weights."""
         await self._service.resume_after_update(version)
 
-    async def evaluate(self) -> dict[str, float]:
-        """Scores on every held-out set."""
-        metrics: dict[str, float] = {}
-        for eval_set in self._config.data.eval_sets:
-            metrics |= (await self._service.evaluate(eval_set)).metrics()
-        return metrics
+    async def evaluate(self) -> Evaluated:
+        """Scores on every held-out set, one after the other."""
+        begin = time.time()
+        results = [await self._service.evaluate(eval_set) for eval_set in self._config.data.eval_sets]
+        versions = {r.version for r in results if r.version is not None}
+        assert len(versions) <= 1, f"weights were replaced during the evaluation: versions {sorted(versions)}"
+        metrics = {name: value for result in results for name, value in result.metrics().items()}
+        return Evaluated(metrics, next(iter(versions), None), begin, time.time())
 
     async def save(self, path: str, next_step: int) -> FileSum:
         """Write everything that a resume needs: position in the prompts, work in flight, ledger; returns its sum."""
@@ -303,10 +334,14 @@ class RolloutHandle:
         """See `RolloutActor.resume`."""
         self._control("resume engines", self._actor.resume.remote(version))
 
-    def evaluate(self) -> dict[str, float]:
-        """See `RolloutActor.evaluate`."""
-        deadline = self._config.deadlines.rollout_step_s
-        return self._call("evaluation", self._actor.evaluate.remote(), deadline, self._check)
+    def begin_evaluation(self, step: int) -> Evaluation:
+        """Begin what `RolloutActor.evaluate` does, and wait for nothing."""
+        return Evaluation(step, self._actor.evaluate.remote())
+
+    def finish_evaluation(self, running: Evaluation) -> Evaluated:
+        """The scores; waits for them."""
+        deadline, check = self._config.deadlines.rollout_step_s, None if running.done else self._check
+        return self._call(f"evaluation of step {running.step}", running.answer, deadline, check)
 
     def save(self, path: Path, next_step: int, deadline_s: float | None = None) -> FileSum:
         """See `RolloutActor.save`."""

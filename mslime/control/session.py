@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,7 +22,7 @@ from mslime.control.check import ResolvedRun
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup
 from mslime.control.ray_watch import RayWatch, leave_without_ray
-from mslime.control.rollouts import RolloutHandle, SavedState, StepShards
+from mslime.control.rollouts import Evaluation, RolloutHandle, SavedState, StepShards
 from mslime.control.stop import Stopped, StopSignals
 from mslime.control.trainers import TrainerGroup
 from mslime.data.checkpoints import (
@@ -44,8 +44,8 @@ from mslime.data.manifest import Manifest, read_manifest
 from mslime.data.source import PromptSource, supervised_sample
 from mslime.data.tokenizer import load_tokenizer
 from mslime.observe.metrics import FILE_NAME, MetricsLogger, read_metrics
-from mslime.observe.progress import open_progress
-from mslime.observe.rows import over_optimizer_steps
+from mslime.observe.progress import open_progress, summary_line
+from mslime.observe.rows import are_scores, over_optimizer_steps
 from mslime.observe.timeline import STEP, Timeline
 from mslime.weights.commit import Commit
 
@@ -97,6 +97,7 @@ class Session:
         self._outlines: dict[int, bytes] = {}  # the rollout service's, by the step that a checkpoint would continue at
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
+        self._evaluating: Evaluation | None = None
 
     @property
     def _checkpoints(self) -> Path:
@@ -121,21 +122,7 @@ class Session:
 
     def _start(self) -> None:
         config, logs = self.config, self.config.run_dir / "logs"
-        self._metrics = self._stack.enter_context(
-            MetricsLogger(
-                config.run_dir,
-                config.observe,
-                self.first_step + 1 if self.first_step else 0,
-                config.name,
-                config.as_dict(),
-                self._last_row,
-            )
-        )
-        self._read_scores()
-        self._timeline = self._stack.enter_context(Timeline(config.run_dir))
-        self._progress = self._stack.enter_context(
-            open_progress("off" if self._quiet else config.observe.progress, config.train.num_steps, self.first_step)
-        )
+        self._open_records()
         self._progress.note(
             f"starting {config.layout.world_size} trainer rank(s): {config.layout.describe()}; logs in {logs}"
         )
@@ -159,6 +146,25 @@ class Session:
                 )
         if config.train.task == "sft":
             self._open_supervised()
+
+    def _open_records(self) -> None:
+        """Metrics, timeline and progress: what the run writes whatever it consists of."""
+        config = self.config
+        self._metrics = self._stack.enter_context(
+            MetricsLogger(
+                config.run_dir,
+                config.observe,
+                self.first_step + 1 if self.first_step else 0,
+                config.name,
+                config.as_dict(),
+                self._last_row,
+            )
+        )
+        self._read_scores()
+        self._timeline = self._stack.enter_context(Timeline(config.run_dir))
+        self._progress = self._stack.enter_context(
+            open_progress("off" if self._quiet else config.observe.progress, config.train.num_steps, self.first_step)
+        )
 
     def _start_generation(self, cluster: Cluster, logs: Path) -> None:
         """Engines and trainers start side by side; the rollout service connects when both are there."""
@@ -281,6 +287,7 @@ class Session:
         No trainer rank enters a collective before every engine has confirmed its pause.
         """
         self._at_rest()
+        assert self._evaluating is None, "an evaluation still draws from the weights that would be replaced"
         begin = time.monotonic()
         mode = self._run.weight_check
         verify = mode == "always" or (mode == "first" and not self._verified)
@@ -305,22 +312,54 @@ class Session:
             "weights/buckets": float(sent.buckets),
         }
 
+    def has_scores(self, step: int) -> bool:
+        """Whether the run has recorded scores on held-out sets after `step` steps."""
+        rows = read_metrics(self.config.run_dir / FILE_NAME)
+        return any(row["step"] == step and are_scores(row) for row in rows)
+
     def evaluate(self, step: int) -> dict[str, float]:
-        """Scores on the held-out sets after `step` steps; those before the first step are logged as step 0."""
+        """Scores on the held-out sets after `step` steps.
+
+        With `rollout.max_staleness` above 0 the engines draw them while the trainer goes on, and `evaluated` waits for
+        them; after the last step there is nothing to go on with. Otherwise returns what `evaluated` does.
+        """
         if not self.config.data.eval_sets:
             return {}
         self._at_rest()
+        self._evaluating = self._rollouts.begin_evaluation(step)
+        beside = self.config.rollout.max_staleness > 0 and step < self.config.train.num_steps
+        return {} if beside else self.evaluated()
+
+    def evaluated(self) -> dict[str, float]:
+        """Wait for the evaluation that is running, if there is one, and record its scores with the step that they are
+        of. Returns what belongs into the record of the step in progress.
+
+        `checkpoint.keep_best` needs no more: scores are known before the next checkpoint is saved, and until then
+        theirs is the newest, which is kept.
+        """
+        if (running := self._evaluating) is None:
+            return {}
         begin = self._timeline.now()
-        metrics = self._rollouts.evaluate()
+        found = self._rollouts.finish_evaluation(running)
         end = self._timeline.now()
+        self._evaluating = None
+        assert found.version in (running.step, None), f"scores of version {found.version} for step {running.step}"
         for address in self._engines.addresses:
-            self._timeline.record(address.name, "evaluate", begin, end, step)
-        metrics["perf/eval_seconds"] = end - begin
-        if step == 0:
-            row = self._metrics.log(0, {**metrics, "version": 0.0})
-            self._score(0, row)
+            self._timeline.record(address.name, "evaluate", found.begin, found.end, self._of_span(running.step))
+        self._timeline.record("driver", "wait for evaluation", begin, end, self._of_span(self._step))
+        waited = {"perf/eval_seconds": end - begin}
+        if self._open is not None and self._step == running.step:
+            return found.metrics | waited
+        self._log_scores(running.step, found.metrics if self._open else found.metrics | waited)
+        return waited
+
+    def _log_scores(self, step: int, metrics: Mapping[str, float]) -> None:
+        """A row of its own for scores that come when the row of their step is written, or never will be (step 0)."""
+        self._score(step, self._metrics.log(step, {**metrics, "version": float(step)}))
+        if step:
+            self._progress.note(f"step {step}: {summary_line(metrics)}")
+        else:
             self._progress.step_done(0, metrics)
-        return metrics
 
     def supervised_batch(self) -> Shards:
         """The next `train.sft_batch_size` rows as shards for every rank."""
@@ -415,6 +454,7 @@ class Session:
         reason = "the run ends" if isinstance(error, Stopped) else f"the run ends: {_first_line(error)}"
         if isinstance(error, Stopped) and not error.save:
             return self._lost("a second signal came")
+        self._keep_scores()
         if self._training:
             what = "step {} did not end in time" if isinstance(error, Stopped) else "the trainer failed within step {}"
             return self._lost(what.format(self._step))
@@ -433,6 +473,20 @@ class Session:
         except Exception as second:  # whatever it is: the first error is the one that ends the run
             return self._lost(f"saving failed: {second}")
         return f"saved step {self._trained} in {step_directory(self._checkpoints, self._trained)}"
+
+    def _keep_scores(self) -> None:
+        """Record the scores of an evaluation that has ended, before the run does."""
+        running = self._evaluating
+        if running is None or (self._ray is not None and self._ray.gone):
+            return
+        with suppress(Exception):  # whatever it is: the first error is the one that ends the run
+            if running.done:
+                found = self.evaluated()
+                if self._open is not None:
+                    self._open[1].update(found)
+                return
+        fate = "it begins again when the run continues" if running.step == self._trained else "its scores are lost"
+        self._progress.note(f"the evaluation of step {running.step} has not ended: {fate}")
 
     def _lost(self, why: str) -> str:
         """Say that steps are not saved."""
@@ -455,7 +509,12 @@ class Session:
 
     def _record_ranks(self, name: str, spans: Mapping[str, tuple[float, float]]) -> None:
         for rank, (start, end) in spans.items():
-            self._timeline.record(rank, name, start, end, self._step)
+            self._timeline.record(rank, name, start, end, self._of_span(self._step))
+
+    def _of_span(self, step: int) -> int:
+        """The step of a span. All spans of a step are of one attempt (`timeline.read_spans`), so what a resumed session
+        does before its first step counts to that one."""
+        return step + 1 if step == self.first_step > 0 else step
 
 
 def _checkpoint_to_load(config: RunConfig) -> Chosen:

@@ -1,8 +1,9 @@
 """`metrics.jsonl`: one JSON object a step, the source of the console, TensorBoard, W&B and the HTML report.
 
 A row is on disk before `log` returns, whole or not at all. A row that a crash tore is dropped when the run resumes, and
-rows of steps that will be done again are cut off, so that each step stands in the file once, in order. The checkpoint
-keeps its own step's row, should the file have lost it.
+rows of steps that will be done again are cut off, so that each step stands in the file once, in order. What is known of
+a step only later (an evaluation that runs beside training) is one more row of that step, before the row of the next;
+`rows.by_step` joins them. The checkpoint keeps its own step's row, should the file have lost it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class MetricsLogger:
             UserError: a sink's package is not installed, or the file cannot be written.
         """
         self._path = run_dir / FILE_NAME
-        self._last_step = first_step
+        self._last_step = max(first_step - 1, 0)  # of which more may be found out after a resume
         self._sinks: list[Sink] = open_sinks(run_dir, observe, run_name, run_config or {})
         try:
             run_dir.mkdir(parents=True, exist_ok=True)

@@ -189,6 +189,8 @@ def open_progress(
 def summary_line(metrics: Mapping[str, float]) -> str:
     """The few numbers of a step that one line holds; what was not recorded is left out."""
     parts = [f"{label} {form.format(metrics[name])}" for label, name, form in _SHOWN if name in metrics]
+    if metrics.get("ledger/generated_tokens") == 0:
+        parts.append("(the batch was ready)")
     return "  ".join(_scores(metrics) + parts)
 
 

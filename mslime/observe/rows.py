@@ -48,6 +48,11 @@ def _joined(steps: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
 
 
+def are_scores(row: Row) -> bool:
+    """Whether a row tells of held-out sets."""
+    return any(name.startswith("eval/") for name in row)
+
+
 def by_step(rows: Sequence[Row]) -> list[Row]:
     """One row a step, in order; rows of the same step are joined, and what no part of its time explains is added."""
     joined: dict[int, dict[str, Any]] = {}

@@ -23,6 +23,7 @@ class EvalResult:
         mean_reward: mean over responses; a response that could not be scored counts 0.
         pass_at: k -> probability that one of k responses is right, mean over prompts; k = 1, 2, 4 ... up to n.
         response_len_mean: tokens. truncated: share of responses cut at the length limit.
+        version: weight version that sampled every token; None when no token was sampled.
     """
 
     name: str
@@ -33,6 +34,7 @@ class EvalResult:
     response_len_mean: float
     truncated: float
     seconds: float
+    version: int | None = None
 
     def metrics(self) -> dict[str, float]:
         """`eval/<name>/...` values."""
@@ -57,9 +59,11 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def summarise(name: str, groups: Sequence[Sequence[Sample]], seconds: float) -> EvalResult:
-    """The result of `groups`: the finished responses to each prompt, the same number n for all."""
+    """The result of `groups`: finished responses to each prompt, the same number n for all, of one weight version."""
     n = len(groups[0])
     assert all(len(g) == n for g in groups)
+    versions = {p.version for g in groups for s in g for p in s.segments if p.version is not None}
+    assert len(versions) <= 1, f"weights were replaced during the evaluation of {name}: versions {sorted(versions)}"
     rewards = np.asarray([[s.reward or 0.0 for s in g] for g in groups], np.float64)
     right = (rewards > RIGHT_ABOVE).sum(axis=1)
     ks = [2**i for i in range(n.bit_length()) if 2**i <= n]
@@ -73,4 +77,5 @@ def summarise(name: str, groups: Sequence[Sequence[Sample]], seconds: float) -> 
         float(np.mean([s.response_length for s in samples])),
         float(np.mean([s.status is SampleStatus.TRUNCATED for s in samples])),
         seconds,
+        next(iter(versions), None),
     )

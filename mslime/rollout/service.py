@@ -218,9 +218,11 @@ class RolloutService:
     async def evaluate(self, eval_set: EvalSetConfig) -> EvalResult:
         """Accuracy, pass@k and lengths on a held-out set, with the weights that the engines serve now.
 
+        May run beside everything else but a weight update, which must wait for it.
+
         Raises DataError for a bad file, EngineError when no engine is left, RewardError as `reward.on_error` says.
         """
-        started = time.time()
+        started, step = time.time(), self._step
         rows = PromptSource([eval_set.path], self._config.data, self._tokenizer, self._config.seed, shuffle=False)
         sampling = Sampling.for_evaluation(self._config, self._model, eval_set)
         groups = [new_group(i, prompt, eval_set.samples_per_prompt) for i, prompt in enumerate(rows)]
@@ -238,7 +240,7 @@ class RolloutService:
                     tasks.create_task(run(sample))
         except ExceptionGroup as errors:  # the first failure cancelled the others
             raise errors.exceptions[0] from None
-        self._span("rollout", "evaluate", started)
+        self._span("rollout", "evaluate", started, step)
         return summarise(eval_set.name, [g.samples for g in groups], time.time() - started)
 
     async def close(self) -> None:
@@ -597,9 +599,10 @@ class RolloutService:
             **{f"ledger/{name}": float(value) for name, value in books.items()},
             **{f"rollout/{name}": value for name, value in moved.items()},
             "reward/errors": float(self._counters.since_mark("reward_errors")),
-            "rollout/tokens_per_s": books["generated_tokens"] / max(seconds, 1e-9),
             "rollout/cached_tokens": float(self._generator.cached_tokens),
         }
+        if books["generated_tokens"]:  # else all was ready, which says nothing of how fast the engines are
+            metrics["rollout/tokens_per_s"] = books["generated_tokens"] / max(seconds, 1e-9)
         self._counters.mark()
         self._generator.cached_tokens = 0
         return metrics
@@ -644,9 +647,9 @@ class RolloutService:
         if self._on_span is not None:
             self._on_span(engine, "generate", start, end, self._step)
 
-    def _span(self, lane: str, name: str, start: float) -> None:
+    def _span(self, lane: str, name: str, start: float, step: int | None = None) -> None:
         if self._on_span is not None:
-            self._on_span(lane, name, start, time.time(), self._step)
+            self._on_span(lane, name, start, time.time(), self._step if step is None else step)
 
 
 def _sound(groups: Sequence[Group], ledger: Ledger) -> list[Group]:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from mslime.data.ledger import Ledger
 from mslime.data.manifest import read_manifest
 from mslime.observe.names import is_known
 from mslime.observe.report import write_report
+from mslime.observe.rows import by_step
+from mslime.observe.timeline import Span, read_spans
 from mslime.rollout.state import open_state, unpack_groups
 from tests.e2e.harness import ROOT, Run, interrupt, start_program, start_run
 
@@ -131,6 +134,18 @@ def test_a_critic_is_warmed_up_on_gpus_of_its_own_and_resumes_on_the_policys(
     assert second.left_over() == []
 
 
+def assert_evaluated_beside_training(spans: Sequence[Span], step: int) -> None:
+    """A version is waited for after the next step is trained, and before its weights are replaced."""
+
+    def first(name: str, step: int, lane: str = "driver") -> Span:
+        return next(s for s in spans if s.name == name and s.step == step and s.lane.startswith(lane))
+
+    evaluated, waited = first("evaluate", step, "engine"), first("wait for evaluation", step + 1)
+    trained, sent = first("train", step + 1, "trainer"), first("send weights", step + 1, "trainer")
+    assert evaluated.start <= trained.start and trained.end - 1e-3 <= waited.start
+    assert max(evaluated.end, waited.end) <= sent.start + 1e-3
+
+
 @pytest.mark.timeout(600)
 def test_an_asynchronous_run_recycles_partial_rollouts_within_the_staleness_bound(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
@@ -139,12 +154,16 @@ def test_an_asynchronous_run_recycles_partial_rollouts_within_the_staleness_boun
     # Its teacher, on a server of its own, is the model itself, so at first there is nothing to distil.
     teacher, distil = {"path": str(tiny_qwen3_moe), "max_total_tokens": 4096}, {"advantage": "none", "opd_coef": 1.0}
     values = settings(
-        tiny_qwen3_moe, prompts, rollout=rollout, train={"num_steps": 4}, teacher=teacher, algorithm=distil
-    )
+        tiny_qwen3_moe, prompts, rollout=rollout, train={"num_steps": 4}, teacher=teacher, algorithm=distil,
+        data={"eval_sets": [{"name": "held_out", "path": f"{prompts}@[:4]", "max_response_tokens": 16}]},
+        observe={"eval_every": 2, "eval_at_start": False},
+    )  # fmt: skip
     run = start_run(values, tmp_path)
     runs.append(run)
     assert run.finish(START_S + 4 * STEP_S) == 0, run.text()
-    rows = run.rows()
+    rows = by_step(run.rows())
+    assert [r["step"] for r in rows if "eval/held_out/accuracy" in r] == [2, 4]
+    assert_evaluated_beside_training(read_spans(run.directory), step=2)
     assert len(rows) == 4 and all(r["staleness/max"] <= 2 for r in rows)
     assert sum(r["rollout/aborted"] for r in rows) > 0 and sum(r["rollout/recycled"] for r in rows) > 0
     assert all(r["replay/coverage"] == 1.0 for r in rows)

@@ -9,9 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.errors import DataError, EngineError, RewardError
 from mslime.config.schema import EvalSetConfig
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
+from mslime.observe.progress import summary_line
 from mslime.rollout.protocols import StepBatch
 from mslime.rollout.service import RolloutService
 from tests.unit.rollout_fakes import (
@@ -435,6 +437,53 @@ def test_the_state_holds_groups_in_flight(tmp_path: Path):
         other = make_service(config, FakeSlowEngine(uneven))
         other.load(tmp_path / "rollouts.npz")
         assert sorted(g.group_id for g in other._held()) == everything == sorted({*range(12)} - taken)
+        await service.close()
+
+    run(work)
+
+
+def test_an_evaluation_beside_training_is_of_one_version_or_refused(tmp_path: Path):
+    class FakeCounting(FakeSlowEngine):
+        held_out = 0
+
+        async def before_token(self, request: GenerateRequest) -> None:
+            self.held_out += "-e-" in request.rid
+
+    async def work() -> None:
+        engine = FakeCounting(lambda group, index: 40 if group.startswith("e-") else 4)
+        config = run_config(tmp_path, max_staleness=2, groups_per_step=2)
+        service = make_service(config, engine)
+        held_out = EvalSetConfig(name="e", path=f"{config.data.prompts[0]}@[:3]", samples_per_prompt=2)
+        evaluation = asyncio.create_task(service.evaluate(held_out))
+        batch = await service.take(0)
+        assert not evaluation.done() and len(batch.groups) == 2, "the step's groups do not wait for it"
+        total = await service.checkpoint(tmp_path / "rollouts.npz")
+        assert total.size and not evaluation.done(), "a checkpoint interrupts its responses, which go on"
+        result = await evaluation
+        assert result.version == 0 and result.response_len_mean == 40
+
+        hasty, begun = asyncio.create_task(service.evaluate(held_out)), engine.held_out
+        while engine.held_out < begun + 12:  # of six responses: there are tokens of version 0
+            await asyncio.sleep(0)
+        await publish(service, engine, 1)
+        with pytest.raises(AssertionError, match="replaced during the evaluation of e"):
+            await hasty
+        await service.close()
+
+    run(work)
+
+
+def test_a_batch_that_was_ready_says_nothing_of_the_engines_speed(tmp_path: Path):
+    async def work() -> None:
+        engine = FakeSlowEngine(lambda group, index: 4 if int(group[1:]) < 4 else 40)
+        service = make_service(run_config(tmp_path, max_staleness=2), engine)
+        await service.take(0)
+        while service._running:
+            await asyncio.sleep(0.001)
+        generated, ready = (await service.take(1)).metrics, (await service.take(2)).metrics
+        assert generated["rollout/tokens_per_s"] > 0 and "batch was ready" not in summary_line(generated)
+        assert ready["ledger/generated_tokens"] == 0 and "rollout/tokens_per_s" not in ready
+        assert "batch was ready" in summary_line(ready)
         await service.close()
 
     run(work)

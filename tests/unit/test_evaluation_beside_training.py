@@ -1,0 +1,210 @@
+"""The loop and the session around evaluations: which weights are scored, where the scores go, what a signal costs.
+
+Engines, ranks and the rollout service only pretend, so that an evaluation ends when a test says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mslime.config.errors import EngineError
+from mslime.config.loader import build
+from mslime.control.check import ResolvedRun
+from mslime.control.loop import train_rl
+from mslime.control.rollouts import Evaluated, Evaluation, StepShards
+from mslime.control.session import Session
+from mslime.control.stop import Stopped
+from mslime.data.checkpoints import complete, saving_directory, steps
+from mslime.data.checksums import FileSum, write_summed
+from mslime.observe.metrics import read_metrics
+from mslime.observe.rows import by_step
+from mslime.observe.timeline import read_spans
+
+
+class FakeEvaluation(Evaluation):
+    """One that has ended, or has not: as the test says."""
+
+    @property
+    def done(self) -> bool:
+        return cast("bool", self.answer)
+
+
+class FakeRollouts:
+    """Takes nothing and evaluates at once. `events` is what the run did, in order; a hook may end it there."""
+
+    def __init__(self, events: list[str], hook: Callable[[str], None]) -> None:
+        self.version, self._events, self._hook = -1, events, hook
+        self.done = True
+
+    def tell(self, event: str) -> None:
+        self._events.append(event)
+        self._hook(event)
+
+    def take(self, step: int, on_counts: object) -> StepShards:
+        self.tell(f"take {step + 1}")
+        return StepShards([], {"reward/mean": 0.5}, b"")
+
+    def pause(self) -> None:
+        self.tell("pause")
+
+    def resume(self, version: int) -> None:
+        self.version = version
+
+    def begin_evaluation(self, step: int) -> Evaluation:
+        self.tell(f"evaluate {step}")
+        return FakeEvaluation(step, cast("Any", self.done))
+
+    def finish_evaluation(self, running: Evaluation) -> Evaluated:
+        self.tell(f"scores {running.step}")
+        return Evaluated({"eval/a/accuracy": (5 - running.step) / 10}, self.version, 1.0, 2.0)
+
+    def save(self, path: Path, next_step: int, deadline_s: float) -> FileSum:
+        return write_summed(path, b"groups")
+
+
+class FakeTrainers:
+    """Ranks that learn nothing and save quickly."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+
+    def train(self, shards: object, on_progress: object, policy: bool) -> tuple[list[dict[str, float]], dict[str, Any]]:
+        self._tell("train")
+        return [{"loss/total": 1.0, "loss/tokens": 1.0}], {}
+
+    def send_weights(self, version: int, verify: bool, on_progress: object) -> tuple[Any, dict[str, Any]]:
+        self._tell(f"send {version}")
+        return SimpleNamespace(bytes=1, seconds=1.0, buckets=1), {"trainer 0": (1.0, 2.0)}
+
+    def save(self, directory: Path, extra: dict[str, Any], others: dict[str, FileSum], deadline_s: float) -> None:
+        complete(saving_directory(directory), directory, "tp1", 1, extra, others)
+
+    def rest(self, deadline_s: float) -> None:
+        pass
+
+
+class FakeParts(Session):
+    """A session whose processes only pretend; its loop, records and checkpoints are the real ones."""
+
+    def __init__(self, run: ResolvedRun, hook: Callable[[str], None]) -> None:
+        super().__init__(run)
+        self.events: list[str] = []
+        self.fake = FakeRollouts(self.events, hook)
+
+    def _start(self) -> None:
+        self._open_records()
+        self._rollouts, self._trainers = cast("Any", self.fake), cast("Any", FakeTrainers(self.fake.tell))
+        silent = SimpleNamespace(begin=lambda: None, end=lambda: None, stamp=lambda version: None)
+        self._commit = cast("Any", silent)
+        self._engines = cast("Any", SimpleNamespace(addresses=[SimpleNamespace(name="engine 0")]))
+
+
+def nothing(event: str) -> None:
+    pass
+
+
+def session(
+    tmp_path: Path, staleness: int, hook: Callable[[str], None] = nothing, done: bool = True, **sections: Any
+) -> FakeParts:
+    values: dict[str, Any] = {
+        "model": {"path": str(tmp_path)}, "output_dir": str(tmp_path), "cluster": {"device": "cpu"},
+        "data": {"prompts": ["p.jsonl"], "eval_sets": [{"name": "a", "path": "e.jsonl"}]},
+        "rollout": {"max_staleness": staleness}, "train": {"num_steps": 4}, "checkpoint": {"save_hf": False},
+        "observe": {"eval_every": 2, "progress": "off"}, **sections,
+    }  # fmt: skip
+    made = FakeParts(cast("Any", SimpleNamespace(config=build(values), weight_check="never")), hook)
+    made.fake.done = done
+    return made
+
+
+def train(made: FakeParts) -> list[str]:
+    with made:
+        train_rl(made)
+    return made.events
+
+
+def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
+    return read_metrics(tmp_path / "run" / "metrics.jsonl")
+
+
+def test_training_goes_on_while_a_version_is_evaluated_and_the_next_one_waits(tmp_path: Path) -> None:
+    events = train(session(tmp_path, staleness=1))
+    assert events == [
+        "pause", "send 0", "evaluate 0",
+        "take 1", "train", "scores 0", "pause", "send 1",
+        "take 2", "train", "pause", "send 2", "evaluate 2",
+        "take 3", "train", "scores 2", "pause", "send 3",
+        "take 4", "train", "pause", "send 4", "evaluate 4", "scores 4",
+    ]  # fmt: skip
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == [0, 1, 2, 2, 3, 4], "in order, and the late ones before the next step's"
+    joined = by_step(rows)
+    assert {r["step"]: r["eval/a/accuracy"] for r in joined if "eval/a/accuracy" in r} == {0: 0.5, 2: 0.3, 4: 0.1}
+    assert all(r["version"] == r["step"] for r in joined) and "loss/total" in joined[2]
+    waited = [r["step"] for r in rows if "perf/eval_seconds" in r]
+    assert waited == [1, 3, 4], "the step that waited, which is the next one"
+    spans = [(s.lane, s.step) for s in read_spans(tmp_path / "run") if s.name == "evaluate"]
+    assert spans == [("engine 0", 0), ("engine 0", 2), ("engine 0", 4)]
+
+
+def test_without_staleness_nothing_runs_beside_an_evaluation(tmp_path: Path) -> None:
+    events = train(session(tmp_path, staleness=0))
+    assert events[2:4] == ["evaluate 0", "scores 0"] and events[events.index("evaluate 2") + 1] == "scores 2"
+    assert [row["step"] for row in rows_of(tmp_path)] == [0, 1, 2, 3, 4]
+    assert [r["step"] for r in rows_of(tmp_path) if "perf/eval_seconds" in r] == [0, 2, 4]
+
+
+def test_the_best_checkpoint_is_kept_by_scores_that_come_late(tmp_path: Path) -> None:
+    kept = {"save_hf": False, "save_every": 1, "keep": 1, "keep_best": "eval/a/accuracy"}
+    train(session(tmp_path, staleness=1, checkpoint=kept, observe={"eval_every": 1, "progress": "off"}))
+    assert [path.name for path in steps(tmp_path / "run" / "checkpoints")] == ["step_1", "step_4"]
+    down = {**kept, "keep_best_is": "min"}
+    train(session(tmp_path / "down", staleness=1, checkpoint=down, observe={"eval_every": 1, "progress": "off"}))
+    assert [path.name for path in steps(tmp_path / "down" / "run" / "checkpoints")] == ["step_4"]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("done", [True, False])
+def test_an_evaluation_that_a_signal_meets_is_recorded_once(tmp_path: Path, staleness: int, done: bool) -> None:
+    """It comes while version 2 is evaluated. What has ended is kept; what has not is done by the next session."""
+    at = "take 3" if staleness else "scores 2"
+    met: list[str] = []
+
+    def stop(event: str) -> None:
+        if event == at and not met:
+            met.append(event)
+            raise Stopped(15, save=True)
+
+    first = session(tmp_path, staleness, stop, done)
+    with pytest.raises(Stopped) as stopped:
+        train(first)
+    assert stopped.value.outcome.startswith("saved step 2 in ")
+    has_scores = {row["step"] for row in rows_of(tmp_path) if "eval/a/accuracy" in row}
+    assert has_scores == ({0, 2} if done else {0})
+
+    again = train(session(tmp_path, staleness))
+    assert again[:2] == ["pause", "send 2"] and ("evaluate 2" in again) == (not done)
+    joined = by_step(rows_of(tmp_path))
+    assert [r["step"] for r in joined] == [0, 1, 2, 3, 4]
+    assert {r["step"]: r["eval/a/accuracy"] for r in joined if "eval/a/accuracy" in r} == {0: 0.5, 2: 0.3, 4: 0.1}
+    assert all("loss/total" in r for r in joined[1:])
+    trained = {s.step for s in read_spans(tmp_path / "run") if s.name == "step"}
+    assert trained == {1, 2, 3, 4}, "spans of a step that is evaluated again are not replaced"
+
+
+def test_an_evaluation_that_fails_costs_no_trained_step(tmp_path: Path) -> None:
+    def fail(event: str) -> None:
+        if event == "scores 2":
+            raise EngineError("engine 0", "evaluation", "died", "read its log")
+
+    made = session(tmp_path, 1, fail)
+    with pytest.raises(EngineError, match="died"):
+        train(made)
+    assert made.events[-3:] == ["train", "scores 2", "scores 2"], "step 3 was trained before"
+    assert [path.name for path in steps(tmp_path / "run" / "checkpoints")] == ["step_3"]
+    assert [row["step"] for row in rows_of(tmp_path)][-1] == 3
