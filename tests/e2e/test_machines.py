@@ -105,7 +105,9 @@ def test_a_machine_that_dies_is_named_and_takes_no_step_of_others_with_it(
     run = start_run(values, tmp_path)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
-    psutil.Process(machines_of(lost)[-1]).kill()
+    machine = psutil.Process(machines_of(lost)[-1])
+    for process in [machine, *machine.children(recursive=True)]:
+        process.kill()
     assert run.finish(200) == 2, run.text()
     if lost == "ray::EngineActor":
         assert saved_step(run) == len(run.rows()), run.text()
