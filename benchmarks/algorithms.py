@@ -35,7 +35,7 @@ BUDGET: dict[str, Any] = {
     "rollout": {"max_staleness": 0, "over_sampling": 1.0, "concurrency": 256},
     "train": {"optimizer_steps_per_rollout": 4, "lr": 1e-4, "min_lr": 1e-5},
     "checkpoint": {"keep": 1, "save_hf": False},
-    "observe": {"eval_every": 5, "save_rollouts": False},
+    "observe": {"eval_every": 5, "save_rollouts": "none"},
 }
 """What every variant has, on top of run.yaml. Four optimizer steps a rollout, because losses that differ in their trust
 region are the same at the first one, where the ratio is 1."""

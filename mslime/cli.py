@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="write one HTML page about a run")
     report.add_argument("run_dir", type=Path, help="outputs/NAME")
     report.set_defaults(run=_report)
+    _add_samples(commands.add_parser("samples", help="show responses of a run: the best, the worst, the longest ..."))
     add_convert(commands, _TAKE_SETTINGS["convert", "run"][0])
     models = commands.add_parser("models", help="list the model families and what works with each")
     models.add_argument("--markdown", action="store_true", help="as the page docs/models.md")
@@ -90,6 +91,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_file(parser: Any, told: str = "YAML file; optional when everything is given as flags") -> None:
     parser.add_argument("config", nargs="?", type=Path, metavar="RUN.yaml", help=told)
+
+
+def _add_samples(parser: Any) -> None:
+    parser.add_argument("run_dir", type=Path, help="outputs/NAME")
+    parser.add_argument("--step", type=int, help="of this step, as in the metrics (default: the newest)")
+    parser.add_argument("--eval", nargs="?", const="", metavar="SET", help="of the evaluation, or of one held-out set")
+    which = parser.add_mutually_exclusive_group()
+    for order in ("best", "worst", "longest"):
+        which.add_argument(f"--{order}", type=int, metavar="K", help=f"the K {order}, instead of a few of each kind")
+    for kind, meaning in (
+        ("truncated", "cut at the length limit"),
+        ("continued", "sampled by several weight versions"),
+    ):
+        which.add_argument(f"--{kind}", action="store_true", help=f"those {meaning}")
+    parser.add_argument("--json", action="store_true", help="print lines of JSON, with every token")
+    parser.set_defaults(run=_samples)
 
 
 def _add_check(parser: Any) -> None:
@@ -186,6 +203,21 @@ def _report(args: argparse.Namespace) -> int:
     from mslime.observe.report import write_report
 
     print(write_report(args.run_dir))
+    return 0
+
+
+def _samples(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from mslime.observe.samples_view import Wanted, show_samples
+
+    orders = {order: count for order in ("best", "worst", "longest") if (count := getattr(args, order)) is not None}
+    order, count = next(iter(orders.items()), ("", 0))
+    if orders and count < 1:
+        raise UserError(f"--{order}", count, "must be at least 1", "say how many responses to show")
+    kind = "truncated" if args.truncated else "continued" if args.continued else ""
+    wanted = Wanted(args.step, args.eval is not None, args.eval or "", order, count, kind)
+    show_samples(args.run_dir, wanted, Console(), args.json)
     return 0
 
 

@@ -413,7 +413,18 @@ class ObserveConfig(Section):
     eval_at_start: bool = Field(
         default=True, description="Evaluate before the first step too, whatever eval_every says; logged as step 0."
     )
-    save_rollouts: bool = Field(default=False, description="Write every trained sample to rollouts/step_N.jsonl.")
+    save_rollouts: Literal["some", "all", "none"] = Field(
+        default="some",
+        description="Responses to keep in rollouts/, to be read by people. some: a few of each step and evaluation "
+        "(best, worst, longest, truncated, continued ...), at most 1 MiB each. all: every one, whole. true means "
+        "all, and false none.",
+    )
+
+    @classmethod
+    def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """`save_rollouts` as true or false is all or none."""
+        given = values.get("save_rollouts")
+        return values | {"save_rollouts": "all" if given else "none"} if isinstance(given, bool) else values
 
 
 class DeadlineConfig(Section):

@@ -28,10 +28,13 @@ class Assembled:
     Attributes:
         shards: [optimizer steps][data-parallel ranks].
         metrics: `advantage/*`, `reward/*` by group and by source, `packing/*`.
+        advantages: of each sample, groups one after the other: one number, or [T]. None when the trainer
+            completes them.
     """
 
     shards: list[list[TrainShard]]
     metrics: dict[str, float]
+    advantages: Sequence[float | NDArray[np.floating]] | None
 
 
 class SourceNames:
@@ -74,10 +77,11 @@ def assemble(
     shards = _pack(chosen, their_advantages, config, version)
     sources = [source_name(data_source(group, sample)) for group in groups for sample in group.samples]
     metrics = vote_metrics(votes, sources) | _packing_metrics(shards, config)
-    if not is_token_level(config.algorithm):  # else the trainer reports what became of them
-        every = [shard for step in shards for shard in step]
-        metrics |= advantage_metrics([s.advantages for s in every], [s.loss_mask for s in every])
-    return Assembled(shards, metrics)
+    if is_token_level(config.algorithm):  # the trainer reports what became of them
+        return Assembled(shards, metrics, None)
+    every = [shard for step in shards for shard in step]
+    metrics |= advantage_metrics([s.advantages for s in every], [s.loss_mask for s in every])
+    return Assembled(shards, metrics, advantages)
 
 
 def have_advantages(group: Group, config: RunConfig) -> bool:

@@ -20,7 +20,8 @@ from mslime.config.errors import EngineError, RewardError
 from mslime.control.calls import call
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
 from mslime.data.checksums import FileSum, check_sums
-from mslime.data.sample_log import SampleLog
+from mslime.data.sample_log import Logged, SampleLog
+from mslime.observe import samples
 from mslime.observe.progress import RolloutCounts
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from mslime.rollout.teacher import ServedTeacher
 
 WHO = "rollout service"
+LAST_SAMPLES_S = 3.0
+"""For what is still being written of the last responses when the run ends."""
 Spans = list[tuple[str, str, float, float, int]]
 
 
@@ -44,12 +47,14 @@ class StepShards:
         metrics: of the rollout.
         outline: small state file of the service after this step, should it be lost.
         spans: (lane, name, start, end, step) of engines and service since the last step.
+        notes: lines for the person who watches the run.
     """
 
     shards: list[list[ray.ObjectRef]]
     metrics: dict[str, float]
     outline: bytes
     spans: Spans = field(default_factory=list)
+    notes: list[str] = field(default_factory=list[str])
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ class RolloutActor:
         self._counts = RolloutCounts(0, 0, 0)
         self._spans: Spans = []
         self._teachers: EnginePool | None = None
+        self._evaluated: list[Logged] = []
 
     async def start(
         self,
@@ -172,12 +178,14 @@ class RolloutActor:
             eval_scorers=self._eval_scorers,
             on_progress=self._on_progress,
             on_span=self._on_span,
+            on_evaluated=lambda name, groups: self._evaluated.append(Logged(groups, self._service.version, None, name)),
         )
         self._service.version = version
         if state is not None:
             check_sums(state.directory, {state.name: state.total})
             self._service.load(state.directory / state.name)
-        self._samples = SampleLog(config.run_dir) if config.observe.save_rollouts else None
+        self._samples = SampleLog(config.observe.save_rollouts, tokenizer)
+        samples.begin(config.run_dir, version)
 
     async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
         """The teacher behind these servers, which are checked; None when there are none."""
@@ -206,22 +214,21 @@ class RolloutActor:
             batch = await self._service.take(step)
             try:
                 # In a thread: seconds for a million tokens, in which responses are to be continued and submitted.
-                references, metrics = await asyncio.to_thread(self._shard, batch)
+                references, metrics, logged = await asyncio.to_thread(self._shard, batch)
                 break
             except RewardError:
                 blamed = [g for g in batch.groups if not have_advantages(g, self._config)]
                 if not self._service.give_back(blamed):
                     raise
-        if self._samples is not None:
-            self._samples.write(step, batch.groups)
+        self._samples.write(samples.file_of(self._config.run_dir, step + 1), step + 1, [logged])
         spans, self._spans = self._spans, []
-        return StepShards(references, batch.metrics | metrics, self._service.outline(), spans)
+        return StepShards(references, batch.metrics | metrics, self._service.outline(), spans, self._samples.notes())
 
-    def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float]]:
+    def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float], Logged]:
         from mslime.control.assemble import assemble
 
         work = assemble(batch.groups, self._config, batch.version, self._source_name)
-        return self._references(work.shards), work.metrics
+        return self._references(work.shards), work.metrics, Logged(batch.groups, batch.version, work.advantages)
 
     def _references(self, per_step: Sequence[Sequence[Any]]) -> list[list[ray.ObjectRef]]:
         """Store each (optimizer step, data-parallel rank, pipeline stage) once; ranks of a stage share it."""
@@ -248,11 +255,13 @@ class RolloutActor:
 
     async def evaluate(self) -> Evaluated:
         """Scores on every held-out set, one after the other."""
-        begin = time.time()
+        begin, step = time.time(), self._service.version  # the weights after so many steps
+        self._evaluated = []
         results = [await self._service.evaluate(eval_set) for eval_set in self._config.data.eval_sets]
         versions = {r.version for r in results if r.version is not None}
         assert len(versions) <= 1, f"weights were replaced during the evaluation: versions {sorted(versions)}"
         metrics = {name: value for result in results for name, value in result.metrics().items()}
+        self._samples.write(samples.file_of(self._config.run_dir, step, evaluation=True), step, self._evaluated)
         return Evaluated(metrics, next(iter(versions), None), begin, time.time())
 
     async def save(self, path: str, next_step: int) -> FileSum:
@@ -269,6 +278,7 @@ class RolloutActor:
     async def stop(self) -> None:
         """Stop generating, close connections, end the reward workers."""
         await self._service.close()
+        await asyncio.to_thread(self._samples.close, LAST_SAMPLES_S)
         await self._pool.close()
         if self._teachers is not None:
             await self._teachers.close()

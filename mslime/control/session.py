@@ -264,6 +264,8 @@ class Session:
         self._timeline.record("driver", "wait for rollouts", begin, end, step + 1)
         for span in batch.spans:
             self._timeline.record(*span)
+        for note in batch.notes:
+            self._progress.note(note)
         batch.metrics["perf/wait_seconds"] = end - begin
         self._outlines = {at: old for at, old in self._outlines.items() if at >= step} | {step + 1: batch.outline}
         return batch

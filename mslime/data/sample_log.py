@@ -1,40 +1,295 @@
-"""Every trained response as a line of JSON, for a person to read: `rollouts/step_N.jsonl`."""
+"""Responses as lines of JSON, for a person to read: which of a step's are kept, what a line says, and the writing of
+files in a thread of its own. Nothing here may delay or end a run: what cannot be written is said once, and left out.
+
+A line with `kinds` is one of the few that show a step best; those stand first in a file, so that a reader of many
+gigabytes may stop at the first line without.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import os
+import random
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from mslime.data.sample import Group, Sample
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from mslime.data.sample import Group, Sample, SampleStatus, Segment
+from mslime.data.tokenizer import Tokenizer
+
+Keep = Literal["some", "all", "none"]
+KINDS = ("best", "worst", "longest", "truncated", "continued", "any")
+"""Why a response is among the few: its reward or length, cut at the limit, sampled by several versions, chance."""
+A_KIND = 2
+BYTES_A_FILE = 1 << 20
+"""Of a file of some responses. Lines that would not fit are left out."""
+TOKENS_A_SIDE = 1024
+CHARACTERS_A_SIDE = 8192
+OTHER_BYTES = 4096
+WAITING_FILES = 2
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Responses that go to a file together.
+
+    Attributes:
+        groups: finished; not changed by anybody afterwards.
+        version: weight version that they are trained by, or evaluated under.
+        advantages: of each sample, groups one after the other: one number, or [T]. None: not known here.
+        set_name: of the held-out set; empty for those that are trained.
+    """
+
+    groups: Sequence[Group]
+    version: int
+    advantages: Sequence[float | NDArray[np.floating]] | None = None
+    set_name: str = ""
+
+    def entries(self) -> list[Entry]:
+        """The samples, groups one after the other."""
+        owned = [(group.source, sample) for group in self.groups for sample in group.samples]
+        advantages = self.advantages if self.advantages is not None else [None] * len(owned)
+        return [Entry(*one, advantage, len(owned)) for one, advantage in zip(owned, advantages, strict=True)]
+
+
+class Entry(NamedTuple):
+    """A sample among those that are logged together: where its prompt came from, its advantage, how many there are."""
+
+    source: str
+    sample: Sample
+    advantage: float | NDArray[np.floating] | None
+    of: int
 
 
 class SampleLog:
-    """Writes the groups of each step to a file of its own."""
+    """Writes files of responses in the background, one after the other."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._directory = run_dir / "rollouts"
-        self._directory.mkdir(parents=True, exist_ok=True)
+    def __init__(self, keep: Keep, tokenizer: Tokenizer) -> None:
+        self._keep: Keep = keep
+        self._tokenizer = tokenizer
+        self._thread = ThreadPoolExecutor(1, "samples")
+        self._waiting: list[Future[None]] = []
+        self._said: set[str] = set()
+        self._notes: list[str] = []
 
-    def write(self, step: int, groups: Sequence[Group]) -> Path:
-        """One line a response; returns the file. An earlier file of the same step is replaced."""
-        path = self._directory / f"step_{step:06d}.jsonl"
-        rows = (json.dumps(_row(group, sample), default=str) for group in groups for sample in group.samples)
-        path.write_text("".join(f"{row}\n" for row in rows))
-        return path
+    def write(self, path: Path, step: int, parts: Sequence[Logged]) -> None:
+        """Write the responses of a step in place of an earlier file of that name; returns at once."""
+        if self._keep == "none":
+            return
+        self._waiting = [file for file in self._waiting if not file.done()]
+        if len(self._waiting) >= WAITING_FILES:
+            self._note("slow", f"{path}: left out, as the files before it are still being written")
+            return
+        self._waiting.append(self._thread.submit(self._write, path, step, list(parts)))
+
+    def notes(self) -> list[str]:
+        """What could not be written since the last call, one line each; the same trouble is told once."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def close(self, seconds: float) -> None:
+        """Wait so long for what is being written; what has not begun by then is left out."""
+        wait(self._waiting, timeout=seconds)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _write(self, path: Path, step: int, parts: Sequence[Logged]) -> None:
+        fresh = path.with_suffix(".tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with fresh.open("wb") as file:
+                for line in self._lines(step, parts):
+                    file.write(line)
+            os.replace(fresh, path)
+        except OSError as error:
+            self._note("disk", f"{path}: responses cannot be written ({error.strerror}); the run goes on without")
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+        except Exception as error:  # whatever a tokenizer or a user's object raises: it is only for reading
+            self._note("line", f"{path}: responses cannot be written ({type(error).__name__}: {error})"[:400])
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+
+    def _lines(self, step: int, parts: Sequence[Logged]) -> Iterator[bytes]:
+        left = BYTES_A_FILE
+        every = [(part, part.entries()) for part in parts]
+        chosen = [choose([entry.sample for entry in entries], step) for _, entries in every]
+        for (part, entries), kinds in zip(every, chosen, strict=True):
+            for index in kinds:
+                line = self._line(step, part, entries[index], kinds[index])
+                if self._keep == "all" or len(line) <= left:
+                    left -= len(line)
+                    yield line
+        for (part, entries), kinds in zip(every, chosen, strict=True):
+            for index in range(len(entries)) if self._keep == "all" else ():
+                if index not in kinds:
+                    yield self._line(step, part, entries[index], [])
+
+    def _line(self, step: int, part: Logged, entry: Entry, kinds: Sequence[str]) -> bytes:
+        told = sample_row(part, entry, self._tokenizer, whole=self._keep == "all", texts=bool(kinds))
+        row = {"step": step, "kinds": kinds, **told}
+        try:
+            return orjson.dumps(row, default=str, option=_OPTIONS) + b"\n"
+        except Exception as error:  # a user's values: numbers beyond 64 bits, keys that are objects, str() that raises
+            self._note("values", f"labels or metadata are written as plain text, as they are not JSON ({error})"[:400])
+            plain = {name: _as_text(row[name]) for name in ("label", "metadata")}
+            return orjson.dumps(row | plain, default=str, option=_OPTIONS) + b"\n"
+
+    def _note(self, kind: str, text: str) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            self._notes.append(text)
 
 
-def _row(group: Group, sample: Sample) -> dict[str, object]:
-    return {
-        "group": group.group_id,
-        "index": sample.index,
-        "source": group.source,
-        "label": sample.label,
-        "response": sample.response,
-        "reward": sample.reward,
-        "status": sample.status.value,
-        "tokens": len(sample),
-        "trained_tokens": sample.trainable_tokens,
-        "aborts": sample.aborts,
-        "segments": [[s.start, s.end, s.version, s.engine] for s in sample.segments if s.version is not None],
+def choose(samples: Sequence[Sample], seed: int) -> dict[int, list[str]]:
+    """Positions of the few samples that show the others best, most telling first, with their KINDS.
+
+    Up to A_KIND of a kind, of different groups where there are; best and worst only where rewards differ.
+    """
+    places = range(len(samples))
+    rewards = [s.reward or 0.0 for s in samples]
+    differ = len(set(rewards)) > 1
+    longest = sorted(places, key=lambda i: -samples[i].response_length)
+    versions = [len({g.version for g in s.segments if g.version is not None}) for s in samples]
+    orders: dict[str, list[int]] = {
+        "best": sorted(places, key=lambda i: -rewards[i]) if differ else [],
+        "worst": sorted(places, key=lambda i: rewards[i]) if differ else [],
+        "longest": longest,
+        "truncated": [i for i in longest if samples[i].status is SampleStatus.TRUNCATED],
+        "continued": sorted((i for i in longest if versions[i] > 1), key=lambda i: -versions[i]),
+        "any": random.Random(seed).sample(places, min(len(places), 8 * A_KIND)),
     }
+    picked = {kind: _apart(order, samples) for kind, order in orders.items()}
+    chosen: dict[int, list[str]] = {}
+    for turn in range(A_KIND):
+        for kind in KINDS:
+            if turn < len(picked[kind]):
+                chosen.setdefault(picked[kind][turn], []).append(kind)
+    return chosen
+
+
+def _apart(order: Sequence[int], samples: Sequence[Sample]) -> list[int]:
+    """The first A_KIND of an order, of different groups where there are that many."""
+    groups: dict[int, int] = {}
+    for i in order:
+        groups.setdefault(samples[i].group_id, i)
+    firsts = list(groups.values())[:A_KIND]
+    return [*firsts, *(i for i in order if i not in firsts)][:A_KIND]
+
+
+def sample_row(
+    part: Logged, entry: Entry, tokenizer: Tokenizer, *, whole: bool = False, texts: bool = True
+) -> dict[str, Any]:
+    """What a line says of a sample; positions count from the first token of the response.
+
+    `ids`, `texts` and `log_probs` are of the response's tokens, but for those in `left_out`, [start, end). `log_probs`
+    is null where no policy sampled. `advantage` is a mean over trained tokens, null where it is the trainer's to work
+    out. `texts` together are the response with its special tokens.
+
+    Args:
+        whole: leave nothing out of long texts.
+        texts: also the text of each token.
+    """
+    sample, prompt_length = entry.sample, entry.sample.prompt_length
+    head, tail = _kept_tokens(sample.response_length, whole)
+    ids = sample.tokens[prompt_length:].tolist()
+    sampled = np.zeros(len(sample), np.bool_)
+    for s in sample.segments:
+        sampled[s.start : s.end] = s.version is not None
+    log_probs = np.where(sampled, np.round(sample.log_probs, 4), np.nan).astype(np.float32)[prompt_length:]
+    prompt = tokenizer.decode(sample.tokens[:prompt_length].tolist(), special_tokens=True)
+    return {
+        **({"set": part.set_name} if part.set_name else {}),
+        "of": entry.of,
+        "group": sample.group_id,
+        "index": sample.index,
+        "source": entry.source,
+        "prompt": prompt if whole else _cut(prompt),
+        "response": sample.response if whole else _cut(sample.response),
+        "label": sample.label if whole else _small(sample.label),
+        "metadata": sample.metadata if whole else _small(sample.metadata),
+        "reward": sample.reward,
+        "scores": sample.scores,
+        "process_rewards": [[at - prompt_length, reward] for at, reward in sample.process_rewards],
+        "advantage": _mean_advantage(entry.advantage, sample),
+        "status": sample.status.value,
+        "error": sample.error,
+        "aborts": sample.aborts,
+        "version": part.version,
+        "prompt_tokens": prompt_length,
+        "response_tokens": sample.response_length,
+        "trained_tokens": sample.trainable_tokens,
+        "segments": [_segment(s, prompt_length, part.version) for s in sample.segments if s.end > prompt_length],
+        "left_out": [head, tail] if head < tail else None,
+        "ids": ids[:head] + ids[tail:],
+        **({"texts": token_texts(ids[:head], tokenizer) + token_texts(ids[tail:], tokenizer)} if texts else {}),
+        "log_probs": np.concatenate([log_probs[:head], log_probs[tail:]]),
+    }
+
+
+def _segment(s: Segment, prompt: int, version: int) -> dict[str, Any]:
+    return {
+        "start": max(s.start - prompt, 0),
+        "end": s.end - prompt,
+        "version": s.version,
+        "age": None if s.version is None else version - s.version,
+        "engine": s.engine,
+        "trained": s.trainable,
+    }
+
+
+def _mean_advantage(advantage: float | NDArray[np.floating] | None, sample: Sample) -> float | None:
+    if not isinstance(advantage, np.ndarray):
+        return advantage
+    trained = advantage[sample.loss_mask]
+    return float(trained.mean()) if len(trained) else None
+
+
+def token_texts(ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:
+    """The text that each token adds, special tokens included. A character of several tokens belongs to its last one."""
+    texts: list[str] = []
+    begin = shown = 0  # tokens from `begin` on are decoded together; those before `shown` are in `before`
+    before = ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[begin:end], special_tokens=True)
+        if text.endswith("\ufffd") and end - shown < 4 and end < len(ids):  # a character has at most four bytes
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        begin, shown = shown, end
+        before = tokenizer.decode(ids[begin:shown], special_tokens=True)
+    return texts
+
+
+def _kept_tokens(count: int, whole: bool) -> tuple[int, int]:
+    """Tokens before the first and from the second on are written."""
+    return (count, count) if whole or count <= 2 * TOKENS_A_SIDE else (TOKENS_A_SIDE, count - TOKENS_A_SIDE)
+
+
+def _cut(text: str, side: int = CHARACTERS_A_SIDE) -> str:
+    """The text, or its beginning and end."""
+    out = len(text) - 2 * side
+    return text if out <= 0 else f"{text[:side]} [... {out} characters left out ...] {text[-side:]}"
+
+
+def _small(value: Any) -> Any:
+    """A value that may be written, or the beginning and end of its text."""
+    try:
+        size = len(orjson.dumps(value, default=str, option=_OPTIONS))
+    except Exception:  # told when the line is written
+        return value
+    return value if size <= OTHER_BYTES else _cut(_as_text(value), OTHER_BYTES // 2)
+
+
+def _as_text(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<{type(value).__name__}, whose repr raises {type(error).__name__}>"
+    return _cut(text, OTHER_BYTES // 2).encode(errors="replace").decode()

@@ -41,8 +41,8 @@ class Tokenizer(Protocol):
         """The text that `encode_chat` encodes."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens."""
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of `ids`, without special tokens or with them."""
         ...
 
 
@@ -88,9 +88,9 @@ class HFTokenizer:
         except Exception as error:  # a template raises what it likes, jinja's own errors and Python's
             raise ValueError(f"the chat template cannot render it: {type(error).__name__}: {error}") from error
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens."""
-        return cast("str", self._inner.decode(list(ids), skip_special_tokens=True))
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Text of `ids`, without special tokens or with them."""
+        return cast("str", self._inner.decode(list(ids), skip_special_tokens=not special_tokens))
 
 
 def load_tokenizer(path: Path | str) -> HFTokenizer:

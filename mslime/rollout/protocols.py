@@ -91,6 +91,14 @@ class SpanHook(Protocol):
         ...
 
 
+class EvaluatedHook(Protocol):
+    """Given what a held-out set was answered."""
+
+    def __call__(self, name: str, groups: Sequence[Group], /) -> None:
+        """`groups` are finished and scored, and of no further use to the service."""
+        ...
+
+
 @dataclass(frozen=True)
 class ModelInfo:
     """What generation must know of the model.

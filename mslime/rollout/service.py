@@ -32,7 +32,17 @@ from mslime.rollout.evaluate import EvalResult, summarise
 from mslime.rollout.filters import load_filter
 from mslime.rollout.gate import SubmitGate
 from mslime.rollout.generation import Generator, Sampling, Traffic
-from mslime.rollout.protocols import Engines, ModelInfo, ProgressHook, Scorer, SpanHook, StepBatch, Teacher, living
+from mslime.rollout.protocols import (
+    Engines,
+    EvaluatedHook,
+    ModelInfo,
+    ProgressHook,
+    Scorer,
+    SpanHook,
+    StepBatch,
+    Teacher,
+    living,
+)
 from mslime.rollout.shaping import shaped
 from mslime.rollout.state import (
     Stored,
@@ -85,6 +95,7 @@ class RolloutService:
         teacher: scores finished responses, when it is served (`teacher`).
         eval_scorers: by held-out set, of those that are not scored as in training.
         on_progress, on_span: told about group counts and about stretches of work.
+        on_evaluated: given the finished groups of a held-out set.
 
     Attributes:
         ledger: the fate of every generated token.
@@ -103,11 +114,12 @@ class RolloutService:
         eval_scorers: Mapping[str, Scorer] | None = None,
         on_progress: ProgressHook | None = None,
         on_span: SpanHook | None = None,
+        on_evaluated: EvaluatedHook | None = None,
     ) -> None:
         r = config.rollout
         self._config, self._engines, self._source, self._tokenizer = config, engines, source, tokenizer
         self._scorer, self._model, self._on_progress, self._on_span = scorer, model, on_progress, on_span
-        self._teacher, self._eval_scorers = teacher, eval_scorers or {}
+        self._teacher, self._eval_scorers, self._on_evaluated = teacher, eval_scorers or {}, on_evaluated
         self._gate = SubmitGate(r.groups_per_step, r.max_staleness, config.spare_groups)
         self._filter_name, self._keep = load_filter(r.dynamic_filter)
         self._generator = Generator(config, engines, tokenizer, model, self._request_done)
@@ -241,6 +253,8 @@ class RolloutService:
         except ExceptionGroup as errors:  # the first failure cancelled the others
             raise errors.exceptions[0] from None
         self._span("rollout", "evaluate", started, step)
+        if self._on_evaluated is not None:
+            self._on_evaluated(eval_set.name, groups)
         return summarise(eval_set.name, [g.samples for g in groups], time.time() - started)
 
     async def close(self) -> None:

@@ -22,6 +22,7 @@ from mslime.data.manifest import read_manifest
 from mslime.observe.names import is_known
 from mslime.observe.report import write_report
 from mslime.observe.rows import by_step
+from mslime.observe.samples import file_of, read_samples, recorded_steps, telling, versions_of
 from mslime.observe.timeline import Span, read_spans
 from mslime.rollout.state import open_state, unpack_groups
 from tests.e2e.harness import ROOT, Run, interrupt, start_program, start_run
@@ -67,7 +68,10 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
     tiny_qwen3_moe_bf16: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
     evals = {"eval_sets": [{"name": "held_out", "path": f"{prompts}@[:4]"}]}
-    values = settings(tiny_qwen3_moe_bf16, prompts, megatron=TP2_EP2, data=evals, checkpoint={"save_every": 1})
+    values = settings(
+        tiny_qwen3_moe_bf16, prompts, megatron=TP2_EP2, data=evals, checkpoint={"save_every": 1},
+        observe={"save_rollouts": "all"},
+    )  # fmt: skip
     first = start_run(values, tmp_path)
     runs.append(first)
     assert first.finish(START_S + 2 * STEP_S) == 0, first.text()
@@ -80,7 +84,13 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
         assert row["replay/coverage"] == 1.0 and row["replay/agreement"] == 1.0
         assert row["mismatch/abs_max"] < 1e-3 and row["mismatch/kl"] < 1e-7
         assert row["ledger/trained_tokens"] > 0 and row["staleness/max"] == 0
+        responses = list(read_samples(file_of(first.directory, row["step"])))
+        rewards, advantages = ([response[key] for response in responses] for key in ("reward", "advantage"))
+        assert len(responses) == 16 and sum(rewards) / 16 == pytest.approx(row["reward/mean"])
+        assert max(advantages) == pytest.approx(row["advantage/max"]) and responses[0]["prompt"].endswith("+1=")
     assert rows[0]["eval/held_out/accuracy"] is not None
+    assert len(list(read_samples(file_of(first.directory, 0, evaluation=True)))) == 4
+    assert recorded_steps(first.directory, evaluation=True) == [0, 2]
     exported = json.loads((first.directory / "hf" / "config.json").read_text())
     assert exported["dtype"] == "bfloat16", "as the checkpoint that it was trained from"
     assert {info.dtype for info in HFCheckpoint(first.directory / "hf").info.values()} == {"BF16"}
@@ -99,6 +109,7 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
     said = ["4 layers, PP2", "fits", f"3 steps, reward {rows[-1]['reward/mean']:.3f}", "report.html"]
     assert all(text in line for text, line in zip(said, second.text().splitlines(), strict=True)), second.text()
     assert [r["step"] for r in rows] == [0, 1, 2, 3] and rows[-1]["replay/coverage"] == 1.0
+    assert recorded_steps(second.directory) == [1, 2, 3] and 0 < len(telling(file_of(second.directory, 3))) < 16
     assert second.left_over() == []
 
     page = write_report(second.directory).read_text()
@@ -167,6 +178,9 @@ def test_an_asynchronous_run_recycles_partial_rollouts_within_the_staleness_boun
     assert len(rows) == 4 and all(r["staleness/max"] <= 2 for r in rows)
     assert sum(r["rollout/aborted"] for r in rows) > 0 and sum(r["rollout/recycled"] for r in rows) > 0
     assert all(r["replay/coverage"] == 1.0 for r in rows)
+    kept = [sample for step in recorded_steps(run.directory) for sample in telling(file_of(run.directory, step))]
+    continued = [sample for sample in kept if "continued" in sample["kinds"]]
+    assert continued and all(len(versions_of(sample)) > 1 for sample in continued)
     assert max(-rows[0]["advantage/min"], rows[0]["advantage/max"]) < 1e-4 < rows[-1]["advantage/max"]
     assert run.left_over() == []
 

@@ -40,7 +40,7 @@ class FakeTokenizer:
             "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>", special_tokens=False
         )
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return " ".join(str(i) for i in ids)
 
 

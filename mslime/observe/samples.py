@@ -1,0 +1,142 @@
+"""The responses that a run kept, in `RUN/rollouts`: `step_N.jsonl` of what step N trained on, `eval_step_N.jsonl` of
+the evaluation after N steps. Steps count as in the metrics. What a line says: docs/report.md.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mslime.config.errors import UserError, reading
+from mslime.observe.metrics import free_name
+
+DIRECTORY = "rollouts"
+_NAME = re.compile(r"(eval_)?step_(\d+)\.jsonl")
+Sample = Mapping[str, Any]
+ORDERS = ("best", "worst", "longest")
+_KEYS = ("step", "kinds", "prompt", "response", "reward", "status", "response_tokens", "segments", "ids", "log_probs")
+
+
+def file_of(run_dir: Path, step: int, *, evaluation: bool = False) -> Path:
+    """Where the responses of a step are, counted as in the metrics, or those of the evaluation after it."""
+    return run_dir / DIRECTORY / f"{'eval_' if evaluation else ''}step_{step:06d}.jsonl"
+
+
+def begin(run_dir: Path, first_step: int) -> None:
+    """Take files of steps that will be done again out of the way; a fresh start keeps earlier ones, under a numbered
+    name. A directory that does not let itself be changed is left as it is: files in it will be replaced or not."""
+    directory = run_dir / DIRECTORY
+    try:
+        if first_step == 0 and directory.exists():
+            directory.rename(free_name(directory))
+        for path, _, step in _files(directory):
+            if step > first_step:
+                path.unlink()
+    except OSError as error:
+        print(f"{directory}: {error.strerror}; responses of an earlier run may be left in it", flush=True)
+
+
+def recorded_steps(run_dir: Path, *, evaluation: bool = False) -> list[int]:
+    """The steps with responses, in order."""
+    return sorted(step for _, of_evaluation, step in _files(run_dir / DIRECTORY) if of_evaluation == evaluation)
+
+
+def _files(directory: Path) -> list[tuple[Path, bool, int]]:
+    """(path, whether it is of an evaluation, step) of every file of responses."""
+    found = [(path, _NAME.fullmatch(path.name)) for path in directory.iterdir()] if directory.is_dir() else []
+    return [(path, bool(match[1]), int(match[2])) for path, match in found if match is not None]
+
+
+def read_samples(path: Path) -> Iterator[Sample]:
+    """The lines of a file, one after the other.
+
+    Raises:
+        UserError: a line is not a response, as this version writes them.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where, way_out = f"{path}:{number}", "remove the file: it is of an older version, or damaged"
+            with reading(UserError, where, "is not a response that this version wrote", way_out):
+                row = json.loads(line)
+                for key in _KEYS:
+                    row[key]
+            yield row
+
+
+def telling(path: Path) -> list[Sample]:
+    """The few lines that show the step best; they stand first in the file."""
+    return list(itertools.takewhile(lambda row: row["kinds"], read_samples(path)))
+
+
+def ordered(rows: Iterable[Sample], order: str, count: int) -> list[Sample]:
+    """The first `count` rows by one of ORDERS."""
+    if order == "longest":
+        return heapq.nlargest(count, rows, key=lambda row: row["response_tokens"])
+    pick = heapq.nlargest if order == "best" else heapq.nsmallest
+    return pick(count, rows, key=lambda row: row["reward"] or 0.0)
+
+
+def versions_of(row: Sample) -> list[int]:
+    """The weight versions that sampled a response, in order."""
+    return list(dict.fromkeys(s["version"] for s in row["segments"] if s["version"] is not None))
+
+
+def mean_log_prob(row: Sample) -> float | None:
+    """Over the sampled tokens that are kept; None without any."""
+    known = [value for value in row["log_probs"] if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def pieces(row: Sample) -> list[tuple[str, int | None, bool, float | None]]:
+    """The response as (text, weight version or None, whether it is trained, log-prob or None) of each token.
+
+    What the file leaves out is one piece that says so. A line without texts of tokens is one piece.
+    """
+    if "texts" not in row:
+        return [(row["response"], None, True, None)]
+    left_out: Sequence[int] | None = row.get("left_out")
+    out: list[tuple[str, int | None, bool, float | None]] = []
+    segments = iter(row["segments"])
+    segment = next(segments, None)
+    at = 0
+    for text, log_prob in zip(row["texts"], row["log_probs"], strict=True):
+        if left_out is not None and at == left_out[0]:
+            out.append((f" [... {left_out[1] - at} tokens left out ...] ", None, False, None))
+            at = left_out[1]
+        while segment is not None and segment["end"] <= at:
+            segment = next(segments, None)
+        version, trained = (segment["version"], segment["trained"]) if segment is not None else (None, False)
+        out.append((text, version, trained, log_prob))
+        at += 1
+    return out
+
+
+def facts(row: Sample) -> list[str]:
+    """What is known of a response beside its text, as short phrases."""
+    out = [f"reward {row['reward']:g}" if row["reward"] is not None else "not scored"]
+    out += [f"{name} {value:g}" for name, value in (row.get("scores") or {}).items()]
+    if row.get("advantage") is not None:
+        out.append(f"advantage {row['advantage']:+.3g}")
+    if (mean := mean_log_prob(row)) is not None:
+        out.append(f"mean log-prob {mean:.3f}")
+    out.append(f"{row['response_tokens']} tokens, {row['status']}")
+    if versions := versions_of(row):
+        out.append(f"weights {', '.join(map(str, versions))}" + _ages(row))
+    if row.get("label") is not None:
+        out.append(f"label {_short(row['label'])}")
+    return out
+
+
+def _ages(row: Sample) -> str:
+    ages = {s["age"] for s in row["segments"] if s.get("age") is not None}
+    return f", age {min(ages)} to {max(ages)}" if len(ages) > 1 else f", age {min(ages)}" if ages - {0} else ""
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 120 else text[:117] + "..."

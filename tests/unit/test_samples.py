@@ -1,0 +1,271 @@
+"""Responses on disk: which are kept, what is said of them, that writing never harms a run, and how they are shown."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from mslime.cli import main
+from mslime.config.errors import UserError
+from mslime.config.loader import build
+from mslime.data.sample import Group, Sample, SampleStatus
+from mslime.data.sample_log import BYTES_A_FILE, Keep, Logged, SampleLog, choose, token_texts
+from mslime.data.tokenizer import HFTokenizer, load_tokenizer
+from mslime.observe.samples import begin, file_of, pieces, read_samples, recorded_steps, telling
+from mslime.observe.samples_view import visible
+from tests.fixtures.tiny_models import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFTokenizer:
+    return load_tokenizer(make_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def answered(tokenizer: HFTokenizer, group: int, index: int, texts: list[str], reward: float, **values: Any) -> Sample:
+    """A finished sample, each text sampled by the next weight version from 3 on."""
+    sample = Sample.from_prompt(group, index, tokenizer.encode(f"prompt {group}:", special_tokens=False), "the label")
+    for version, text in enumerate(texts, start=3):
+        ids = tokenizer.encode(text, special_tokens=False)
+        sample.extend(ids, log_probs=[-0.123456] * len(ids), versions=[(version, 0, len(ids))], engine="engine 0")
+    sample.reward, sample.status = reward, SampleStatus.COMPLETED
+    for name, value in values.items():
+        setattr(sample, name, value)
+    sample.response = tokenizer.decode(sample.tokens[sample.prompt_length :].tolist())
+    return sample
+
+
+def step_of(tokenizer: HFTokenizer, size: int = 4, groups: int = 6) -> list[Group]:
+    """Groups whose rewards rise with the group and fall with the index, but for three that stand out."""
+    made = [
+        Group(
+            g, [answered(tokenizer, g, i, [f"answer {g}.{i}"], g - i / 10) for i in range(size)], f"prompts.jsonl:{g}"
+        )
+        for g in range(groups)
+    ]
+    made[1].samples[2] = answered(tokenizer, 1, 2, ["begun, ", "continued ", "thrice"], 0.5)
+    made[2].samples[1] = answered(tokenizer, 2, 1, ["x" * 50], 0.5, status=SampleStatus.TRUNCATED)
+    made[3].samples[3] = answered(tokenizer, 3, 3, ["y" * 90], 0.5)
+    return made
+
+
+def write(tokenizer: HFTokenizer, path: Path, parts: list[Logged], keep: Keep = "some", step: int = 7) -> list[str]:
+    log = SampleLog(keep, tokenizer)
+    log.write(path, step, parts)
+    log.close(60)
+    return log.notes()
+
+
+def test_the_few_that_are_kept_are_the_best_worst_longest_cut_and_continued_of_different_groups(tokenizer: HFTokenizer):
+    groups = step_of(tokenizer)
+    samples = [s for g in groups for s in g.samples]
+    chosen = choose(samples, seed=0)
+    by_kind: dict[str, list[tuple[int, int]]] = {}
+    for place, kinds in chosen.items():
+        for kind in kinds:
+            by_kind.setdefault(kind, []).append((samples[place].group_id, samples[place].index))
+    assert by_kind["best"] == [(5, 0), (4, 0)] and by_kind["worst"] == [(0, 3), (1, 2)]
+    assert by_kind["longest"] == [(3, 3), (2, 1)] and by_kind["truncated"] == [(2, 1)]
+    assert by_kind["continued"] == [(1, 2)] and len({g for g, _ in by_kind["any"]}) == 2
+    assert next(iter(chosen.values())) == ["best"], "the most telling stand first"
+    for sample in samples:
+        sample.reward = 1.0
+    assert not {"best", "worst"} & {kind for kinds in choose(samples, 0).values() for kind in kinds}
+
+
+def test_a_line_says_where_every_token_came_from(tokenizer: HFTokenizer, tmp_path: Path):
+    sample = answered(tokenizer, 1, 0, ["héllo ", "wörld"], 0.25, scores={"reward/format/mean": 1.0}, aborts=1)
+    sample.metadata = {"data_source": "math"}
+    sample.extend(tokenizer.encode("<tool>", special_tokens=False))
+    sample.extend([258], log_probs=[-2.0], versions=[(5, 0, 1)], engine="engine 1")
+    sample.mask_before(4)
+    advantage = np.where(sample.loss_mask, 0.5, 9.0)
+    path = file_of(tmp_path, 6)
+    assert write(tokenizer, path, [Logged([Group(1, [sample], "p.jsonl:1")], 5, [advantage])], step=6) == []
+    (row,) = read_samples(path)
+    told = {k: row[k] for k in ("step", "of", "group", "index", "source", "prompt", "label", "metadata", "reward")}
+    assert told == {
+        "step": 6, "of": 1, "group": 1, "index": 0, "source": "p.jsonl:1", "prompt": "prompt 1:", "label": "the label",
+        "metadata": {"data_source": "math"}, "reward": 0.25,
+    }  # fmt: skip
+    assert row["scores"] == {"reward/format/mean": 1.0} and row["aborts"] == 1 and row["status"] == "completed"
+    assert row["advantage"] == 0.5, "the mean over trained tokens"
+    first, second, tool, last = row["segments"]
+    assert (first["version"], first["age"], first["trained"]) == (3, 2, False), "masked as too old"
+    assert (second["version"], second["age"], second["trained"], second["engine"]) == (4, 1, True, "engine 0")
+    assert tool["version"] is None and (last["version"], last["age"]) == (5, 0)
+    assert row["ids"] == sample.tokens[sample.prompt_length :].tolist()
+    assert "".join(row["texts"]) == "héllo wörld<tool>" + tokenizer.decode([258], special_tokens=True)
+    sampled = [p for p, t in zip(row["log_probs"], row["ids"], strict=True)]
+    assert sampled[0] == -0.1235 and sampled[tool["start"]] is None and sampled[-1] == -2.0
+    coloured: dict[Any, str] = {}
+    for text, version, _, _ in pieces(row):
+        coloured[version] = coloured.get(version, "") + text
+    assert coloured[3] == "héllo " and coloured[4] == "wörld" and coloured[None] == "<tool>"
+
+
+@pytest.mark.parametrize("text", ["plain", "né 你好 👩‍🚀 ﷽", "\n\t  two  blanks"])
+def test_texts_of_tokens_are_the_response_and_garbage_is_not_held_back(tokenizer: HFTokenizer, text: str):
+    ids = tokenizer.encode(text, special_tokens=False)
+    texts = token_texts(ids, tokenizer)
+    assert len(texts) == len(ids) and "".join(texts) == text
+    broken = [255] * 40 + tokenizer.encode("end", special_tokens=False)  # bytes that are no text in any order
+    assert token_texts(broken, tokenizer)[-3:] == ["e", "n", "d"]
+
+
+def test_some_stay_below_their_bytes_and_all_keep_everything_whole(tokenizer: HFTokenizer, tmp_path: Path):
+    groups = [
+        Group(g, [answered(tokenizer, g, i, ["\x01" * 10_000] * 2, g + i) for i in range(8)], "p:1") for g in range(4)
+    ]
+    for group in groups:
+        group.samples[0].metadata = {"blob": "b" * 100_000}
+    some, every = tmp_path / "some.jsonl", tmp_path / "all.jsonl"
+    assert write(tokenizer, some, [Logged(groups, 3), Logged(groups, 3), Logged(groups, 3)]) == []
+    assert write(tokenizer, every, [Logged(groups, 3)], "all") == []
+    assert BYTES_A_FILE / 2 < some.stat().st_size <= BYTES_A_FILE < every.stat().st_size
+    row = next(read_samples(some))
+    assert len(row["response"]) < 20_000
+    start, end = row["left_out"]
+    assert len(row["ids"]) == len(row["texts"]) == len(row["log_probs"]) == 20_000 - (end - start)
+    assert any("tokens left out" in text for text, *_ in pieces(row))
+    assert [pieces(row)[at][1] for at in (0, -1)] == [3, 4], "what comes after it keeps its weight version"
+    kept = list(read_samples(every))
+    assert len(kept) == 32 and all(len(row["ids"]) == len(row["response"]) == 20_000 for row in kept)
+    assert any(row["metadata"].get("blob") == "b" * 100_000 for row in kept)
+    few = telling(every)
+    assert 0 < len(few) < 32 and [bool(row["kinds"]) for row in kept] == [True] * len(few) + [False] * (32 - len(few))
+
+
+def test_values_that_are_not_json_are_written_as_text_and_told_once(tokenizer: HFTokenizer, tmp_path: Path):
+    class Rude:
+        def __str__(self) -> str:
+            raise RuntimeError("no")
+
+        __repr__ = __str__
+
+    cycle: list[Any] = []
+    cycle.append(cycle)
+    groups = step_of(tokenizer)
+    for place, value in enumerate([{(1, 2): 3}, {"n": 1 << 80}, {"x": Rude()}, {"c": cycle}, {"s": "\ud800"}]):
+        for sample in groups[place].samples:
+            sample.metadata = value
+    path = file_of(tmp_path, 7)
+    notes = write(tokenizer, path, [Logged(groups, 3)], "all")
+    assert len(notes) == 1 and "not JSON" in notes[0]
+    assert len(list(read_samples(path))) == 24
+
+
+def test_a_disk_that_takes_nothing_is_told_once_and_ends_nothing(tokenizer: HFTokenizer, tmp_path: Path):
+    (tmp_path / "rollouts").write_text("a file where a directory should be")
+    log = SampleLog("some", tokenizer)
+    for step in range(2):
+        log.write(file_of(tmp_path, step), step, [Logged(step_of(tokenizer), 3)])
+    log.close(60)
+    (note,) = log.notes()
+    assert "step_000000.jsonl: responses cannot be written" in note and "goes on" in note and log.notes() == []
+
+
+def test_an_earlier_file_of_a_step_is_replaced_whole_and_steps_to_come_again_are_taken_away(
+    tokenizer: HFTokenizer, tmp_path: Path
+):
+    for step in (1, 2, 3):
+        write(tokenizer, file_of(tmp_path, step), [Logged(step_of(tokenizer), 3)], step=step)
+    write(tokenizer, file_of(tmp_path, 2, evaluation=True), [Logged(step_of(tokenizer), 2, None, "held_out")], step=2)
+    begin(tmp_path, 2)
+    assert recorded_steps(tmp_path) == [1, 2] and recorded_steps(tmp_path, evaluation=True) == [2]
+    write(tokenizer, file_of(tmp_path, 2), [Logged(step_of(tokenizer, groups=4), 3)], step=2)
+    assert {row["of"] for row in read_samples(file_of(tmp_path, 2))} == {16}
+    assert sorted(p.suffix for p in (tmp_path / "rollouts").iterdir()) == [".jsonl"] * 3
+    begin(tmp_path, 0)
+    assert recorded_steps(tmp_path) == [] and (tmp_path / "rollouts.1").is_dir()
+
+
+def test_true_and_false_are_all_and_none(tmp_path: Path):
+    values: dict[str, Any] = {"model": {"path": "m"}, "data": {"prompts": ["p.jsonl"]}}
+    assert build(values).observe.save_rollouts == "some"
+    for given, meant in ((True, "all"), (False, "none"), ("some", "some")):
+        assert build(values | {"observe": {"save_rollouts": given}}).observe.save_rollouts == meant
+    log = SampleLog("none", tokenizer=None)  # type: ignore[arg-type]
+    log.write(file_of(tmp_path, 1), 1, [])
+    log.close(1)
+    assert not (tmp_path / "rollouts").exists()
+
+
+@pytest.fixture
+def run_dir(tokenizer: HFTokenizer, tmp_path: Path) -> Path:
+    groups = step_of(tokenizer)
+    for step in (1, 2, 3, 5):
+        write(tokenizer, file_of(tmp_path, step), [Logged(groups, 5, [0.5] * 24)], "all", step)
+    sets = [Logged(groups, 5, None, "held_out"), Logged(groups[:1], 5, None, "other")]
+    write(tokenizer, file_of(tmp_path, 0, evaluation=True), sets, step=0)
+    return tmp_path
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert main(["samples", *words, "--json"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_command_shows_what_is_asked_for(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    run = str(run_dir)
+    newest = shown(capsys, run)
+    assert {row["step"] for row in newest} == {5} and all(row["kinds"] for row in newest)
+    assert [r["reward"] for r in shown(capsys, run, "--step", "2", "--worst", "3")] == pytest.approx([-0.3, -0.2, -0.1])
+    assert [r["group"] for r in shown(capsys, run, "--best", "2")] == [5, 5]
+    assert [r["response_tokens"] for r in shown(capsys, run, "--longest", "2")] == [90, 50]
+    assert [(r["group"], r["index"]) for r in shown(capsys, run, "--continued")] == [(1, 2)]
+    assert [(r["group"], r["index"]) for r in shown(capsys, run, "--truncated")] == [(2, 1)]
+    assert {r["set"] for r in shown(capsys, run, "--eval")} == {"held_out", "other"}
+    assert {r["set"] for r in shown(capsys, run, "--eval", "other", "--best", "1")} == {"other"}
+
+
+def test_the_terminal_gets_prompt_response_versions_and_no_control_characters(
+    tokenizer: HFTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    sample = answered(tokenizer, 1, 0, ["[bold]evil\x1b[2J\u202e ", "then more"], 1.0)
+    write(tokenizer, file_of(tmp_path, 4), [Logged([Group(1, [sample], "p:1")], 5, [0.75])], step=4)
+    assert main(["samples", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    parts = [
+        "step 4", "prompt 1:", "[bold]evil\u241b[2J<U+202E> then more", "reward 1", "advantage +0.75",
+        "mean log-prob -0.123", "weights 3, 4, age 1 to 2", "[weights 3] [weights 4]", "1 of 1 responses",
+    ]  # fmt: skip
+    assert [part for part in parts if part not in out] == []
+    assert "\x1b" not in out and visible("a\x9bb\tc") == "a<U+009B>b\tc"
+    from mslime.observe.samples_view import Wanted, show_samples
+
+    console = Console(force_terminal=True, color_system="standard", width=100)
+    with console.capture() as captured:
+        show_samples(tmp_path, Wanted(), console)
+    drawn = captured.get()
+    assert "\x1b[36m[bold]" in drawn and "\x1b[33mthen more" in drawn, "each weight version has its colour"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--step", "4"], r"(?s)--step = 4.*there are: 1 to 3, 5"),
+        (["--eval", "nope"], r"(?s)--eval = 'nope'.*held_out, other"),
+        (["--best", "0"], "must be at least 1"),
+        (["--step", "7", "--eval"], "there are: 0"),
+    ],
+)
+def test_what_is_not_there_is_answered_with_what_is(
+    run_dir: Path, words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["samples", str(run_dir), *words]) == 2
+    import re
+
+    assert re.search(expected, capsys.readouterr().err)
+
+
+def test_a_run_without_responses_and_a_file_of_another_version_are_refused_by_name(tmp_path: Path):
+    assert main(["samples", str(tmp_path / "nowhere")]) == 2 and main(["samples", str(tmp_path)]) == 2
+    file_of(tmp_path, 1).parent.mkdir()
+    file_of(tmp_path, 1).write_text('{"group": 1, "response": "of an older version"}\n')
+    with pytest.raises(UserError, match=r"step_000001.jsonl:1.*not a response that this version wrote"):
+        list(read_samples(file_of(tmp_path, 1)))
