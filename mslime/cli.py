@@ -76,8 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     for (*group, name), (about, _, _) in _TAKE_SETTINGS.items():
         if not group:
             commands.add_parser(name, help=about)  # for the list; `_parse` knows the rest
-    report = commands.add_parser("report", help="write one HTML page about a run")
-    report.add_argument("run_dir", type=Path, help="outputs/NAME")
+    report = commands.add_parser("report", help="write one HTML page about a run, or about several side by side")
+    report.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN", help="outputs/NAME")
+    report.add_argument(
+        "--out", type=Path, help="the page (default: report.html of the run, compare.html of the first)"
+    )
     report.set_defaults(run=_report)
     _add_samples(commands.add_parser("samples", help="show responses of a run: the best, the worst, the longest ..."))
     add_convert(commands, _TAKE_SETTINGS["convert", "run"][0])
@@ -200,9 +203,11 @@ def _print_fields(section: str, markdown: bool) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    from mslime.observe.compare import write_comparison
     from mslime.observe.report import write_report
 
-    print(write_report(args.run_dir))
+    runs = list(dict.fromkeys(args.run_dirs))
+    print(write_report(runs[0], args.out) if len(runs) == 1 else write_comparison(runs, args.out))
     return 0
 
 

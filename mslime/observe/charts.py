@@ -1,6 +1,6 @@
 """A chart names its metrics, and `chart_data` fills it from the rows of a run. Which charts there are: `sections`.
 
-A chart whose metrics were never recorded yields None, and the page says so.
+A chart whose metrics were never recorded yields None; which of the others are drawn: `drawn`.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Chart:
         without: metrics that `each` leaves out, a regular expression.
         y_min, y_max: fixed ends of the y axis; None follows the data.
         log: use a logarithmic axis when values span more than a factor of 30.
+        repeats: the chart that has the same line when this one has only one.
+        always: draw it also when its values never change.
     """
 
     id: str
@@ -65,6 +67,8 @@ class Chart:
     y_min: float | None = 0.0
     y_max: float | None = None
     log: bool = False
+    repeats: str = ""
+    always: bool = False
 
 
 BLUE, RED, GREEN, PINK, AMBER, SKY, GREY, VIOLET = range(8)
@@ -84,7 +88,7 @@ def chart_data(chart: Chart, rows: Sequence[Row]) -> dict[str, Any] | None:
         **_frame(chart),
         "every": every,
         "steps": [row["step"] for row in rows],
-        "log": chart.log and _spans_decades([row.get(name) for row in rows for name in wanted]),
+        "log": chart.log and spans_decades([row.get(name) for row in rows for name in wanted]),
         "series": [_series_data(s, rows) for s in series],
     }
 
@@ -159,6 +163,7 @@ def _number(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.6g}")
 
 
-def _spans_decades(values: Sequence[float | None]) -> bool:
+def spans_decades(values: Sequence[float | None]) -> bool:
+    """Whether values call for a logarithmic axis."""
     known = [v for v in values if v is not None]
     return bool(known) and min(known) > 0 and max(known) / min(known) > 30

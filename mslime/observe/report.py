@@ -10,8 +10,7 @@ import hashlib
 import html
 import json
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,37 +21,34 @@ from mslime.config.errors import UserError
 from mslime.config.schema import RunConfig
 from mslime.observe import metrics, timeline
 from mslime.observe.charts import Chart, chart_data
-from mslime.observe.progress import format_seconds
-from mslime.observe.rows import Row, by_step, total
-from mslime.observe.sections import SECTIONS
-from mslime.observe.timeline import STEP, Span, idle_shares, merge_spans, step_window
+from mslime.observe.drawn import Drawn, choose_charts
+from mslime.observe.headline import BETWEEN, headline_tiles, run_facts
+from mslime.observe.lanes import timeline_data
+from mslime.observe.rows import Row, by_step
+from mslime.observe.samples_card import samples_section
+from mslime.observe.verdict import judge_run
 
 FILE_NAME = "report.html"
-MAX_TIMELINE_STEPS = 60
-MAX_LANES = 12
+Cards = Sequence[tuple[Chart, dict[str, Any]]]
+"""Charts with their drawings."""
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write RUN/report.html and return its path.
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    """Write RUN/report.html, or `out`, and return its path.
 
     Raises:
         UserError: the directory or its metrics are missing, or a file in it is broken.
     """
-    rows = _rows(run_dir)
-    config_text = _text_or_empty(run_dir / "config.yaml")
-    page = _fill(
-        _template("report.html"),
-        title=html.escape(_config(config_text).get("name") or run_dir.name),
-        style=_template("report.css"),
-        script=_template("report.js"),
-        policy=_policy(_template("report.js")),
-        **_parts(run_dir, rows, config_text),
-    )
-    path = run_dir / FILE_NAME
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(page, encoding="utf-8")
-    fresh.replace(path)
-    return path
+    rows = read_run(run_dir)
+    config_text = text_or_empty(run_dir / "config.yaml")
+    title = html.escape(run_name(run_dir, read_config(config_text)))
+    page = page_of("report.html", title=title, **_parts(run_dir, rows, config_text))
+    return write_page(out or run_dir / FILE_NAME, page)
+
+
+def run_name(run_dir: Path, config: Mapping[str, Any]) -> str:
+    """What a run is called."""
+    return str(config.get("name") or run_dir.resolve().name)
 
 
 def _policy(script: str) -> str:
@@ -62,7 +58,7 @@ def _policy(script: str) -> str:
     return f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'"
 
 
-def _rows(run_dir: Path) -> list[Row]:
+def read_run(run_dir: Path) -> list[Row]:
     """One row a step (`rows.by_step`)."""
     path = run_dir / metrics.FILE_NAME
     if not run_dir.is_dir():
@@ -80,210 +76,144 @@ def _rows(run_dir: Path) -> list[Row]:
 
 
 def _parts(run_dir: Path, rows: Sequence[Row], config_text: str) -> dict[str, str]:
-    drawings: list[dict[str, Any]] = []
     spans = timeline.read_spans(run_dir)
     idle = timeline.idle_by_step(spans)
     rows = [{**row, **idle.get(row["step"], {})} for row in rows]
-    sections = "".join(_section(title, charts, rows, drawings) for title, charts in SECTIONS.items())
-    steps = _timeline_data(spans)
-    config = _config(config_text)
+    steps, config, drawn = (
+        timeline_data(spans),
+        read_config(config_text),
+        choose_charts(lambda chart: chart_data(chart, rows)),
+    )
+    samples, no_samples = samples_section(run_dir) if _generates(config) else ("", "")
+    missing = [*drawn.missing, *([no_samples] if no_samples else []), *([] if steps else [timeline.FILE_NAME])]
+    chapters = {title: chart_section(title, cards) for title, cards in drawn.sections.items()}
+    first, *others = chapters or {"": ""}
+    sections = {first: chapters.get(first, ""), "Samples": samples} | {title: chapters[title] for title in others}
+    sections |= {"Timeline": _TIMELINE if steps else "", "Not drawn": not_drawn(drawn, missing)}
     return {
-        "facts": _facts(config, rows),
-        "tiles": "".join(_tile(*tile) for tile in _tiles(rows, config)),
-        "sections": sections,
-        "timeline": _TIMELINE_CARD if steps else _missing("Not recorded in this run", [timeline.FILE_NAME]),
+        "facts": facts_list(run_facts(config, rows)),
+        "verdict": _verdict(rows, drawn),
+        "tiles": "".join(_tile(*tile) for tile in headline_tiles(rows, config)),
+        "contents": contents({title: drawn.sections.get(title, []) for title, text in sections.items() if text}),
+        "sections": "".join(sections.values()),
         "config": html.escape(config_text) or "config.yaml is not in the run directory",
         "written": time.strftime("%Y-%m-%d %H:%M"),
-        "data": json.dumps({"charts": drawings, "timeline": steps}).replace("<", "\\u003c"),
+        "data": as_script_data(drawn.charts, steps),
     }
+
+
+def _generates(config: dict[str, Any]) -> bool:
+    return not config or config["train"]["task"] == "rl"
 
 
 # Page parts
 
 
-_TIMELINE_CARD = """<figure class="card wide" id="timeline">
+_TIMELINE = """<section id="timeline-section"><h2>Timeline of one step</h2>
+<p class="lead">Who worked, and who waited. Gaps are idle time; what other steps did meanwhile is shown too.</p>
+<figure class="card wide" id="timeline">
 <div class="stepper"><button type="button" data-move="-1" aria-label="previous step">&#8592;</button>
 <label>step <output></output><input type="range" min="0" value="0" aria-label="step"></label>
 <button type="button" data-move="1" aria-label="next step">&#8594;</button><span class="duration"></span></div>
-<div class="legend"></div><div class="plot"></div></figure>"""
+<div class="legend"></div><div class="plot"></div></figure></section>"""
 
 
-def _section(title: str, charts: Sequence[Chart], rows: Sequence[Row], drawings: list[dict[str, Any]]) -> str:
-    """The cards of one section; data of what can be drawn is added to `drawings`."""
-    cards: list[str] = []
-    missing: list[str] = []
-    for chart in charts:
-        data = chart_data(chart, rows)
-        if data is None:
-            missing.append(chart.title)
-            continue
-        drawings.append(data)
+def chart_section(title: str, cards: Cards) -> str:
+    """A heading and the frames of its charts, which the page's script fills."""
+    frames: list[str] = []
+    for chart, data in cards:
         caption = html.escape(chart.caption + (f" One point is {data['every']} steps." if data["every"] > 1 else ""))
-        cards.append(
+        frames.append(
             f'<figure class="card" id="{chart.id}"><figcaption><h3>{html.escape(chart.title)}</h3>'
             f'<p>{caption}</p></figcaption><div class="legend"></div><div class="plot"></div></figure>'
         )
-    note = _missing("Not recorded in this run", missing) if missing else ""
-    anchor = title.lower().replace(" ", "-")
-    return f'<section id="{anchor}-section"><h2>{title}</h2><div class="grid">{"".join(cards)}</div>{note}</section>'
+    return f'<section id="{_anchor(title)}"><h2>{title}</h2><div class="grid">{"".join(frames)}</div></section>'
 
 
-def _missing(text: str, names: Sequence[str]) -> str:
-    return f'<p class="missing"><b>{text}:</b> {html.escape(", ".join(names))}</p>'
+def contents(sections: Mapping[str, Cards]) -> str:
+    """Links to the sections and their cards."""
+    lines: list[str] = []
+    for title, cards in sections.items():
+        links = "".join(f'<a href="#{chart.id}">{html.escape(chart.title)}</a>' for chart, _ in cards)
+        lines.append(f'<li><a href="#{_anchor(title)}"><b>{html.escape(title)}</b></a>{links}</li>')
+    return f'<nav aria-label="contents"><ul>{"".join(lines)}</ul></nav>'
+
+
+def _anchor(title: str) -> str:
+    return f"{title.lower().replace(' ', '-')}-section"
+
+
+def not_drawn(drawn: Drawn, missing: Sequence[str]) -> str:
+    """What is not on the page, once, with the reason; empty when everything is."""
+    parts = [
+        ("Never changed", [f"{title} ({values})" for title, values in drawn.flat]),
+        ("One line only", [f"{title} (see {other})" for title, other in drawn.repeated]),
+        ("Not recorded in this run", missing),
+    ]
+    said = "".join(
+        f'<p class="missing"><b>{text}:</b> {html.escape(", ".join(names))}</p>' for text, names in parts if names
+    )
+    return f'<section id="not-drawn-section"><h2>Not drawn</h2>{said}</section>' if said else ""
+
+
+def _verdict(rows: Sequence[Row], drawn: Drawn) -> str:
+    findings, quiet = judge_run(rows)
+    lines: list[str] = []
+    for finding in findings:
+        target = finding.rule.chart if finding.rule.chart in drawn.ids else "not-drawn-section"
+        advice = f" <span>{html.escape(finding.advice)}</span>" if finding.advice else ""
+        limit = f" <small>said when: {html.escape(finding.rule.threshold)}</small>" if finding.advice else ""
+        link = f'<a href="#{target}">{html.escape(finding.rule.topic)}</a>'
+        lines.append(f'<li class="{finding.tone}"><b>{html.escape(finding.text)}</b>{advice} {link}{limit}</li>')
+    if quiet:
+        lines.append(f'<li class="good">Within their thresholds: {html.escape(", ".join(quiet))}.</li>')
+    return f'<section id="verdict-section"><h2>Verdict</h2><ul class="verdict">{"".join(lines)}</ul></section>'
 
 
 def _tile(label: str, value: str, note: str) -> str:
+    value = html.escape(value).replace(BETWEEN, "<i>&#8594;</i>")
     return f'<div class="tile"><span>{html.escape(label)}</span><b>{value}</b><small>{html.escape(note)}</small></div>'
 
 
-def _facts(config: dict[str, Any], rows: Sequence[Row]) -> str:
-    """What was run, as short labelled facts."""
-    facts: dict[str, str] = {}
-    if config:
-        model, mega, rollout = config["model"], config["megatron"], config["rollout"]
-        facts["model"] = Path(model["path"]).name
-        facts["trainer"] = _layout(mega, config["cluster"]["trainer_ranks"])
-        if config["train"]["task"] == "rl":
-            facts["batch"] = f"{rollout['groups_per_step']} prompts x {rollout['group_size']} responses"
-            facts["max staleness"] = str(rollout["max_staleness"])
-            facts["correction"] = str(config["algorithm"]["correction"]["preset"])
-            facts["replay"] = str(config["train"]["replay"])
-        else:
-            facts["batch"] = f"{config['train']['sft_batch_size']} examples, supervised"
-        facts["seed"] = str(config["seed"])
-    started = next((row["time"] for row in rows if row.get("time") is not None), None)
-    if started is not None:
-        facts["first row"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(started))
+def facts_list(facts: Mapping[str, str]) -> str:
+    """Labelled facts."""
     return "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items())
 
 
-def _layout(megatron: dict[str, Any], trainer_ranks: int | None) -> str:
-    """`4 ranks: TP2 PP1 EP2`, sizes of one left out."""
-    sizes = {
-        "TP": "tensor_model",
-        "PP": "pipeline_model",
-        "CP": "context",
-        "EP": "expert_model",
-        "ETP": "expert_tensor",
-    }
-    named = {short: megatron[f"{long}_parallel_size"] for short, long in sizes.items()}
-    ranks = trainer_ranks or named["TP"] * named["PP"] * named["CP"]
-    parts = [f"{short}{size}" for short, size in named.items() if size > 1]
-    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (f" ({' '.join(parts)})" if parts else "")
-
-
-def _tiles(rows: Sequence[Row], config: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(label, value as HTML, note) of the headline numbers; those without data are left out."""
-    planned = config["train"]["num_steps"] if config else None
-    last = rows[-1]["step"]
-    state = "" if planned is None else "finished" if last >= planned else f"of {planned}: unfinished, or still running"
-    tiles = [("steps", str(last), state)]
-    accuracy = sorted({name for row in rows for name in row if name.startswith("eval/") and name.endswith("/accuracy")})
-    for name in accuracy[:2]:
-        tiles += _start_end(rows, name, f"accuracy, {name.split('/')[1]}", "first to last evaluation")
-    tiles += _start_end(rows, "reward/mean", "reward", "first to last step")
-    step_seconds = total(rows, "perf/step_seconds")
-    times = [row["time"] for row in rows if row.get("time") is not None]
-    if len(times) > 1:
-        tiles.append(("wall time", format_seconds(times[-1] - times[0]), "first to last row"))
-    if step_seconds and (waited := total(rows, "perf/wait_seconds")) is not None:
-        tiles.append(("trainer waited", f"{100 * waited / step_seconds:.0f}%", "of its time, for rollouts"))
-    if trained := total(rows, "ledger/trained_tokens"):
-        tiles.append(
-            ("tokens trained", _short(trained), f"of {_short(total(rows, 'ledger/generated_tokens') or 0)} generated")
-        )
-    return tiles
-
-
-def _start_end(rows: Sequence[Row], name: str, label: str, note: str) -> list[tuple[str, str, str]]:
-    values = [row[name] for row in rows if row.get(name) is not None]
-    if not values:
-        return []
-    if len(values) == 1:
-        return [(label, f"{values[0]:.2f}", "recorded once")]
-    return [(label, f"{values[0]:.2f}<i>&#8594;</i>{values[-1]:.2f}", note)]
-
-
-def _short(count: float) -> str:
-    for size, suffix in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= size:
-            return f"{count / size:.3g} {suffix}"
-    return f"{count:.0f}"
-
-
-# Timeline
-
-
-def _timeline_data(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """The last steps, each with its lanes; times in seconds from the step's start."""
-    steps = sorted({span.step for span in spans if span.step > 0 or span.name == STEP})[-MAX_TIMELINE_STEPS:]
-    windows = {step: window for step in steps if (window := step_window(spans, step))}
-    return [
-        _step_data(step, [s for s in spans if s.end > start and s.start < end], (start, end))
-        for step, (start, end) in windows.items()
-        if end > start
-    ]
-
-
-def _step_data(step: int, spans: Sequence[Span], window: tuple[float, float]) -> dict[str, Any]:
-    shown = [s for s in spans if s.name != STEP]
-    idle = idle_shares(shown, window)
-    lanes, hidden = _shown_lanes({s.lane for s in shown})
-    return {
-        "step": step,
-        "seconds": round(window[1] - window[0], 3),
-        "hidden": hidden,
-        "lanes": [
-            {"name": lane, "idle": idle.get(lane) if _works(lane) else None, "spans": _lane_spans(shown, lane, window)}
-            for lane in lanes
-        ],
-    }
-
-
-def _shown_lanes(lanes: set[str]) -> tuple[list[str], int]:
-    """Lanes in drawing order, at most MAX_LANES of a kind, and how many were left out."""
-    kept: list[str] = []
-    of_kind: Counter[str] = Counter()
-    for lane in sorted(lanes, key=_lane_order):
-        of_kind[_kind(lane)] += 1
-        if of_kind[_kind(lane)] <= MAX_LANES:
-            kept.append(lane)
-    return kept, len(lanes) - len(kept)
-
-
-def _kind(lane: str) -> str:
-    return lane.rstrip("0123456789 -_")
-
-
-def _works(lane: str) -> bool:
-    """Whether being idle is a loss: engines and trainers, not the lanes that only say what was going on."""
-    return _kind(lane) in ("engine", "trainer")
-
-
-def _lane_order(lane: str) -> tuple[int, int, str]:
-    """The driver's view first, then engines and trainers by number."""
-    order = {"driver": 0, "rollout": 1, "engine": 2, "trainer": 3, "weights": 4}
-    number = lane.removeprefix(_kind(lane)).strip(" -_")
-    return order.get(_kind(lane), 5), int(number) if number else 0, lane
-
-
-def _lane_spans(spans: Sequence[Span], lane: str, window: tuple[float, float]) -> list[list[Any]]:
-    """[name, start, end, step] of a lane, cut to the window and counted from its start."""
-    start, end = window
-    own = merge_spans(s for s in spans if s.lane == lane)
-    return [[s.name, round(max(s.start, start) - start, 4), round(min(s.end, end) - start, 4), s.step] for s in own]
+def as_script_data(charts: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]] = ()) -> str:
+    """What the page's script draws, as JSON that cannot end its element."""
+    return json.dumps({"charts": charts, "timeline": steps}).replace("<", "\\u003c")
 
 
 # Files
 
 
-def _config(text: str) -> dict[str, Any]:
+def page_of(template: str, **parts: str) -> str:
+    """A page of its own, from one of the templates."""
+    script = _template("report.js")
+    shared = {"style": _template("report.css"), "script": script, "policy": _policy(script)}
+    return _fill(_template(template), **shared, **parts)
+
+
+def write_page(path: Path, page: str) -> Path:
+    """Write the page, whole or not at all. Raises UserError when it cannot be written."""
+    fresh = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(page, encoding="utf-8", errors="replace")
+        fresh.replace(path)
+    except OSError as error:
+        raise UserError(str(path), error.strerror, "cannot be written", "choose another place with --out") from error
+    return path
+
+
+def read_config(text: str) -> dict[str, Any]:
     """The resolved configuration; empty when the run wrote none, or one that is not resolved."""
     loaded = yaml.safe_load(text) if text else None
     return loaded if isinstance(loaded, dict) and loaded.keys() >= RunConfig.model_fields.keys() else {}
 
 
-def _text_or_empty(path: Path) -> str:
+def text_or_empty(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 

@@ -8,18 +8,67 @@ import heapq
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import unicodedata
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
+
+from pydantic import TypeAdapter
+from typing_extensions import TypedDict  # what pydantic can check before Python 3.12
 
 from mslime.config.errors import UserError, reading
 from mslime.observe.metrics import free_name
 
 DIRECTORY = "rollouts"
 _NAME = re.compile(r"(eval_)?step_(\d+)\.jsonl")
-Sample = Mapping[str, Any]
-ORDERS = ("best", "worst", "longest")
-_KEYS = ("step", "kinds", "prompt", "response", "reward", "status", "response_tokens", "segments", "ids", "log_probs")
+
+
+class Segment(TypedDict):
+    """Tokens [start, end) of a response; `version` is None when no policy sampled them."""
+
+    start: int
+    end: int
+    version: int | None
+    age: int | None
+    engine: str
+    trained: bool
+
+
+class Sample(TypedDict):
+    """A line of a file; docs/report.md says what each key means."""
+
+    step: int
+    kinds: list[str]
+    set: NotRequired[str]
+    of: int
+    group: int
+    index: int
+    source: str
+    prompt: str
+    response: str
+    label: Any
+    metadata: Any
+    reward: float | None
+    scores: dict[str, float | None]
+    process_rewards: list[tuple[int, float]]
+    advantage: float | None
+    status: str
+    error: str
+    aborts: int
+    version: int
+    prompt_tokens: int
+    response_tokens: int
+    trained_tokens: int
+    segments: list[Segment]
+    left_out: tuple[int, int] | None
+    ids: list[int]
+    texts: NotRequired[list[str]]
+    log_probs: list[float | None]
+
+
+_SAMPLE: TypeAdapter[Sample] = TypeAdapter(Sample)
+Piece = tuple[str, int | None, bool, float | None]
+"""Text, weight version or None, whether it is trained, log-prob or None."""
 
 
 def file_of(run_dir: Path, step: int, *, evaluation: bool = False) -> Path:
@@ -62,9 +111,7 @@ def read_samples(path: Path) -> Iterator[Sample]:
         for number, line in enumerate(file, start=1):
             where, way_out = f"{path}:{number}", "remove the file: it is of an older version, or damaged"
             with reading(UserError, where, "is not a response that this version wrote", way_out):
-                row = json.loads(line)
-                for key in _KEYS:
-                    row[key]
+                row = _SAMPLE.validate_json(line)
             yield row
 
 
@@ -92,19 +139,19 @@ def mean_log_prob(row: Sample) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def pieces(row: Sample) -> list[tuple[str, int | None, bool, float | None]]:
-    """The response as (text, weight version or None, whether it is trained, log-prob or None) of each token.
+def pieces(row: Sample) -> list[Piece]:
+    """The response, token by token.
 
     What the file leaves out is one piece that says so. A line without texts of tokens is one piece.
     """
     if "texts" not in row:
         return [(row["response"], None, True, None)]
-    left_out: Sequence[int] | None = row.get("left_out")
-    out: list[tuple[str, int | None, bool, float | None]] = []
+    left_out = row["left_out"]
+    out: list[Piece] = []
     segments = iter(row["segments"])
     segment = next(segments, None)
     at = 0
-    for text, log_prob in zip(row["texts"], row["log_probs"], strict=True):
+    for text, log_prob in zip(row["texts"], row["log_probs"], strict=False):
         if left_out is not None and at == left_out[0]:
             out.append((f" [... {left_out[1] - at} tokens left out ...] ", None, False, None))
             at = left_out[1]
@@ -119,24 +166,36 @@ def pieces(row: Sample) -> list[tuple[str, int | None, bool, float | None]]:
 def facts(row: Sample) -> list[str]:
     """What is known of a response beside its text, as short phrases."""
     out = [f"reward {row['reward']:g}" if row["reward"] is not None else "not scored"]
-    out += [f"{name} {value:g}" for name, value in (row.get("scores") or {}).items()]
-    if row.get("advantage") is not None:
+    out += [f"{name} {value:g}" for name, value in row["scores"].items() if value is not None]
+    if row["advantage"] is not None:
         out.append(f"advantage {row['advantage']:+.3g}")
     if (mean := mean_log_prob(row)) is not None:
         out.append(f"mean log-prob {mean:.3f}")
     out.append(f"{row['response_tokens']} tokens, {row['status']}")
     if versions := versions_of(row):
         out.append(f"weights {', '.join(map(str, versions))}" + _ages(row))
-    if row.get("label") is not None:
+    if row["label"] is not None:
         out.append(f"label {_short(row['label'])}")
     return out
 
 
 def _ages(row: Sample) -> str:
-    ages = {s["age"] for s in row["segments"] if s.get("age") is not None}
+    ages = {s["age"] for s in row["segments"] if s["age"] is not None}
     return f", age {min(ages)} to {max(ages)}" if len(ages) > 1 else f", age {min(ages)}" if ages - {0} else ""
 
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "..."
+
+
+def visible(text: str) -> str:
+    """Text that cannot steer a terminal, nor turn what stands beside it: control characters as their pictures."""
+    return "".join(_picture(c) if unicodedata.category(c) in ("Cc", "Cf", "Cs") else c for c in text)
+
+
+def _picture(character: str) -> str:
+    code = ord(character)
+    if character in "\n\t\u200c\u200d":  # the last two join emoji and letters
+        return character
+    return chr(0x2400 + code) if code < 32 else f"<U+{code:04X}>"

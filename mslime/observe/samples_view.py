@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from mslime.observe.samples import (
     recorded_steps,
     telling,
     versions_of,
+    visible,
 )
 
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
@@ -124,12 +124,12 @@ def _what(wanted: Wanted) -> str:
 
 
 def _footer(path: Path, step: int, shown: Sequence[Sample]) -> str:
-    of = sum({row.get("set", ""): row.get("of", 0) for row in shown}.values())
+    of = sum({row.get("set", ""): row["of"] for row in shown}.values())
     return f"step {step}: {len(shown)} of {of} responses; the file is {path}"
 
 
 def _card(row: Sample) -> Group:
-    head = [f"step {row['step']}", *([f"set {row['set']}"] if row.get("set") else []), f"group {row['group']}"]
+    head = [f"step {row['step']}", *([f"set {name}"] if (name := row.get("set")) else []), f"group {row['group']}"]
     title = visible(
         " · ".join([*head, f"response {row['index']}", *([", ".join(row["kinds"])] if row["kinds"] else [])])
     )
@@ -139,7 +139,7 @@ def _card(row: Sample) -> Group:
         Padding(Text(visible(row["prompt"])), (0, 0, 0, 2)),
         Padding(_coloured(row), (0, 0, 1, 2)),
     ]
-    if row.get("error"):
+    if row["error"]:
         parts.append(Text(visible(row["error"]), style="red"))
     return Group(*parts)
 
@@ -158,15 +158,3 @@ def _coloured(row: Sample) -> Text:
         for index, version in enumerate(versions):
             text.append(f"[weights {version}] ", COLOURS[index % len(COLOURS)])
     return text
-
-
-def visible(text: str) -> str:
-    """Text that cannot steer a terminal: control characters, but for new lines and tabs, as their pictures."""
-    return "".join(_picture(c) if unicodedata.category(c) in ("Cc", "Cf", "Cs") else c for c in text)
-
-
-def _picture(character: str) -> str:
-    code = ord(character)
-    if character in "\n\t\u200c\u200d":  # the last two join emoji and letters
-        return character
-    return chr(0x2400 + code) if code < 32 else f"<U+{code:04X}>"

@@ -11,15 +11,16 @@ DERIVED = (REST, "idle/engines", "idle/trainers")
 _LEARNING = (
     Chart(
         "reward", "Reward", "Mean over the responses that a step trained on.", "reward",
-        series=(Series("reward/mean", "mean", BLUE, smooth=True),), y_min=None,
+        series=(Series("reward/mean", "mean", BLUE, smooth=True),), y_min=None, always=True,
     ),
     Chart(
         "accuracy", "Held-out accuracy", "Prompts that are never trained on.", "share of responses",
-        each={"eval/{set}/accuracy": "{set}", "eval/{set}/pass@{k}": "{set} pass@{k}"}, without=r".*/pass@1", y_max=1.0,
+        each={"eval/{set}/accuracy": "{set}", "eval/{set}/pass@{k}": "{set} pass@{k}"}, without=r".*/pass@1",
+        y_max=1.0, always=True,
     ),
     Chart(
         "reward-sources", "Reward by data source", "Mean over the rollouts of each source.", "reward",
-        each={"reward/source/{source}/mean": "{source}"}, y_min=None,
+        each={"reward/source/{source}/mean": "{source}"}, y_min=None, repeats="reward",
     ),
     Chart(
         "groups", "Groups without a signal",
@@ -52,7 +53,7 @@ _LEARNING = (
             Series("loss/total", "total", BLUE, smooth=True),
             Series("loss/nll", "negative log-likelihood", RED),
         ),
-        y_min=None,
+        y_min=None, always=True,
     ),
     Chart(
         "grad-norm", "Gradient norm", "Before clipping.", "norm",
@@ -70,7 +71,7 @@ _POLICY = (
     ),
     Chart(
         "entropy-position", "Entropy by position", "Mean from a token after the response's first on, to the next.",
-        "nats", each={"entropy/position_{start}": "from {start}"},
+        "nats", each={"entropy/position_{start}": "from {start}"}, repeats="entropy",
     ),
     Chart(
         "clip", "Clipped tokens", "Share of trained tokens that the loss's trust region bounded, by side.",
@@ -82,11 +83,11 @@ _POLICY = (
     ),
     Chart(
         "clip-age", "Clipped tokens by age", "Age in weight versions; 8 is 8 and older.", "share of tokens",
-        each={"loss/clip_fraction_age_{age}": "age {age}"},
+        each={"loss/clip_fraction_age_{age}": "age {age}"}, repeats="clip",
     ),
     Chart(
         "clip-position", "Clipped tokens by position", "From a token after the response's first on, to the next.",
-        "share of tokens", each={"loss/clip_fraction_position_{start}": "from {start}"},
+        "share of tokens", each={"loss/clip_fraction_position_{start}": "from {start}"}, repeats="clip",
     ),
     Chart(
         "ratio", "Ratio", "Updated policy over the one that the loss compares it with; 1st to 99th percentile shaded.",
@@ -120,11 +121,11 @@ _OFF_POLICY = (
     ),
     Chart(
         "mismatch-age", "Mismatch KL by age", "Age in weight versions; 8 is 8 and older.", "nats",
-        each={"mismatch/kl_age_{age}": "age {age}"}, log=True,
+        each={"mismatch/kl_age_{age}": "age {age}"}, log=True, repeats="mismatch",
     ),
     Chart(
         "mismatch-position", "Mismatch KL by position", "From a token after the response's first on, to the next.",
-        "nats", each={"mismatch/kl_position_{start}": "from {start}"}, log=True,
+        "nats", each={"mismatch/kl_position_{start}": "from {start}"}, log=True, repeats="mismatch",
     ),
     Chart(
         "mismatch-ratio", "Mismatch ratio", "99th percentile of trainer over sampler, or its inverse.", "ratio",

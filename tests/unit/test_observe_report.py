@@ -14,10 +14,15 @@ from typing import Any
 
 import pytest
 
+from mslime.cli import main
 from mslime.config.errors import UserError
+from mslime.data.sample_log import KINDS
 from mslime.observe.charts import MAX_HEAT_COLUMNS, MAX_POINTS
+from mslime.observe.compare import write_comparison
+from mslime.observe.headline import model_name
 from mslime.observe.names import METRICS, is_known
 from mslime.observe.report import write_report
+from mslime.observe.samples import file_of
 from mslime.observe.sections import DERIVED, SECTIONS
 from tests.fixtures.make_run import make_synthetic_run
 
@@ -61,7 +66,8 @@ def test_the_page_needs_nothing_but_itself(run_dir: Path) -> None:
     page = write_report(run_dir).read_text()
     parser = References()
     parser.feed(page)
-    assert parser.found == []
+    ids = set(re.findall(r'\bid="([^"]+)"', page))
+    assert parser.found and {reference.removeprefix("#") for reference in parser.found} <= ids, "links within the page"
     assert "http://" not in page and "https://" not in page and "fetch(" not in page and "import(" not in page
     assert not re.search(r"@import|url\(", page)
 
@@ -71,7 +77,7 @@ def test_a_full_run_has_every_chart_and_nothing_missing(run_dir: Path) -> None:
     assert [c["id"] for c in page_data(page)["charts"]] == [c.id for c in ALL_CHARTS]
     for chart in ALL_CHARTS:
         assert f'id="{chart.id}"' in page
-    assert "Not recorded" not in page
+    assert "Not drawn" not in page and 'id="samples-section"' in page
 
 
 def test_charts_ask_only_for_metrics_that_exist() -> None:
@@ -125,6 +131,9 @@ def test_missing_metrics_are_named_as_not_recorded(own_run: Path) -> None:
     assert [c["id"] for c in page_data(page)["charts"]] == ["loss"]
     for title in ("Reward", "Mismatch KL", "Route agreement by layer", "Ledger", "Step time", "timeline.jsonl"):
         assert re.search(rf"Not recorded in this run:</b>[^<]*{title}", page), title
+    assert page.count("Not recorded") == 1 and re.findall(r"<h2>(.*?)</h2>", page) == [
+        "Verdict", "Learning", "Samples", "Not drawn", "Configuration",
+    ], "sections without data are left out"  # fmt: skip
 
 
 def test_values_that_were_not_finite_leave_a_gap(own_run: Path) -> None:
@@ -207,9 +216,97 @@ def test_the_page_allows_a_browser_its_own_script_and_nothing_else(run_dir: Path
     assert policy[0].startswith("default-src 'none'") and f"script-src 'sha256-{digest}'" in policy[0]
 
 
+def test_charts_that_never_change_or_repeat_another_are_named_once_with_their_values(own_run: Path) -> None:
+    still = {
+        "loss/clip_fraction_below": 0.0, "loss/clip_fraction_above": 0.0, "loss/ratio_p01": 1.0, "loss/ratio_p50": 1.0,
+        "loss/ratio_p99": 1.0, "staleness/mean": 0.5, "staleness/max": 1.0, "reward/mean": 0.25,
+    }  # fmt: skip
+    repeated = ("reward/source/words", "entropy/position_64", "entropy/position_256")
+    rewrite_rows(
+        own_run,
+        lambda row: {k: still.get(k, v) for k, v in row.items() if not k.startswith(repeated)},
+    )
+    page = write_report(own_run).read_text()
+    drawn = {c["id"] for c in page_data(page)["charts"]}
+    assert not drawn & {"clip", "ratio", "staleness", "reward-sources", "entropy-position"}
+    assert {"reward", "clip-age", "entropy", "mismatch-position"} <= drawn, "a reward that stands still is news"
+    assert re.search(
+        r"Never changed:</b> Clipped tokens \(0\), Ratio \(1\), Staleness \(mean 0.5, oldest 1\)</p>", page
+    )
+    assert "Reward by data source (see Reward), Entropy by position (see Entropy)</p>" in page
+
+
+def test_responses_are_shown_by_weight_version_escaped_and_bounded(own_run: Path) -> None:
+    page = write_report(own_run).read_text()
+    shown = page.partition('<section id="samples-section">')[2].partition("</section>")[0]
+    assert re.findall(r"<summary>(.*?)</summary>", shown) == [
+        "step 40", "step 21", "step 1", "evaluation after step 40", "evaluation after step 0",
+    ]  # fmt: skip
+    assert "What is 40 &amp; 0?" in shown and "<b>" not in shown and "advantage +0.5" in shown
+    assert (
+        '<span class="by0" title="weights 38">The sum is<u title="log-prob -5.00"> &lt;b&gt;</u></span>'
+        '<span class="by1" title="weights 39">40&lt;/s&gt;</span>' in shown
+    )
+    path = file_of(own_run, 40)
+    row = json.loads(path.read_text().splitlines()[0])
+    long = {"texts": ["\u202e<i>" * 20] * 5000, "log_probs": [-4.0] * 5000, "prompt": "<i>" * 50_000}
+    path.write_text("".join(json.dumps(row | long | {"kinds": [kind]}) + "\n" for kind in KINDS))
+    page = write_report(own_run).read_text()
+    assert "<i>" * 2 not in page and "\u202e" not in page and len(page) < 650_000
+    path.write_text(json.dumps(row | {"reward": "much"}) + "\n")
+    page = write_report(own_run).read_text()
+    assert "samples-section" not in page and re.search(
+        r"Not recorded in this run:</b> responses [^<]*step_000040", page
+    )
+
+
+def test_the_model_is_called_by_family_and_size_where_its_files_can_be_read(tmp_path: Path) -> None:
+    assert model_name(tmp_path / "some" / "model") == str(tmp_path / "some" / "model")
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"]}')
+    assert model_name(tmp_path) == "Qwen3Moe"
+    tensors = {"a": {"dtype": "BF16", "shape": [3, 500]}, "b": {"dtype": "F32", "shape": []}, "__metadata__": {}}
+    header = json.dumps(tensors).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert model_name(tmp_path) == "Qwen3Moe, 1.5 k parameters"
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    assert model_name(tmp_path) == "Qwen3Moe"
+
+
+def test_runs_side_by_side_share_charts_numbers_and_the_settings_that_differ(
+    own_run: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (own_run / "config.yaml").read_text()
+    (own_run / "config.yaml").write_text(
+        text.replace("name: synthetic", "name: <b>second", 1).replace("seed: 0", "seed: 7", 1)
+    )
+    rewrite_rows(own_run, lambda row: row | ({"reward/mean": row["reward/mean"] / 2} if "reward/mean" in row else {}))
+    lines = (own_run / "metrics.jsonl").read_text().splitlines()
+    (own_run / "metrics.jsonl").write_text("\n".join(lines[:31]) + "\n")
+    out = tmp_path / "pages" / "both.html"
+    assert main(["report", str(run_dir), str(own_run), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    page = out.read_text()
+    reward = next(c for c in page_data(page)["charts"] if c["id"] == "reward")
+    first, second = reward["series"]
+    assert reward["steps"] == list(range(1, 41)) and (first["label"], second["label"]) == ("synthetic", "<b>second")
+    assert first["colour"] != second["colour"] and second["values"][30:] == [None] * 10
+    assert second["values"][:30] == pytest.approx([value / 2 for value in first["values"][:30]], rel=1e-4)
+    differ = page.partition('settings-that-differ-section"><h2>')[2].partition("</section>")[0].partition("<tbody>")[2]
+    assert re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td><td>(.*?)</td>", differ) == [("seed", "0", "7")]
+    assert "&lt;b&gt;second" in page and "<b>second" not in page.partition('id="data"')[0]
+    assert "<tr><th>steps</th><td>40</td><td>30</td></tr>" in page and "Content-Security-Policy" in page
+    default = write_comparison([own_run, run_dir])
+    assert default == own_run / "compare.html"
+    with pytest.raises(UserError, match="at most 8"):
+        write_comparison([run_dir] * 9)
+    with pytest.raises(UserError, match=r"(?s)metrics.jsonl is missing"):
+        write_comparison([run_dir, tmp_path])
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser here")
 def test_a_browser_draws_every_chart_without_an_error(run_dir: Path, tmp_path: Path) -> None:
     page = write_report(run_dir).read_text()
+    other = write_comparison([run_dir, run_dir], tmp_path / "compare.html")
     trap = "<script>window.onerror = (m) => { document.title = 'ERROR ' + m; };</script>"
     copy = tmp_path / "report.html"
     # With the trap the policy must go; as it is, the page must draw the same.
@@ -221,6 +318,9 @@ def test_a_browser_draws_every_chart_without_an_error(run_dir: Path, tmp_path: P
         assert len(plots) == len(ALL_CHARTS) + 1
         assert all(re.search(r"<(path|rect)[^>]*style=", plot) for plot in plots)
         assert "NaN" not in "".join(plots)
+    compared = re.findall(r'<div class="plot"[^>]*>(.*?)</div>', _drawn(other, tmp_path), re.S)
+    assert len(compared) == len(page_data(other.read_text())["charts"]) > 20
+    assert all(re.search(r"<path[^>]*style=", plot) and "NaN" not in plot for plot in compared)
 
 
 def _drawn(page: Path, tmp_path: Path) -> str:

@@ -16,8 +16,7 @@ from mslime.config.loader import build
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.data.sample_log import BYTES_A_FILE, Keep, Logged, SampleLog, choose, token_texts
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
-from mslime.observe.samples import begin, file_of, pieces, read_samples, recorded_steps, telling
-from mslime.observe.samples_view import visible
+from mslime.observe.samples import begin, file_of, pieces, read_samples, recorded_steps, telling, visible
 from tests.fixtures.tiny_models import make_tokenizer
 
 
@@ -267,5 +266,5 @@ def test_a_run_without_responses_and_a_file_of_another_version_are_refused_by_na
     assert main(["samples", str(tmp_path / "nowhere")]) == 2 and main(["samples", str(tmp_path)]) == 2
     file_of(tmp_path, 1).parent.mkdir()
     file_of(tmp_path, 1).write_text('{"group": 1, "response": "of an older version"}\n')
-    with pytest.raises(UserError, match=r"step_000001.jsonl:1.*not a response that this version wrote"):
+    with pytest.raises(UserError, match=r"(?s)step_000001.jsonl:1.*not a response that this version wrote"):
         list(read_samples(file_of(tmp_path, 1)))
