@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from mslime.config.advantage import AdvantageConfig
 from mslime.config.base import EngineSection, Section
@@ -392,17 +392,36 @@ class CheckpointConfig(Section):
     save_hf: bool = Field(default=True, description="Also export a Hugging Face checkpoint at the end.")
 
 
+_WANDB_OWN = {
+    "project": "use observe.wandb_project",
+    "name": "use the run's name",
+    "config": "the whole configuration is there already",
+    "id": "remove it: a resumed run goes on under its own",
+    "resume": "remove it: a resumed run goes on under its own id",
+    "dir": "remove it: files are kept in the run's directory",
+}
+
+
 class ObserveConfig(Section):
     """What a person sees."""
 
     progress: Literal["auto", "on", "off"] = Field(
         default="auto", description="auto: live bars on a terminal, plain lines elsewhere."
     )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info",
+        description="Least of mslime's own lines in RUN/logs; info: what each process begins and how long it took.",
+    )
     tensorboard: bool = Field(
         default=False, description="Also write TensorBoard events to the run's directory (needs the package)."
     )
     wandb_project: str | None = Field(
         default=None, description="Also log to this Weights & Biases project (needs the package); null: not."
+    )
+    wandb: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further arguments of wandb.init: entity, group, tags, notes, job_type, mode (offline) and so on. "
+        "They are written to the run's config.yaml: no secrets here.",
     )
     eval_every: int = Field(
         default=10,
@@ -425,6 +444,21 @@ class ObserveConfig(Section):
         """`save_rollouts` as true or false is all or none."""
         given = values.get("save_rollouts")
         return values | {"save_rollouts": "all" if given else "none"} if isinstance(given, bool) else values
+
+    @field_validator("wandb")
+    @classmethod
+    def _not_our_own_arguments(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name, instead in _WANDB_OWN.items():
+            if name in given:
+                raise ConfigError(f"observe.wandb.{name}", given[name], "mslime sets this argument itself", instead)
+        return given
+
+    @model_validator(mode="after")
+    def _wandb_needs_a_project(self) -> ObserveConfig:
+        if self.wandb and self.wandb_project is None:
+            raise ConfigError("observe.wandb", self.wandb, "is for a Weights & Biases project, and none is named",
+                              "set observe.wandb_project too, or remove it")  # fmt: skip
+        return self
 
 
 class DeadlineConfig(Section):

@@ -24,7 +24,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from mslime.config.cluster import RAY_START, worker_environment
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.control.placement import check_tensor_groups, in_order, refuse_small_cluster, spots_of
+from mslime.control.placement import (
+    check_tensor_groups,
+    in_order,
+    machines,
+    on_other_machines,
+    refuse_small_cluster,
+    spots_of,
+)
 from mslime.control.sweeper import Sweeper
 
 if TYPE_CHECKING:
@@ -174,6 +181,21 @@ class Cluster:
         assert self._trainers is not None
         where = placement_group_table(self._trainers)["bundles_to_node_id"]
         return [where[bundle] for bundle in self._order["cluster.trainer_ranks"]]
+
+    def on_other_machines(self) -> list[str]:
+        """One line for each other machine: which of the run's processes, by the names of their logs, are there."""
+        groups = {
+            "trainer_rank": (self._trainers, self._order.get("cluster.trainer_ranks")),
+            "critic_rank": (self._critics, self._order.get("critic.placement")),
+            "engine": (self._engines, None),
+            "teacher": (self._teachers, None),
+        }
+        placed: dict[str, list[str]] = {}
+        for called, (group, order) in groups.items():
+            if group is not None:
+                where = placement_group_table(group)["bundles_to_node_id"]
+                placed[called] = [where[bundle] for bundle in order or sorted(where)]
+        return on_other_machines(placed, ray.get_runtime_context().get_node_id(), machines())
 
     def critic_options(self, rank: int) -> dict[str, Any]:
         """Actor options that put rank `rank` of a critic of its own into its bundle."""

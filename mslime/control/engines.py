@@ -5,6 +5,9 @@ A run has one group that generates, and one of teachers when `teacher` says so.
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +19,12 @@ from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.schema import RunConfig
 from mslime.control.calls import call, gather
 from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
+from mslime.logs import hide, log_process, phase
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress, Role
 
+_log = logging.getLogger(__name__)
 STOP_SECONDS = 20.0
 SAY_AGAIN_SECONDS = 30.0
 """A phase that lasts is told again after so long."""
@@ -30,6 +35,9 @@ class EngineActor:
 
     def __init__(self, config: RunConfig, index: int, log_dir: str, role: Role, keys: EngineKeys) -> None:
         redirect_output(Path(log_dir) / f"{role}{index}_actor.log")
+        log_process(f"{role}{index} actor", config.observe.log_level)
+        hide(keys.api, keys.admin)
+        _log.info("placed on %s, process %d", socket.gethostname(), os.getpid())
         use_own_interface(config)
         from mslime.backends.sglang.server import ServerProcess
 
@@ -37,7 +45,10 @@ class EngineActor:
 
     def start(self) -> EngineAddress:
         """Launch and wait until it serves."""
-        return self._server.start()
+        with phase(_log, "starting the server"):
+            address = self._server.start()
+        _log.info("serving at %s, log in %s", address.url, address.log_path)
+        return address
 
     def phase(self) -> str:
         """What the starting server is doing; answered beside `start`."""
@@ -45,7 +56,8 @@ class EngineActor:
 
     def stop(self) -> None:
         """End the server and its children."""
-        self._server.stop()
+        with phase(_log, "stopping the server"):
+            self._server.stop()
 
 
 class EngineGroup:
@@ -61,6 +73,7 @@ class EngineGroup:
         self._config, self._urls = config, settings.urls
         self._role: Role = role
         self._keys = settings.keys() or (NO_KEYS if settings.urls else EngineKeys.random())
+        hide(self._keys.api, self._keys.admin)
         self._actors: list[Any] = []
         self.log_paths: dict[str, str] = {}
         self.addresses: list[EngineAddress] = []

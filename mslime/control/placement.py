@@ -74,6 +74,36 @@ def _first_gpu() -> int:
     return min(int(gpu) for gpu in ray.get_gpu_ids())
 
 
+def machines() -> dict[str, str]:
+    """`name (address)` of every machine of the cluster, by Ray's id."""
+    return {node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})" for node in ray.nodes()}
+
+
+def on_other_machines(placed: Mapping[str, Sequence[str]], here: str, names: Mapping[str, str]) -> list[str]:
+    """One line for each machine but this one: which processes are there.
+
+    Args:
+        placed: Ray's id of each process's machine, in order, by what the processes are called without their number.
+        here: the id of this machine.
+        names: of the machines.
+    """
+    found: dict[str, list[str]] = {}
+    for called, nodes in placed.items():
+        for node in dict.fromkeys(nodes):
+            numbers = [index for index, its in enumerate(nodes) if its == node]
+            if node != here:
+                found.setdefault(node, []).extend(_runs(called, numbers))
+    return [f"{names.get(node, node)}: {', '.join(processes)}" for node, processes in found.items()]
+
+
+def _runs(called: str, numbers: Sequence[int]) -> list[str]:
+    """`rank0 to rank3`, `rank6` of 0, 1, 2, 3, 6."""
+    begins = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    pairs = zip(begins, ends, strict=True)
+    return [f"{called}{a}" if a == b else f"{called}{a} to {called}{b}" for a, b in pairs]
+
+
 def check_tensor_groups(spots: Sequence[Spot], tp: int) -> None:
     """Refuse a placement in which tensor-parallel neighbours sit on several machines.
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import RayError
@@ -14,18 +17,29 @@ from ray.exceptions import RayError
 from mslime.config.schema import RunConfig
 from mslime.control.calls import call, gather
 from mslime.control.cluster import own_host, redirect_output, remote_class, use_own_interface
+from mslime.logs import log_process
 
+_log = logging.getLogger(__name__)
 Report = Callable[[int, int], None]
 """Called with (how much is done, of how much)."""
 
 
 class RankActor:
-    """One rank. Its stdout and stderr go to its own log; engines are imported here, not in the driver."""
+    """One rank. Its stdout and stderr go to its own log; engines are imported here, not in the driver.
+
+    Attributes:
+        role: what it is called, with its rank, in its log.
+    """
+
+    role: ClassVar[str]
 
     def __init__(self, config: RunConfig, rank: int, log_path: str) -> None:
         redirect_output(Path(log_path))
+        log_process(f"{self.role} {rank}", config.observe.log_level)
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or "none"
+        _log.info("placed on %s, process %d, GPU %s", socket.gethostname(), os.getpid(), gpus)
         use_own_interface(config)
-        self._config, self._rank = config, rank
+        self._config, self._rank, self._step = config, rank, 0
         self._done, self._total = 0, 0
 
     def address(self) -> str:

@@ -5,6 +5,8 @@ loop. It turns each step's groups into shards and leaves them in Ray's store, on
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,17 +23,20 @@ from mslime.control.calls import call
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
 from mslime.data.checksums import FileSum, check_sums
 from mslime.data.sample_log import Logged, SampleLog
+from mslime.logs import hide, log_process, phase
 from mslime.observe import samples
-from mslime.observe.progress import RolloutCounts
+from mslime.observe.progress import RolloutCounts, summary_line
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.pool import EnginePool
     from mslime.backends.sglang.server import EngineAddress
     from mslime.control.check import ResolvedRun
     from mslime.data.tokenizer import Tokenizer
+    from mslime.rollout.evaluate import EvalResult
     from mslime.rollout.protocols import StepBatch
     from mslime.rollout.teacher import ServedTeacher
 
+_log = logging.getLogger(__name__)
 WHO = "rollout service"
 LAST_SAMPLES_S = 3.0
 """For what is still being written of the last responses when the run ends."""
@@ -103,6 +108,7 @@ class RolloutActor:
 
     def __init__(self, run: ResolvedRun, log_path: str) -> None:
         redirect_output(Path(log_path))
+        log_process("rollouts", run.config.observe.log_level)
         self._run, self._config = run, run.config
         self._counts = RolloutCounts(0, 0, 0)
         self._spans: Spans = []
@@ -138,6 +144,8 @@ class RolloutActor:
 
         config, model = self._config, self._run.model
         self._layers = layers
+        hide(*(key for a in (*addresses, *teachers) for key in (a.keys.api, a.keys.admin)))
+        _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
         served = ServedModel(model.num_layers, model.top_k, model.vocab_size, model.num_experts)
         clients = [
             EngineClient(a.url, a.name, config.deadlines, served, a.log_path, a.keys, a.identity) for a in addresses
@@ -184,6 +192,7 @@ class RolloutActor:
         if state is not None:
             check_sums(state.directory, {state.name: state.total})
             self._service.load(state.directory / state.name)
+        _log.info("prompts are open, generation begins with version %d", version)
         self._samples = SampleLog(config.observe.save_rollouts, tokenizer)
         samples.begin(config.run_dir, version)
 
@@ -210,17 +219,20 @@ class RolloutActor:
         """Wait for a step's groups; shard them."""
         from mslime.control.assemble import have_advantages
 
+        _log.info("step %d: collecting %d groups", step + 1, self._config.rollout.groups_per_step)
         while True:
             batch = await self._service.take(step)
             try:
                 # In a thread: seconds for a million tokens, in which responses are to be continued and submitted.
                 references, metrics, logged = await asyncio.to_thread(self._shard, batch)
                 break
-            except RewardError:
+            except RewardError as error:
+                _log.warning("step %d: groups without an advantage: %s", step + 1, error)
                 blamed = [g for g in batch.groups if not have_advantages(g, self._config)]
                 if not self._service.give_back(blamed):
                     raise
         self._samples.write(samples.file_of(self._config.run_dir, step + 1), step + 1, [logged])
+        _log.info("step %d: handed over, %s", step + 1, summary_line(batch.metrics | metrics))
         spans, self._spans = self._spans, []
         return StepShards(references, batch.metrics | metrics, self._service.outline(), spans, self._samples.notes())
 
@@ -247,17 +259,22 @@ class RolloutActor:
 
     async def pause(self) -> None:
         """Hold the engines for a weight update."""
-        await self._service.pause_for_update()
+        with phase(_log, "pausing the engines"):
+            await self._service.pause_for_update()
 
     async def resume(self, version: int) -> None:
         """Go on under new weights."""
-        await self._service.resume_after_update(version)
+        with phase(_log, f"going on under version {version}"):
+            await self._service.resume_after_update(version)
 
     async def evaluate(self) -> Evaluated:
         """Scores on every held-out set, one after the other."""
         begin, step = time.time(), self._service.version  # the weights after so many steps
         self._evaluated = []
-        results = [await self._service.evaluate(eval_set) for eval_set in self._config.data.eval_sets]
+        results: list[EvalResult] = []
+        for eval_set in self._config.data.eval_sets:
+            with phase(_log, f"evaluating on {eval_set.name}"):
+                results.append(await self._service.evaluate(eval_set))
         versions = {r.version for r in results if r.version is not None}
         assert len(versions) <= 1, f"weights were replaced during the evaluation: versions {sorted(versions)}"
         metrics = {name: value for result in results for name, value in result.metrics().items()}
@@ -267,7 +284,8 @@ class RolloutActor:
     async def save(self, path: str, next_step: int) -> FileSum:
         """Write everything that a resume needs: position in the prompts, work in flight, ledger; returns its sum."""
         try:
-            return await self._service.checkpoint(Path(path), next_step)
+            with phase(_log, f"saving {path}"):
+                return await self._service.checkpoint(Path(path), next_step)
         except EngineError:  # the engines are gone with what they were generating; the rest is ours
             return self._service.save(Path(path), next_step)
 
@@ -277,6 +295,7 @@ class RolloutActor:
 
     async def stop(self) -> None:
         """Stop generating, close connections, end the reward workers."""
+        _log.info("stopping")
         await self._service.close()
         await asyncio.to_thread(self._samples.close, LAST_SAMPLES_S)
         await self._pool.close()

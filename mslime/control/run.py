@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
+from mslime import __version__
 from mslime.config.dtypes import export_dtype
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
@@ -24,7 +27,9 @@ from mslime.control.stop import StopSignals
 from mslime.convert.families import read_hf_config
 from mslime.convert.jobs import refuse_existing, run_job
 from mslime.data.checkpoints import check_checkpoint, newest
+from mslime.logs import log_file
 
+_log = logging.getLogger(__name__)
 _ONE_AT_A_TIME = threading.Lock()
 """Ray, and the process groups of weight syncs, are one for each process."""
 
@@ -57,17 +62,24 @@ def _run(config: RunConfig, quiet: bool, asked: Callable[[], bool] | None) -> in
     console = Console(stderr=True, quiet=quiet)
     if config.observe.progress != "off":
         console.print(describe(resolved))
-    with StopSignals(asked) as stop, owned(config.run_dir):
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False)
+        _log.info("%s", text)
+
+    log = log_file(config.run_dir / "logs" / "driver.log", "driver", config.observe.log_level)
+    with StopSignals(asked) as stop, owned(config.run_dir), log:
+        _log.info("start of mslime %s in process %d on %s", __version__, os.getpid(), socket.gethostname())
         session = Session(resolved, stop, quiet)
         if session.first_step >= config.train.num_steps:
-            console.print(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
+            say(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
             return 0
         for change in changed_settings(session.saved_config or {}, config.as_dict()):
-            console.print(f"changed since {session.loaded}: {change}", markup=False, highlight=False)
+            say(f"changed since {session.loaded}: {change}")
         write_resolved(config, config.run_dir / "config.yaml")
         with session:
             (train_sft if config.train.task == "sft" else train_rl)(session)
-    console.print(f"done: {config.run_dir}")
+        say(f"done: {config.run_dir}")
     return 0
 
 

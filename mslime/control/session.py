@@ -5,6 +5,7 @@ Every method is one verb of the loop. A failure anywhere leaves through `__exit_
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -52,7 +53,7 @@ from mslime.weights.commit import Commit
 Shards = Sequence[Sequence[Any]]
 """[ranks][optimizer steps] of TrainShard, or of Ray references to them."""
 
-
+_log = logging.getLogger(__name__)
 REST_S = 30.0
 """How long a rescue waits for the ranks to have done what they were given, before it takes them for stuck."""
 
@@ -131,6 +132,8 @@ class Session:
         # Ray's own handler of SIGTERM would end the driver with a stack trace.
         cluster = self._stack.enter_context(Cluster(config, generates, self._stop.install))
         self._ray = self._stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))
+        for line in cluster.on_other_machines():
+            self._progress.note(f"logs in {logs.absolute()} of {line}")
         self._trainers = TrainerGroup(config, cluster, logs, self._worth_waiting)
         self._stack.callback(self._trainers.stop)
         if generates:
@@ -258,6 +261,7 @@ class Session:
 
     def take(self, step: int) -> StepShards:
         """Finished groups of a step as shards; waits for them."""
+        _log.info("step %d: waiting for rollouts", step + 1)
         begin = self._timeline.now()
         batch = self._rollouts.take(step, self._progress.rollout)
         end = self._timeline.now()
@@ -272,10 +276,11 @@ class Session:
 
     def train(self, shards: Shards) -> dict[str, float]:
         """Optimizer steps on the shards, and one row of metrics of them all."""
+        _log.info("step %d: training", self._step)
         # While the critic is warmed up, the policy stays what it is.
         policy = not self.config.has_critic or self._step > self.config.critic.warmup_steps
         self._training = True
-        metrics, spans = self._trainers.train(shards, self._progress.train, policy)
+        metrics, spans = self._trainers.train(shards, self._progress.train, policy, self._step)
         self._training = False
         self._trained = self._step
         if self.config.train.task == "sft":
@@ -290,6 +295,7 @@ class Session:
         """
         self._at_rest()
         assert self._evaluating is None, "an evaluation still draws from the weights that would be replaced"
+        _log.info("sending weights of version %d", version)
         begin = time.monotonic()
         mode = self._run.weight_check
         verify = mode == "always" or (mode == "first" and not self._verified)
@@ -387,6 +393,7 @@ class Session:
         directory = step_directory(self._checkpoints, next_step)
         extra: dict[str, Any] = {"next_step": next_step, "version": next_step, CRITIC: self.config.has_critic}
         extra |= {"row": self._last_row, "config": self.config.as_dict()}
+        _log.info("saving %s", directory)
         begin(directory)
         others: dict[str, FileSum] = {}
         if self.config.train.task == "rl":

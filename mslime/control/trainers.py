@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from mslime.control.cluster import Cluster
 from mslime.control.ranks import RankActor, RankGroup, Report, fetched
 from mslime.data.checkpoints import critic_directory
 from mslime.data.checksums import FileSum
+from mslime.logs import hide, phase
 
 if TYPE_CHECKING:
     from mslime.backends.megatron.critic import MegatronCritic
@@ -22,12 +24,15 @@ if TYPE_CHECKING:
     from mslime.weights.http import EngineInfo
     from mslime.weights.sync import SendReport
 
+_log = logging.getLogger(__name__)
 Span = tuple[float, float]
 """Begin and end of a stretch of work, Unix seconds."""
 
 
 class TrainerActor(RankActor):
     """One trainer rank, and its rank of a critic that shares its GPU."""
+
+    role = "trainer"
 
     def __init__(self, config: RunConfig, rank: int, log_path: str) -> None:
         super().__init__(config, rank, log_path)
@@ -41,30 +46,34 @@ class TrainerActor(RankActor):
         from mslime.backends.megatron.trainer import MegatronTrainer
 
         config = self._config
-        self._trainer = MegatronTrainer(config, self._rank, config.layout.world_size, rendezvous)
-        self._trainer.on_micro_batch = self._report
-        self._sender = self._trainer.weight_sender(self._report_bucket)
-        self._critic: MegatronCritic | None = None
-        if config.has_critic and config.critic.placement == "shared":
-            self._critic = MegatronCritic(config, self._rank, config.layout.world_size, None)
-            self._critic.on_micro_batch = self._report
+        with phase(_log, f"starting at {rendezvous}"):
+            self._trainer = MegatronTrainer(config, self._rank, config.layout.world_size, rendezvous)
+            self._trainer.on_micro_batch = self._report
+            self._sender = self._trainer.weight_sender(self._report_bucket)
+            self._critic: MegatronCritic | None = None
+            if config.has_critic and config.critic.placement == "shared":
+                self._critic = MegatronCritic(config, self._rank, config.layout.world_size, None)
+                self._critic.on_micro_batch = self._report
         return {"moe_layer_ids": self._trainer.moe_layer_ids}
 
-    def prepare(self, shards: Sequence[Any], values: Sequence[Any] | None = None) -> list[Any]:
+    def prepare(self, shards: Sequence[Any], step: int, values: Sequence[Any] | None = None) -> list[Any]:
         """Everything before the first gradient of these shards, which `update` then takes.
 
         Args:
+            step: of the run, from 1 on, for the log.
             values: of a critic elsewhere, one column a shard.
 
         Returns:
             What a critic is to learn, one column a shard; None where there is no critic.
         """
-        own: list[TrainShard] = fetched(shards)
-        if values is not None:
-            own = [replace(shard, values=column) for shard, column in zip(own, values, strict=True)]
-        elif self._critic is not None:
-            own = self._critic.with_values(own)
-        self._prepared, self._found = self._trainer.prepare(own)
+        self._step = step
+        with phase(_log, f"step {step}: log-probs of {len(shards)} shard(s)"):
+            own: list[TrainShard] = fetched(shards)
+            if values is not None:
+                own = [replace(shard, values=column) for shard, column in zip(own, values, strict=True)]
+            elif self._critic is not None:
+                own = self._critic.with_values(own)
+            self._prepared, self._found = self._trainer.prepare(own)
         return [shard.returns for shard in self._prepared]
 
     def update(self, policy: bool) -> dict[str, Any]:
@@ -75,17 +84,18 @@ class TrainerActor(RankActor):
         """
         begin = time.time()
         rows: list[dict[str, float]] = [dict(self._found) for _ in self._prepared]
-        if self._critic is not None:
-            rows = [row | learnt for row, learnt in zip(rows, self._critic.train(self._prepared), strict=True)]
-        if policy:
-            rows = [row | learnt for row, learnt in zip(rows, self._trainer.update(self._prepared), strict=True)]
+        with phase(_log, f"step {self._step}: training on {sum(len(s.tokens) for s in self._prepared)} tokens"):
+            if self._critic is not None:
+                rows = [row | learnt for row, learnt in zip(rows, self._critic.train(self._prepared), strict=True)]
+            if policy:
+                rows = [row | learnt for row, learnt in zip(rows, self._trainer.update(self._prepared), strict=True)]
         self._prepared = []
         return {"metrics": rows, "span": (begin, time.time())}
 
-    def train(self, shards: Sequence[Any], policy: bool) -> dict[str, Any]:
+    def train(self, shards: Sequence[Any], policy: bool, step: int) -> dict[str, Any]:
         """`prepare` and `update` in one."""
         begin = time.time()
-        self.prepare(shards)
+        self.prepare(shards, step)
         return self.update(policy) | {"span": (begin, time.time())}
 
     def buckets(self) -> tuple[int, int]:
@@ -94,7 +104,9 @@ class TrainerActor(RankActor):
 
     def connect(self, engines: Sequence[Endpoint], group: str) -> tuple[EngineInfo, ...]:
         """Meet the engines; returns what they are."""
-        self._sender.connect(engines, group)
+        hide(*(key for engine in engines for key in (engine.keys.api, engine.keys.admin)))
+        with phase(_log, f"connecting to {', '.join(engine.url for engine in engines)}"):
+            self._sender.connect(engines, group)
         return self._sender.engines
 
     def disconnect(self) -> None:
@@ -104,12 +116,14 @@ class TrainerActor(RankActor):
     def send_weights(self, version: int, verify: bool) -> tuple[SendReport, Span]:
         """Send every bucket; returns the report and the span of time this rank was busy."""
         begin = time.time()
-        report = self._sender.send(version, verify)
+        with phase(_log, f"sending weights of version {version}"):
+            report = self._sender.send(version, verify)
         return report, (begin, time.time())
 
     def export_hf(self, directory: str) -> None:
         """Write the current weights as a Hugging Face checkpoint."""
-        self._sender.export(Path(directory), self._config.model.path)
+        with phase(_log, f"exporting to {directory}"):
+            self._sender.export(Path(directory), self._config.model.path)
 
     def save(self, directory: str, extra: dict[str, Any], others: dict[str, FileSum]) -> None:
         """Write a resumable checkpoint, the critic's first.
@@ -117,15 +131,17 @@ class TrainerActor(RankActor):
         Args:
             others: files of other processes that are in it already.
         """
-        if self._critic is not None:
-            self._critic.save(critic_directory(Path(directory)), {})
-        self._trainer.save(Path(directory), extra, others)
+        with phase(_log, f"saving {directory}"):
+            if self._critic is not None:
+                self._critic.save(critic_directory(Path(directory)), {})
+            self._trainer.save(Path(directory), extra, others)
 
     def load(self, directory: str, new_run: bool) -> None:
         """Read a checkpoint; of another run when `new_run`. A critic that it lacks stays as it started."""
-        self._trainer.load(Path(directory), new_run)
-        if self._critic is not None and critic_directory(Path(directory)).is_dir():
-            self._critic.load(critic_directory(Path(directory)), new_run)
+        with phase(_log, f"loading {directory}"):
+            self._trainer.load(Path(directory), new_run)
+            if self._critic is not None and critic_directory(Path(directory)).is_dir():
+                self._critic.load(critic_directory(Path(directory)), new_run)
 
     def _report_bucket(self, sent: int, buckets: int) -> None:
         self._sent, self._buckets = sent, buckets
@@ -134,34 +150,42 @@ class TrainerActor(RankActor):
 class CriticActor(RankActor):
     """One rank of a critic on GPUs of its own."""
 
+    role = "critic"
+
     def start(self, rendezvous: str) -> None:
         """Build the model and optimizer."""
         from mslime.backends.megatron.critic import MegatronCritic
 
-        self._critic = MegatronCritic(self._config, self._rank, self._config.layout.world_size, rendezvous)
+        with phase(_log, f"starting at {rendezvous}"):
+            self._critic = MegatronCritic(self._config, self._rank, self._config.layout.world_size, rendezvous)
         self._critic.on_micro_batch = self._report
         self._shards: list[TrainShard] = []
 
-    def values(self, shards: Sequence[Any]) -> list[Any]:
+    def values(self, shards: Sequence[Any], step: int) -> list[Any]:
         """The values of these shards, one column each, which `train` then takes."""
-        self._shards = self._critic.with_values(fetched(shards))
+        self._step = step
+        with phase(_log, f"step {step}: values of {len(shards)} shard(s)"):
+            self._shards = self._critic.with_values(fetched(shards))
         return [shard.values for shard in self._shards]
 
     def train(self, returns: Sequence[Any]) -> dict[str, Any]:
         """One optimizer step per shard; returns metrics of each and the span of time this rank was busy."""
         begin = time.time()
         learnt = [replace(shard, returns=column) for shard, column in zip(self._shards, returns, strict=True)]
-        metrics = self._critic.train(learnt)
+        with phase(_log, f"step {self._step}: training on {sum(len(s.tokens) for s in learnt)} tokens"):
+            metrics = self._critic.train(learnt)
         self._shards = []
         return {"metrics": metrics, "span": (begin, time.time())}
 
     def save(self, directory: str) -> None:
         """Write a resumable checkpoint."""
-        self._critic.save(Path(directory), {})
+        with phase(_log, f"saving {directory}"):
+            self._critic.save(Path(directory), {})
 
     def load(self, directory: str, new_run: bool) -> None:
         """Read a checkpoint; of another run when `new_run`."""
-        self._critic.load(Path(directory), new_run)
+        with phase(_log, f"loading {directory}"):
+            self._critic.load(Path(directory), new_run)
 
 
 class TrainerGroup:
@@ -187,35 +211,36 @@ class TrainerGroup:
         return [tuple(started[name]["moe_layer_ids"]) for name in self._trainers.log_paths]
 
     def train(
-        self, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool = True
+        self, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool, step: int
     ) -> tuple[list[dict[str, float]], dict[str, Span]]:
         """One optimizer step for each element of `shards[rank]`.
 
         Args:
             policy: also of the policy, not only of the critic.
+            step: of the run, from 1 on, for the ranks' logs.
 
         Returns:
             Metrics of each optimizer step (equal on all ranks), and when each rank was busy.
         """
         if self._critics is not None:
-            return self._train_apart(self._critics, shards, on_progress, policy)
+            return self._train_apart(self._critics, shards, on_progress, policy, step)
         deadline, poll = (
             self._config.deadlines.train_step_s,
             self._trainers.poller("progress", on_progress, self._check),
         )
-        results = self._trainers.all("train step", deadline, lambda a, r: a.train.remote(shards[r], policy), poll)
+        results = self._trainers.all("train step", deadline, lambda a, r: a.train.remote(shards[r], policy, step), poll)
         return results[0]["metrics"], _spans("trainer", results)
 
     def _train_apart(
-        self, critics: RankGroup, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool
+        self, critics: RankGroup, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool, step: int
     ) -> tuple[list[dict[str, float]], dict[str, Span]]:
         """Values go from the critic's ranks to the trainer's and returns back, from rank to rank; then both learn."""
         trainers, deadline = self._trainers, self._config.deadlines.train_step_s
         logs, poll = trainers.log_paths | critics.log_paths, trainers.poller("progress", on_progress, self._check)
-        valued = critics.submit(lambda a, r: a.values.remote(shards[r]))
+        valued = critics.submit(lambda a, r: a.values.remote(shards[r], step))
         gather(valued, "train step: values", deadline, logs, poll)
         values = list(valued.values())
-        prepared = trainers.submit(lambda a, r: a.prepare.remote(shards[r], values[r]))
+        prepared = trainers.submit(lambda a, r: a.prepare.remote(shards[r], step, values[r]))
         gather(prepared, "train step: log-probs", deadline, logs, poll)
         returns = list(prepared.values())
         learning = trainers.submit(lambda a, _: a.update.remote(policy))

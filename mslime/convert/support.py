@@ -78,8 +78,15 @@ def as_markdown(rows: Iterable[SupportRow]) -> str:
 def as_table(rows: Iterable[SupportRow]) -> Table:
     """The matrix for a terminal."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(*_HEADINGS, caption="Notes and proofs: docs/models.md")
+    rows, (architecture, checkpoints, *others) = list(rows), _HEADINGS
+    table = Table(caption="Notes and proofs: docs/models.md")
+    # Names are whole in 80 columns: they are what one compares with config.json.
+    table.add_column(Text(f"{architecture}\n  {checkpoints.lower()}"), min_width=max(len(r.architecture) for r in rows))
+    for heading in others:
+        table.add_column(heading)
     for row in rows:
-        table.add_row(row.architecture, row.models, row.train, row.engine, row.compared)
+        named = Text.assemble((row.architecture, "bold"), "\n", (row.models, "dim"))
+        table.add_row(named, row.train, row.engine, row.compared)
     return table

@@ -5,6 +5,7 @@ The loop reports phases as they move (`rollout`, `train`, `weights`) and closes 
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
+_log = logging.getLogger(__name__)
 _SHOWN = (
     ("reward", "reward/mean", "{:.3f}"),
     ("loss", "loss/total", "{:.4f}"),
@@ -62,10 +64,12 @@ class Progress:
         """`done` of `total` buckets are sent."""
 
     def note(self, text: str) -> None:
-        """Say one line: starting, resuming, saving."""
+        """Say one line: starting, resuming, saving. Whatever is shown, the driver's log has it."""
+        _log.info("%s", text)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """`step` steps of the run are done; `metrics` is the row just logged."""
+        _log.info("step %d/%d  %s", step, self._total, summary_line(metrics))
         if step <= self._done:
             return
         now = time.monotonic()
@@ -99,6 +103,7 @@ class PlainProgress(Progress):
 
     def note(self, text: str) -> None:
         """Print the line."""
+        super().note(text)
         self._print(text)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -146,7 +151,8 @@ class LiveProgress(Progress):
 
     def note(self, text: str) -> None:
         """Print the line above the bars."""
-        self._console.print(text, markup=False, highlight=False)
+        super().note(text)
+        self._print(text)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the bar of the run, empty the others, and leave the step's line."""
@@ -154,7 +160,10 @@ class LiveProgress(Progress):
         for name in ("rollout", "train", "weights"):
             self._move(name, 0, 1, "")
         self._move("steps", step, max(self._total, 1), f"eta {format_seconds(self.eta_seconds())}")
-        self.note(f"step {step}/{self._total}  {summary_line(metrics)}")
+        self._print(f"step {step}/{self._total}  {summary_line(metrics)}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
 
     def _move(self, name: str, done: int, total: int, detail: str) -> None:
         self._bars.update(self._tasks[name], completed=done, total=max(total, 1), detail=detail)

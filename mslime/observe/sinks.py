@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from mslime.config.errors import UserError
+from mslime.config.errors import UserError, nearest
 from mslime.config.schema import ObserveConfig
 
 
@@ -47,8 +48,18 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run, continued under the same id when the mslime run resumes."""
 
-    def __init__(self, run_dir: Path, project: str, run_name: str, run_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, project: str, run_name: str, run_config: Mapping[str, Any], further: Mapping[str, Any]
+    ) -> None:
+        """
+        Args:
+            further: arguments of wandb.init.
+
+        Raises:
+            UserError: the package is not installed, or takes no such argument.
+        """
         wandb: Any = _package("wandb", "observe.wandb_project", project)
+        _refuse_unknown(wandb.init, further)
         identity = run_dir / "wandb_id"
         if not identity.exists():
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -60,6 +71,7 @@ class WandbSink:
             resume="allow",
             dir=str(run_dir),
             config=dict(run_config),
+            **further,
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -77,8 +89,18 @@ def open_sinks(run_dir: Path, observe: ObserveConfig, run_name: str, run_config:
     if observe.tensorboard:
         sinks.append(TensorBoardSink(run_dir))
     if observe.wandb_project is not None:
-        sinks.append(WandbSink(run_dir, observe.wandb_project, run_name, run_config))
+        sinks.append(WandbSink(run_dir, observe.wandb_project, run_name, run_config, observe.wandb))
     return sinks
+
+
+def _refuse_unknown(init: Callable[..., Any], further: Mapping[str, Any]) -> None:
+    takes = inspect.signature(init).parameters
+    for name in further:
+        if name not in takes and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values()):
+            raise UserError(
+                f"observe.wandb.{name}", further[name], "the installed wandb.init has no such argument",
+                nearest(name, takes) or f"it has: {', '.join(takes)}",
+            )  # fmt: skip
 
 
 def _package(module: str, field: str, value: object) -> ModuleType:

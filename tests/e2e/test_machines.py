@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,12 @@ def test_four_ranks_and_two_engines_train_over_three_machines(
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["replay/coverage"] == 1.0 and row["mismatch/abs_max"] < 1e-3 for row in rows)
     assert "bit for bit" in run.text()
+    elsewhere = [line for line in run.text().splitlines() if line.startswith(f"logs in {run.directory / 'logs'} of ")]
+    assert sorted(re.sub(r".* \((.*)\)", r"\1", line) for line in elsewhere) == [
+        "127.0.0.3: trainer_rank0 to trainer_rank1",
+        "127.0.0.4: trainer_rank2 to trainer_rank3",
+        "127.0.0.5: engine0 to engine1",
+    ]
     assert not processes(ENGINE) and not processes("ray::TrainerActor")
 
 

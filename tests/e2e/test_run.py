@@ -63,6 +63,39 @@ def saved_step(run: Run) -> int:
 TP2_EP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
 
 
+def check_logs(logs: Path, console: str) -> None:
+    """Each process says what it begins and ends, with time and name, in few lines a step; the driver's log has the
+    console's."""
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}[+-]\d{4}"
+
+    def told(name: str, process: str) -> list[str]:
+        lines = (logs / name).read_text().splitlines()
+        return [found[1] for line in lines if (found := re.match(rf"{stamp} {process} INFO (.*)", line))]
+
+    for rank in (0, 1):
+        lines = told(f"trainer_rank{rank}.log", f"trainer {rank}")
+        order = (
+            "placed on", "starting at", "meeting the other ranks", "building the model", "reading the weights of",
+            "building the optimizer", "connecting to http", "sending weights of version 0", "step 1: log-probs",
+            "step 1: training", "sending weights of version 1", "saving", "step 2: log-probs", "step 2: training",
+            "sending weights of version 2", "saving", "exporting",
+        )  # fmt: skip
+        begun = [line for line in lines if ": done in " not in line]
+        assert [line.startswith(start) for start, line in zip(order, begun, strict=True)] == [True] * len(order), begun
+        assert len(lines) == 2 * len(order) - 1, "whatever is begun ends, with a duration"
+    rollouts = told("rollouts.log", "rollouts")
+    assert any(line.startswith("step 2: handed over, reward 0.") for line in rollouts)
+    assert sum("evaluating on held_out: done in" in line for line in rollouts) == 2
+    assert "starting the server: done in" in (logs / "engine0_actor.log").read_text()
+    driver = told("driver.log", "driver")
+    assert driver[0].startswith("start of mslime") and driver[-1].startswith("done: ")
+    for line in (
+        line for line in console.splitlines() if line.startswith(("starting ", "engine0: ", "saved ", "step 2/2"))
+    ):
+        assert line.partition("  eta")[0] in driver, "what the console says is in the driver's log"
+    assert console.count("starting 2 trainer rank(s)") == 1
+
+
 @pytest.mark.timeout(900)
 def test_a_run_trains_resumes_in_another_layout_and_reports(
     tiny_qwen3_moe_bf16: Path, prompts: Path, tmp_path: Path, runs: list[Run]
@@ -94,6 +127,8 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
     exported = json.loads((first.directory / "hf" / "config.json").read_text())
     assert exported["dtype"] == "bfloat16", "as the checkpoint that it was trained from"
     assert {info.dtype for info in HFCheckpoint(first.directory / "hf").info.values()} == {"BF16"}
+
+    check_logs(first.directory / "logs", first.text())
 
     # Two pipeline stages instead of TP2 EP2: the checkpoint is resharded, the metrics go on.
     resumed = settings(

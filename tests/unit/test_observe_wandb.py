@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from mslime.config.errors import UserError
+from mslime.config.loader import build, load_config
 from mslime.config.schema import ObserveConfig
 from mslime.observe.metrics import MetricsLogger
 
@@ -23,6 +25,32 @@ class FakeWandbRun:
 
     def finish(self) -> None:
         self.finished = True
+
+
+def test_further_arguments_are_passed_and_wrong_ones_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def init(project: str, name: str, id: str, resume: str, dir: str, config: dict[str, Any],
+             entity: str = "", tags: tuple[str, ...] = (), mode: str = "online") -> FakeWandbRun:  # fmt: skip
+        given.update(entity=entity, tags=tags, mode=mode, project=project)
+        return FakeWandbRun()
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    flags = ["--observe.wandb-project", "p", "--observe.wandb.entity", "team", "--observe.wandb.tags", "[a, b]"]
+    run = load_config(None, [*flags, "--observe.wandb.mode", "offline", "--model.path", "m", "--data.prompts", "p"])
+    MetricsLogger(tmp_path, run.observe).close()
+    assert given == {"entity": "team", "tags": ["a", "b"], "mode": "offline", "project": "p"}
+    for wrong, field, way_out in (
+        ({"wandb": {"entty": "team"}, "wandb_project": "p"}, "observe.wandb.entty", "entity"),
+        ({"wandb": {"id": "x"}, "wandb_project": "p"}, "observe.wandb.id", "remove it"),
+        ({"wandb": {"entity": "team"}}, "observe.wandb", "observe.wandb_project"),
+    ):
+        with pytest.raises(UserError) as caught:
+            told = build({"model": {"path": "m"}, "data": {"prompts": ["p"]}, "observe": wrong})
+            MetricsLogger(tmp_path / "other", told.observe)
+        assert caught.value.field == field and way_out in caught.value.way_out
 
 
 def test_rows_go_to_one_run_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

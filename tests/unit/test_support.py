@@ -6,6 +6,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from mslime.cli import main
 from mslime.convert.families import FAMILIES
 from mslime.convert.support import as_markdown, support_rows
@@ -24,8 +26,13 @@ def test_every_named_checkpoint_has_its_published_configuration_among_the_fixtur
     assert tried == {name: len(family.support.models) for name, family in FAMILIES.items()}
 
 
-def test_the_terminal_shows_every_family(capsys: object) -> None:
+def test_a_terminal_of_80_columns_shows_every_family_by_its_whole_name(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["models"]) == 0
-    shown = "".join(capsys.readouterr().out.split())  # type: ignore[attr-defined]
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
     for family in FAMILIES.values():
-        assert family.architecture[:14] in shown
+        assert family.architecture in shown
+        assert all(name in shown for model in family.support.models for name in model.split())

@@ -6,6 +6,7 @@ engines; it is handed shards and gives back numbers.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -32,8 +33,11 @@ from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.data.shard import TrainShard
+from mslime.logs import phase
 from mslime.weights.groups import make_groups
 from mslime.weights.sync import SyncOptions, WeightSender
+
+_log = logging.getLogger(__name__)
 
 
 class MegatronTrainer(TrainedModel):
@@ -59,8 +63,10 @@ class MegatronTrainer(TrainedModel):
         self.hf_config = read_hf_config(config.model.path)
         self.model = get_family(self.hf_config).model_fields(self.hf_config)
         transformer = transformer_config(config, self.hf_config, device)
-        start_process_groups(config, rank, world_size, init_method, device)
-        chunks = build_chunks(transformer, self.model, device)
+        with phase(_log, f"meeting the other ranks, {world_size} in all"):
+            start_process_groups(config, rank, world_size, init_method, device)
+        with phase(_log, "building the model"):
+            chunks = build_chunks(transformer, self.model, device)
         self.moe_layer_ids = moe_layer_ids(chunks, self.model.moe_layer_ids)
         self._reference: ReferencePolicy | None = None
         if task == "rl" and config.algorithm.kl_coef > 0:
@@ -69,11 +75,13 @@ class MegatronTrainer(TrainedModel):
         self._teacher: ReferencePolicy | None = None
         if task == "rl" and config.model.teacher_path is not None:
             self._teacher = ReferencePolicy(chunks, self.hf_config, config.model.teacher_path)
-        load_hf_weights(chunks, self.hf_config, config.model.path)
+        with phase(_log, f"reading the weights of {config.model.path}"):
+            load_hf_weights(chunks, self.hf_config, config.model.path)
         routed = task == "rl" and bool(self.model.num_experts)
         place = Place.here(transformer.sequence_parallel)
         self.routing = Routing.attach(config.train.replay if routed else "off", chunks, self.model, place, device)
-        super().__init__(config, chunks, transformer, device, config.policy_steps)
+        with phase(_log, "building the optimizer"):
+            super().__init__(config, chunks, transformer, device, config.policy_steps)
         self.runner = StepRunner(self.wrapped, transformer, config, place, device, self.model.vocab_size)
         self.on_micro_batch: OnMicroBatch | None = None
 
