@@ -119,11 +119,22 @@ def train(source: Source, *, stop: Event | None = None) -> TrainResult:
     return _result(config.run_dir)
 
 
-def report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write the page about a run, finished or not, and return its path. Raises UserError where there is no run."""
+def report(
+    run_dir: str | os.PathLike[str], *others: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
+) -> Path:
+    """Write the page about a run, finished or not, or one that compares it with others; returns its path.
+
+    Args:
+        out: where to; default: report.html or compare.html in `run_dir`.
+
+    Raises:
+        UserError: a directory is not there, holds no metrics, or a broken file.
+    """
+    from mslime.observe.compare import write_comparison
     from mslime.observe.report import write_report
 
-    return write_report(Path(run_dir))
+    runs, to = list(dict.fromkeys(map(Path, (run_dir, *others)))), None if out is None else Path(out)
+    return write_report(runs[0], to) if len(runs) == 1 else write_comparison(runs, to)
 
 
 def _result(run_dir: Path) -> TrainResult:

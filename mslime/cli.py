@@ -203,11 +203,9 @@ def _print_fields(section: str, markdown: bool) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from mslime.observe.compare import write_comparison
-    from mslime.observe.report import write_report
+    from mslime.api import report
 
-    runs = list(dict.fromkeys(args.run_dirs))
-    print(write_report(runs[0], args.out) if len(runs) == 1 else write_comparison(runs, args.out))
+    print(report(*args.run_dirs, out=args.out))
     return 0
 
 

@@ -19,6 +19,7 @@ from mslime.control import run as control_run
 from mslime.control.check import describe
 from mslime.control.stop import SIGNALS, StopSignals
 from tests.fixtures.full_size import CONFIGS
+from tests.fixtures.make_run import make_synthetic_run
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 
@@ -100,6 +101,13 @@ def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> No
         found = mslime.plan(source, gpus=17, gpu_memory_gb=141)
         assert json.loads(json.dumps(found.as_dict(), default=str)) == printed
         assert found.trainer_gpus == 16
+
+
+def test_a_report_is_of_one_run_or_of_several(tmp_path: Path) -> None:
+    one, other = (make_synthetic_run(tmp_path / name, steps=3) for name in ("one", "other"))
+    assert mslime.report(one) == mslime.report(str(one), one) == one / "report.html"
+    assert mslime.report(one, other) == one / "compare.html"
+    assert mslime.report(one, out=tmp_path / "page.html").read_text() == (one / "report.html").read_text()
 
 
 def test_a_second_run_in_one_process_is_refused(tmp_path: Path) -> None:
