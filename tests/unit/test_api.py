@@ -113,8 +113,9 @@ def test_a_report_is_of_one_run_or_of_several(tmp_path: Path) -> None:
 def test_a_second_run_in_one_process_is_refused(tmp_path: Path) -> None:
     with control_run._ONE_AT_A_TIME, pytest.raises(mslime.UserError, match="another run is going on in this process"):
         mslime.train(values(tmp_path))
-    with pytest.raises(mslime.UserError, match="holds a config"):  # free again, whatever the first one came to
-        mslime.train(values(tmp_path))
+    for _ in range(2):  # and is free again, whatever the one before came to
+        with pytest.raises(mslime.UserError, match="holds a config"):
+            mslime.train(values(tmp_path))
 
 
 def test_a_run_in_a_thread_ends_when_it_is_asked_and_touches_no_handler() -> None:
