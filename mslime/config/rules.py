@@ -84,13 +84,15 @@ def _sequence_parallel(config: RunConfig) -> None:
 
 
 def _dropout(config: RunConfig) -> None:
-    for key in ("hidden_dropout", "attention_dropout"):
+    for key in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"):
         if config.megatron.extra.get(key):
+            what = "jitter" if key == "moe_input_jitter_eps" else "dropout"
             raise ConfigError(
                 f"megatron.{key}",
                 config.megatron.extra[key],
-                "dropout makes the trainer's policy differ from the one that sampled",
-                "remove it (mslime sets 0)",
+                f"{what} makes the trainer's policy differ from the one that sampled, and from the one that is "
+                "evaluated",
+                "remove it (mslime sets none)",
             )
 
 
@@ -367,6 +369,29 @@ def _sets(config: RunConfig) -> None:
             )
 
 
+def _supervised(config: RunConfig) -> None:
+    """Settings of rows of messages that would change nothing."""
+    data, train = config.data, config.train
+    if data.messages_key is None:
+        field, value = (
+            ("data.tools_key", data.tools_key) if data.tools_key else ("train.sft_loss_on", train.sft_loss_on)
+        )
+        if value != "all":
+            rule = "acts on conversations, and data.messages_key names none"
+            raise ConfigError(field, value, rule, "set data.messages_key, or remove it")
+        return
+    if train.task == "rl":
+        raise ConfigError(
+            "data.messages_key", data.messages_key, "conversations are for train.task: sft",
+            "name the prompt's messages with data.prompt_key, and set data.apply_chat_template: true",
+        )  # fmt: skip
+    if data.max_prompt_tokens is not None:
+        raise ConfigError(
+            "data.max_prompt_tokens", data.max_prompt_tokens, "a conversation has no prompt to measure",
+            "set train.sft_too_long, and rollout.max_total_tokens",
+        )  # fmt: skip
+
+
 def _keep_best(config: RunConfig) -> None:
     """A metric of a held-out set that is never evaluated would keep nothing, in silence."""
     metric, sets = config.checkpoint.keep_best, [s.name for s in config.data.eval_sets]
@@ -378,6 +403,14 @@ def _keep_best(config: RunConfig) -> None:
             "checkpoint.keep_best", metric, f"names no set of data.eval_sets: {sets}",
             f"write for example eval/{sets[0] if sets else 'NAME'}/accuracy",
         )  # fmt: skip
+    losses, minimum = ("nll", "perplexity"), config.checkpoint.keep_best_is == "min"
+    is_loss, supervised = metric.rpartition("/")[2] in losses, config.train.task == "sft"
+    if is_loss != supervised:
+        rule = f"train.task {config.train.task} measures no such thing on held-out sets"
+        best = f"eval/{name}/nll and checkpoint.keep_best_is: min" if supervised else f"eval/{name}/accuracy"
+        raise ConfigError("checkpoint.keep_best", metric, rule, f"write for example {best}")
+    if is_loss and not minimum:
+        raise ConfigError("checkpoint.keep_best_is", "max", f"the best {metric} is the lowest", "set it to min")
     if config.observe.eval_every == 0:
         raise ConfigError(
             "checkpoint.keep_best", metric, "needs evaluations, and observe.eval_every is 0", "set observe.eval_every"
@@ -385,6 +418,7 @@ def _keep_best(config: RunConfig) -> None:
 
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
+    _supervised,
     _keep_best,
     _pipeline_p2p,
     _sequence_parallel,

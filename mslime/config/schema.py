@@ -169,6 +169,16 @@ class DataConfig(Section):
     prompts: list[str] = Field(description="JSONL or parquet files, each optionally sliced: `file@[a:b]`.")
     prompt_key: str = Field(default="prompt", description="A string, or a list of chat messages.")
     label_key: str | None = Field(default="label", description="Handed to the reward; null when there is none.")
+    messages_key: str | None = Field(
+        default=None,
+        description="sft: key of a list of {role, content} messages, rendered with the chat template; the assistant's "
+        "turns are trained. Stands in for prompt_key and label_key.",
+    )
+    tools_key: str | None = Field(
+        default=None,
+        description="sft with messages_key: key of a list of tool definitions, or of one written as JSON, handed to "
+        "the template; null: none.",
+    )
     metadata_key: str | None = Field(
         default=None, description="Key of an object that rewards and filters get with the sample; null: none."
     )
@@ -183,7 +193,9 @@ class DataConfig(Section):
         default=True,
         description="Draw rows in an order that follows from the seed, anew in each pass; else in the files' order.",
     )
-    max_prompt_tokens: int | None = Field(default=None, ge=1, description="Longer prompts are skipped, and counted.")
+    max_prompt_tokens: int | None = Field(
+        default=None, ge=1, description="Longer prompts are skipped, and counted in data/skipped_rows."
+    )
     eval_sets: list[EvalSetConfig] = Field(
         default_factory=list[EvalSetConfig], description="Held-out sets, each a mapping of these."
     )
@@ -303,7 +315,9 @@ class AlgorithmConfig(AdvantageConfig):
 class TrainConfig(Section):
     """The optimizer's side of a step."""
 
-    task: Literal["rl", "sft"] = Field(default="rl", description="sft: supervised warm start on `prompt`/`label` rows.")
+    task: Literal["rl", "sft"] = Field(
+        default="rl", description="sft: supervised training on rows of prompt and label, or of messages."
+    )
     num_steps: int = Field(
         default=100, le=10**9, ge=1, description="Steps of the run: rollouts for rl, batches for sft."
     )
@@ -347,6 +361,16 @@ class TrainConfig(Section):
         description="Tokens whose logits are held in fp32 at once, where Triton is missing; else none are.",
     )
     sft_batch_size: int = Field(default=64, ge=1, description="sft: rows of one step.")
+    sft_loss_on: Literal["all", "last", "each"] = Field(
+        default="all",
+        description="sft with data.messages_key: all assistant turns of a conversation, its last one alone, or each as "
+        "a sequence of its own, rendered as if it were the last: for templates that drop earlier thinking.",
+    )
+    sft_too_long: Literal["refuse", "skip", "cut"] = Field(
+        default="refuse",
+        description="sft: what becomes of rows of more tokens than rollout.max_total_tokens (default: the model's "
+        "positions). skip and cut are counted in data/skipped_rows and data/cut_rows.",
+    )
 
 
 class WeightsConfig(Section):

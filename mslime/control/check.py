@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Group as RichGroup
 from rich.table import Table
@@ -27,15 +27,19 @@ from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
 from mslime.control.check_prompts import check_held_out, check_prompts
 from mslime.control.check_rewards import check_rewards
+from mslime.control.check_supervised import check_supervised
 from mslime.control.environment import gpu_warnings
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
-from mslime.data.source import PromptSource, refuse_unsupervised
+from mslime.data.source import PromptSource
+from mslime.data.supervised import SupervisedSource
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 from mslime.observe.metrics import free_name
 from mslime.planner.work import quadratic_tokens
 from mslime.rollout.gate import SubmitGate
+
+Source = TypeVar("Source")
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,8 @@ def resolve(config: RunConfig) -> ResolvedRun:
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     check_vocabulary(tokenizer, config.model.path)
     _check_teacher(config, model, tokenizer)
-    notes = _check_data(config, tokenizer, config.rollout.max_total_tokens or model.max_positions)
+    check_data = _check_supervised_data if config.train.task == "sft" else _check_data
+    notes = check_data(config, tokenizer, config.rollout.max_total_tokens or model.max_positions)
     _check_optional_packages(config)
     run = ResolvedRun(with_model(config, hf_config), hf_config, family, model, tuple(notes))
     if config.weights.verify == "always" and run.weight_check == "never":
@@ -232,22 +237,39 @@ def _check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str
 
     Returns what a person should know of prompts, labels and the reward.
     """
-    sources = {"": PromptSource(config.data.prompts, config.data, tokenizer, config.seed)}
+
+    def open_files(specs: list[str], shuffle: bool | None) -> PromptSource:
+        return PromptSource(specs, config.data, tokenizer, config.seed, shuffle=shuffle)
+
+    sources = _held_in_files(config, open_files)
+    notes = check_prompts(config, sources[""], limit)
+    for name, source in sources.items():
+        if name:
+            check_held_out(config, source)
+    return notes + check_rewards(config, sources, tokenizer)
+
+
+def _check_supervised_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:
+    """`_check_data` of supervised training: rows with what is trained of them, and no reward."""
+
+    def open_files(specs: list[str], shuffle: bool | None) -> SupervisedSource:
+        return SupervisedSource(specs, config, tokenizer, limit, shuffle=shuffle)
+
+    sources = _held_in_files(config, open_files)
+    return [note for name, source in sources.items() for note in check_supervised(config, source, name, tokenizer)]
+
+
+def _held_in_files(config: RunConfig, open_files: Callable[[list[str], bool | None], Source]) -> dict[str, Source]:
+    """The training rows, under "", and the held-out sets by name, opened. Raises DataError."""
+    sources = {"": open_files(config.data.prompts, None)}
     for index, eval_set in enumerate(config.data.eval_sets):
         try:
-            sources[eval_set.name] = PromptSource([eval_set.path], config.data, tokenizer, config.seed, shuffle=False)
+            sources[eval_set.name] = open_files([eval_set.path], False)
         except DataError as error:
             if error.field != "data.prompts":
                 raise
             raise DataError(f"data.eval_sets[{index}].path", error.value, error.rule, error.way_out) from error
-    if config.train.task == "sft":
-        for where, label in sources[""].labels():
-            refuse_unsupervised(label, where, tokenizer)
-    notes = check_prompts(config, sources[""], tokenizer, limit)
-    for name, source in sources.items():
-        if name:
-            check_held_out(config, source, tokenizer)
-    return notes if config.train.task == "sft" else notes + check_rewards(config, sources, tokenizer)
+    return sources
 
 
 def _check_optional_packages(config: RunConfig) -> None:

@@ -31,12 +31,17 @@ def train_rl(session: Session) -> None:
 
 
 def train_sft(session: Session) -> None:
-    """Supervised training on prompt and label, on the same trainer; no engine is started."""
+    """Supervised training on the same trainer; no engine is started."""
     config = session.config
     with session.rescuing():
+        if _evaluation_owed(session):
+            session.held_out_loss(step=session.first_step)
         for step in range(session.first_step, config.train.num_steps):
             with session.step(step) as record:
                 record.update(session.train(session.supervised_batch()))
+                record.update(session.rows_metrics())
+                if evaluation_due(config, step):
+                    record.update(session.held_out_loss(step=step + 1))
             _keep(session, step)
         session.finish()
 

@@ -17,7 +17,6 @@ import ray
 
 from mslime.config.errors import CheckpointError, TrainerError
 from mslime.config.schema import RunConfig
-from mslime.control.assemble import assemble_supervised
 from mslime.control.attached import AttachedEngines, new_group
 from mslime.control.check import ResolvedRun
 from mslime.control.cluster import Cluster
@@ -25,6 +24,7 @@ from mslime.control.engines import EngineGroup
 from mslime.control.ray_watch import RayWatch, leave_without_ray
 from mslime.control.rollouts import Evaluation, RolloutHandle, SavedState, StepShards
 from mslime.control.stop import Stopped, StopSignals
+from mslime.control.supervised import SupervisedRows
 from mslime.control.trainers import TrainerGroup
 from mslime.data.checkpoints import (
     CRITIC,
@@ -42,8 +42,6 @@ from mslime.data.checkpoints import (
 )
 from mslime.data.checksums import FileSum, write_summed
 from mslime.data.manifest import Manifest, read_manifest
-from mslime.data.source import PromptSource, supervised_sample
-from mslime.data.tokenizer import load_tokenizer
 from mslime.observe.metrics import FILE_NAME, MetricsLogger, read_metrics
 from mslime.observe.progress import open_progress, summary_line
 from mslime.observe.rows import are_scores, over_optimizer_steps
@@ -148,7 +146,10 @@ class Session:
                     f"no critic in {self.loaded}: it starts from {config.critic.path or config.model.path}"
                 )
         if config.train.task == "sft":
-            self._open_supervised()
+            self._rows = SupervisedRows(self._run)
+            if self.first_step:
+                self._rows.resume(self.loaded, self._extra)
+            self._source_state = self._rows.source.state_dict()
 
     def _open_records(self) -> None:
         """Metrics, timeline and progress: what the run writes whatever it consists of."""
@@ -197,14 +198,6 @@ class Session:
         engines = self._trainers.connect(endpoints, group)
         self._commit = Commit(engines, self.config.deadlines.weight_sync_s)
         self._stack.callback(self._commit.close)
-
-    def _open_supervised(self) -> None:
-        config = self.config
-        self._tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-        self._source = PromptSource(config.data.prompts, config.data, self._tokenizer, config.seed)
-        if self.first_step:
-            self._source.load_state_dict(_of_supervised(self.loaded, self._extra))
-        self._source_state = self._source.state_dict()
 
     def _worth_waiting(self) -> None:
         """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""
@@ -284,7 +277,7 @@ class Session:
         self._training = False
         self._trained = self._step
         if self.config.train.task == "sft":
-            self._source_state = self._source.state_dict()
+            self._source_state = self._rows.source.state_dict()
         self._record_ranks("train", spans)
         return over_optimizer_steps(metrics)
 
@@ -371,12 +364,30 @@ class Session:
 
     def supervised_batch(self) -> Shards:
         """The next `train.sft_batch_size` rows as shards for every rank."""
-        samples = [
-            supervised_sample(self._source.next(), i, self._tokenizer) for i in range(self.config.train.sft_batch_size)
-        ]
-        shards = assemble_supervised(samples, self.config)
-        layout = self.config.layout
-        return [[ray.put(per_dp[layout.dp_rank(rank)]) for per_dp in shards] for rank in range(layout.world_size)]
+        return self._rows.batch()
+
+    def rows_metrics(self) -> dict[str, float]:
+        """What became of supervised rows so far."""
+        return self._rows.source.metrics()
+
+    def held_out_loss(self, step: int) -> dict[str, float]:
+        """The loss on held-out rows after `step` steps; outside a step it is logged in a row of its own."""
+        if not self.config.data.eval_sets:
+            return {}
+        self._at_rest()
+        begin = self._timeline.now()
+
+        def of_shards(shards: Shards) -> tuple[float, int]:
+            found, spans = self._trainers.negative_log_likelihood(shards)
+            for rank, (start, end) in spans.items():
+                self._timeline.record(rank, "evaluate", start, end, step)
+            return found
+
+        metrics = self._rows.evaluate(of_shards)
+        metrics["perf/eval_seconds"] = self._timeline.now() - begin
+        if self._open is None:
+            self._log_scores(step, metrics)
+        return metrics
 
     def save(self, next_step: int) -> None:
         """A checkpoint from which the run continues at `next_step` without losing anything."""
@@ -551,15 +562,6 @@ def _next_step(directory: Path, extra: Mapping[str, Any]) -> int:
 def _saved_state(directory: Path, manifest: Manifest) -> SavedState | None:
     name = rollouts_file(manifest)
     return None if name is None else SavedState(directory, name, manifest.files[name])
-
-
-def _of_supervised(directory: Path | None, extra: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(extra.get("source"), dict):
-        raise CheckpointError(
-            str(directory), "no position in the prompts", "is not of supervised training (train.task: sft)",
-            "give the run another name, and the checkpoint as checkpoint.load",
-        )  # fmt: skip
-    return extra["source"]
 
 
 def _first_line(error: BaseException) -> str:

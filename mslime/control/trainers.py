@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from mslime.logs import hide, phase
 
 if TYPE_CHECKING:
     from mslime.backends.megatron.critic import MegatronCritic
+    from mslime.config.layout import ParallelLayout
     from mslime.data.shard import TrainShard
     from mslime.weights.http import EngineInfo
     from mslime.weights.sync import SendReport
@@ -97,6 +99,12 @@ class TrainerActor(RankActor):
         begin = time.time()
         self.prepare(shards, step)
         return self.update(policy) | {"span": (begin, time.time())}
+
+    def negative_log_likelihood(self, shards: Sequence[Any]) -> tuple[float, int, Span]:
+        """(its sum over these shards' trained tokens, how many those are, when this rank was busy)."""
+        begin = time.time()
+        total, tokens = self._trainer.negative_log_likelihood(fetched(shards))
+        return total, tokens, (begin, time.time())
 
     def buckets(self) -> tuple[int, int]:
         """(weight buckets sent, of how many) of the sync in progress; answered beside the work."""
@@ -231,6 +239,16 @@ class TrainerGroup:
         results = self._trainers.all("train step", deadline, lambda a, r: a.train.remote(shards[r], policy, step), poll)
         return results[0]["metrics"], _spans("trainer", results)
 
+    def negative_log_likelihood(self, shards: Sequence[Sequence[Any]]) -> tuple[tuple[float, int], dict[str, Span]]:
+        """((its sum over the trained tokens of all ranks' shards, how many those are), when each rank was busy)."""
+        deadline, layout = self._config.deadlines.train_step_s, self._config.layout
+        poll = self._trainers.poller("progress", lambda done, total: None, self._check)
+        results = self._trainers.all(
+            "held-out loss", deadline, lambda a, r: a.negative_log_likelihood.remote(shards[r]), poll
+        )
+        spans = {f"trainer {rank}": found[2] for rank, found in enumerate(results)}
+        return over_data_parallel_ranks([found[:2] for found in results], layout), spans
+
     def _train_apart(
         self, critics: RankGroup, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool, step: int
     ) -> tuple[list[dict[str, float]], dict[str, Span]]:
@@ -310,6 +328,12 @@ class TrainerGroup:
     def _sync_deadline(self) -> float:
         # The sender keeps deadlines of its own that name bucket and engine; ours is for a rank that is gone.
         return self._config.deadlines.weight_sync_s + 60
+
+
+def over_data_parallel_ranks(found: Sequence[tuple[float, int]], layout: ParallelLayout) -> tuple[float, int]:
+    """Sums of (loss, tokens) that every rank told of its data-parallel rank's shards."""
+    own = {layout.dp_rank(rank): each for rank, each in enumerate(found)}  # the ranks of one shard say the same
+    return math.fsum(total for total, _ in own.values()), sum(tokens for _, tokens in own.values())
 
 
 def _spans(role: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Span]:

@@ -6,7 +6,9 @@ the `Tokenizer` protocol alone.
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -14,6 +16,7 @@ from typing import Any, Protocol, cast
 from mslime.config.errors import ConfigError, DataError, reading
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Tokenizer(Protocol):
@@ -33,12 +36,20 @@ class Tokenizer(Protocol):
         """Token ids of `text`, with the tokenizer's own leading special tokens (a BOS) or without any."""
         ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        """Token ids of a conversation in the chat template, up to where the assistant begins to speak."""
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """A conversation in the chat template, up to where the assistant begins to speak if `options` do not object.
+
+        Its special tokens are in the text: encode it without.
+        """
         ...
 
-    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """The text that `encode_chat` encodes."""
+    def marks(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[tuple[int, int]] | None:
+        """Characters [start, end) of `render`'s text between `{% generation %}` marks; None for a template without."""
+        ...
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that are no text: ends of turns and of sequences among them."""
         ...
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
@@ -69,8 +80,13 @@ class HFTokenizer:
         ids = cast("list[int]", self._inner.encode(text, add_special_tokens=special_tokens))
         return ids[:-1] if special_tokens and self._appends_eos else ids
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        """Token ids of the rendered conversation. Raises ConfigError when the tokenizer has no chat template."""
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """A conversation in the chat template, up to where the assistant begins to speak if `options` do not object.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template.
+            ValueError: what the template says.
+        """
         if self._inner.chat_template is None:
             raise ConfigError(
                 "data.apply_chat_template",
@@ -78,15 +94,29 @@ class HFTokenizer:
                 "this tokenizer has no chat template",
                 "set data.apply_chat_template to false, or point model.tokenizer_path at a chat model's tokenizer",
             )
-        return self.encode(self.render(messages, options), special_tokens=False)  # the template wrote special tokens
-
-    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """The text of a conversation in the chat template. Raises ValueError with what the template says."""
         arguments = {"add_generation_prompt": True, **options, "tokenize": False}
         try:
             return cast("str", self._inner.apply_chat_template(list(messages), **arguments))
         except Exception as error:  # a template raises what it likes, jinja's own errors and Python's
             raise ValueError(f"the chat template cannot render it: {type(error).__name__}: {error}") from error
+
+    def marks(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[tuple[int, int]] | None:
+        """Characters [start, end) of `render`'s text between `{% generation %}` marks; None for a template without."""
+        template = cast("str", self._inner.get_chat_template(None, options.get("tools")))
+        if _MARK.search(template) is None:
+            return None
+        templates: Any = importlib.import_module("transformers.utils.chat_template_utils")
+        _, found = templates.render_jinja_template(
+            conversations=[list(messages)], chat_template=template, return_assistant_tokens_mask=True,
+            **{"add_generation_prompt": True, **self._inner.special_tokens_map, **options},
+        )  # fmt: skip
+        return [(int(start), int(end)) for start, end in found[0]]
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of tokens that are no text."""
+        added = cast("dict[int, Any]", self._inner.added_tokens_decoder)
+        return frozenset(self._inner.all_special_ids) | {i for i, token in added.items() if token.special}
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of `ids`, without special tokens or with them."""

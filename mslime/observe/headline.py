@@ -98,6 +98,8 @@ def headline_tiles(rows: Sequence[Row], config: dict[str, Any]) -> list[Tile]:
     accuracy = sorted({name for row in rows for name in row if name.startswith("eval/") and name.endswith("/accuracy")})
     for name in accuracy[:2]:
         tiles += _start_end(rows, name, f"accuracy, {name.split('/')[1]}", "first to last evaluation")
+    for name in sorted({name for row in rows for name in row if re.fullmatch(r"eval/[^/]+/nll", name)})[:2]:
+        tiles += _start_end(rows, name, f"held-out loss, {name.split('/')[1]}", "first to last evaluation")
     tiles += _start_end(rows, "reward/mean", "reward", "first to last step")
     tiles += _start_end(rows, "loss/nll", "negative log-likelihood", "first to last step")
     step_seconds = total(rows, "perf/step_seconds")

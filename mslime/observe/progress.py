@@ -204,10 +204,12 @@ def summary_line(metrics: Mapping[str, float]) -> str:
 
 
 def _scores(metrics: Mapping[str, float]) -> list[str]:
-    """Of each held-out set the accuracy, and pass@k for the largest k when several responses were drawn."""
+    """Of each held-out set the loss, or the accuracy and pass@k for the largest k when several responses were drawn."""
     shown: list[str] = []
     for name, accuracy in metrics.items():
         held_out, _, kind = name.removeprefix("eval/").rpartition("/")
+        if name.startswith("eval/") and kind == "nll":
+            shown.append(f"{held_out} nll {accuracy:.4f}")
         if name.startswith("eval/") and kind == "accuracy":
             ks = [int(n.rpartition("@")[2]) for n in metrics if n.startswith(f"eval/{held_out}/pass@")]
             best = max(ks, default=1)

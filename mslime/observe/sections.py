@@ -19,6 +19,10 @@ _LEARNING = (
         y_max=1.0, always=True,
     ),
     Chart(
+        "held-out-loss", "Held-out loss", "Negative log-likelihood of rows that are never trained on.",
+        "nats per token", each={"eval/{set}/nll": "{set}"}, y_min=None,
+    ),
+    Chart(
         "reward-sources", "Reward by data source", "Mean over the rollouts of each source.", "reward",
         each={"reward/source/{source}/mean": "{source}"}, y_min=None, repeats="reward",
     ),

@@ -613,6 +613,7 @@ class RolloutService:
             **{f"ledger/{name}": float(value) for name, value in books.items()},
             **{f"rollout/{name}": value for name, value in moved.items()},
             "reward/errors": float(self._counters.since_mark("reward_errors")),
+            "data/skipped_rows": float(self._source.skipped),
             "rollout/cached_tokens": float(self._generator.cached_tokens),
         }
         if books["generated_tokens"]:  # else all was ready, which says nothing of how fast the engines are

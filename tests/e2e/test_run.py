@@ -53,6 +53,11 @@ def settings(model_path: Path, prompts: Path, **sections: dict[str, Any]) -> dic
     return values
 
 
+def message(number: int, role: str, content: str) -> dict[str, Any]:
+    """One of a conversation; every other one says its content in parts."""
+    return {"role": role, "content": [{"type": "text", "text": content}] if number % 2 else content}
+
+
 def saved_step(run: Run) -> int:
     """The step at which the run's newest checkpoint continues."""
     saved = newest(run.directory / "checkpoints")
@@ -360,14 +365,30 @@ print(json.dumps(told | {{"handlers_kept": handlers() == before}}))
 
 @pytest.mark.timeout(600)
 def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
-    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+    tiny_qwen3_moe: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
+    turns = [
+        [message(i, "user", f"{i}+1="), message(i, "assistant", f"{i + 1}"), message(i, "user", "sure?"),
+         message(i, "assistant", "yes")] for i in range(24)
+    ]  # fmt: skip
+    path = tmp_path / "conversations.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in turns))
+    data = {"prompts": [f"{path}@[4:]"], "messages_key": "messages"}
+    data |= {"eval_sets": [{"name": "held_out", "path": f"{path}@[:4]"}]}
     train = {"task": "sft", "num_steps": 6, "lr": 1e-3, "sft_batch_size": 8}
-    run = start_run(settings(tiny_qwen3_moe, prompts, train=train, checkpoint={"save_every": 6}), tmp_path)
+    best = {"save_every": 2, "keep": 1, "keep_best": "eval/held_out/nll", "keep_best_is": "min"}
+    values = settings(tiny_qwen3_moe, path, data=data, train=train, checkpoint=best, observe={"eval_every": 2})
+    run = start_run(values, tmp_path)
     runs.append(run)
     assert run.finish(START_S) == 0, run.text()
-    losses = [r["loss/nll"] for r in run.rows()]
-    assert len(losses) == 6 and losses[-1] < losses[0]
+    rows = run.rows()
+    losses = [r["loss/nll"] for r in rows[1:]]
+    assert [r["step"] for r in rows] == list(range(7)) and losses[-1] < losses[0]
+    held_out = {r["step"]: r["eval/held_out/nll"] for r in rows if "eval/held_out/nll" in r}
+    assert list(held_out) == [0, 2, 4, 6] and held_out[6] < held_out[0]
+    assert all(r["eval/held_out/tokens"] == 4 * len("2eyese") for r in rows if r["step"] in held_out)
+    kept = {int(saved.name.removeprefix("step_")) for saved in (run.directory / "checkpoints").glob("step_*")}
+    assert kept == {6, min([2, 4, 6], key=held_out.__getitem__)}
     shutil.copytree(run.directory / "hf", tmp_path / "hf_of_step_6")
 
     # From Python: in a thread until it is told to stop, then another run in the main thread of the same process, which
@@ -375,14 +396,15 @@ def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
     load = str(step_directory(run.directory / "checkpoints", 6))
     other = {**train, "num_steps": 2, "lr": 5e-4, "lr_decay_style": "linear"}
     program = STOP_AND_TRAIN_AGAIN.format(train=other, output_dir=str(tmp_path / "other"), load=load)
-    again = settings(tiny_qwen3_moe, prompts, train={**train, "num_steps": 10**6}, checkpoint={"save_every": 0})
+    again = {**values, "train": {**train, "num_steps": 10**6}, "checkpoint": {"save_every": 0}}
+    again |= {"observe": {"eval_every": 0, "eval_at_start": False}}
     both = start_program(program, again, tmp_path)
     runs.append(both)
     assert both.finish(2 * START_S) == 0, both.text()
     told = json.loads(both.text())  # and nothing else is printed
     last = saved_step(both)
     assert told["stopped"].endswith(f"step_{last}") and last > 6, told
-    assert [r["step"] for r in both.rows()] == list(range(1, last + 1))
+    assert [r["step"] for r in both.rows()] == list(range(last + 1))
     rows = [json.loads(line) for line in (tmp_path / "other/run/metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [1, 2] and rows[0]["lr"] == pytest.approx(2.5e-4) and rows[1]["lr"] == 0
     assert rows[0]["loss/nll"] < losses[0]

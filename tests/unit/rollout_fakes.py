@@ -35,10 +35,13 @@ class FakeTokenizer:
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         return [ord(c) for c in text]
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> list[int]:
-        return self.encode(
-            "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>", special_tokens=False
-        )
+    special_ids = frozenset({0})
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+    def marks(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+        return None
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return " ".join(str(i) for i in ids)

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from mslime.config.errors import DataError
 from mslime.config.schema import DataConfig
-from mslime.data.sample import check_invariants
-from mslime.data.source import PromptSource, split_slice, supervised_sample
+from mslime.data.source import PromptSource, split_slice
 from tests.unit.rollout_fakes import FakeTokenizer
 
 
@@ -223,17 +222,3 @@ def test_rows_of_jsonl_stay_on_disk(tmp_path: Path):
     held = sum(v.nbytes for v in vars(s._files[0]).values() if hasattr(v, "nbytes"))
     assert held == 2 * 8 * 2000 < path.stat().st_size / 10
     assert sorted(labels(s, 2000)) == list(range(2000))
-
-
-def test_a_supervised_row_is_prompt_response_and_eos(tmp_path: Path):
-    s = source(write(tmp_path / "a.jsonl", [{"prompt": "P1", "label": "42"}]))
-    sample = supervised_sample(s.next(), 7, FakeTokenizer())
-    check_invariants(sample)
-    assert sample.tokens.tolist() == [80, 49, 52, 50, FakeTokenizer.eos_token_id]
-    assert sample.loss_mask.tolist() == [False, False, True, True, True] and sample.group_id == 7
-
-
-def test_a_supervised_row_needs_text_to_learn(tmp_path: Path):
-    s = source(write(tmp_path / "a.jsonl", [{"prompt": "P1", "label": 42}]))
-    with pytest.raises(DataError, match=r"a.jsonl:1 = 42: supervised training needs the response as text"):
-        supervised_sample(s.next(), 0, FakeTokenizer())

@@ -232,6 +232,23 @@ def test_a_best_checkpoint_by_a_metric_that_never_comes_is_refused(metric: str, 
         config(tmp_path, data=data, checkpoint={"keep_best": metric}, observe={"eval_every": every})
 
 
+@pytest.mark.parametrize(
+    ("task", "metric", "best", "field"),
+    [
+        ("sft", "eval/a/nll", "max", "keep_best_is"),
+        ("sft", "eval/a/accuracy", "max", "keep_best "),
+        ("rl", "eval/a/perplexity", "min", "keep_best "),
+    ],
+)
+def test_a_best_checkpoint_follows_what_the_task_measures(
+    task: str, metric: str, best: str, field: str, tmp_path: Path
+) -> None:
+    data = {"eval_sets": [{"name": "a", "path": "e.jsonl"}]}
+    config(tmp_path, data=data, train={"task": "sft"}, checkpoint={"keep_best": "eval/a/nll", "keep_best_is": "min"})
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{field}"):
+        config(tmp_path, data=data, train={"task": task}, checkpoint={"keep_best": metric, "keep_best_is": best})
+
+
 def test_a_checkpoint_always_follows_the_last_step_and_an_evaluation_never_when_off(tmp_path: Path) -> None:
     def steps(due: Any, **sections: Any) -> list[int]:
         return [step + 1 for step in range(10) if due(config(tmp_path, **sections), step)]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -140,6 +141,14 @@ class MegatronTrainer(TrainedModel):
                 return self.runner.log_probs(shard, None)
             with self.routing.old_log_prob_pass(shard, -1) as routes:
                 return self.runner.log_probs(shard, routes)
+
+    def negative_log_likelihood(self, shards: Sequence[TrainShard]) -> tuple[float, int]:
+        """(sum over these shards' trained tokens of -log pi, how many those are): of this data-parallel rank.
+
+        A forward pass alone: weights, gradients, optimizer and random numbers stay what they are.
+        """
+        found = [(-self.log_probs(shard).double()[torch.from_numpy(shard.loss_mask.copy())]) for shard in shards]
+        return float(sum(part.sum() for part in found)), sum(len(part) for part in found)
 
     def named_local_params(self) -> Iterator[tuple[str, Tensor]]:
         """(canonical name, local tensor) of this rank's parameters as of the last optimizer step, tied copies left out.

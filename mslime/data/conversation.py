@@ -1,0 +1,205 @@
+"""Conversations as sequences to learn from: which tokens of the rendered text the assistant must have said.
+
+The whole conversation is rendered once and tokenised once. A turn begins where a generation prompt after the messages
+before it would end, and ends with the token that ends the turn; or both are what the template marks with
+`{% generation %}`. Whatever cannot be told apart exactly is refused by row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mslime.config.errors import DataError, reading
+from mslime.data.tokenizer import Tokenizer
+
+Span = tuple[int, int]
+
+_OTHERWISE = (
+    "set train.sft_loss_on to each (every assistant turn as a sequence of its own, rendered as the last one) or to "
+    "last, or give a template with {% generation %} marks"
+)
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """A sequence with the parts of it that are trained.
+
+    Attributes:
+        text: what the tokens say. characters: [start, end) of the trained parts in it.
+        tokens: T ids. spans: [start, end) of the trained ones, in order; none begins at 0.
+        response: the last trained part.
+    """
+
+    text: str
+    characters: tuple[Span, ...]
+    tokens: list[int]
+    spans: tuple[Span, ...]
+
+    @property
+    def response(self) -> str:
+        """The text of the last trained part."""
+        return self.text[slice(*self.characters[-1])]
+
+    @property
+    def trained(self) -> int:
+        """Tokens that are trained."""
+        return sum(end - start for start, end in self.spans)
+
+    def cut(self, limit: int) -> Supervised:
+        """The first `limit` tokens; the text stays whole."""
+        spans = tuple((start, min(end, limit)) for start, end in self.spans if start < limit)
+        return replace(self, tokens=self.tokens[:limit], spans=spans)
+
+    def marked(self) -> str:
+        """The text with its trained parts in [[ ]]."""
+        edges = [0, *itertools.chain.from_iterable(self.characters), len(self.text)]
+        pieces = [self.text[a:b] for a, b in itertools.pairwise(edges)]
+        return "".join(f"[[{piece}]]" if i % 2 else piece for i, piece in enumerate(pieces))
+
+
+def supervised_turns(
+    messages: Sequence[dict[str, Any]],
+    options: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    where: str,
+    loss_on: Literal["all", "last", "each"],
+) -> list[Supervised]:
+    """The sequences that a conversation becomes: one, or one for each assistant turn.
+
+    Args:
+        options: for the chat template. where: the row, for messages.
+
+    Raises:
+        DataError: no turn is to be trained; the template cannot render the conversation, or does not show where turns
+            begin and end; a token straddles such a place; a turn does not end with a special token.
+    """
+    turns, wanted = wanted_turns(messages, where, loss_on)
+    with reading(DataError, where, "the tokenizer cannot encode the conversation", "mend or delete the row"):
+        if loss_on == "all":
+            return [_sequence(messages, turns, wanted, options, tokenizer, where)]
+        return [_sequence(messages[: i + 1], [j for j in turns if j <= i], [i], options, tokenizer, where)
+                for i in wanted]  # fmt: skip
+
+
+def wanted_turns(
+    messages: Sequence[Mapping[str, Any]], where: str, loss_on: Literal["all", "last", "each"]
+) -> tuple[list[int], list[int]]:
+    """(indices of the assistant's messages, of those that are trained). Raises DataError when none is."""
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    wanted = [i for i in (turns[-1:] if loss_on == "last" else turns) if _is_wanted(messages[i], where)]
+    if not wanted:
+        raise DataError(where, [m["role"] for m in messages], "no turn of the assistant is to be trained",
+                        "leave the row out, or name the right key with data.messages_key")  # fmt: skip
+    return turns, wanted
+
+
+def _is_wanted(message: Mapping[str, Any], where: str) -> bool:
+    """Whether a turn is trained: not with `train: false` or `weight: 0`."""
+    for key in ("train", "weight"):
+        value = message.get(key, True)
+        if value not in (0, 1):
+            raise DataError(where, value, f"{key!r} of an assistant's turn must be 0 or 1, false or true",
+                            "weigh rows by repeating them")  # fmt: skip
+        if not value:
+            return False
+    return True
+
+
+def _sequence(
+    messages: Sequence[dict[str, Any]],
+    turns: Sequence[int],
+    wanted: Sequence[int],
+    options: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    where: str,
+) -> Supervised:
+    """One rendering in which the turns `wanted` are trained."""
+    whole = {**options, "add_generation_prompt": False}
+    text, marks = tokenizer.render(messages, whole), tokenizer.marks(messages, whole)
+    if marks is None:
+        characters = [_turn(messages, i, text, options, tokenizer, where) for i in wanted]
+    else:
+        characters = _chosen(marks, turns, wanted, where)
+    tokens = tokenizer.encode(text, special_tokens=False)  # the template wrote special tokens
+    edges = _token_edges(text, sorted({at for span in characters for at in span}), tokens, tokenizer, where)
+    spans = tuple((edges[start], edges[end]) for start, end in characters)
+    if spans[0][0] == 0:
+        raise DataError(where, text[:80], "there is nothing before the first turn from which it could be predicted",
+                        "begin the conversation with another's turn")  # fmt: skip
+    if marks is None:
+        for (start, end), (_, last) in zip(characters, spans, strict=True):
+            if tokens[last - 1] not in tokenizer.special_ids:
+                raise DataError(
+                    where, text[start:end][-40:], "the chat template ends the assistant's turn without a special "
+                    "token, so the model would not learn to stop", "give a template that ends turns with a token of "
+                    "their own, or one with {% generation %} marks",
+                )  # fmt: skip
+    return Supervised(text, tuple(characters), tokens, spans)
+
+
+def _turn(
+    messages: Sequence[dict[str, Any]], i: int, text: str, options: Mapping[str, Any], tokenizer: Tokenizer, where: str
+) -> Span:
+    """Characters of one assistant turn: behind the generation prompt, with the token that ends it."""
+    if i == 0:
+        raise DataError(where, "assistant", "the first message is the assistant's, and nothing asks for it",
+                        "begin with another's message, or give the turn `train: false`")  # fmt: skip
+    before = tokenizer.render(messages[:i], {**options, "add_generation_prompt": True})
+    through = tokenizer.render(messages[: i + 1], {**options, "add_generation_prompt": False})
+    if not text.startswith(through):
+        raise DataError(where, _difference(text, through), f"the chat template writes message {i + 1} otherwise when "
+                        "the conversation goes on (many drop earlier thinking)", _OTHERWISE)  # fmt: skip
+    if not through.startswith(before):
+        raise DataError(where, _difference(through, before), f"the chat template does not write message {i + 1} behind "
+                        "the prompt with which it asks for it", "set data.chat_template_kwargs so that both agree, or "
+                        "give a template with {% generation %} marks")  # fmt: skip
+    return len(before), len(before) + len(through[len(before) :].rstrip())
+
+
+def _difference(text: str, other: str) -> str:
+    """What `text` says where `other` first differs."""
+    at = next((k for k, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    return text[max(0, at - 20) : at + 40]
+
+
+def _chosen(marks: Sequence[Span], turns: Sequence[int], wanted: Sequence[int], where: str) -> list[Span]:
+    """The template's marks of the turns `wanted`."""
+    marked = [(start, end) for start, end in marks if end > start]
+    if not marked:
+        raise DataError(where, "{% generation %}", "the chat template marks nothing in this conversation",
+                        "mend the template's marks, or the row")  # fmt: skip
+    if len(wanted) == len(turns):
+        return marked
+    if len(marked) != len(turns):
+        raise DataError(where, f"{len(marked)} marks", f"the chat template marks other than one part for each of the "
+                        f"{len(turns)} assistant turns, so turns cannot be chosen", "train all turns, or give a "
+                        "template that marks each turn once")  # fmt: skip
+    return [marked[turns.index(i)] for i in wanted]
+
+
+def _token_edges(
+    text: str, edges: Sequence[int], tokens: Sequence[int], tokenizer: Tokenizer, where: str
+) -> dict[int, int]:
+    """For each character position the number of tokens before it. Raises DataError when a token straddles one.
+
+    Tokenisers' own offsets will not do: some leave blanks out of them. Where the pieces between the positions have the
+    tokens of the whole, those are the borders; else (some tokenisers treat the beginning of a text in a way of its own)
+    the text before each position must.
+    """
+    ends = [*edges, len(text)]
+    pieces = [tokenizer.encode(text[a:b], special_tokens=False) for a, b in itertools.pairwise([0, *ends])]
+    if list(itertools.chain.from_iterable(pieces)) == list(tokens):
+        return dict(zip(ends, itertools.accumulate(map(len, pieces)), strict=True))
+    found: dict[int, int] = {}
+    for at in edges:
+        head = tokenizer.encode(text[:at], special_tokens=False)
+        if list(tokens[: len(head)]) != head:
+            around = text[max(0, at - 20) : at + 20]
+            raise DataError(where, around, "a token reaches over the border of what is trained: the prompt by itself "
+                            "would not end with it", "begin the turn's content without blanks "
+                            "or line breaks")  # fmt: skip
+        found[at] = len(head)
+    return found

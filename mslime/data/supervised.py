@@ -1,0 +1,152 @@
+"""Rows of supervised training: prompt and label, or messages, as samples with their trained tokens marked.
+
+Nobody sampled these tokens: behaviour log-probs and versions are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from mslime.config.errors import DataError
+from mslime.config.schema import RunConfig
+from mslime.data.conversation import Supervised, supervised_turns
+from mslime.data.sample import Sample, SampleStatus
+from mslime.data.source import Prompt, PromptSource, Row
+from mslime.data.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What of a row is trained: sequences, and how many were skipped or cut as too long."""
+
+    sequences: Sequence[Supervised]
+    skipped: int = 0
+    cut: int = 0
+
+
+class SupervisedSource:
+    """Rows of several files as samples, one epoch after the other; a row of messages may become several samples.
+
+    Attributes:
+        rows: the files. limit: tokens of the longest sequence.
+        cut: rows shortened so far (`train.sft_too_long: cut`).
+    """
+
+    def __init__(
+        self, specs: Sequence[str], config: RunConfig, tokenizer: Tokenizer, limit: int, *, shuffle: bool | None = None
+    ) -> None:
+        """
+        Args:
+            shuffle: default `data.shuffle`.
+
+        Raises:
+            DataError: as `PromptSource`.
+        """
+        self._config, self._tokenizer, self.limit = config, tokenizer, limit
+        self.rows = PromptSource(specs, config.data, tokenizer, config.seed, shuffle=shuffle)
+        self.cut = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def next(self, group_id: int) -> list[Sample]:
+        """The next row's samples. What is too long is skipped, cut or refused (`train.sft_too_long`).
+
+        Args:
+            group_id: of the samples, which are one rollout.
+
+        Raises:
+            DataError: a row cannot be trained, or none fits.
+        """
+        for _ in range(2 * len(self)):
+            row = self.rows.row(self.rows.draw())
+            fitted = self.fitted(row)
+            self.rows.skipped += fitted.skipped
+            self.cut += fitted.cut
+            if fitted.sequences:
+                return [_sample(one, group_id, part, row) for part, one in enumerate(fitted.sequences)]
+        raise DataError("train.sft_too_long", self._config.train.sft_too_long, f"every one of the {len(self)} rows is "
+                        "too long", "raise rollout.max_total_tokens, or give shorter rows")  # fmt: skip
+
+    def fitted(self, row: Row) -> Fitted:
+        """What of a row is trained. Raises DataError when it cannot be, or is too long."""
+        sequences = self._sequences(row)
+        long = [len(one.tokens) for one in sequences if len(one.tokens) > self.limit]
+        if not sequences or not long:
+            return Fitted(sequences, skipped=int(not sequences))
+        what = self._config.train.sft_too_long
+        if what == "refuse":
+            raise DataError(row.where, f"{max(long)} tokens", f"the model takes {self.limit} tokens at most, prompt "
+                            "and response together", "set train.sft_too_long to skip or cut, raise "
+                            "rollout.max_total_tokens, or leave the row out")  # fmt: skip
+        kept = [one.cut(self.limit) for one in sequences if what == "cut" or len(one.tokens) <= self.limit]
+        trained = [one for one in kept if one.spans]
+        return Fitted(trained, skipped=len(sequences) - len(trained), cut=len(trained) + len(long) - len(sequences))
+
+    def _sequences(self, row: Row) -> list[Supervised]:
+        """A row's sequences, whatever their length; none when `data.max_prompt_tokens` skips it."""
+        data = self._config.data
+        if data.messages_key is None:
+            prompt = self.rows.fitting(row)
+            return [] if prompt is None else [labelled(prompt, self._tokenizer)]
+        options = data.chat_template_kwargs | ({} if row.tools is None else {"tools": row.tools})
+        messages, loss_on = cast("list[dict[str, Any]]", row.prompt), self._config.train.sft_loss_on
+        return supervised_turns(messages, options, self._tokenizer, row.where, loss_on)
+
+    def samples(self) -> list[Sample]:
+        """All rows' samples in file order, as `next` would give them; nothing is counted. Raises DataError."""
+        rows = [self.rows.row(index) for index in range(len(self))]
+        return [
+            _sample(one, index, part, row)
+            for index, row in enumerate(rows)
+            for part, one in enumerate(self.fitted(row).sequences)
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """`data/*`."""
+        return {"data/skipped_rows": float(self.rows.skipped), "data/cut_rows": float(self.cut)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values from which `load_state_dict` continues."""
+        return self.rows.state_dict() | {"cut": self.cut}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Raises DataError when files, slices, seed or shuffle are others."""
+        self.rows.load_state_dict(state)
+        self.cut = int(state.get("cut", 0))  # older checkpoints do not count
+
+
+def refuse_unlabelled(label: Any, where: str, tokenizer: Tokenizer) -> None:
+    """Raise DataError when a row's label cannot be a response, or the tokenizer could not end one."""
+    if not isinstance(label, str) or not label:
+        raise DataError(where, label, "supervised training needs the response as text in data.label_key",
+                        "write the response into the row, name its key with data.label_key, or name a list of "
+                        "messages with data.messages_key")  # fmt: skip
+    if tokenizer.eos_token_id is None:
+        raise DataError("model.tokenizer_path", None, "the tokenizer has no EOS, so a response cannot end",
+                        "set eos_token in tokenizer_config.json")  # fmt: skip
+
+
+def labelled(prompt: Prompt, tokenizer: Tokenizer) -> Supervised:
+    """A prompt with its label as the response and EOS at the end, both trained. Raises DataError."""
+    refuse_unlabelled(prompt.label, prompt.where, tokenizer)
+    assert tokenizer.eos_token_id is not None
+    tokens = [*prompt.tokens, *tokenizer.encode(prompt.label, special_tokens=False), tokenizer.eos_token_id]
+    text = prompt.text + prompt.label
+    return Supervised(text, ((len(prompt.text), len(text)),), tokens, ((len(prompt.tokens), len(tokens)),))
+
+
+def _sample(one: Supervised, index: int, part: int, row: Row) -> Sample:
+    """A sequence as a finished sample; those of one row share its rollout."""
+    sample = Sample.from_prompt(index, part, one.tokens[: one.spans[0][0]], row.label)
+    sample.metadata, sample.rollout_id = dict(row.metadata), 0
+    for (start, end), following in zip(one.spans, [*(s for s, _ in one.spans[1:]), len(one.tokens)], strict=True):
+        n = end - start
+        sample.extend(one.tokens[start:end], log_probs=np.zeros(n, np.float32), versions=[(0, 0, n)], engine="dataset")
+        sample.extend(one.tokens[end:following])
+    sample.status, sample.response = SampleStatus.COMPLETED, one.response
+    return sample
