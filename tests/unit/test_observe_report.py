@@ -233,6 +233,11 @@ def test_charts_that_never_change_or_repeat_another_are_named_once_with_their_va
     assert re.search(
         r"Never changed:</b> Clipped tokens \(0\), Ratio \(1\), Staleness \(mean 0.5, oldest 1\)</p>", page
     )
+    lines = (own_run / "metrics.jsonl").read_text().splitlines()
+    (own_run / "metrics.jsonl").write_text("\n".join(lines[:3]) + "\n")
+    assert "clip" in {c["id"] for c in page_data(write_report(own_run).read_text())["charts"]}, (
+        "two points are not flat"
+    )
     assert "Reward by data source (see Reward), Entropy by position (see Entropy)</p>" in page
 
 
@@ -253,6 +258,9 @@ def test_responses_are_shown_by_weight_version_escaped_and_bounded(own_run: Path
     path.write_text("".join(json.dumps(row | long | {"kinds": [kind]}) + "\n" for kind in KINDS))
     page = write_report(own_run).read_text()
     assert "<i>" * 2 not in page and "\u202e" not in page and len(page) < 650_000
+    path.write_text(json.dumps(row | long | {"texts": ["t"] * 5000, "log_probs": [-1.0] * 5000}) + "\n")
+    shown = write_report(own_run).read_text()
+    assert "t" * 300 + " [... 4400 tokens not shown ...] " in re.sub(r"<[^>]*>", "", shown) and "t" * 301 not in shown
     path.write_text(json.dumps(row | {"reward": "much"}) + "\n")
     page = write_report(own_run).read_text()
     assert "samples-section" not in page and re.search(
@@ -268,6 +276,9 @@ def test_the_model_is_called_by_family_and_size_where_its_files_can_be_read(tmp_
     header = json.dumps(tensors).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     assert model_name(tmp_path) == "Qwen3Moe, 1.5 k parameters"
+    packed = json.dumps({"a": {"dtype": "I32", "shape": [3, 500]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(packed).to_bytes(8, "little") + packed)
+    assert model_name(tmp_path) == "Qwen3Moe", "how many numbers are packed in one is not known"
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     assert model_name(tmp_path) == "Qwen3Moe"
 

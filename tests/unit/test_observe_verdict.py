@@ -42,6 +42,7 @@ def half(value: float | None) -> list[float | None]:
         ("reward", run_of(reward__mean=rising(0.1, 0.9)), "good", "rose from 0.163 to 0.837"),
         ("reward", run_of(reward__mean=rising(0.9, 0.1)), "bad", "fell from 0.837"),
         ("reward", run_of(reward__mean=noisy(0.5)), "bad", "did not move"),
+        ("reward", run_of(reward__mean=[*noisy(0.5)[:16], *noisy(0.52)[16:]]), "bad", "a standard error of 0.071"),
         ("reward", run_of(reward__mean=0.0), "bad", "did not move"),
         ("reward", run_of(reward__mean=rising(0.1, 0.9))[:9], "note", "9 steps are too few"),
         ("held-out accuracy", run_of(**{"eval/a/accuracy": rising(0.2, 0.6)}), "good", "a from 0.2 to 0.6"),
