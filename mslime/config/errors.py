@@ -10,6 +10,7 @@ import difflib
 import zlib
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from pathlib import Path
 
 MALFORMED = (
     AssertionError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError, OSError,
@@ -82,3 +83,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?` for a misspelt name, or an empty string when nothing is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else ""
+
+
+def hub_download(path: Path, options: str = "") -> str:
+    """For what looks like a name on the Hugging Face Hub, `owner/name`: how to fetch it; empty for any other path."""
+    if len(path.parts) != 2 or path.parent.exists():
+        return ""
+    return f"fetch it first: hf download {path} {options}--local-dir {path.name}"

@@ -20,6 +20,7 @@ from mslime.data.source import PromptSource
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.filters import load_filter
 from mslime.rollout.graders.labels import alternatives, label_problem, math_labels
+from mslime.rollout.http_reward import token_of
 from mslime.rollout.rewards import RewardScorer
 
 READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
@@ -34,7 +35,7 @@ def check_rewards(config: RunConfig, sources: Mapping[str, PromptSource], tokeni
 
     Raises:
         DataError: a row's label cannot be graded.
-        ConfigError: a reward function or the filter cannot be imported.
+        ConfigError: a reward function or the filter cannot be imported, or the token of a served reward is not set.
     """
     load_filter(config.rollout.dynamic_filter)
     notes: list[str] = []
@@ -44,8 +45,16 @@ def check_rewards(config: RunConfig, sources: Mapping[str, PromptSource], tokeni
         found = _check_labels(source, scoring or config.reward, config.data.label_key)
         notes += [f"{name or 'training'}: {note}" for note in found]
         if scoring is not None or not name:
+            _check_tokens(scoring or config.reward, place)
             notes += _try_functions(scoring or config.reward, place, source, tokenizer)
     return notes
+
+
+def _check_tokens(scoring: ScoringConfig, place: str) -> None:
+    """Served reward models must find their tokens. Raises ConfigError."""
+    for i, part in enumerate(scoring.graders):
+        if part.http.auth_env is not None:
+            token_of(part.http.auth_env, f"{place}.parts[{i}]" if scoring.parts else place)
 
 
 def _check_labels(source: PromptSource, scoring: ScoringConfig, label_key: str | None) -> list[str]:

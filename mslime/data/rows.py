@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from mslime.config.errors import DataError, nearest, reading
+from mslime.config.errors import DataError, hub_download, nearest, reading
 
 _MEND = "mend or delete the row"
 _KINDS = ".jsonl, .jsonl.gz, .json and .parquet files, and directories of parquet or arrow files"
@@ -227,7 +227,7 @@ def open_rows(path: Path, keys: Sequence[str]) -> RowFile:
         if path.is_dir():
             return _directory(path, keys)
         if not path.is_file():
-            raise DataError("data.prompts", str(path), "no such file", _fetch(path) or f"prompts come from {_KINDS}")
+            raise DataError("data.prompts", str(path), "no such file", _fetched(path) or f"prompts come from {_KINDS}")
         if path.name.endswith((".jsonl.gz", ".json.gz")):
             return _gzipped(path)
         if path.suffix == ".jsonl":
@@ -239,8 +239,7 @@ def open_rows(path: Path, keys: Sequence[str]) -> RowFile:
     raise DataError("data.prompts", str(path), f"suffix {path.suffix!r} is unknown", f"prompts come from {_KINDS}")
 
 
-def _fetch(path: Path) -> str:
+def _fetched(path: Path) -> str:
     """For what looks like a data set on the Hugging Face Hub: how to fetch it."""
-    if len(path.parts) != 2 or path.suffix or path.is_absolute() or path.parent.exists():
-        return ""
-    return f"fetch it first: hf download {path} --repo-type dataset --local-dir {path.name}, then name its files"
+    command = "" if path.suffix else hub_download(path, "--repo-type dataset ")
+    return f"{command}, then name its files" if command else ""

@@ -54,11 +54,7 @@ class HttpGrader:
         """Open the connection pool. Raises ConfigError when the token's variable is not set."""
         headers = {"Content-Type": "application/json"}
         if self._config.auth_env is not None:
-            token = os.environ.get(self._config.auth_env)
-            if not token:
-                raise ConfigError(f"{self._place}.http.auth_env", self._config.auth_env, "this environment variable is "
-                                  "not set", "export it where the run is started, or remove the setting")  # fmt: skip
-            headers["Authorization"] = f"Bearer {token}"
+            headers["Authorization"] = f"Bearer {token_of(self._config.auth_env, self._place)}"
         self._session = aiohttp.ClientSession(timeout=self._timeout, headers=headers)
 
     async def score(self, sample: Sample) -> Verdict:
@@ -151,6 +147,19 @@ class HttpGrader:
             return orjson.loads(text)
         except orjson.JSONDecodeError as error:
             raise _RefusedError(f"answered what is not JSON: {text[:80].decode(errors='replace')!r}") from error
+
+
+def token_of(variable: str, place: str) -> str:
+    """The token that an environment variable holds. Raises ConfigError when it is not set.
+
+    Args:
+        place: the configuration section, for messages.
+    """
+    token = os.environ.get(variable)
+    if not token:
+        raise ConfigError(f"{place}.http.auth_env", variable, "this environment variable is not set",
+                          "export it where the run is started, or remove the setting")  # fmt: skip
+    return token
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import socket
 import time
 from dataclasses import replace
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from mslime.config.errors import TrainerError
+from mslime.config.errors import CheckpointError, TrainerError
 from tests.engines.megatron_parity import Case, compare, make_shards, record, run_config
 from tests.engines.megatron_ranks import RankFailed, run_ranks
 
@@ -150,6 +152,32 @@ def too_few_ranks(rank: int, world_size: int, init_method: str, checkpoint: Path
     with pytest.raises(TrainerError) as caught:
         MegatronTrainer(run_config(checkpoint, Case(2)), rank, world_size, init_method)
     return caught.value
+
+
+def load_spoilt(rank: int, world_size: int, init_method: str, checkpoint: Path) -> CheckpointError:
+    from mslime.backends.megatron.trainer import MegatronTrainer
+
+    with pytest.raises(CheckpointError) as caught:
+        MegatronTrainer(run_config(checkpoint, Case()), rank, world_size, init_method)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("layers.1.mlp.experts.5.up_proj.weight", math.nan), ("norm.weight", -math.inf)]
+)
+def test_weights_that_are_not_finite_are_refused_by_file_and_name(
+    tiny_qwen3_moe: Path, tmp_path: Path, name: str, value: float
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(tiny_qwen3_moe, spoilt)
+    tensors = load_file(spoilt / "model.safetensors")
+    tensors[f"model.{name}"].view(-1)[7] = value
+    save_file(tensors, spoilt / "model.safetensors", {"format": "pt"})
+    (error,) = run_ranks(load_spoilt, 1, spoilt)
+    assert error.field == f"{spoilt}/model.safetensors: model.{name}"
+    assert error.value == f"1 of {tensors[f'model.{name}'].numel():,} values" and error.way_out
 
 
 def test_a_number_of_ranks_that_is_not_the_layouts_is_refused(tiny_qwen3_moe: Path) -> None:

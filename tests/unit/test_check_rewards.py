@@ -92,6 +92,23 @@ def test_functions_that_do_not_exist_are_refused_before_anything_is_started(
     assert status == 2 and said_before in said
 
 
+def test_the_token_of_a_served_reward_must_be_set(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = {"kind": "http", "http": {"url": "http://127.0.0.1:9/score", "auth_env": "MSLIME_TEST_TOKEN"}}
+    path = tmp_path / "held_out.jsonl"
+    path.write_text('{"prompt": "x", "label": "1"}\n')
+    sets = ["--data.eval-sets", json.dumps([{"name": "own", "path": str(path), "reward": served}])]
+    parts = ["--reward.parts", json.dumps([{"name": "right", "kind": "math"}, {"name": "rm", **served}])]
+    monkeypatch.delenv("MSLIME_TEST_TOKEN", raising=False)
+    for flags, place in ((parts, "reward.parts[1]"), (sets, "data.eval_sets[0].reward")):
+        status, said = check(["2"], *flags)
+        assert status == 2 and f"{place}.http.auth_env = 'MSLIME_TEST_TOKEN': this environment variable is not" in said
+    monkeypatch.setenv("MSLIME_TEST_TOKEN", "secret")
+    status, said = check(["2"], *parts, *sets)
+    assert status == 0 and "secret" not in said
+
+
 def test_a_users_function_is_tried_on_the_first_row(check: Check):
     flags = ["--reward.kind", "custom", "--reward.function"]
     status, said = check(["1 2", "x"], *flags, f"{USER}:keyword_only")

@@ -137,6 +137,7 @@ SILENT_CORRUPTIONS = {
         "megatron.moe_router_load_balancing_type",
     ),
     "dropout": (["--megatron.hidden-dropout", "0.1"], "megatron.hidden_dropout"),
+    "jitter": (["--megatron.moe-input-jitter-eps", "0.1"], "megatron.moe_input_jitter_eps"),
     "grouped gemm on cpu": (["--cluster.device", "cpu", "--megatron.moe-grouped-gemm"], "megatron.moe_grouped_gemm"),
     "deepep on cpu": (
         ["--cluster.device", "cpu", "--megatron.moe-token-dispatcher-type", "flex"],

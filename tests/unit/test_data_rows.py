@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mslime.cli import main
-from mslime.config.errors import DataError, UserError
+from mslime.config.errors import DataError, UserError, hub_download
 from mslime.config.schema import DataConfig
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
@@ -265,3 +265,12 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
         path.write_text(json.dumps(rows))
     else:
         path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+
+
+def test_only_what_may_be_a_name_on_the_hub_is_fetched_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert hub_download(Path("owner/name")) == "fetch it first: hf download owner/name --local-dir name"
+    assert [hub_download(Path(p)) for p in ("/name", "mine/name", "name", "a/b/c")] == [""] * 4

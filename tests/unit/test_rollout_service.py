@@ -83,6 +83,20 @@ def test_synchronous_steps_are_on_policy_and_hold_every_prompt_once(tmp_path: Pa
     run(work)
 
 
+def test_prompts_skipped_as_too_long_are_reported(tmp_path: Path):
+    async def work() -> None:
+        engine, config = FakeSlowEngine(short), run_config(tmp_path, max_staleness=0)
+        data = config.data.model_copy(update={"max_prompt_tokens": len("P0")})
+        service = make_service(config.model_copy(update={"data": data}), engine)
+        skipped: list[float] = []
+        for step in range(3):
+            skipped.append((await service.take(step)).metrics["data/skipped_rows"])
+            await publish(service, engine, step + 1)
+        assert skipped == [0, 0, 30], "P10 to P39"
+
+    run(work)
+
+
 def test_left_over_groups_are_interrupted_and_continued_with_their_old_columns(tmp_path: Path):
     async def work() -> None:
         engine = FakeSlowEngine(uneven)

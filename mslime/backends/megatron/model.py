@@ -21,10 +21,11 @@ from mslime.backends.megatron.parallel import tensor_shard
 from mslime.backends.megatron.routers import use_own_routers
 from mslime.backends.megatron.specs import block_spec
 from mslime.backends.megatron.value_head import ValueHead, is_value_head
+from mslime.config.errors import CheckpointError
 from mslime.convert.families import ModelFields, get_family
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.kinds import padded_vocab_size
-from mslime.convert.table import RuleTable
+from mslime.convert.table import BoundRule, RuleTable
 
 WHOLE_ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
 """Linear layers that tensor parallelism does not split."""
@@ -106,7 +107,7 @@ def load_hf_weights(chunks: Sequence[GPTModel], hf_config: Mapping[str, object],
     A critic's value head is in no checkpoint of a language model, and keeps its values.
 
     Raises:
-        CheckpointError: a tensor is missing, misshapen or unknown.
+        CheckpointError: a tensor is missing, misshapen or unknown, or holds values that are not finite.
     """
     rules = get_family(hf_config).rules(hf_config)
     checkpoint = HFCheckpoint(directory)
@@ -121,7 +122,31 @@ def _local_shard(rules: RuleTable, checkpoint: HFCheckpoint, name: str, shape: t
     rule = rules.bind(name)
     shard = rule.to_megatron(checkpoint.view, *tensor_shard(rule.is_expert))
     assert shard.shape == shape, f"{name}: the rule gives {tuple(shard.shape)}, the model has {tuple(shape)}"
+    if not _is_finite(shard):
+        raise _not_finite(rule, checkpoint)
     return shard
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """One pass without a copy: the extremes of a tensor with NaN in it are NaN."""
+    lowest, highest = tensor.aminmax()
+    return bool(lowest.isfinite() and highest.isfinite())
+
+
+def _not_finite(rule: BoundRule, checkpoint: HFCheckpoint) -> CheckpointError:
+    """Names the first tensor of the file that is to blame, with how much of it."""
+    for name in rule.hf_names:
+        tensor = checkpoint.tensor(name)
+        if not _is_finite(tensor):
+            wrong = f"{int((~tensor.isfinite()).sum()):,} of {tensor.numel():,} values"
+            break
+    else:
+        raise AssertionError(f"{rule.name} is not finite, and the tensors that it is made of are")
+    return CheckpointError(
+        f"{checkpoint.directory / checkpoint.info[name].file}: {name}", wrong, "are NaN or infinite, so nothing can be "
+        "computed with this model", "download the file again, or start from an earlier checkpoint of the run that "
+        "wrote it",
+    )  # fmt: skip
 
 
 def wrap(

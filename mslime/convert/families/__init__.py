@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from mslime.config.errors import CheckpointError, reading
+from mslime.config.errors import CheckpointError, hub_download, reading
 from mslime.convert.families.deepseek_v2 import DeepseekV2
 from mslime.convert.families.deepseek_v3 import DeepseekV3
 from mslime.convert.families.dots1 import Dots1
@@ -67,7 +67,7 @@ def read_hf_config(directory: Path) -> dict[str, object]:
             str(path),
             None,
             "a checkpoint directory holds a config.json",
-            _hub_way_out(directory) or "point model.path at a Hugging Face checkpoint",
+            _fetched(directory) or "point model.path at a Hugging Face checkpoint",
         ) from error
     config = as_object(parsed)
     if config is None:
@@ -77,9 +77,7 @@ def read_hf_config(directory: Path) -> dict[str, object]:
     return config
 
 
-def _hub_way_out(path: Path) -> str:
+def _fetched(path: Path) -> str:
     """For what looks like a name on the Hugging Face Hub: how to fetch it."""
-    parts = path.parts
-    if len(parts) != 2 or path.is_absolute() or path.exists() or path.parent.exists():
-        return ""
-    return f"fetch it first: hf download {path} --local-dir {parts[1]}, then --model.path {parts[1]}"
+    command = hub_download(path)
+    return f"{command}, then --model.path {path.name}" if command else ""
