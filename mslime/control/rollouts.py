@@ -132,6 +132,7 @@ class RolloutActor:
             teachers: servers of the teacher, if SGLang serves one.
         """
         from mslime.backends.sglang.client import EngineClient
+        from mslime.backends.sglang.endings import end_ids
         from mslime.backends.sglang.generating import ServedModel
         from mslime.backends.sglang.handshake import Needs, handshake_all
         from mslime.backends.sglang.pool import EnginePool
@@ -174,6 +175,7 @@ class RolloutActor:
             model.top_k,
             model.max_positions,
             refused_input,
+            end_ids(config.model.path, tokenizer),
         )
         self._service = RolloutService(
             config,

@@ -129,6 +129,11 @@ class Sample:
         return len(self.tokens) - self.prompt_length
 
     @property
+    def response_tokens(self) -> NDArray[np.int32]:
+        """[response_length] a view of the tokens after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+    @property
     def trainable_tokens(self) -> int:
         """Tokens that may enter the loss."""
         return int(self.loss_mask.sum())

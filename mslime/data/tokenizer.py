@@ -155,8 +155,7 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
         config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
         model: dict[str, Any] = config.get("text_config", config)  # where models that also see keep the language model
         rows = int(model["vocab_size"])
-        eos = model.get("eos_token_id")
-        ids = [] if eos is None else [eos] if isinstance(eos, int) else [int(i) for i in eos]
+        ids = eos_ids(model)
     if tokenizer.vocab_size > rows:
         raise DataError(
             "model.tokenizer_path",
@@ -174,6 +173,12 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
             f"{tokenizer.vocab_size} ids does not have",
             "use the tokenizer that belongs to the checkpoint",
         )
+
+
+def eos_ids(config: Mapping[str, Any]) -> list[int]:
+    """The end-of-sequence ids that a model's configuration names: none, one, or a list. Raises one of MALFORMED."""
+    eos = config.get("eos_token_id")
+    return [] if eos is None else [eos] if isinstance(eos, int) else [int(i) for i in eos]
 
 
 def probe_texts(tokenizer: Tokenizer) -> list[str]:

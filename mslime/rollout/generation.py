@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mslime.backends.sglang.client import EngineBusy, EngineDied
+from mslime.backends.sglang.endings import Endings
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError, reading
 from mslime.config.schema import EvalSetConfig, RunConfig
@@ -114,6 +115,7 @@ class Generator:
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
         self._on_request = on_request
+        self._endings = Endings(model.end_ids | set(config.rollout.stop_token_ids), config.rollout.stop, tokenizer)
         self._slots = asyncio.Semaphore(config.rollout.concurrency * len(engines.clients))
         self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run
         self._numbers = itertools.count()
@@ -145,8 +147,7 @@ class Generator:
         self.cached_tokens += result.cached_tokens
         which = f"group {sample.group_id}, response {sample.index}"
         with reading(EngineError, result.engine, f"{which}: an answer that does not add up", "read the engine's log"):
-            self._absorb(sample, result, oldest)
-        return len(result.output_ids)
+            return self._absorb(sample, self._endings.settled(sample.response_tokens, result), oldest)
 
     def _compose(self, sample: Sample, sampling: Sampling, room: int, session: str) -> GenerateRequest:
         """The request that continues `sample` by at most `room` tokens."""
@@ -197,8 +198,9 @@ class Generator:
         self._on_request(result.engine, start, time.time())
         return result
 
-    def _absorb(self, sample: Sample, result: GenerateResult, oldest: int) -> None:
-        """Add an answer to its sample, if it names weights that the engines may have served since `oldest`."""
+    def _absorb(self, sample: Sample, result: GenerateResult, oldest: int) -> int:
+        """Add an answer to its sample, if it names weights that the engines may have served since `oldest`; return how
+        many tokens were added."""
         if len(result.output_ids):
             versions = [version for version, _, _ in result.versions]
             possible = oldest <= min(versions) and max(versions) <= self.version
@@ -217,7 +219,8 @@ class Generator:
             sample.aborts += 1
         else:
             self._finish(sample, SampleStatus.COMPLETED if result.finish == "stop" else SampleStatus.TRUNCATED)
+        return len(result.output_ids)
 
     def _finish(self, sample: Sample, status: SampleStatus) -> None:
         sample.status = status
-        sample.response = self._tokenizer.decode(sample.tokens[sample.prompt_length :].tolist())
+        sample.response = self._tokenizer.decode(sample.response_tokens.tolist())

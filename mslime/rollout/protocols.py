@@ -108,6 +108,7 @@ class ModelInfo:
         num_experts, top_k: 0 for a dense model.
         max_positions: longest sequence, in tokens.
         refused_input: an engine refuses to continue so many tokens, or more (6 fewer than its context holds).
+        end_ids: tokens that end a response at the engines.
     """
 
     moe_layer_ids: tuple[int, ...]
@@ -115,6 +116,7 @@ class ModelInfo:
     top_k: int
     max_positions: int
     refused_input: int = sys.maxsize
+    end_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

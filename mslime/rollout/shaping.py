@@ -42,7 +42,7 @@ def shaped(sample: Sample, reward: float, config: RewardConfig, limit: int) -> f
         sample.scores["reward/overlong/mean"] = penalty
         reward += penalty
     if repetition.ngram:
-        penalty = -repetition.factor * repeated_share(sample.tokens[sample.prompt_length :], repetition.ngram)
+        penalty = -repetition.factor * repeated_share(sample.response_tokens, repetition.ngram)
         sample.scores["reward/repetition/mean"] = penalty
         reward += penalty
     return reward

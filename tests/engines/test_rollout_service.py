@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from mslime.backends.sglang.endings import end_ids
 from mslime.backends.sglang.pool import EnginePool
 from mslime.config.schema import EvalSetConfig, RunConfig
-from mslime.data.sample import Sample, check_invariants
+from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
 from mslime.rollout.protocols import ModelInfo
@@ -88,7 +90,8 @@ async def service_for(config: RunConfig, tokenizer: HFTokenizer, *servers: Share
         client.name = f"engine{number}"
     pool, scorer = EnginePool(clients, config.rollout.concurrency), RewardScorer(config.reward)
     source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
-    service = RolloutService(config, pool, source, tokenizer, scorer, MODEL)
+    model = replace(MODEL, end_ids=end_ids(config.model.path, tokenizer))
+    service = RolloutService(config, pool, source, tokenizer, scorer, model)
     try:
         await scorer.start()  # else the engine finishes every response while the reward's process starts
         yield service, pool
@@ -163,6 +166,25 @@ def test_interrupted_responses_are_those_of_one_uninterrupted_pass(
             assert continued, "nothing was interrupted and continued"
             assert service.ledger.masked["stale"] > 0
             assert bool(filtered) == bool(service.ledger.dropped["zero_variance"])
+
+    run(work)
+
+
+def test_a_response_that_ends_in_the_step_of_an_abort_is_not_continued(
+    fresh: SharedServer, tokenizer: HFTokenizer, tmp_path: Path
+):
+    """Every fifth token ends a response, so of those that an abort meets many have just ended."""
+
+    async def work() -> None:
+        config = config_for(fresh, tmp_path, stop_ids=64, over_sampling=4.0, group_size=4)
+        ends = {*config.rollout.stop_token_ids, *end_ids(fresh.checkpoint, tokenizer)}
+        async with service_for(config, tokenizer, fresh) as (service, pool):
+            for step in range(6):
+                for sample in (await service.take(step)).samples:
+                    *inner, last = sample.response_tokens.tolist()
+                    assert not ends.intersection(inner), "the response goes on after its end"
+                    assert (last in ends) == (sample.status is SampleStatus.COMPLETED)
+                await publish(service, pool, step + 1)
 
     run(work)
 
