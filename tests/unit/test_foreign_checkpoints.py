@@ -152,7 +152,7 @@ def _resolve(model: Path, prompts: Path) -> None:
 _ODD = [None, True, -1, 0, 7, 2**70, 1.5, "", "x", [], {}, [1], {"a": 1}, "\ud800"]
 
 
-@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.nightly if s else ()) for s in range(8)])
+@pytest.mark.parametrize("seed", [pytest.param(s, marks=pytest.mark.nightly if s else ()) for s in range(40)])
 def test_no_changed_setting_of_a_checkpoint_s_files_ends_check_otherwise_than_in_words(
     seed: int, checkpoint: Path, tmp_path: Path
 ) -> None:
