@@ -22,6 +22,7 @@ FEWEST = 10
 """Steps from which on early and late are compared."""
 REWARD_ERRORS = 2.0
 ACCURACY_BY = 0.02
+OVERFIT_BY = 0.02
 SIGNAL_SHARE = 0.5
 ENTROPY_PART = 1 / 3
 TRUNCATED = 0.1
@@ -139,6 +140,19 @@ def _accuracy(rows: Sequence[Row]) -> Said:
     return tone, f"Held-out accuracy, first to last evaluation: {'; '.join(parts)}."
 
 
+def _held_out_loss(rows: Sequence[Row]) -> Said:
+    parts: list[str] = []
+    overfit = False
+    for name, open_part in filled("eval/{set}/nll", rows):
+        found = [(row[name], row["step"]) for row in rows if row.get(name) is not None]
+        if len(found) < 2:
+            continue
+        (lowest, at), (last, _) = min(found), found[-1]
+        overfit = overfit or last > lowest * (1 + OVERFIT_BY)
+        parts.append(f"{open_part['set']} from {found[0][0]:.3g} to {last:.3g}, lowest {lowest:.3g} after step {at}")
+    return ("bad" if overfit else "good", f"Held-out loss: {'; '.join(parts)}.") if parts else None
+
+
 def _nll(rows: Sequence[Row]) -> Said:
     values = values_of(rows, "loss/nll")
     if len(values) < FEWEST:
@@ -252,6 +266,11 @@ RULES = (
         "held-out accuracy", "accuracy", f"always; bad when it falls by more than {ACCURACY_BY:g}",
         "A reward that rises without it is gamed or learnt by heart: read the best responses.",
         ("eval/{set}/accuracy",), _accuracy,
+    ),
+    Rule(
+        "held-out loss", "held-out-loss", f"always; bad when it ends more than {_percent(OVERFIT_BY)} above its lowest",
+        "The model learns its rows by heart: stop there (checkpoint.keep_best keeps the step), or lower train.lr.",
+        ("eval/{set}/nll",), _held_out_loss,
     ),
     Rule(
         "negative log-likelihood", "loss", "always in supervised training; bad when it does not fall",
