@@ -112,6 +112,31 @@ def _add_samples(parser: Any) -> None:
     parser.set_defaults(run=_samples)
 
 
+def _add_train(parser: Any) -> None:
+    _add_file(parser)
+    parser.add_argument(
+        "--replay", type=Path, metavar="DIR",
+        help="train on the groups in DIR (of mslime rollout, or of observe.save_groups), without engines; writes to "
+        "output_dir/NAME-replay, saves no checkpoint",
+    )  # fmt: skip
+
+
+def _add_rollout(parser: Any) -> None:
+    _add_file(parser)
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="how many steps' groups (default: 1)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where they go (default: output_dir/NAME-rollout/groups)"
+    )
+
+
+def _add_eval(parser: Any) -> None:
+    _add_file(parser)
+    parser.add_argument(
+        "--checkpoint", metavar="WHICH",
+        help="a training checkpoint: its directory, its step, or newest (default: the weights of model.path)",
+    )  # fmt: skip
+
+
 def _add_check(parser: Any) -> None:
     _add_file(parser)
     parser.add_argument(
@@ -152,9 +177,25 @@ def _load(args: argparse.Namespace) -> RunConfig:
 
 
 def _train(args: argparse.Namespace) -> int:
+    if args.replay is not None:
+        from mslime.control.debug import replay
+
+        return replay(_load(args), args.replay)
     from mslime.control.run import run
 
     return run(_load(args))
+
+
+def _rollout(args: argparse.Namespace) -> int:
+    from mslime.control.debug import generate
+
+    return generate(_load(args), args.steps, args.out)
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from mslime.control.debug import evaluate
+
+    return evaluate(_load(args), args.checkpoint)
 
 
 def _check(args: argparse.Namespace) -> int:
@@ -252,7 +293,9 @@ def _env(args: argparse.Namespace) -> int:
 
 
 _TAKE_SETTINGS: dict[tuple[str, ...], tuple[str, Callable[[Any], None], Run]] = {
-    ("train",): ("run the training of RUN.yaml", _add_file, _train),
+    ("train",): ("run the training of RUN.yaml", _add_train, _train),
+    ("rollout",): ("generate and score a step of RUN.yaml without training", _add_rollout, _rollout),
+    ("eval",): ("score a model or a checkpoint on the held-out sets of RUN.yaml", _add_eval, _eval),
     ("check",): ("validate RUN.yaml without starting an engine", _add_check, _check),
     ("plan",): ("memory, balance and weight-sync traffic of RUN.yaml", _add_plan, _plan),
     ("convert", "run"): (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -121,13 +121,23 @@ class Claim:
     gpus: int
 
 
-def claims(config: RunConfig) -> list[Claim]:
+class Parts(NamedTuple):
+    """Which parts of a run are started: a run without one of them is a way to look at the other."""
+
+    trainers: bool = True
+    engines: bool = True
+
+
+WHOLE = Parts()
+
+
+def claims(config: RunConfig, parts: Parts = WHOLE) -> list[Claim]:
     """What a run places: trainer ranks, and a critic, engines and teachers as far as mslime launches them."""
-    generates = config.train.task == "rl"
+    generates = config.train.task == "rl" and parts.engines
     launched = config.sglang.num_engines if generates and not config.sglang.urls else 0
     wanted = [
-        Claim("trainer", config.layout.world_size, 1),
-        Claim("critic", config.critic_ranks, 1),
+        Claim("trainer", config.layout.world_size if parts.trainers else 0, 1),
+        Claim("critic", config.critic_ranks if parts.trainers else 0, 1),
         Claim("engines", launched, config.sglang.tp_size),
         Claim("teachers", config.teacher.launched if generates else 0, config.teacher.tp_size),
     ]
@@ -145,9 +155,9 @@ def describe_gpus(wanted: Sequence[Claim]) -> str:
     return f"{count_gpus(wanted)} GPUs ({parts})"
 
 
-def check_machines(config: RunConfig) -> None:
+def check_machines(config: RunConfig, parts: Parts = WHOLE) -> None:
     """Refuse a run on GPUs that one machine cannot hold when no Ray cluster is named. Raises ConfigError."""
-    cluster, wanted = config.cluster, claims(config)
+    cluster, wanted = config.cluster, claims(config, parts)
     if cluster.device != "cuda" or cluster.ray_address is not None or count_gpus(wanted) <= cluster.gpus_per_node:
         return
     raise ConfigError(

@@ -462,6 +462,10 @@ class ObserveConfig(Section):
         "(best, worst, longest, truncated, continued ...), at most 1 MiB each. all: every one, whole. true means "
         "all, and false none.",
     )
+    save_groups: bool = Field(
+        default=False,
+        description="Write what every step trains on to groups/step_N.npz, lossless, for `mslime train --replay`.",
+    )
 
     @classmethod
     def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mslime.config.advice import warnings
-from mslime.config.cluster import check_machines
+from mslime.config.cluster import WHOLE, Parts, check_machines
 from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import CheckpointError, ConfigError, DataError, reading
 from mslime.config.layout import ParallelLayout
@@ -63,9 +63,9 @@ class ResolvedRun:
         return self.config.weights.verify if device in (*self.family.support.compared_on, "auto") else "never"
 
 
-def resolve(config: RunConfig) -> ResolvedRun:
+def resolve(config: RunConfig, parts: Parts = WHOLE) -> ResolvedRun:
     """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake."""
-    check_machines(config)
+    check_machines(config, parts)
     _check_paths(config)
     hf_config, checkpoint = _read_model(config, config.model.path)
     family = get_family(hf_config)

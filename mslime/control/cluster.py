@@ -21,7 +21,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from mslime.config.cluster import RAY_START, worker_environment
+from mslime.config.cluster import RAY_START, Parts, claims, worker_environment
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.control.placement import (
@@ -60,13 +60,16 @@ def resolved_device(config: RunConfig) -> RunConfig:
 class Cluster:
     """Our part of a Ray cluster: one bundle per trainer rank, one per engine. A context manager."""
 
-    def __init__(self, config: RunConfig, engines: bool, on_init: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, config: RunConfig, engines: bool, on_init: Callable[[], None] = lambda: None, trainers: bool = True
+    ) -> None:
         """
         Args:
             engines: whether the run launches engines (unless it attaches to running ones).
+            trainers: whether it has trainer ranks, and those of a critic.
             on_init: called once Ray is there, which sets signal handlers of its own.
         """
-        self._config, self._on_init = config, on_init
+        self._config, self._on_init, self._parts = config, on_init, Parts(trainers, engines)
         self._num_engines = config.sglang.num_engines if engines and not config.sglang.urls else 0
         self._num_teachers = config.teacher.launched if engines else 0
         self._cuda = config.cluster.device == "cuda"
@@ -106,7 +109,7 @@ class Cluster:
         local: dict[str, Any] = {}
         if config.cluster.ray_address is None:
             # Logical CPUs: on a laptop there are more ranks than cores, and they take turns.
-            processes = world + config.critic_ranks + engines + teachers
+            processes = sum(claim.count for claim in claims(config, self._parts))
             local = {"num_cpus": processes + 2, "include_dashboard": False}
             if not self._cuda:
                 local |= {"object_store_memory": _LOCAL_OBJECT_STORE}
@@ -117,9 +120,10 @@ class Cluster:
             local | {"runtime_env": {"env_vars": worker_environment(config) | {"PYTHONPATH": _python_path()}}}
         )
         self._on_init()
-        refuse_small_cluster(config)
-        self._trainers = self._place_ranks("cluster.trainer_ranks", world)
-        if config.critic_ranks:
+        refuse_small_cluster(config, self._parts)
+        if self._parts.trainers:
+            self._trainers = self._place_ranks("cluster.trainer_ranks", world)
+        if self._parts.trainers and config.critic_ranks:
             self._critics = self._place_ranks("critic.placement", config.critic_ranks)
         if engines:
             self._engines = self._place(

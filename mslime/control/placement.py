@@ -16,7 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mslime.config.cluster import RAY_START, claims, count_gpus, describe_gpus
+from mslime.config.cluster import RAY_START, Parts, claims, count_gpus, describe_gpus
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 
@@ -125,7 +125,7 @@ def check_tensor_groups(spots: Sequence[Spot], tp: int) -> None:
             )
 
 
-def refuse_small_cluster(config: RunConfig) -> None:
+def refuse_small_cluster(config: RunConfig, parts: Parts) -> None:
     """Compare what the run needs with what all machines of the cluster have, before anything waits for it.
 
     Waits `cluster.join_s` for machines that are still joining.
@@ -134,14 +134,14 @@ def refuse_small_cluster(config: RunConfig) -> None:
         ConfigError: the cluster can never hold the run.
     """
     deadline = time.monotonic() + config.cluster.join_s
-    while (problem := _too_small(config)) is not None:
+    while (problem := _too_small(config, parts)) is not None:
         if time.monotonic() >= deadline:
             raise problem
         time.sleep(_POLL_SECONDS)
 
 
-def _too_small(config: RunConfig) -> ConfigError | None:
-    wanted, nodes = claims(config), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+def _too_small(config: RunConfig, parts: Parts) -> ConfigError | None:
+    wanted, nodes = claims(config, parts), [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if config.cluster.device == "cuda":
         have, largest = [int(resources.get("GPU", 0)) for resources in nodes], max(claim.gpus for claim in wanted)
         if sum(have) < count_gpus(wanted):

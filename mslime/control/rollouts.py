@@ -30,7 +30,9 @@ from mslime.observe.progress import RolloutCounts, summary_line
 if TYPE_CHECKING:
     from mslime.backends.sglang.pool import EnginePool
     from mslime.backends.sglang.server import EngineAddress
+    from mslime.config.layout import ParallelLayout
     from mslime.control.check import ResolvedRun
+    from mslime.data.shard import TrainShard
     from mslime.data.tokenizer import Tokenizer
     from mslime.rollout.evaluate import EvalResult
     from mslime.rollout.protocols import StepBatch
@@ -233,6 +235,8 @@ class RolloutActor:
                 blamed = [g for g in batch.groups if not have_advantages(g, self._config)]
                 if not self._service.give_back(blamed):
                     raise
+        if self._config.observe.save_groups:
+            await asyncio.to_thread(_write, self._config.run_dir / "groups", batch)
         self._samples.write(samples.file_of(self._config.run_dir, step + 1), step + 1, [logged])
         _log.info("step %d: handed over, %s", step + 1, summary_line(batch.metrics | metrics))
         spans, self._spans = self._spans, []
@@ -242,22 +246,24 @@ class RolloutActor:
         from mslime.control.assemble import assemble
 
         work = assemble(batch.groups, self._config, batch.version, self._source_name)
-        return self._references(work.shards), work.metrics, Logged(batch.groups, batch.version, work.advantages)
+        shards = references(work.shards, self._config.layout, self._layers)
+        return shards, work.metrics, Logged(batch.groups, batch.version, work.advantages)
 
-    def _references(self, per_step: Sequence[Sequence[Any]]) -> list[list[ray.ObjectRef]]:
-        """Store each (optimizer step, data-parallel rank, pipeline stage) once; ranks of a stage share it."""
-        layout = self._config.layout
-        stored: dict[tuple[int, int, int], ray.ObjectRef] = {}
-        ranks: list[list[ray.ObjectRef]] = []
-        for rank in range(layout.world_size):
-            mine: list[ray.ObjectRef] = []
-            for index, shards in enumerate(per_step):
-                key = (index, layout.dp_rank(rank), layout.pp_rank(rank))
-                if key not in stored:
-                    stored[key] = ray.put(shards[key[1]].stage_slice(self._layers[rank]))
-                mine.append(stored[key])
-            ranks.append(mine)
-        return ranks
+    async def collect(self, step: int, directory: str) -> dict[str, float]:
+        """A step's groups into a file of `rollout.groups`, and none to a trainer; returns the rollout's metrics. Then
+        the engines go on as if the step had been trained, under the same weights."""
+        batch = await self._service.take(step)
+        await asyncio.to_thread(_write, Path(directory), batch)
+        logged = Logged(batch.groups, batch.version)
+        self._samples.write(samples.file_of(self._config.run_dir, step + 1), step + 1, [logged])
+        await self.count_as(step + 1)
+        return batch.metrics
+
+    async def count_as(self, version: int) -> None:
+        """Let the weights that the engines serve count as `version`."""
+        await self._service.pause_for_update()
+        await self._pool.set_version(version)
+        await self._service.resume_after_update(version)
 
     async def pause(self) -> None:
         """Hold the engines for a weight update."""
@@ -313,6 +319,35 @@ class RolloutActor:
         self._spans.append((lane, name, start, end, step + 1))
 
 
+def references(
+    per_step: Sequence[Sequence[TrainShard]], layout: ParallelLayout, layers: Sequence[tuple[int, ...]]
+) -> list[list[ray.ObjectRef]]:
+    """[ranks][optimizer steps] of shards in Ray's store. Each (optimizer step, data-parallel rank, pipeline stage) is
+    stored once; ranks of a stage share it.
+
+    Args:
+        per_step: [optimizer steps][data-parallel ranks].
+        layers: global MoE layer ids of every rank's pipeline stage.
+    """
+    stored: dict[tuple[int, int, int], ray.ObjectRef] = {}
+    ranks: list[list[ray.ObjectRef]] = []
+    for rank in range(layout.world_size):
+        mine: list[ray.ObjectRef] = []
+        for index, shards in enumerate(per_step):
+            key = (index, layout.dp_rank(rank), layout.pp_rank(rank))
+            if key not in stored:
+                stored[key] = ray.put(shards[key[1]].stage_slice(layers[rank]))
+            mine.append(stored[key])
+        ranks.append(mine)
+    return ranks
+
+
+def _write(directory: Path, batch: StepBatch) -> None:
+    from mslime.rollout.groups import StepGroups, write_groups
+
+    write_groups(directory, StepGroups(batch.step + 1, batch.version, batch.groups))
+
+
 class RolloutHandle:
     """The driver's end of the rollout actor."""
 
@@ -343,6 +378,17 @@ class RolloutHandle:
 
     def take(self, step: int, on_counts: Callable[[RolloutCounts], None]) -> StepShards:
         """See `RolloutActor.take`; reports group counts while it waits."""
+        return self._groups(step, self._actor.take.remote(step), on_counts)
+
+    def collect(self, step: int, directory: Path, on_counts: Callable[[RolloutCounts], None]) -> dict[str, float]:
+        """See `RolloutActor.collect`; reports group counts while it waits."""
+        return self._groups(step, self._actor.collect.remote(step, str(directory)), on_counts)
+
+    def count_as(self, version: int) -> None:
+        """See `RolloutActor.count_as`."""
+        self._control("weight version", self._actor.count_as.remote(version))
+
+    def _groups(self, step: int, answer: ray.ObjectRef, on_counts: Callable[[RolloutCounts], None]) -> Any:
         asked: list[ray.ObjectRef] = []
 
         def poll() -> None:
@@ -353,9 +399,7 @@ class RolloutHandle:
             if not asked:
                 asked.append(self._actor.counts.remote())
 
-        return self._call(
-            f"rollout of step {step}", self._actor.take.remote(step), self._config.deadlines.rollout_step_s + 60, poll
-        )
+        return self._call(f"rollout of step {step}", answer, self._config.deadlines.rollout_step_s + 60, poll)
 
     def pause(self) -> None:
         """See `RolloutActor.pause`."""

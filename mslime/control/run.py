@@ -6,7 +6,8 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -45,11 +46,18 @@ def run(config: RunConfig, quiet: bool = False, asked: Callable[[], bool] | None
         UserError: a user's mistake, or a failed part of the run.
         Stopped: a signal ended it, or `asked`. Signals are followed in the main thread only.
     """
+    with only_run(config):
+        return _run(config, quiet, asked)
+
+
+@contextmanager
+def only_run(config: RunConfig) -> Iterator[None]:
+    """Raise ConfigError while this process runs something else."""
     if not _ONE_AT_A_TIME.acquire(blocking=False):
         raise ConfigError("name", config.name, "another run is going on in this process",
                           "wait for its end, or start this one as a process of its own")  # fmt: skip
     try:
-        return _run(config, quiet, asked)
+        yield
     finally:
         _ONE_AT_A_TIME.release()
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import ray
 
+from mslime.config.cluster import WHOLE, Parts
 from mslime.config.errors import CheckpointError, TrainerError
 from mslime.config.schema import RunConfig
 from mslime.control.attached import AttachedEngines, new_group
@@ -64,7 +65,10 @@ class Session:
         first_step: steps done before this session (after a resume).
         loaded: the checkpoint that the trainer continues from, if any.
         saved_config: the configuration of the run that wrote it, if it says.
+        parts: which of its processes are started.
     """
+
+    parts: ClassVar[Parts] = WHOLE
 
     def __init__(self, run: ResolvedRun, stop: StopSignals | None = None, quiet: bool = False) -> None:
         """
@@ -126,7 +130,7 @@ class Session:
             f"starting {config.layout.world_size} trainer rank(s): {config.layout.describe()}; logs in {logs}"
         )
         self._tell_choice()
-        generates = config.train.task == "rl"
+        generates = config.train.task == "rl" and self.parts.engines
         # Ray's own handler of SIGTERM would end the driver with a stack trace.
         cluster = self._stack.enter_context(Cluster(config, generates, self._stop.install))
         self._ray = self._stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))

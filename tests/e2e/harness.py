@@ -93,13 +93,13 @@ class Run:
         self.process.wait()
 
 
-def start_run(values: dict[str, Any], directory: Path, *flags: str) -> Run:
-    """`mslime train` on these settings, with logs and outputs under `directory`."""
+def start_run(values: dict[str, Any], directory: Path, *flags: str, command: str = "train") -> Run:
+    """`mslime train`, or another command, on these settings, with logs and outputs under `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     values = {"name": "run", "output_dir": str(directory), **values}
     config = directory / "run.yaml"
     config.write_text(yaml.safe_dump(values))
-    return _start(["-m", "mslime.cli", "train", str(config), *flags], directory, ROOT)
+    return _start(["-m", "mslime.cli", command, str(config), *flags], directory, ROOT)
 
 
 def start_program(source: str, values: dict[str, Any], directory: Path) -> Run:

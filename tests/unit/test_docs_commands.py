@@ -34,6 +34,7 @@ NOT_RUN = {
     r"python -m pytest tests/gpu": "GPUs",
     r"python examples/gsm8k/prepare\.py": "needs the download; tests/unit/test_gsm8k_example.py",
     r"mslime convert (to-|fp8|bf16|int4|compare|run)": "parsed only; tests/engines/test_convert_tools.py runs them",
+    r"mslime (rollout|eval|train .*--replay) ": "parsed only; tests/e2e/test_debug.py runs them",
     r"mslime .*\.\.\.$": "parsed only; more is to be filled in",
 }
 """What is not run, and why."""

@@ -73,7 +73,9 @@ class FakeTrainers:
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
 
-    def train(self, shards: object, on_progress: object, policy: bool) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    def train(
+        self, shards: object, on_progress: object, policy: bool, step: int
+    ) -> tuple[list[dict[str, float]], dict[str, Any]]:
         self._tell("train")
         return [{"loss/total": 1.0, "loss/tokens": 1.0}], {}
 

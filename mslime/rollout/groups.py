@@ -1,0 +1,142 @@
+"""Finished groups of training steps on disk, one file a step, so that a step can be trained again without engines.
+
+`DIRECTORY/step_N.npz` holds all that step N (counted from 1, as in `metrics.jsonl`) trains on, in the lossless format
+of `rollout.state`. Files may come from another run: whether they fit a model is asked before anything is trained.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mslime.config.errors import DataError, reading
+from mslime.config.schema import RunConfig
+from mslime.data.sample import Group, Sample
+from mslime.rollout.protocols import ModelInfo
+from mslime.rollout.state import check_stored, open_state, pack_groups, save_state, unpack_groups
+
+_NAME = re.compile(r"step_(\d+)\.npz")
+
+
+@dataclass(frozen=True)
+class StepGroups:
+    """What a step trains on.
+
+    Attributes:
+        step: counted from 1.
+        version: weight version that the trainer held when it took the groups.
+    """
+
+    step: int
+    version: int
+    groups: list[Group]
+
+
+def write_groups(directory: Path, stored: StepGroups) -> Path:
+    """Write a step's groups, whole or not at all; an earlier file of the step is replaced. Returns the file.
+
+    Raises:
+        DataError: a label or metadata value is not JSON, or the file cannot be written.
+    """
+    path = directory / f"step_{stored.step}.npz"
+    headers, columns = pack_groups(stored.groups)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_state(path, {"step": stored.step, "version": stored.version, "groups": headers}, columns)
+    except OSError as error:
+        way_out = "free some space, choose another directory, or turn observe.save_groups off"
+        raise DataError(str(path), error.strerror, "groups cannot be written", way_out) from error
+    return path
+
+
+def group_files(directory: Path) -> dict[int, Path]:
+    """The files of a directory by step, in order. Raises DataError when there are none."""
+    found = {int(match[1]): path for path in directory.glob("step_*.npz") if (match := _NAME.fullmatch(path.name))}
+    if not found:
+        raise DataError(
+            "--replay", str(directory), "holds no step_N.npz with finished groups",
+            "write some with `mslime rollout RUN.yaml --out DIR`, or let a run write its own with observe.save_groups",
+        )  # fmt: skip
+    return dict(sorted(found.items()))
+
+
+def read_groups(path: Path) -> StepGroups:
+    """What `write_groups` wrote. Raises CheckpointError when the file is damaged, DataError when it is another's."""
+    with open_state(path) as (header, stored):
+        if "accepted" in header or "step" not in header:
+            raise DataError(str(path), sorted(header), "is a rollout service's state, not the groups of a step",
+                            "name a directory of `mslime rollout` or of observe.save_groups")  # fmt: skip
+        groups = unpack_groups(header["groups"], stored)
+        check_stored(groups)
+        step, version = header["step"], header["version"]
+        if type(step) is not int or type(version) is not int:
+            raise TypeError(f"step {step!r}, version {version!r}")
+    return StepGroups(step, version, groups)
+
+
+def fitted(stored: StepGroups, path: Path, config: RunConfig, model: ModelInfo, vocab_size: int) -> list[Group]:
+    """The groups as this run trains them: without routes or a teacher's scores that it does not use.
+
+    Args:
+        model: of the trainer; all its MoE layers, whether they are replayed or not.
+
+    Raises:
+        DataError: they are of another model, or lack what the run needs.
+    """
+    with reading(DataError, str(path), "cannot be trained", "write the groups again with this version of mslime"):
+        steps = config.train.optimizer_steps_per_rollout
+        if len(stored.groups) < steps:
+            raise _refusal(path, f"{len(stored.groups)} groups", f"cannot fill {steps} optimizer steps",
+                           "lower train.optimizer_steps_per_rollout")  # fmt: skip
+        samples = [s for g in stored.groups for s in g.samples]
+        if not any(s.trainable_tokens for s in samples):
+            raise _refusal(path, "0 tokens", "has nothing to train on", "look at rollout.mask_truncated and the reward")
+        groups = [replace(g, samples=[_used(s, config) for s in g.samples]) for g in stored.groups]
+        for sample in (s for g in groups for s in g.samples):
+            _check_model(sample, path, model, vocab_size)
+            _check_complete(sample, path, config)
+    return groups
+
+
+def _check_model(sample: Sample, path: Path, model: ModelInfo, vocab_size: int) -> None:
+    where = f"group {sample.group_id}, response {sample.index}"
+    other = "name the run's model in model.path, or write the groups with this model"
+    if (largest := int(sample.tokens.max())) >= vocab_size:
+        raise _refusal(path, f"token {largest} ({where})", f"the model has {vocab_size} tokens", other)
+    if len(sample) > model.max_positions:
+        raise _refusal(path, f"{len(sample)} tokens ({where})", f"the model has {model.max_positions} positions", other)
+    routes = sample.routes
+    if routes is None:
+        return
+    has, wants = (routes.layer_ids, routes.experts.shape[2]), (model.moe_layer_ids, model.top_k)
+    if has != wants:
+        raise _refusal(path, f"routes of layers {list(has[0])}, top-{has[1]} ({where})",
+                       f"the model routes in layers {list(wants[0])}, top-{wants[1]}", other)  # fmt: skip
+    if (largest := int(routes.experts.max(initial=0))) >= model.num_experts:
+        raise _refusal(path, f"expert {largest} ({where})", f"the model has {model.num_experts} experts", other)
+
+
+def _check_complete(sample: Sample, path: Path, config: RunConfig) -> None:
+    where = f"group {sample.group_id}, response {sample.index}"
+    if sample.reward is None:
+        raise _refusal(path, where, "is not scored", "write the groups again")
+    if config.train.replay == "r3" and sample.routes is None:
+        raise _refusal(path, where, "has no routes to replay (train.replay: r3)",
+                       "set train.replay to r2 or off, or write the groups with r3")  # fmt: skip
+    if config.teacher.serves and sample.teacher_log_probs is None:
+        raise _refusal(path, where, "has no scores of the teacher, which is served",
+                       "write groups with this teacher, or hold it in the trainer (model.teacher_path)")  # fmt: skip
+
+
+def _used(sample: Sample, config: RunConfig) -> Sample:
+    """The sample without what the run does not look at."""
+    return replace(
+        sample,
+        routes=sample.routes if config.train.replay == "r3" else None,
+        teacher_log_probs=sample.teacher_log_probs if config.teacher.serves else None,
+    )
+
+
+def _refusal(path: Path, value: str, rule: str, way_out: str) -> DataError:
+    return DataError(str(path), value, rule, way_out)
