@@ -53,6 +53,11 @@ class GraderConfig(Section):
         description="`module:function`(sample) -> float, sync or async, for kind custom; it may also return process "
         "rewards or extra metrics.",
     )
+    per: Literal["sample", "group"] = Field(
+        default="sample",
+        description="custom: group calls the function once a prompt, with the list of its finished samples; it returns "
+        "a list of what it would return for each.",
+    )
     http: HttpRewardConfig = Field(default_factory=HttpRewardConfig)
     timeout_s: float | None = Field(
         default=None, gt=0, description="Seconds for one sample (http: one request). Default: 5 for math, else 30."
@@ -178,6 +183,9 @@ def _check_grader(place: str, grader: GraderConfig) -> None:
             f"goes together with {place}.kind: custom (kind is {grader.kind!r})",
             "set both, or neither",
         )
+    if grader.per == "group" and grader.kind != "custom":
+        raise ConfigError(f"{place}.per", "group", f"kind {grader.kind} scores samples one by one",
+                          "remove it, or give a function of yours with kind: custom")  # fmt: skip
     url = grader.http.url
     if (grader.kind == "http") != (url is not None):
         raise ConfigError(

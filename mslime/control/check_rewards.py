@@ -6,6 +6,7 @@ A user's function runs in a process of its own here too, so what it does when it
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -40,13 +41,14 @@ def check_rewards(config: RunConfig, sources: Mapping[str, PromptSource], tokeni
     load_filter(config.rollout.dynamic_filter)
     notes: list[str] = []
     own = {s.name: (f"data.eval_sets[{i}].reward", s.reward) for i, s in enumerate(config.data.eval_sets)}
+    sizes = {"": config.rollout.group_size} | {s.name: s.samples_per_prompt for s in config.data.eval_sets}
     for name, source in sources.items():
         place, scoring = own.get(name, ("reward", None))
         found = _check_labels(source, scoring or config.reward, config.data.label_key)
         notes += [f"{name or 'training'}: {note}" for note in found]
         if scoring is not None or not name:
             _check_tokens(scoring or config.reward, place)
-            notes += _try_functions(scoring or config.reward, place, source, tokenizer)
+            notes += _try_functions(scoring or config.reward, place, source, tokenizer, sizes[name])
     return notes
 
 
@@ -99,36 +101,39 @@ def _summary(unread: int, rows: int, first: str) -> list[str]:
     return [f"{unread} of {rows} labels cannot be read as mathematics and are compared as text; the first: {first}"]
 
 
-def _try_functions(scoring: ScoringConfig, place: str, source: PromptSource, tokenizer: Tokenizer) -> list[str]:
-    """Import every custom function, and score the first row with its label as the response. Raises ConfigError."""
+def _try_functions(
+    scoring: ScoringConfig, place: str, source: PromptSource, tokenizer: Tokenizer, group_size: int
+) -> list[str]:
+    """Import every custom function, and score the first row with its label as the response. Raises ConfigError.
+
+    Args:
+        group_size: samples of a prompt, for functions of groups, which all have that response.
+    """
     custom = [(i, p) for i, p in enumerate(scoring.graders) if p.kind == "custom"]
     if not custom:
         return []
     sample = _answered_by_its_label(source, tokenizer)
+    places = [(p, f"{place}.parts[{i}]" if scoring.parts else place) for i, p in custom]
     with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
-        return list(
-            thread.submit(
-                asyncio.run,
-                _try_all([(p, f"{place}.parts[{i}]" if scoring.parts else place) for i, p in custom], sample),
-            ).result()
-        )
+        return list(thread.submit(asyncio.run, _try_all(places, sample, group_size)).result())
 
 
-async def _try_all(functions: list[tuple[RewardPartConfig, str]], sample: Sample) -> list[str]:
+async def _try_all(functions: list[tuple[RewardPartConfig, str]], sample: Sample, group_size: int) -> list[str]:
     said: list[str] = []
     for part, place in functions:
         alone = ScoringConfig(
-            kind="custom", function=part.function, timeout_s=part.timeout_s, workers=1, on_error="zero"
+            kind="custom", function=part.function, per=part.per, timeout_s=part.timeout_s, workers=1, on_error="zero"
         )
         scorer = RewardScorer(alone, place)
         try:
             await scorer.start()
-            sample.error = ""
-            reward = await scorer.score(sample)
+            group = [dataclasses.replace(sample, index=i) for i in range(group_size if scorer.per_group else 1)]
+            rewards = await scorer.score_group(group)
         finally:
             await scorer.close()
-        outcome = sample.error or f"scores {reward:g}"
-        said.append(f"{part.function} was tried on the first row with its label as the response: {outcome}")
+        outcome = group[0].error or "scores " + ", ".join(dict.fromkeys(f"{reward:g}" for reward in rewards))
+        tried = f"as the response of a group of {len(group)}" if scorer.per_group else "as the response"
+        said.append(f"{part.function} was tried on the first row with its label {tried}: {outcome}")
     return said
 
 

@@ -58,8 +58,15 @@ def living(engines: Engines) -> int:
 class Scorer(Protocol):
     """Scores responses."""
 
+    per_group: bool
+    """Whether samples are scored with their group, when all of it are finished."""
+
     async def score(self, sample: Sample) -> float | None:
         """The reward; None when the sample is to be dropped. Raises RewardError when the run is to stop."""
+        ...
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[float | None]:
+        """Likewise of all samples of a prompt."""
         ...
 
 

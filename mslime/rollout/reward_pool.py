@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +23,10 @@ from mslime.rollout.verdict import Job, Verdict
 START_SECONDS = 120.0  # importing a user's module may load a model
 GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
 ASYNC_SLOTS = 64  # samples that one worker's async function may be awaiting at once
+
+
+Asked = Sample | list[Sample]
+Answer = Verdict | list[Verdict]
 
 
 class WorkerLostError(Exception):
@@ -39,7 +44,7 @@ class Worker:
 
     def __init__(self, process: asyncio.subprocess.Process, concurrent: bool) -> None:
         self._process, self.concurrent = process, concurrent
-        self._waiting: dict[int, asyncio.Future[Verdict]] = {}
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._count = 0
         self.claims, self.reserved = 0, False
         self._reader = asyncio.create_task(self._read())
@@ -75,15 +80,15 @@ class Worker:
             raise detail
         return cls(process, detail)
 
-    async def call(self, sample: Sample, limit_s: float) -> Verdict:
-        """The verdict on a sample. Raises WorkerLostError when the process ends, TimeoutError when it is stuck."""
+    async def call(self, asked: Asked, limit_s: float) -> Answer:
+        """The answer to a sample or a group. Raises WorkerLostError when the process ends, TimeoutError when stuck."""
         if not self.alive:
             raise WorkerLostError("its process had ended")
         assert self._process.stdin is not None
         number, self._count = self._count, self._count + 1
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            self._process.stdin.write(encode((number, sample)))
+            self._process.stdin.write(encode((number, asked)))
             return await asyncio.wait_for(future, limit_s + GRACE_SECONDS)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise WorkerLostError("its process had ended") from error
@@ -156,9 +161,19 @@ class WorkerPool:
 
     async def score(self, sample: Sample) -> Verdict:
         """The verdict on a sample. Raises ConfigError when the function cannot be imported."""
+        verdict = await self._answer(sample)
+        assert isinstance(verdict, Verdict), "a list answers a group"
+        return verdict
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """The verdicts on the samples of a group, which are asked together. Raises ConfigError likewise."""
+        verdicts = await self._answer(list(samples))
+        return [verdicts] * len(samples) if isinstance(verdicts, Verdict) else verdicts
+
+    async def _answer(self, asked: Asked) -> Answer:
         async with await self._queue():
-            result = await self._try(sample, alone=False) or await self._try(sample, alone=True)
-        assert result is not None, "a sample that is alone with its process gets a verdict"
+            result = await self._try(asked, alone=False) or await self._try(asked, alone=True)
+        assert result is not None, "what is alone with its process gets a verdict"
         return result
 
     async def start(self) -> None:
@@ -189,11 +204,11 @@ class WorkerPool:
                 await self._wait()
         return self._turns
 
-    async def _try(self, sample: Sample, alone: bool) -> Verdict | None:
-        """The verdict of one process; None when something else may be to blame that there is none."""
+    async def _try(self, asked: Asked, alone: bool) -> Answer | None:
+        """The answer of one process; None when something else may be to blame that there is none."""
         worker = await self._claim(alone)
         try:
-            return await worker.call(sample, self._job.limit_s)
+            return await worker.call(asked, self._job.limit_s)
         except TimeoutError:
             await worker.kill()
             stuck = Verdict(0.0, f"took longer than {self._job.limit_s:g} s; its process was killed")

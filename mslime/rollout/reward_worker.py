@@ -2,7 +2,8 @@
 
 Frames (four bytes of length, then a pickle) arrive on standard input and leave on a private copy of standard output;
 what the function prints goes to standard error. The first frame is the job; afterwards every frame is
-(number, sample) and is answered by (number, verdict). The parent kills a worker that does not answer.
+(number, sample) and is answered by (number, verdict), or both are lists, of a group. The parent kills a worker that
+does not answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any, BinaryIO
 from mslime.config.errors import ConfigError
 from mslime.rollout.functions import load_function
 from mslime.rollout.graders.limits import Interrupted, interrupted_after, limit_memory
-from mslime.rollout.verdict import Job, Verdict, checked
+from mslime.rollout.verdict import Job, Verdict, checked, checked_group
 
 HEADER = struct.Struct("<I")
 
@@ -39,13 +40,13 @@ def read_frame(stream: BinaryIO) -> Any:
     return pickle.loads(stream.read(HEADER.unpack(header)[0])) if len(header) == HEADER.size else None
 
 
-async def answer(function: Callable[[Any], Any], sample: Any, job: Job) -> Verdict:
-    """The verdict on one sample; an error is text, with where it was raised."""
+async def answer(function: Callable[[Any], Any], asked: Any, job: Job) -> Verdict | list[Verdict]:
+    """The verdict on one sample, or those on a group; an error is text, with where it was raised, and one for all."""
     limit = asyncio.timeout(job.limit_s)
     try:
         async with limit:
             with interrupted_after(job.limit_s) if job.interrupt else nullcontext():
-                value = function(sample)
+                value = function(asked)
             if inspect.isawaitable(value):
                 value = await value
     except Interrupted:
@@ -55,7 +56,7 @@ async def answer(function: Callable[[Any], Any], sample: Any, job: Job) -> Verdi
             return Verdict(0.0, f"took longer than {job.limit_s:g} s")
         place = traceback.extract_tb(error.__traceback__)[-1]
         return Verdict(0.0, f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
-    return checked(value, len(sample))
+    return checked_group(value, [len(s) for s in asked]) if job.per_group else checked(value, len(asked))
 
 
 async def serve(stdin: BinaryIO, out: BinaryIO) -> None:
@@ -73,8 +74,8 @@ async def serve(stdin: BinaryIO, out: BinaryIO) -> None:
     out.flush()
     tasks: set[asyncio.Task[None]] = set()
 
-    async def work(number: int, sample: Any) -> None:
-        out.write(encode((number, await answer(function, sample, job))))
+    async def work(number: int, asked: Any) -> None:
+        out.write(encode((number, await answer(function, asked, job))))
         out.flush()
 
     loop = asyncio.get_running_loop()

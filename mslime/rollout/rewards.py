@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from mslime.config.errors import ConfigError, RewardError
@@ -76,7 +76,8 @@ def open_grader(config: GraderConfig, place: str, tokenizer: Tokenizer | None) -
         return WorkerPool(job, config.workers)
     if config.function is None:
         raise ConfigError(f"{place}.function", None, "kind custom needs a function", "name it as module:function")
-    return WorkerPool(Job(config.function, f"{place}.function", config.limit_s), config.workers)
+    job = Job(config.function, f"{place}.function", config.limit_s, per_group=config.per == "group")
+    return WorkerPool(job, config.workers)
 
 
 class RewardScorer:
@@ -88,6 +89,7 @@ class RewardScorer:
 
     Attributes:
         name: of the function or kind, for messages.
+        per_group: a part wants all samples of a prompt at once, so all are scored by `score_group`.
         errors: rewards that raised, ran out of time or were no finite number.
     """
 
@@ -98,6 +100,7 @@ class RewardScorer:
             where = f"{place}.parts[{i}]" if config.parts else place
             self._graders.append((part, open_grader(part, where, tokenizer)))
         self.name = " + ".join(part.function or part.name for part, _ in self._graders)
+        self.per_group = any(part.per == "group" for part, _ in self._graders)
         self.errors = 0
         self._metrics: set[str] = set()
 
@@ -113,12 +116,22 @@ class RewardScorer:
             RewardError: it could not be scored and `reward.on_error` is `fail`.
             ConfigError: a function cannot be imported.
         """
-        bare = dataclasses.replace(sample, routes=None, supports=None)  # large, and no reward reads them
-        verdicts = await asyncio.gather(*(self._verdict(part, grader, bare) for part, grader in self._graders))
-        self._metrics |= {name for v in verdicts for name in v.metrics}
+        assert not self.per_group, "samples are scored with their group"
+        (reward,) = await self.score_group([sample])
+        return reward
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[float | None]:
+        """`score` of each of the samples of a prompt; a part of kind `per: group` is asked once for all of them."""
+        bare = [dataclasses.replace(s, routes=None, supports=None) for s in samples]  # large, and no reward reads them
+        by_part = await asyncio.gather(*(self._verdicts(part, grader, bare) for part, grader in self._graders))
+        self._metrics |= {name for verdicts in by_part for v in verdicts for name in v.metrics}
         if len(self._metrics) > MOST_METRICS:
             rule = f"a run has {MOST_METRICS} at most; names are not for values"
             raise RewardError(f"reward {self.name}", f"{len(self._metrics)} names of metrics", rule, "return fewer")
+        return [self._decided(sample, [v[i] for v in by_part]) for i, sample in enumerate(samples)]
+
+    def _decided(self, sample: Sample, verdicts: list[Verdict]) -> float | None:
+        """The reward that the parts' verdicts make, by `on_error`."""
         failed = [(part, v) for (part, _), v in zip(self._graders, verdicts, strict=True) if v.error]
         if failed:
             self.errors += 1
@@ -134,6 +147,12 @@ class RewardScorer:
         """End the worker processes and connections."""
         for _, grader in self._graders:
             await grader.close()
+
+    async def _verdicts(self, part: RewardPartConfig, grader: Grader, samples: Sequence[Sample]) -> list[Verdict]:
+        if part.per == "group":
+            assert isinstance(grader, WorkerPool), "only functions are asked for groups"
+            return await grader.score_group(samples)
+        return await asyncio.gather(*(self._verdict(part, grader, sample) for sample in samples))
 
     async def _verdict(self, part: RewardPartConfig, grader: Grader, sample: Sample) -> Verdict:
         problem = label_problem(part.kind, sample.label)

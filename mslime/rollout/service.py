@@ -24,7 +24,7 @@ from mslime.config.errors import DataError, EngineError, UserError
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.checksums import FileSum
 from mslime.data.ledger import Ledger
-from mslime.data.sample import Group, Sample, SampleStatus, check_invariants, check_teacher_log_probs
+from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt, PromptSource
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.buffer import PartialBuffer
@@ -43,7 +43,7 @@ from mslime.rollout.protocols import (
     Teacher,
     living,
 )
-from mslime.rollout.shaping import shaped
+from mslime.rollout.scoring import Scoring
 from mslime.rollout.state import (
     Stored,
     begun_anew,
@@ -119,6 +119,7 @@ class RolloutService:
         r = config.rollout
         self._config, self._engines, self._source, self._tokenizer = config, engines, source, tokenizer
         self._scorer, self._model, self._on_progress, self._on_span = scorer, model, on_progress, on_span
+        self._scoring = Scoring(config, scorer, teacher, self._teaching)
         self._teacher, self._eval_scorers, self._on_evaluated = teacher, eval_scorers or {}, on_evaluated
         self._gate = SubmitGate(r.groups_per_step, r.max_staleness, config.spare_groups)
         self._filter_name, self._keep = load_filter(r.dynamic_filter)
@@ -244,12 +245,21 @@ class RolloutService:
         async def run(sample: Sample) -> None:
             while not sample.status.finished:
                 await self._generator.advance(sample, sampling, f"{eval_set.name}-{sample.group_id}", traffic)
-            sample.reward = await scorer.score(sample)
+            if not scorer.per_group:
+                sample.reward = await scorer.score(sample)
+
+        async def score(group: Group) -> None:
+            rewards = await scorer.score_group(group.samples)
+            for sample, reward in zip(group.samples, rewards, strict=True):
+                sample.reward = reward
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 for sample in (s for g in groups for s in g.samples):
                     tasks.create_task(run(sample))
+            async with asyncio.TaskGroup() as tasks:
+                for group in groups if scorer.per_group else []:
+                    tasks.create_task(score(group))
         except ExceptionGroup as errors:  # the first failure cancelled the others
             raise errors.exceptions[0] from None
         self._span("rollout", "evaluate", started, step)
@@ -414,7 +424,10 @@ class RolloutService:
         outcomes: list[BaseException | None] = []
         try:
             runs = [self._run_sample(s, f"g{group.group_id}") for s in group.samples]
-            outcomes = await asyncio.gather(*runs, return_exceptions=True)
+            generated = await asyncio.gather(*runs, return_exceptions=True)
+            if group.finished and not any(generated):
+                generated += await asyncio.gather(self._scoring.group_finished(group), return_exceptions=True)
+            outcomes = generated
         finally:
             del self._running[group.group_id]
             errors = [e for e in outcomes if e is not None]
@@ -444,29 +457,11 @@ class RolloutService:
                 self._counters.add("done")
                 self._report()
         if sample.status.finished and sample.status is not SampleStatus.FAILED:
-            both = await asyncio.gather(self._reward(sample), self._teach(sample), return_exceptions=True)
-            for error in both:
-                if error is not None:
-                    raise error
+            await self._scoring.sample_finished(sample)
 
-    async def _reward(self, sample: Sample) -> None:
-        """Score a finished sample, unless it was before an interruption."""
-        if sample.reward is None:
-            reward = await self._scorer.score(sample)
-            if reward is None:
-                sample.status = SampleStatus.FAILED
-            else:
-                limit = self._config.rollout.max_response_tokens
-                sample.reward = shaped(sample, reward, self._config.reward, limit)
-
-    async def _teach(self, sample: Sample) -> None:
-        """Let the served teacher, if there is one, score a finished sample, unless it was before an interruption."""
-        if self._teacher is not None and sample.teacher_log_probs is None:
-            started = time.time()
-            scores = await self._teacher.score(sample)
-            check_teacher_log_probs(scores, sample.loss_mask)
-            sample.teacher_log_probs = scores
-            self._span("teacher", "score", started)
+    def _teaching(self) -> Callable[[], None]:
+        started = time.time()
+        return lambda: self._span("teacher", "score", started)
 
     def _shelve(self, group: Group) -> None:
         """Keep an interrupted group; without partial rollouts it begins again from its prompt."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -24,6 +24,7 @@ class Job:
         limit_s: seconds for one sample.
         more_memory: bytes that the process may take beyond what it holds after the import; None: as much as it likes.
         interrupt: stop a synchronous call inside the process when its time is up; else the parent kills the process.
+        per_group: the function takes all samples of a prompt, and `limit_s` is for all of them.
     """
 
     function: str
@@ -31,6 +32,7 @@ class Job:
     limit_s: float
     more_memory: int | None = None
     interrupt: bool = False
+    per_group: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,16 @@ def checked(value: Any, length: int) -> Verdict:
         return Verdict(0.0, f"returned {reward}, which is not finite")
     pairs = _checked_steps(steps, length)
     return Verdict(0.0, pairs) if isinstance(pairs, str) else Verdict(reward, steps=pairs, metrics=metrics)
+
+
+def checked_group(value: Any, lengths: Sequence[int]) -> list[Verdict] | Verdict:
+    """The verdicts on what a function returned for the samples of a group, or the one on all of them."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return Verdict(0.0, f"returned {value!r:.80}, which is not a list with a reward for each sample")
+    returned = list(value)
+    if len(returned) != len(lengths):
+        return Verdict(0.0, f"returned {len(returned)} rewards for a group of {len(lengths)} samples")
+    return [checked(each, length) for each, length in zip(returned, lengths, strict=True)]
 
 
 def _checked_steps(steps: Any, length: int) -> tuple[tuple[int, float], ...] | str:

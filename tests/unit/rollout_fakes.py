@@ -171,6 +171,8 @@ class FakeTeacher:
 class FakeScorer:
     """Rewards by a function of the sample."""
 
+    per_group = False
+
     def __init__(self, reward: Callable[[Sample], float | None] = lambda s: float(s.index % 2)) -> None:
         self.reward = reward
         self.scored = 0
@@ -179,6 +181,9 @@ class FakeScorer:
         self.scored += 1
         await asyncio.sleep(0)
         return self.reward(sample)
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[float | None]:
+        return [await self.score(sample) for sample in samples]
 
 
 def write_prompts(path: Path, count: int = 40) -> Path:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mslime.cli import main
+from mslime.data.sample import Sample
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
+ROOT = Path(__file__).parents[2]
 USER = "tests.unit.user_rewards"
 
 
@@ -116,6 +121,45 @@ def test_a_users_function_is_tried_on_the_first_row(check: Check):
     assert f"{USER}:keyword_only was tried on the first row with its label as the response: scores 1" in said
     status, said = check(["raise"], *flags, f"{USER}:moody")
     assert status == 0 and "as the response: raised KeyError: 'score'" in said
+
+
+def test_a_function_of_groups_is_tried_on_a_group_of_the_first_row(check: Check, tmp_path: Path):
+    flags = ["--reward.kind", "custom", "--reward.function", f"{USER}:brevity_rank", "--reward.per", "group"]
+    path = tmp_path / "held_out.jsonl"
+    path.write_text('{"prompt": "x", "label": "12"}\n')
+    own = {"kind": "custom", "function": f"{USER}:moody_group", "per": "group"}
+    sets = json.dumps([{"name": "own", "path": str(path), "samples_per_prompt": 2, "temperature": 1, "reward": own}])
+    status, said = check(["1 2"], *flags, "--rollout.group-size", "3", "--data.eval-sets", sets)
+    assert status == 0
+    assert f"{USER}:brevity_rank was tried on the first row with its label as the response of a group of 3: " in said
+    assert "scores 1, 0.5, 0" in said
+    assert "as the response of a group of 2: scores 1, 2" in said
+    status, said = check(["1 2"], "--reward.per", "group")
+    assert status == 2 and "reward.per = 'group': kind exact scores samples one by one" in said
+
+
+def test_the_example_of_a_group_reward_in_the_docs_does_what_it_says(
+    check: Check, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs/rewards.md").read_text().split("## A whole group at once")[1].split("\n## ")[0]
+    code, settings = (re.search(rf"```{kind}\n(.*?)```", page, re.S) for kind in ("python", "yaml"))
+    assert code is not None and settings is not None
+    package = tmp_path / "my_project"
+    package.mkdir()
+    (package / "groups.py").write_text(code[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = yaml.safe_load(settings[1])["reward"]
+    status, said = check(["1 2"], "--reward.parts", json.dumps(reward["parts"]), "--rollout.group-size", "4")
+    assert status == 0
+    (shown,) = re.findall(r"^note: (.*)$", page, re.M)
+    assert shown in said
+    responses, rewards = re.findall(r"^\| (`2`.*) \| (1, .*) \|$", page, re.M)[0]
+    group = [Sample.from_prompt(0, i, [1], "2") for i in range(4)]
+    for sample, response in zip(group, re.findall("`(.*?)`", responses), strict=True):
+        sample.response = response
+        sample.extend([5] * len(response), log_probs=[0.0] * len(response), versions=[(0, 0, len(response))])
+    scores = importlib.import_module("my_project.groups").shortest_right(group)
+    assert scores == [float(reward) for reward in rewards.split(", ")]
 
 
 def test_every_part_is_named_and_tried(check: Check):

@@ -70,6 +70,59 @@ def test_a_label_without_an_answer_is_an_error_of_the_row():
     assert isinstance(error, RewardError) and "no mathematical answer can be read from the label" in str(error)
 
 
+def score_group(*samples: Sample, **config: Any) -> list[Any]:
+    """Rewards of a group; a RewardError stands for them all."""
+
+    async def work() -> list[Any]:
+        scorer = RewardScorer(RewardConfig(**{"timeout_s": 0.5, "workers": 2, **config}))
+        assert scorer.per_group
+        try:
+            return await scorer.score_group(samples)
+        except RewardError as error:
+            return [error]
+        finally:
+            await scorer.close()
+
+    return asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_group_is_scored_at_once_beside_parts_that_score_samples():
+    group = [sample("abcd"), sample("a"), sample("abc", bonus=4)]
+    custom = {"kind": "custom", "function": f"{USER}:brevity_rank", "per": "group"}
+    assert score_group(*group, **custom) == [0.0, 1.0, 0.5]
+    assert [s.scores for s in group] == [{"user/group": 3.0}] * 3
+    length = {"name": "length", "kind": "custom", "function": f"{USER}:length", "weight": 10}
+    assert score_group(*group, parts=[{"name": "rank", **custom}, length]) == [40.0, 11.0, 70.5]
+    assert [s.scores["reward/rank/mean"] for s in group] == [0.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("short", "returned 1 rewards for a group of 2 samples"),
+        ("number", "returned 1.0, which is not a list"),
+        ("text", "returned '11', which is not a list"),
+        ("raise", "raised KeyError: 'score'"),
+        ("hang", "took longer than 0.5 s"),
+        ("exit", "ended with exit code 3"),
+    ],
+)
+def test_a_function_of_groups_that_fails_fails_for_all_its_samples(what: str, said: str):
+    custom = {"kind": "custom", "function": f"{USER}:moody_group", "per": "group"}
+    group = [sample(what), sample("x", index=1)]
+    assert score_group(*group, **custom, on_error="zero") == [0.0, 0.0]
+    assert all(said in s.error for s in group)
+    assert score_group(sample(what), sample("x"), **custom, on_error="drop") == [None, None]
+    (error,) = score_group(sample(what), sample("x"), **custom)
+    assert isinstance(error, RewardError) and said in str(error) and "moody_group" in str(error)
+
+
+def test_one_bad_reward_of_a_group_is_one_samples():
+    custom = {"kind": "custom", "function": f"{USER}:moody_group", "per": "group"}
+    assert score_group(sample("one bad"), sample("x", index=1), **custom, on_error="drop") == [1.0, None]
+    assert score_group(sample("fine"), sample("x", index=1), **custom) == [1.0, 2.0]
+
+
 def test_a_users_function_sees_response_and_metadata():
     assert score("length", sample("abc"), sample("abc", bonus=2)) == [3.0, 5.0]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +93,66 @@ def test_prompts_skipped_as_too_long_are_reported(tmp_path: Path):
             skipped.append((await service.take(step)).metrics["data/skipped_rows"])
             await publish(service, engine, step + 1)
         assert skipped == [0, 0, 30], "P10 to P39"
+
+    run(work)
+
+
+class FakeGroupScorer(FakeScorer):
+    """Gives the samples of a group 0, 1 and so on, when it may; remembers what it was asked."""
+
+    per_group = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[list[Sample]] = []
+        self.may = asyncio.Event()
+        self.may.set()
+
+    async def score(self, sample: Sample) -> float | None:
+        raise AssertionError("samples are scored with their group")
+
+    async def score_group(self, samples: Sequence[Sample]) -> list[float | None]:
+        self.asked.append(list(samples))
+        assert all(s.status.finished for s in samples)
+        await self.may.wait()
+        return [float(i) for i in range(len(samples))]
+
+
+def test_a_reward_of_groups_is_asked_once_for_each_when_all_of_it_is_finished(tmp_path: Path):
+    async def work() -> None:
+        engine, scorer = FakeSlowEngine(lambda group, index: 4 + 30 * index), FakeGroupScorer()
+        config = run_config(tmp_path, max_staleness=0, over_sampling=2.0, groups_per_step=2)
+        service = make_service(config, engine, scorer)
+        for step in range(3):
+            batch = await service.take(step)
+            assert [s.reward for s in batch.samples] == [0.0, 1.0] * 2
+            await publish(service, engine, step + 1)
+        asked = [group[0].group_id for group in scorer.asked]
+        assert len(asked) == len(set(asked)) >= 6 and all(len(group) == 2 for group in scorer.asked)
+        held_out = EvalSetConfig(name="e", path=f"{config.data.prompts[0]}@[:3]", samples_per_prompt=4, temperature=1.0)
+        result = await service.evaluate(held_out)
+        assert result.mean_reward == 1.5 and result.accuracy == 0.75
+        assert [len(group) for group in scorer.asked[-3:]] == [4] * 3
+
+    run(work)
+
+
+def test_a_group_whose_scoring_is_cut_off_is_kept_and_scored_after_a_resume(tmp_path: Path):
+    async def work() -> None:
+        engine, scorer, config = FakeSlowEngine(short), FakeGroupScorer(), run_config(tmp_path, max_staleness=0)
+        scorer.may.clear()
+        service = make_service(config, engine, scorer)
+        taking = asyncio.create_task(service.take(0))
+        while len(scorer.asked) < 4:
+            await asyncio.sleep(0)
+        await service.close()
+        taking.cancel()
+        assert not service._accepted and len(list(service._held())) == 4
+        again = FakeGroupScorer()
+        resumed = make_service(config, engine, again)
+        resumed.load_state_dict(*service.state_dict())
+        batch = await resumed.take(0)
+        assert [s.reward for s in batch.samples] == [0.0, 1.0] * 4 and len(again.asked) == 4
 
     run(work)
 

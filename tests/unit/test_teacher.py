@@ -283,6 +283,8 @@ def test_the_reward_and_the_teacher_work_on_a_response_at_the_same_time(tmp_path
             await asyncio.wait_for(self.other.came.wait(), 5)
 
     class FakeMeetingScorer(FakeMeeting):
+        per_group = False
+
         async def score(self, sample: Sample) -> float:
             await self.meet()
             return 1.0

@@ -15,6 +15,21 @@ def length(sample: Sample) -> float:
     return len(sample.response) + sample.metadata.get("bonus", 0)
 
 
+def brevity_rank(samples: list[Sample]) -> list[object]:
+    """1 for the shortest response of the group, 0 for the longest."""
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i].response))
+    ranks = [1 - order.index(i) / max(len(samples) - 1, 1) for i in range(len(samples))]
+    return [{"reward": rank, "metrics": {"group": len(samples)}} for rank in ranks]
+
+
+async def moody_group(samples: list[Sample]) -> object:
+    """Does what the first response says."""
+    what = samples[0].response
+    if what in ("raise", "hang", "exit"):
+        return moody(samples[0])
+    return {"short": [1.0], "number": 1.0, "text": "11", "one bad": [1.0, None]}.get(what, (float(i) for i in (1, 2)))
+
+
 def by_step(sample: Sample) -> object:
     """The number of steps, with a process reward of half on each of the positions that the response names."""
     steps = [int(at) for at in sample.response.split()]
