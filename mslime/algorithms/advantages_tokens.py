@@ -1,4 +1,4 @@
-"""Advantages of tokens: what needs log-probs, values or sums over all ranks. NumPy only, no collectives of its own.
+"""Advantages of tokens: what needs log-probs, values or sums over all ranks. No collectives of its own.
 
 The trainer calls `token_advantages` once a rollout, after its log-prob passes and before the first gradient. Time runs
 over trained tokens only: an environment's tokens between two turns are a gap that costs no discount and earns nothing.
@@ -12,12 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mslime.config.choices import KLType
 from mslime.config.schema import AlgorithmConfig
 
-LOG_RATIO_BOUND = 20.0
-"""As in `mslime.algorithms.kl`, which needs torch."""
-LOW_VAR_BOUND = 10.0
-"""Likewise."""
 WHITEN_EPS = 1e-8
 """Added to the variance before the square root."""
 
@@ -215,19 +212,18 @@ def _kl_penalty(columns: TokenColumns, algorithm: AlgorithmConfig) -> NDArray[np
     if not _kl_in_reward(algorithm):
         return None
     assert columns.policy_log_probs is not None and columns.reference_log_probs is not None, "needs both log-probs"
-    d = np.where(columns.mask, columns.policy_log_probs.astype(np.float64) - columns.reference_log_probs, 0.0)
-    return algorithm.kl_coef * kl_values(d, algorithm.kl_type)
+    estimate = _kl(columns.policy_log_probs, columns.reference_log_probs, algorithm.kl_type)
+    return algorithm.kl_coef * np.where(columns.mask, estimate, 0.0)
 
 
-def kl_values(log_ratio: NDArray[np.float64], kind: str) -> NDArray[np.float64]:
-    """`mslime.algorithms.kl.kl_estimate` of log p - log q, [n], in NumPy."""
-    d = np.clip(log_ratio, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-    if kind == "k1":
-        return d
-    if kind == "k2":
-        return 0.5 * d**2
-    k3 = np.expm1(-d) + d
-    return np.minimum(k3, LOW_VAR_BOUND) if kind == "low_var" else k3
+def _kl(log_p: NDArray[np.floating], log_q: NDArray[np.floating], kind: KLType) -> NDArray[np.float64]:
+    """`kl_estimate` of arrays, [N]. For trainers: whoever shards a rollout imports this module without torch."""
+    import torch
+
+    from mslime.algorithms.kl import kl_estimate
+
+    p, q = (torch.as_tensor(x, dtype=torch.float64) for x in (log_p, log_q))
+    return kl_estimate(p, q, kind).numpy()
 
 
 def _distillation(columns: TokenColumns, algorithm: AlgorithmConfig) -> NDArray[np.float64]:
@@ -235,8 +231,8 @@ def _distillation(columns: TokenColumns, algorithm: AlgorithmConfig) -> NDArray[
     if algorithm.opd_coef == 0:
         return np.zeros(len(columns.mask))
     assert columns.policy_log_probs is not None and columns.teacher_log_probs is not None, "needs both log-probs"
-    d = columns.policy_log_probs.astype(np.float64) - columns.teacher_log_probs
-    return algorithm.opd_coef * np.where(columns.mask, kl_values(d, "k1"), 0.0)
+    estimate = _kl(columns.policy_log_probs, columns.teacher_log_probs, "k1")
+    return algorithm.opd_coef * np.where(columns.mask, estimate, 0.0)
 
 
 def _trained(columns: TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mslime.algorithms.kl import clamp_log_ratio
+from mslime.algorithms.kl import clamp_log_ratio, kl_of
 from mslime.algorithms.rows import Rows
 from mslime.config.correction import CorrectionConfig
 
@@ -94,12 +94,8 @@ def _token_metric(log_rho: Tensor, rows: Rows, config: CorrectionConfig) -> Tens
     """The metric of each token, [n]. The ratio stays a logarithm until it has been taken over its level."""
     if config.metric == "ratio":
         return log_rho
-    if config.metric == "k1":
-        return -log_rho
-    if config.metric == "k2":
-        return 0.5 * log_rho.square()
-    if config.metric == "k3":
-        return torch.expm1(log_rho) - log_rho
+    if config.metric in ("k1", "k2", "k3"):
+        return kl_of(-log_rho, config.metric)
     mu = torch.exp(rows.behaviour_log_probs)
     pi = torch.exp(clamp_log_ratio(log_rho) + rows.behaviour_log_probs)
     divergence = (pi - mu).abs() if config.metric == "tv" else torch.maximum(_binary_kl(pi, mu), _binary_kl(mu, pi))

@@ -3,18 +3,16 @@ divergence"). With tokens drawn from p, k1 and k3 are unbiased estimates of KL(p
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
+
+from mslime.config.choices import KLType
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to +-20 before exp: e^20 is still far from float32's limit, and no real token is beyond it."""
 
 LOW_VAR_BOUND = 10.0
 """low_var cuts k3 off here, lest one token that the reference finds impossible own the step."""
-
-KLType = Literal["k1", "k2", "k3", "low_var"]
 
 
 def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
@@ -28,7 +26,11 @@ def kl_estimate(log_p: Tensor, log_q: Tensor, kind: KLType) -> Tensor:
     With d = log p - log q, clamped: k1 = d (signed; its gradient has zero mean), k2 = d^2 / 2 (biased, its
     gradient is the divergence's), k3 = e^-d - 1 + d (never negative), low_var = min(k3, LOW_VAR_BOUND).
     """
-    d = clamp_log_ratio(log_p - log_q)
+    return kl_of(clamp_log_ratio(log_p - log_q), kind)
+
+
+def kl_of(d: Tensor, kind: KLType) -> Tensor:
+    """`kl_estimate` from d = log p - log q, which is clamped already."""
     if kind == "k1":
         return d
     if kind == "k2":

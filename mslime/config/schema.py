@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from mslime.config.advantage import AdvantageConfig
 from mslime.config.base import EngineSection, Section
+from mslime.config.choices import Kept, KLType, PauseMode, ProgressMode, ReplayMode, Resume, SftLossOn
 from mslime.config.cluster import ClusterConfig
 from mslime.config.correction import CorrectionConfig
 from mslime.config.critic import CriticConfig
@@ -255,7 +256,7 @@ class RolloutConfig(Section):
         default_factory=list[int], description="Token ids that end a response, besides the model's own."
     )
     concurrency: int = Field(default=256, le=1_000_000, ge=1, description="Requests in flight per engine.")
-    pause_mode: Literal["abort", "retract", "in_place"] = Field(
+    pause_mode: PauseMode = Field(
         default="abort",
         description="What running requests do during a weight update when max_staleness > 0. abort: they return what "
         "they have and are continued under the new weights. retract and in_place: the engine continues them itself; "
@@ -288,9 +289,7 @@ class AlgorithmConfig(AdvantageConfig):
     dppo: DPPOConfig = Field(default_factory=DPPOConfig)
     ipo: IPOConfig = Field(default_factory=IPOConfig)
     kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL to the reference policy.")
-    kl_type: Literal["k1", "k2", "k3", "low_var"] = Field(
-        default="low_var", description="Per-token estimate of the KL; low_var is k3, at most 10."
-    )
+    kl_type: KLType = Field(default="low_var", description="Per-token estimate of the KL; low_var is k3, at most 10.")
     kl_in: Literal["loss", "reward"] = Field(
         default="loss", description="Where the KL acts: as a term of the loss, or taken from the tokens' rewards."
     )
@@ -351,7 +350,7 @@ class TrainConfig(Section):
     clip_grad: float = Field(
         default=1.0, le=1e9, ge=0, description="Gradients are scaled to this norm at most; 0: never."
     )
-    replay: Literal["r3", "r2", "off"] = Field(
+    replay: ReplayMode = Field(
         default="r3",
         description="Routing replay: r3 uses the rollout's routes, r2 the trainer's own old-log-prob pass.",
     )
@@ -361,7 +360,7 @@ class TrainConfig(Section):
         description="Tokens whose logits are held in fp32 at once, where Triton is missing; else none are.",
     )
     sft_batch_size: int = Field(default=64, ge=1, description="sft: rows of one step.")
-    sft_loss_on: Literal["all", "last", "each"] = Field(
+    sft_loss_on: SftLossOn = Field(
         default="all",
         description="sft with data.messages_key: all assistant turns of a conversation, its last one alone, or each as "
         "a sequence of its own, rendered as if it were the last: for templates that drop earlier thinking.",
@@ -407,7 +406,7 @@ class CheckpointConfig(Section):
         ge=0,
         description="Steps between exports of Hugging Face checkpoints to RUN/hf_step_N, never removed; 0: none.",
     )
-    resume: Literal["auto", "older", "never"] = Field(
+    resume: Resume = Field(
         default="auto",
         description="auto: from the newest checkpoint, if any; a damaged one is refused. older: from the newest that "
         "is undamaged, and the damaged ones after it are set aside. never: refuse to start where there is one.",
@@ -429,9 +428,7 @@ _WANDB_OWN = {
 class ObserveConfig(Section):
     """What a person sees."""
 
-    progress: Literal["auto", "on", "off"] = Field(
-        default="auto", description="auto: live bars on a terminal, plain lines elsewhere."
-    )
+    progress: ProgressMode = Field(default="auto", description="auto: live bars on a terminal, plain lines elsewhere.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info",
         description="Least of mslime's own lines in RUN/logs; info: what each process begins and how long it took.",
@@ -456,7 +453,7 @@ class ObserveConfig(Section):
     eval_at_start: bool = Field(
         default=True, description="Evaluate before the first step too, whatever eval_every says; logged as step 0."
     )
-    save_rollouts: Literal["some", "all", "none"] = Field(
+    save_rollouts: Kept = Field(
         default="some",
         description="Responses to keep in rollouts/, to be read by people. some: a few of each step and evaluation "
         "(best, worst, longest, truncated, continued ...), at most 1 MiB each. all: every one, whole. true means "

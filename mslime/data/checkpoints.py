@@ -21,8 +21,9 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from mslime.config.choices import Resume
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.data.checksums import FileSum, check_sizes, check_sums, sum_file
 from mslime.data.manifest import Manifest, read_manifest, write_manifest
@@ -111,7 +112,7 @@ class Chosen:
     passed_over: tuple[tuple[Path, CheckpointError], ...] = field(default=())
 
 
-def choose(root: Path, resume: Literal["auto", "older", "never"]) -> Chosen:
+def choose(root: Path, resume: Resume) -> Chosen:
     """The checkpoint under `root` to continue from, as `checkpoint.resume` says.
 
     `auto` takes the newest, whose manifest and sizes must be right (its checksums are compared by the ranks, side by

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
+from mslime.config.choices import SftLossOn
 from mslime.config.errors import DataError, reading
 from mslime.data.tokenizer import Tokenizer
 
@@ -65,7 +66,7 @@ def supervised_turns(
     options: Mapping[str, Any],
     tokenizer: Tokenizer,
     where: str,
-    loss_on: Literal["all", "last", "each"],
+    loss_on: SftLossOn,
 ) -> list[Supervised]:
     """The sequences that a conversation becomes: one, or one for each assistant turn.
 
@@ -84,9 +85,7 @@ def supervised_turns(
                 for i in wanted]  # fmt: skip
 
 
-def wanted_turns(
-    messages: Sequence[Mapping[str, Any]], where: str, loss_on: Literal["all", "last", "each"]
-) -> tuple[list[int], list[int]]:
+def wanted_turns(messages: Sequence[Mapping[str, Any]], where: str, loss_on: SftLossOn) -> tuple[list[int], list[int]]:
     """(indices of the assistant's messages, of those that are trained). Raises DataError when none is."""
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     wanted = [i for i in (turns[-1:] if loss_on == "last" else turns) if _is_wanted(messages[i], where)]

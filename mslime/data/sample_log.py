@@ -14,16 +14,16 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from mslime.config.choices import Kept
 from mslime.data.sample import Group, Sample, SampleStatus, Segment
 from mslime.data.tokenizer import Tokenizer
 
-Keep = Literal["some", "all", "none"]
 KINDS = ("best", "worst", "longest", "truncated", "continued", "any")
 """Why a response is among the few: its reward or length, cut at the limit, sampled by several versions, chance."""
 A_KIND = 2
@@ -71,8 +71,8 @@ class Entry(NamedTuple):
 class SampleLog:
     """Writes files of responses in the background, one after the other."""
 
-    def __init__(self, keep: Keep, tokenizer: Tokenizer) -> None:
-        self._keep: Keep = keep
+    def __init__(self, keep: Kept, tokenizer: Tokenizer) -> None:
+        self._keep: Kept = keep
         self._tokenizer = tokenizer
         self._thread = ThreadPoolExecutor(1, "samples")
         self._waiting: list[Future[None]] = []

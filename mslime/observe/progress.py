@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
+
+from mslime.config.choices import ProgressMode
 
 _log = logging.getLogger(__name__)
 _SHOWN = (
@@ -179,7 +180,7 @@ class LiveProgress(Progress):
 
 
 def open_progress(
-    mode: Literal["auto", "on", "off"], total_steps: int, done_steps: int = 0, console: Console | None = None
+    mode: ProgressMode, total_steps: int, done_steps: int = 0, console: Console | None = None
 ) -> Progress:
     """The progress for `observe.progress`: auto is live on a terminal and plain lines elsewhere.
 

@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.client import PauseMode
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.config.choices import PauseMode
 from mslime.config.errors import EngineError
 from mslime.data.sample import Group, Sample
 

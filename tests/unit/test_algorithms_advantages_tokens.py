@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,11 +18,9 @@ from mslime.algorithms.advantages_tokens import (
     advantage_metrics,
     discounted_sums,
     is_token_level,
-    kl_values,
     needs_policy_log_probs,
     token_advantages,
 )
-from mslime.algorithms.kl import kl_estimate
 from mslime.config.schema import AlgorithmConfig
 
 Sequence = dict[str, np.ndarray]
@@ -236,13 +233,6 @@ def test_distillation_pushes_towards_the_teacher_in_nats_after_whitening() -> No
     (a,), (b,) = (token_advantages([columns_of([s])], config, alone) for config in (base, taught))
     gap = (s["policy_log_probs"] - s["teacher_log_probs"]) * s["mask"]
     np.testing.assert_allclose(b.advantages - a.advantages, -2.0 * gap, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var"])
-def test_the_estimate_of_the_kl_is_the_losss(kind: str) -> None:
-    d = np.concatenate([np.linspace(-30, 30, 101), np.random.default_rng(0).normal(size=50)])
-    found = kl_estimate(torch.from_numpy(d), torch.zeros(len(d), dtype=torch.float64), kind)  # pyright: ignore
-    np.testing.assert_allclose(kl_values(d, kind), found.numpy(), rtol=1e-12)
 
 
 def test_nothing_trained_anywhere_is_no_division_by_zero() -> None:

@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 
 from mslime.cli import main
+from mslime.config.choices import Kept
 from mslime.config.errors import UserError
 from mslime.config.loader import build
 from mslime.data.sample import Group, Sample, SampleStatus
-from mslime.data.sample_log import BYTES_A_FILE, Keep, Logged, SampleLog, choose, token_texts
+from mslime.data.sample_log import BYTES_A_FILE, Logged, SampleLog, choose, token_texts
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
 from mslime.observe.samples import begin, file_of, pieces, read_samples, recorded_steps, telling, visible
 from tests.fixtures.tiny_models import make_tokenizer
@@ -52,7 +53,7 @@ def step_of(tokenizer: HFTokenizer, size: int = 4, groups: int = 6) -> list[Grou
     return made
 
 
-def write(tokenizer: HFTokenizer, path: Path, parts: list[Logged], keep: Keep = "some", step: int = 7) -> list[str]:
+def write(tokenizer: HFTokenizer, path: Path, parts: list[Logged], keep: Kept = "some", step: int = 7) -> list[str]:
     log = SampleLog(keep, tokenizer)
     log.write(path, step, parts)
     log.close(60)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -19,10 +18,10 @@ from mslime.backends.megatron.batches import MicroBatch
 from mslime.backends.megatron.parallel import Place
 from mslime.backends.megatron.pipeline import RouteHooks
 from mslime.backends.megatron.replay import ReplayReport, RouteRows, RoutingReplay, ShardRoutes, check_routes
+from mslime.config.choices import ReplayMode
 from mslime.convert.families import ModelFields
 from mslime.data.shard import TrainShard
 
-Mode = Literal["r3", "r2", "off"]
 Records = dict[Hashable, Tensor]
 
 
@@ -63,7 +62,7 @@ class Routing:
         device: where rows are needed.
     """
 
-    mode: Mode
+    mode: ReplayMode
     replay: RoutingReplay | None
     model: ModelFields
     place: Place
@@ -72,7 +71,7 @@ class Routing:
 
     @classmethod
     def attach(
-        cls, mode: Mode, chunks: Sequence[GPTModel], model: ModelFields, place: Place, device: torch.device
+        cls, mode: ReplayMode, chunks: Sequence[GPTModel], model: ModelFields, place: Place, device: torch.device
     ) -> Routing:
         """Attach to the routers of these chunks. Raises ConfigError when a router would bypass the replay."""
         replay = None if mode == "off" else RoutingReplay(chunks, chunks[0].config)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import aiohttp
 import numpy as np
@@ -36,11 +36,10 @@ from mslime.backends.sglang.generating import (
     parse_version,
 )
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
+from mslime.config.choices import PauseMode
 from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.schema import DeadlineConfig
-
-PauseMode = Literal["abort", "retract", "in_place"]
 
 KEEPALIVE_S = 2.0
 """After so long an idle connection is given up. The server closes it after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from mslime.backends.cpu.sglang import SGLANG_VERSION
-from mslime.backends.sglang.client import EngineClient, PauseMode
+from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.config.choices import PauseMode
 from mslime.config.errors import EngineError
 
 PROBE_PROMPT = (1, 2, 3)

@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.client import EngineClient, EngineDied, PauseMode
+from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.scoring import ScoreRequest
+from mslime.config.choices import PauseMode
 from mslime.config.errors import EngineError
 
 T = TypeVar("T")
