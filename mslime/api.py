@@ -19,6 +19,7 @@ from mslime.control.stop import Stopped
 
 if TYPE_CHECKING:
     from mslime.control.check import ResolvedRun
+    from mslime.control.debug import Scores
     from mslime.planner.plan import RunPlan
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "TrainResult",
     "UserError",
     "check",
+    "evaluate",
     "load_config",
     "plan",
     "report",
@@ -119,6 +121,28 @@ def train(source: Source, *, stop: Event | None = None) -> TrainResult:
     return _result(config.run_dir)
 
 
+def evaluate(source: Source, *, checkpoint: str | int | os.PathLike[str] | None = None) -> Scores:
+    """Score a model on the held-out sets of `data.eval_sets`, as `mslime eval`: engines only, no trainer.
+
+    Args:
+        checkpoint: a training checkpoint: its directory, its step, or `"newest"` of the run; None: the weights of
+            `model.path`.
+
+    Returns:
+        `weights`, `step`, `metrics` (`eval/<set>/...`) and `path` of the file that says the same.
+
+    Raises:
+        UserError: a mistake, or a failed part.
+        Stopped: a signal ended it.
+    """
+    from mslime.control.debug import evaluated
+
+    config = _config(source)
+    if "progress" not in config.observe.model_fields_set:
+        config = config.model_copy(update={"observe": config.observe.model_copy(update={"progress": "off"})})
+    return evaluated(config, None if checkpoint is None else str(checkpoint))
+
+
 def report(
     run_dir: str | os.PathLike[str], *others: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
 ) -> Path:
@@ -140,9 +164,10 @@ def report(
 def _result(run_dir: Path) -> TrainResult:
     from mslime.data.checkpoints import newest
     from mslime.observe.metrics import FILE_NAME, read_metrics
+    from mslime.observe.rows import by_step
 
     rows, hf = read_metrics(run_dir / FILE_NAME), run_dir / "hf"
-    last = dict(rows[-1]) if rows else {"step": 0}
+    last = dict(by_step(rows)[-1]) if rows else {"step": 0}
     return TrainResult(run_dir, last.pop("step"), last, newest(run_dir / "checkpoints"), hf if hf.is_dir() else None)
 
 

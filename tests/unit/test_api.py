@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 import mslime
+from mslime import api
 from mslime.cli import main
 from mslime.control import run as control_run
 from mslime.control.check import describe
@@ -136,3 +137,26 @@ def test_a_run_in_a_thread_ends_when_it_is_asked_and_touches_no_handler() -> Non
     thread.start()
     thread.join()
     assert caught[0].signum == signal.SIGTERM and caught[0].save
+
+
+@pytest.mark.parametrize(("checkpoint", "asked"), [(None, None), (3, "3"), ("newest", "newest"), (Path("a/b"), "a/b")])
+def test_an_evaluation_is_the_commands_and_silent_unless_told_otherwise(
+    checkpoint: Any, asked: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    def fake_evaluated(config: mslime.RunConfig, which: str | None) -> str:
+        seen.append((config.observe.progress, which))
+        return "scores"
+
+    monkeypatch.setattr("mslime.control.debug.evaluated", fake_evaluated)
+    for told in ({}, {"observe": {"progress": "on"}}):
+        assert mslime.evaluate(values(tmp_path, **told), checkpoint=checkpoint) == "scores"
+    assert seen == [("off", asked), ("on", asked)]
+
+
+def test_the_metrics_of_a_result_are_the_last_steps_with_a_late_evaluation(tmp_path: Path) -> None:
+    rows = [{"step": 1, "loss/total": 2.0}, {"step": 2, "loss/total": 1.0}, {"step": 2, "eval/a/accuracy": 0.5}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = api._result(tmp_path)
+    assert result.steps == 2 and result.metrics == {"loss/total": 1.0, "eval/a/accuracy": 0.5}

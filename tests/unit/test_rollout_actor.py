@@ -40,6 +40,7 @@ def test_responses_go_on_while_a_step_is_assembled(monkeypatch: pytest.MonkeyPat
     config = make_config()
     actor = rollouts.RolloutActor(SimpleNamespace(config=config), "unused.log")  # type: ignore[arg-type]
     actor._service = FakeService()  # type: ignore[assignment]
+    actor._layers = []
     actor._source_name, actor._samples = str, SampleLog("none", None)  # type: ignore[assignment, arg-type]
     monkeypatch.setattr(rollouts.samples, "file_of", lambda run_dir, step: tmp_path / "unused")
 
