@@ -283,7 +283,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def check(model: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+def check(model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Check:
+    monkeypatch.setenv("COLUMNS", "400")  # else a long path is broken in the middle of a word
     return Check(model, capsys)
 
 
