@@ -1,4 +1,4 @@
-"""In which dtype the engines hold weights, and exported checkpoints are written: decided here and nowhere else.
+"""In which dtype trainers and engines hold weights, and checkpoints are exported: decided here and nowhere else.
 
 The server's flag, the wire of the weight sync, the expected digests, the plan's memory and the exported `hf/` all ask
 these functions. SGLang's own `auto` is never passed on: it would serve a float32 checkpoint in float16, which no
@@ -8,9 +8,10 @@ trainer of ours computes in, so that every sync would round (and overflow beyond
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import ConfigError
+from mslime.config.hf_config import checkpoint_dtype, language_model
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
@@ -18,11 +19,9 @@ if TYPE_CHECKING:
 EXPORTED = ("float32", "bfloat16")
 
 
-def checkpoint_dtype(hf_config: Mapping[str, Any]) -> str | None:
-    """The dtype that a checkpoint's config.json names, as torch calls it; None when it names none."""
-    sections = [hf_config, _text_config(hf_config)]
-    named = (str(section[key]) for section in sections for key in ("dtype", "torch_dtype") if section.get(key))
-    return next(named, None)
+def trainer_dtype(config: RunConfig, *, cpu: bool) -> str:
+    """The dtype of the trainer's parameters: as configured, else float32 on a CPU and bfloat16 on a GPU."""
+    return config.megatron.params_dtype or ("float32" if cpu else "bfloat16")
 
 
 def engine_dtype(
@@ -47,7 +46,7 @@ def engine_dtype(
         return "float32"
     named = checkpoint_dtype(hf_config)
     if named in (None, "float32"):
-        return config.megatron.params_dtype or "bfloat16"
+        return trainer_dtype(config, cpu=False)
     if named != "bfloat16" and trained:
         raise ConfigError(
             "sglang.dtype", "auto",
@@ -74,12 +73,6 @@ def declared_dtype(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
         return {}
     keys = [key for key in ("dtype", "torch_dtype") if hf_config.get(key)] or ["dtype"]
     changes: dict[str, Any] = dict.fromkeys(keys, dtype)
-    text = _text_config(hf_config)
-    inner = [key for key in ("dtype", "torch_dtype") if text.get(key)]
+    text = language_model(hf_config)
+    inner = [key for key in ("dtype", "torch_dtype") if text is not hf_config and text.get(key)]
     return changes | ({"text_config": {**text, **dict.fromkeys(inner, dtype)}} if inner else {})
-
-
-def _text_config(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of a model that also sees or hears; empty for one that only reads."""
-    text = hf_config.get("text_config")
-    return cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else {}

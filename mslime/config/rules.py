@@ -156,6 +156,14 @@ def _recompute(config: RunConfig) -> None:
             "applies to selective recompute only",
             "set recompute_granularity: selective, or remove the modules",
         )
+    if m.recompute_granularity == "selective" and (m.recompute_method or m.recompute_num_layers):
+        name = "recompute_method" if m.recompute_method else "recompute_num_layers"
+        raise ConfigError(
+            f"megatron.{name}",
+            getattr(m, name),
+            "applies to full recompute only",
+            f"set recompute_granularity: full, or remove {name}",
+        )
     if "moe_act" in (m.recompute_modules or []) and not m.extra.get("moe_grouped_gemm"):
         raise ConfigError(
             "megatron.recompute_modules",

@@ -30,6 +30,7 @@ from mslime.config.policy_loss import (
     TOPRConfig,
     with_loss_defaults,
 )
+from mslime.config.recompute import DEFAULT_MODULES, Recompute
 from mslime.config.reward import RewardConfig, ScoringConfig
 from mslime.config.rules import MEGATRON_RESERVED, check_run
 from mslime.config.teacher import TeacherConfig
@@ -116,6 +117,17 @@ class MegatronConfig(EngineSection):
         description="Any other field of megatron-core's TransformerConfig, "
         "OptimizerConfig or DistributedDataParallelConfig; may also be given beside these.",
     )
+
+    @property
+    def recompute(self) -> Recompute:
+        """What is computed again in the backward pass, megatron-core's defaults filled in."""
+        default = DEFAULT_MODULES if self.recompute_granularity == "selective" else ()
+        return Recompute(
+            self.recompute_granularity,
+            self.recompute_method or "uniform",
+            self.recompute_num_layers or 1,
+            frozenset(self.recompute_modules or default),
+        )
 
     def layout(self, trainer_ranks: int | None) -> ParallelLayout:
         """The parallel layout on `trainer_ranks` ranks (default: data parallel 1). Raises ConfigError when illegal."""

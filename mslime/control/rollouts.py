@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from mslime.config.dtypes import checkpoint_dtype, engine_dtype
+from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import EngineError, RewardError
+from mslime.config.hf_config import checkpoint_dtype
 from mslime.control.calls import call
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
 from mslime.data.checksums import FileSum, check_sums

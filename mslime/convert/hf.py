@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mslime.config.errors import CheckpointError, reading
+from mslime.config.hf_config import checkpoint_dtype
 from mslime.convert.files import tensor_bytes
 from mslime.convert.headers import AGAIN, TensorInfo, read_header
 from mslime.convert.kinds import Shape
@@ -237,10 +238,7 @@ def _config(directory: Path) -> dict[str, object]:
 
 def _weights_dtype(directory: Path) -> str:
     """What quantised weights are made into: the model's dtype, as torch names it."""
-    config = _config(directory)
-    text = config.get("text_config")
-    both = cast("dict[str, object]", text) | config if isinstance(text, dict) else config
-    named = str(both.get("dtype") or both.get("torch_dtype") or "bfloat16")
+    named = checkpoint_dtype(_config(directory)) or "bfloat16"
     return named if named in ("float32", "float16", "bfloat16") else "bfloat16"
 
 

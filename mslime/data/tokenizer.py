@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from mslime.config.errors import ConfigError, DataError, reading
+from mslime.config.hf_config import eos_ids, language_model
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -153,7 +154,7 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
     with reading(DataError, str(config_file), "is no configuration with a vocab_size and integer eos_token_ids",
                  "download the file again"):  # fmt: skip
         config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8"))
-        model: dict[str, Any] = config.get("text_config", config)  # where models that also see keep the language model
+        model = language_model(config)
         rows = int(model["vocab_size"])
         ids = eos_ids(model)
     if tokenizer.vocab_size > rows:
@@ -173,12 +174,6 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
             f"{tokenizer.vocab_size} ids does not have",
             "use the tokenizer that belongs to the checkpoint",
         )
-
-
-def eos_ids(config: Mapping[str, Any]) -> list[int]:
-    """The end-of-sequence ids that a model's configuration names: none, one, or a list. Raises one of MALFORMED."""
-    eos = config.get("eos_token_id")
-    return [] if eos is None else [eos] if isinstance(eos, int) else [int(i) for i in eos]
 
 
 def probe_texts(tokenizer: Tokenizer) -> list[str]:

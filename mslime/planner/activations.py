@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from mslime.config.layout import ParallelLayout
+from mslime.config.recompute import Recompute
 
 EXPERT_IMBALANCE = 1.25
 """Tokens on the expert-parallel rank that gets most, over the mean. An assumption: routing decides, not arithmetic."""
@@ -167,16 +168,6 @@ def chunks_in_flight(layout: ParallelLayout, stage: int) -> float:
     return (2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
 
 
-@dataclass(frozen=True)
-class Recompute:
-    """megatron-core's recompute settings, defaults filled in as `backends/megatron/settings.py` does."""
-
-    granularity: str | None
-    method: str
-    num_layers: int
-    modules: frozenset[str]
-
-
 def kept_elements(w: Widths, layout: ParallelLayout, chunks: tuple[tuple[int, ...], ...], how: Recompute) -> float:
     """What one micro-batch leaves behind on a stage until its backward pass begins."""
     total = 0.0
@@ -187,7 +178,7 @@ def kept_elements(w: Widths, layout: ParallelLayout, chunks: tuple[tuple[int, ..
             elif how.granularity == "full" and index < how.num_layers:
                 total += w.hidden / layout.tp
             else:
-                total += layer_elements(w, layout, layer, how.modules if how.granularity else frozenset())
+                total += layer_elements(w, layout, layer, how.modules)
     return total
 
 

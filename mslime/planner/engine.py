@@ -10,14 +10,12 @@ import math
 from dataclasses import dataclass
 
 from mslime.config.schema import RunConfig
-from mslime.convert.kinds import FusedQKV, padded_vocab_size
+from mslime.convert.kinds import FusedQKV
 from mslime.convert.table import Rule, RuleTable
 from mslime.planner.activations import Widths
 from mslime.planner.parameters import copies
-from mslime.weights.plan import DTYPE_BYTES
+from mslime.weights.plan import DTYPE_BYTES, engine_vocabulary
 
-VOCAB_PADDING = 64
-"""SGLang's VocabParallelEmbedding pads the vocabulary to a multiple of this."""
 MIB = 2**20
 RUNTIME_BYTES = 4 * 2**30
 """What an engine needs beside weights, cache and the bucket of a weight update: context, activations, graphs."""
@@ -84,8 +82,7 @@ def _held(rule: Rule, tp: int) -> int:
     kind = rule.kind
     if rule.megatron.split(".")[0] in ("embedding", "output_layer"):
         rows, *features = kind.full_shape
-        padded = padded_vocab_size(-(-rows // VOCAB_PADDING) * VOCAB_PADDING, tp)
-        return padded // tp * math.prod(features)
+        return engine_vocabulary(rows, tp) // tp * math.prod(features)
     if isinstance(kind, FusedQKV):
         # Key-value heads are repeated where there are fewer than ranks (sglang QKVParallelLinear).
         rows = (kind.heads / tp + 2 * max(1, kind.groups // tp)) * kind.head_dim

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mslime.config.layout import ParallelLayout
+from mslime.convert.families.delta import FLOAT32_PARAMETERS
 from mslime.convert.table import UNTRAINED, Rule, RuleTable
 
 ROUTER_BIAS = "router.expert_bias"
 """A buffer, not a parameter: float32, without gradient or optimizer state (megatron-core's TopKRouter)."""
-
-FLOAT32 = (".self_attention.A_log", ".self_attention.out_norm.weight")
-"""Parameters of gated delta-net layers that the trainer keeps in float32 (`backends/megatron/gated_delta.py`)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,7 @@ def stage_parameters(
                 continue
             counts["expert" if rule.experts else "dense"] += size
             counts["embedding"] += size if rule.megatron.startswith("embedding.") else 0
-            counts["float32"] += size if rule.megatron.endswith(FLOAT32) else 0
+            counts["float32"] += size if rule.megatron.endswith(FLOAT32_PARAMETERS) else 0
         found.append(StageParameters(stage, chunks, **counts))
     return tuple(found)
 

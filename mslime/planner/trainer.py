@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
+from mslime.config.dtypes import trainer_dtype
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
-from mslime.planner.activations import Recompute, Widths, chunks_in_flight, kept_elements, working_elements
+from mslime.planner.activations import Widths, chunks_in_flight, kept_elements, working_elements
 from mslime.planner.parameters import StageParameters
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
 
@@ -79,20 +80,9 @@ class TrainerMemory:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def recompute(config: RunConfig) -> Recompute:
-    """The run's recompute settings; megatron-core's default module of selective recompute is `core_attn`."""
-    m = config.megatron
-    return Recompute(
-        m.recompute_granularity,
-        m.recompute_method or "uniform",
-        m.recompute_num_layers or 1,
-        frozenset(m.recompute_modules or (["core_attn"] if m.recompute_granularity == "selective" else [])),
-    )
-
-
 def params_bytes(config: RunConfig) -> int:
-    """Bytes of a parameter: bfloat16 unless configured, or unless the run is on CPUs."""
-    return DTYPE_BYTES[config.megatron.params_dtype or ("float32" if config.cluster.device == "cpu" else "bfloat16")]
+    """Bytes of a parameter; `cluster.device: auto` counts as GPUs."""
+    return DTYPE_BYTES[trainer_dtype(config, cpu=config.cluster.device == "cpu")]
 
 
 def optimizer_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> float:
@@ -171,7 +161,7 @@ def trainer_memory(
         gpu_bytes: of one GPU.
     """
     layout, width = config.layout, params_bytes(config)
-    how = recompute(config)
+    how = config.megatron.recompute
     kept = kept_elements(widths, layout, held.chunks, how) * chunks_in_flight(layout, held.stage)
     gradient_width = 4 if config.megatron.extra.get("grad_reduce_in_fp32", True) else 2
     return TrainerMemory(

@@ -18,6 +18,7 @@ import torch
 
 from mslime.convert.kinds import Shape
 from mslime.weights.digest import engine_digest
+from mslime.weights.plan import engine_vocabulary
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
 _QKV = re.compile(r"(.+\.self_attn)\.([qkv])_proj\.(weight|bias)")
@@ -28,7 +29,6 @@ _VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 _ROW = ("o_proj.weight", "down_proj.weight")
 _COLUMN = (".q_b_proj.weight", ".kv_b_proj.weight", ".self_attn.q_proj.weight")
 _JOINT_NORM = re.compile(r"(.+\.self_attn)\.([qk])_norm\.weight")
-_VOCAB_PADDING = 64
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,5 @@ def _share(tensor: torch.Tensor, rank: int, ranks: int, dim: int = 0) -> torch.T
 
 
 def _padded_vocabulary(tensor: torch.Tensor, tp: int) -> torch.Tensor:
-    """Zero rows up to a multiple of 64, or of 64 x TP where that does not divide (VocabParallelEmbedding)."""
-    unit = _VOCAB_PADDING
-    if -(-tensor.shape[0] // unit) * unit % tp:
-        unit *= tp
-    missing = -tensor.shape[0] % unit
+    missing = engine_vocabulary(tensor.shape[0], tp) - tensor.shape[0]
     return torch.cat([tensor, tensor.new_zeros(missing, tensor.shape[1])]) if missing else tensor

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from mslime.backends.megatron.critic import MegatronCritic
-from mslime.backends.megatron.gated_delta import FLOAT32_PARAMETERS  # first of all: it patches megatron-core
 from mslime.backends.megatron.naming import layer_ids
 from mslime.backends.megatron.trained import TrainedModel
 from mslime.backends.megatron.trainer import MegatronTrainer
@@ -22,8 +21,8 @@ from mslime.config.layout import ParallelLayout, stage_layers
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.planner.activations import chunks_in_flight, kept_elements, read_widths
-from mslime.planner.parameters import FLOAT32, StageParameters, stage_parameters
-from mslime.planner.trainer import optimizer_bytes, parameter_bytes, recompute
+from mslime.planner.parameters import StageParameters, stage_parameters
+from mslime.planner.trainer import optimizer_bytes, parameter_bytes
 
 from megatron.core.optimizer import ChainedOptimizer  # isort: skip
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches  # isort: skip
@@ -209,7 +208,9 @@ def measured_and_planned(directory: Path, layers: int, **megatron: Any) -> tuple
     hf_config = read_hf_config(checkpoint)
     family = get_family(hf_config)
     widths = read_widths(family.transformer_fields(hf_config), family.model_fields(hf_config).moe_layer_ids)
-    return measured, kept_elements(widths, config.layout, config.megatron.stage_layers(layers)[0], recompute(config))
+    return measured, kept_elements(
+        widths, config.layout, config.megatron.stage_layers(layers)[0], config.megatron.recompute
+    )
 
 
 def test_with_full_recompute_every_further_layer_keeps_what_the_plan_counts(tmp_path: Path) -> None:
@@ -237,7 +238,3 @@ def test_an_uneven_pipeline_has_the_loss_of_one_process(checkpoint: Path, tmp_pa
         for sizes in ({}, {"pp": 2, "num_layers_in_first_pipeline_stage": 1})
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-
-
-def test_the_float32_parameters_of_the_plan_are_those_of_the_trainer() -> None:
-    assert FLOAT32 == FLOAT32_PARAMETERS

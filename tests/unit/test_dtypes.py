@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.flags import server_fields, teacher_run
-from mslime.config.dtypes import checkpoint_dtype, declared_dtype, engine_dtype, export_dtype
+from mslime.config.dtypes import declared_dtype, engine_dtype, export_dtype
 from mslime.config.errors import ConfigError
+from mslime.config.hf_config import checkpoint_dtype
 from mslime.config.schema import RunConfig
 from mslime.planner.command import plan_config
 from mslime.planner.plan import make_plan

@@ -17,8 +17,9 @@ import pytest
 from mslime.cli import main
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
+from mslime.config.recompute import Recompute
 from mslime.convert.families import get_family
-from mslime.planner.activations import Recompute, chunks_in_flight, kept_elements, layer_elements, read_widths
+from mslime.planner.activations import chunks_in_flight, kept_elements, layer_elements, read_widths
 from mslime.planner.command import plan_config
 from mslime.planner.engine import static_fraction
 from mslime.planner.parameters import model_parameters, stage_parameters, work_per_token
@@ -194,7 +195,7 @@ def test_what_is_nothing_is_not_said_and_one_number_is_no_range(capsys: pytest.C
 
 def test_a_layer_of_llama_keeps_what_a_count_by_hand_gives() -> None:
     fields = get_family(published_config("llama3.1-8B")).transformer_fields(published_config("llama3.1-8B"))
-    widths, one = read_widths(fields, ()), ParallelLayout()
+    widths, one = read_widths(fields, frozenset()), ParallelLayout()
     norms = 4 * 4096  # inputs of two norms and of the two projections after them
     attention = 4096 + 2 * 1024 + 4096 + 2 * 32  # q, k and v, output, log-sum-exp in float32
     assert layer_elements(widths, one, 0) == norms + attention + 3 * 14336

@@ -21,9 +21,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-FLOAT32_PARAMETERS = (".self_attention.A_log", ".self_attention.out_norm.weight")
-"""Ends of the names of parameters that stay in float32 in a bfloat16 model, as Qwen3.5 publishes them."""
-
 
 class HeadNorm(torch.nn.Module):
     """RMS norm of every value head, scaled by the weight itself even where the block's norms are zero-centred.

@@ -14,7 +14,6 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mslime.backends.megatron.gated_delta import FLOAT32_PARAMETERS
 from mslime.backends.megatron.naming import named_local_params
 from mslime.backends.megatron.norms import use_joint_qk_norms, use_post_norms
 from mslime.backends.megatron.parallel import tensor_shard
@@ -23,6 +22,7 @@ from mslime.backends.megatron.specs import block_spec
 from mslime.backends.megatron.value_head import ValueHead, is_value_head
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import ModelFields, get_family
+from mslime.convert.families.delta import FLOAT32_PARAMETERS
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.kinds import padded_vocab_size
 from mslime.convert.table import BoundRule, RuleTable

@@ -20,6 +20,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from mslime.config.dtypes import trainer_dtype
 from mslime.config.errors import ConfigError
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
@@ -69,7 +70,7 @@ def device_of(config: RunConfig, rank: int) -> torch.device:
 
 def params_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
     """The model's dtype: as configured, else bfloat16 on a GPU and float32 on a CPU."""
-    return DTYPES[config.megatron.params_dtype or ("bfloat16" if device.type == "cuda" else "float32")]
+    return DTYPES[trainer_dtype(config, cpu=device.type == "cpu")]
 
 
 def transformer_config(config: RunConfig, hf_config: Mapping[str, object], device: torch.device) -> TransformerConfig:
@@ -134,10 +135,7 @@ def _layout_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "deallocate_pipeline_outputs": layout.pp > 1 and device.type == "cuda",
         # Also for dense models: the default refuses variable lengths.
         "moe_token_dispatcher_type": m.moe_token_dispatcher_type,
-        "recompute_granularity": m.recompute_granularity,
-        "recompute_method": m.recompute_method or ("uniform" if m.recompute_granularity == "full" else None),
-        "recompute_num_layers": m.recompute_num_layers or (1 if m.recompute_granularity == "full" else None),
-        "recompute_modules": m.recompute_modules,
+        **m.recompute.fields(),
     }
 
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from mslime.backends.sglang.generating import GenerateResult
 from mslime.config.errors import DataError, reading
-from mslime.data.tokenizer import Tokenizer, eos_ids
+from mslime.config.hf_config import eos_ids
+from mslime.data.tokenizer import Tokenizer
 
 _STOP_TEXTS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 """Added tokens that end a response wherever a tokenizer has them (`attach_additional_stop_token_ids`)."""

@@ -12,6 +12,7 @@ from typing import Any
 from mslime.backends.cpu.sglang import SITE_DIR
 from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import CheckpointError
+from mslime.config.hf_config import language_model
 from mslime.config.schema import RunConfig
 from mslime.config.teacher import TeacherConfig
 
@@ -59,7 +60,7 @@ def read_model_config(path: Path) -> dict[str, Any]:
 
 def is_moe(model_config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint's config.json describes routed experts."""
-    text = model_config.get("text_config", model_config)
+    text = language_model(model_config)
     return any(text.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
 
 

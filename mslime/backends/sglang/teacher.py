@@ -19,6 +19,7 @@ from mslime.backends.sglang.flags import read_model_config
 from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.errors import CheckpointError, EngineError
+from mslime.config.hf_config import language_model
 from mslime.data.tokenizer import Tokenizer, first_difference, probe_texts
 
 _PROBE = (1, 2, 3, 4)
@@ -85,7 +86,7 @@ def embedding_rows(checkpoint: Path) -> int | None:
         config = read_model_config(checkpoint)
     except CheckpointError:
         return None
-    return int(config.get("text_config", config)["vocab_size"])
+    return int(language_model(config)["vocab_size"])
 
 
 async def _compare_tokenizers(client: EngineClient, tokenizer: Tokenizer) -> None:

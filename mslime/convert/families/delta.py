@@ -12,6 +12,9 @@ from mslime.convert.kinds import Column, Kind, Replicated, Row
 from mslime.convert.kinds_delta import DeltaConv, DeltaHeads, GatedQKV
 from mslime.convert.table import Rule
 
+FLOAT32_PARAMETERS = (".self_attention.A_log", ".self_attention.out_norm.weight")
+"""Ends of the names of parameters that stay in float32 in a bfloat16 model, as Qwen3.5 publishes them."""
+
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
