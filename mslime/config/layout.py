@@ -12,6 +12,26 @@ from mslime.config.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class RankPlace:
+    """Indices of one rank in every parallel dimension.
+
+    Attributes:
+        pp: pipeline stage.
+        dp, cp, tp: in the dense grid of the stage. edp, ep, etp: in its expert grid, over the same ranks.
+        within: place among the ranks of the stage.
+    """
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    edp: int
+    ep: int
+    etp: int
+    within: int
+
+
+@dataclass(frozen=True)
 class ParallelLayout:
     """Sizes of every parallel dimension of the trainer.
 
@@ -35,13 +55,12 @@ class ParallelLayout:
                 raise ConfigError(
                     f"megatron.{name}", value, "parallel sizes are at least 1", "set it to 1 to turn it off"
                 )
-        per_stage = self.tp * self.cp * self.dp
-        if per_stage % (self.ep * self.etp):
+        if self.stage_size % self.expert_size:
             raise ConfigError(
                 "megatron.expert_model_parallel_size",
                 self.ep,
-                f"expert-parallel x expert-tensor-parallel = {self.ep} x {self.etp} must divide the {per_stage} ranks "
-                f"of a pipeline stage (TP {self.tp} x CP {self.cp} x DP {self.dp})",
+                f"expert-parallel x expert-tensor-parallel = {self.ep} x {self.etp} must divide the {self.stage_size} "
+                f"ranks of a pipeline stage (TP {self.tp} x CP {self.cp} x DP {self.dp})",
                 "lower the expert sizes, or give the trainer more GPUs",
             )
         if self.vpp > 1 and self.pp == 1:
@@ -55,20 +74,48 @@ class ParallelLayout:
     @property
     def world_size(self) -> int:
         """Trainer ranks in all."""
-        return self.tp * self.cp * self.dp * self.pp
+        return self.stage_size * self.pp
 
     @property
     def edp(self) -> int:
         """Expert data-parallel size: replicas of every expert within a pipeline stage."""
-        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+        return self.stage_size // self.expert_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage, which are neighbours."""
+        return self.tp * self.cp * self.dp
+
+    @property
+    def expert_size(self) -> int:
+        """Ranks that hold one copy of a stage's experts: the first so many of the stage do."""
+        return self.ep * self.etp
+
+    def place(self, rank: int) -> RankPlace:
+        """Where a global rank stands in both grids."""
+        within = rank % self.stage_size
+        return RankPlace(
+            pp=rank // self.stage_size,
+            dp=within // (self.tp * self.cp),
+            cp=within // self.tp % self.cp,
+            tp=within % self.tp,
+            edp=within // self.expert_size,
+            ep=within // self.etp % self.ep,
+            etp=within % self.etp,
+            within=within,
+        )
+
+    def leader(self, stage: int) -> int:
+        """The first rank of a pipeline stage, which sends its weights."""
+        return stage * self.stage_size
 
     def dp_rank(self, rank: int) -> int:
         """Data-parallel index of a global rank."""
-        return rank // (self.tp * self.cp) % self.dp
+        return self.place(rank).dp
 
     def pp_rank(self, rank: int) -> int:
         """Pipeline stage of a global rank."""
-        return rank // (self.tp * self.cp * self.dp)
+        return self.place(rank).pp
 
     def describe(self) -> str:
         """One line for people: `TP2 PP1 EP2 ...`, sizes of one left out."""

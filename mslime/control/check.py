@@ -352,25 +352,9 @@ def _layout_table(layout: ParallelLayout) -> Table:
         table.add_column(name, justify="right")
     shown = range(layout.world_size) if layout.world_size <= 16 else [*range(8), layout.world_size - 1]
     for rank in shown:
-        table.add_row(*(str(v) for v in grid_position(layout, rank)))
+        at = layout.place(rank)
+        table.add_row(*(str(v) for v in (rank, at.pp, at.dp, at.cp, at.tp, at.edp, at.ep, at.etp)))
     return table
-
-
-def grid_position(layout: ParallelLayout, rank: int) -> tuple[int, int, int, int, int, int, int, int]:
-    """(rank, PP, DP, CP, TP, EDP, EP, ETP) indices in megatron-core's default order."""
-    tp, cp = rank % layout.tp, rank // layout.tp % layout.cp
-    within = rank % (layout.tp * layout.cp * layout.dp)
-    etp, ep = within % layout.etp, within // layout.etp % layout.ep
-    return (
-        rank,
-        layout.pp_rank(rank),
-        layout.dp_rank(rank),
-        cp,
-        tp,
-        within // (layout.etp * layout.ep),
-        ep,
-        etp,
-    )
 
 
 def _batch_table(config: RunConfig) -> Table:

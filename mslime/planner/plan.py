@@ -257,7 +257,7 @@ def _nodes(config: RunConfig, engine_gpus: int) -> int:
 
 def _remarks(config: RunConfig, model: ModelFields, engine_gpus: int) -> list[str]:
     layout, per_node, said = config.layout, config.cluster.gpus_per_node, list[str]()
-    group = layout.ep * layout.etp
+    group = layout.expert_size
     if model.num_experts and layout.ep > 1 and layout.world_size > per_node and (group > per_node or per_node % group):
         said.append(
             f"expert-parallel groups of {group} ranks (EP{layout.ep} ETP{layout.etp}) lie over several machines of "

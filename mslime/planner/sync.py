@@ -41,8 +41,7 @@ class StageSync:
 
 def stage_syncs(plan: WeightPlan, layout: ParallelLayout, cluster: ClusterConfig) -> tuple[StageSync, ...]:
     """The traffic of every stage, in sending order."""
-    per_stage = layout.world_size // layout.pp
-    return tuple(_stage_sync(plan, layout, stage, stage * per_stage, cluster) for stage in range(layout.pp))
+    return tuple(_stage_sync(plan, layout, stage, layout.leader(stage), cluster) for stage in range(layout.pp))
 
 
 def network_bytes_per_second(cluster: ClusterConfig) -> float:
@@ -54,7 +53,7 @@ def _stage_sync(plan: WeightPlan, layout: ParallelLayout, stage: int, leader: in
     near = far = contributed = 0
     buckets = plan.stage_buckets(stage)
     for bucket in buckets:
-        size = layout.ep * layout.etp if bucket.expert else layout.tp
+        size = layout.expert_size if bucket.expert else layout.tp
         beside = min(size, cluster.gpus_per_node - leader % cluster.gpus_per_node) - 1
         local = bucket.local_numel * DTYPE_BYTES[bucket.dtype]
         near += beside * local

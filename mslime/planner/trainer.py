@@ -211,7 +211,7 @@ def _output_bytes(tokens: int, vocab_rows: int, hidden: int, width: int) -> int:
 
 def _sync_bytes(bucket: Bucket, layout: ParallelLayout) -> int:
     """On the stage leader: what it packs, gathers and converts, and the bucket that is still on its way."""
-    group = layout.ep * layout.etp if bucket.expert else layout.tp
+    group = layout.expert_size if bucket.expert else layout.tp
     gathered = bucket.local_numel * DTYPE_BYTES[bucket.dtype] * (group + (group > 1))
     return gathered + 2 * bucket.hf_bytes
 

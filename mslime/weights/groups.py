@@ -39,23 +39,18 @@ class SyncGroups:
         return self.layout.pp_rank(self.rank)
 
     @property
-    def stage_rank(self) -> int:
-        """This rank's place within its stage."""
-        return self.rank % (self.layout.world_size // self.layout.pp)
-
-    @property
     def is_leader(self) -> bool:
         """Whether this rank converts and sends its stage's tensors."""
-        return self.stage_rank == 0
+        return self.rank == self.layout.leader(self.stage)
 
     @property
     def ep_rank(self) -> int:
-        """Expert-parallel index, for a rank that gathers experts."""
-        return self.stage_rank // self.layout.etp
+        """Expert-parallel index."""
+        return self.layout.place(self.rank).ep
 
     def gathers(self, expert: bool) -> bool:
         """Whether this rank's shards are wanted, for buckets of its own stage."""
-        return self.stage_rank < (self.layout.ep * self.layout.etp if expert else self.layout.tp)
+        return self.layout.place(self.rank).within < (self.layout.expert_size if expert else self.layout.tp)
 
 
 def make_groups(layout: ParallelLayout, backend: str, timeout_s: float) -> SyncGroups:
@@ -68,11 +63,10 @@ def make_groups(layout: ParallelLayout, backend: str, timeout_s: float) -> SyncG
     """
     assert dist.get_world_size() == layout.world_size, (dist.get_world_size(), layout)
     rank, timeout = dist.get_rank(), timedelta(seconds=timeout_s)
-    per_stage = layout.world_size // layout.pp
     mine: dict[str, dist.ProcessGroup] = {}
     for stage in range(layout.pp):
-        for name, size in (("tensor", layout.tp), ("expert", layout.ep * layout.etp)):
-            ranks = list(range(stage * per_stage, stage * per_stage + size))
+        for name, size in (("tensor", layout.tp), ("expert", layout.expert_size)):
+            ranks = list(range(layout.leader(stage), layout.leader(stage) + size))
             # Every rank makes every group, in the same order; a group of one needs none.
             group = _new_group(ranks, backend, timeout) if size > 1 else None
             if group is not None and rank in ranks:

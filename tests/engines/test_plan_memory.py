@@ -25,6 +25,7 @@ from mslime.planner.parameters import StageParameters, stage_parameters
 from mslime.planner.trainer import optimizer_bytes, parameter_bytes
 
 from megatron.core.optimizer import ChainedOptimizer  # isort: skip
+from megatron.core.parallel_state import RankGenerator  # isort: skip
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches  # isort: skip
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
@@ -238,3 +239,27 @@ def test_an_uneven_pipeline_has_the_loss_of_one_process(checkpoint: Path, tmp_pa
         for sizes in ({}, {"pp": 2, "num_layers_in_first_pipeline_stage": 1})
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tp=2, pp=2, cp=2, dp=2, ep=4),
+        ParallelLayout(tp=2, pp=3, dp=4, ep=2, etp=2),
+        ParallelLayout(tp=4, cp=2, dp=3, ep=8),
+        ParallelLayout(dp=6, pp=2, ep=3, etp=1),
+    ],
+)
+def test_a_ranks_place_is_where_megatron_core_groups_it(layout: ParallelLayout) -> None:
+    order = "tp-cp-ep-dp-pp"
+    dense = RankGenerator(tp=layout.tp, ep=1, dp=layout.dp, pp=layout.pp, cp=layout.cp, order=order)
+    expert = RankGenerator(tp=layout.etp, ep=layout.ep, dp=layout.edp, pp=layout.pp, cp=1, order=order)
+    for ours, generator, theirs in (
+        ("tp", dense, "tp"), ("cp", dense, "cp"), ("dp", dense, "dp"), ("pp", dense, "pp"),
+        ("etp", expert, "tp"), ("ep", expert, "ep"), ("edp", expert, "dp"),
+    ):  # fmt: skip
+        for group in generator.get_ranks(theirs):
+            assert [getattr(layout.place(rank), ours) for rank in group] == list(range(len(group))), (ours, group)
+    assert [layout.leader(layout.place(rank).pp) + layout.place(rank).within for rank in range(layout.world_size)] == [
+        *range(layout.world_size)
+    ]

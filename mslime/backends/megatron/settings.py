@@ -105,7 +105,7 @@ def transformer_config(config: RunConfig, hf_config: Mapping[str, object], devic
 def _refuse_unequal_allgather(config: RunConfig) -> None:
     """The allgather dispatcher wants equal token counts on the ranks of an expert group; micro-batches differ."""
     layout, name = config.layout, config.megatron.moe_token_dispatcher_type
-    if name == "allgather" and (layout.pp > 1 or layout.ep * layout.etp > layout.tp * layout.cp):
+    if name == "allgather" and (layout.pp > 1 or layout.expert_size > layout.tp * layout.cp):
         raise ConfigError(
             "megatron.moe_token_dispatcher_type", name,
             "needs equal token counts on the ranks that share experts, and micro-batches of data-parallel ranks differ",

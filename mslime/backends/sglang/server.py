@@ -11,7 +11,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import time
 import urllib.error
 import urllib.request
@@ -84,7 +83,7 @@ class ServerProcess:
     """One SGLang server of a run.
 
     Args:
-        config: the run; `cluster.device` must have been decided (auto counts as cpu when no GPU driver is found).
+        config: the run; `cluster.device` must have been decided.
         index: which of the run's engines this is.
         log_dir: `<name>.log` is written there.
         host: address to listen on; loopback unless engines and rollout live on different machines.
@@ -110,7 +109,8 @@ class ServerProcess:
         self.config, self.index, self.host, self.gpus, self.port = config, index, host, gpus, port
         self.name = f"{role}{index}"
         self.log_path = Path(log_dir) / f"{self.name}.log"
-        self.cpu = runs_on_cpu(config)
+        assert config.cluster.device != "auto", "`control.cluster.resolved_device` decides it"
+        self.cpu = config.cluster.device == "cpu"
         self.keys = keys or EngineKeys.random()
         self._skip = tuple(skip_patches)
         self._process: SupervisedProcess | None = None
@@ -214,11 +214,6 @@ class ServerProcess:
             f"another process listens on this port{tried}",
             "end that process, or let mslime pick a free port",
         )
-
-
-def runs_on_cpu(config: RunConfig) -> bool:
-    """Whether engines of this run use the CPU: as configured, or for `auto` because no GPU driver is installed."""
-    return config.cluster.device == "cpu" or (config.cluster.device == "auto" and shutil.which("nvidia-smi") is None)
 
 
 def _get(url: str, headers: dict[str, str]) -> tuple[int, bytes]:
