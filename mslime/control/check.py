@@ -57,6 +57,11 @@ class ResolvedRun:
     notes: tuple[str, ...] = ()
 
     @property
+    def replayed_layers(self) -> tuple[int, ...]:
+        """Layers whose routes the engines return and the trainer follows."""
+        return self.model.moe_layer_ids if self.config.train.replay == "r3" else ()
+
+    @property
     def weight_check(self) -> str:
         """`weights.verify`, or `never` where mslime cannot rebuild how SGLang keeps this family's weights."""
         device = self.config.cluster.device

@@ -94,7 +94,7 @@ class Generation:
         self._ray = self._stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))
         for line in cluster.on_other_machines():
             self.progress.note(f"logs in {logs.absolute()} of {line}")
-        groups = [EngineGroup(config, cluster, logs), EngineGroup(config, cluster, logs, "teacher")]
+        groups = [EngineGroup(self._run, cluster, logs), EngineGroup(self._run, cluster, logs, "teacher")]
         for group in groups:
             self._stack.callback(group.stop)
         starting = [group.begin_start() for group in groups]

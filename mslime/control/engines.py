@@ -23,6 +23,7 @@ from mslime.logs import hide, log_process, phase
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress, Role
+    from mslime.control.check import ResolvedRun
 
 _log = logging.getLogger(__name__)
 STOP_SECONDS = 20.0
@@ -33,7 +34,7 @@ SAY_AGAIN_SECONDS = 30.0
 class EngineActor:
     """Launches one server and watches it. The server dies with this process, whatever ends it."""
 
-    def __init__(self, config: RunConfig, index: int, log_dir: str, role: Role, keys: EngineKeys) -> None:
+    def __init__(self, config: RunConfig, index: int, log_dir: str, role: Role, keys: EngineKeys, routes: bool) -> None:
         redirect_output(Path(log_dir) / f"{role}{index}_actor.log")
         log_process(f"{role}{index} actor", config.observe.log_level)
         hide(keys.api, keys.admin)
@@ -41,7 +42,8 @@ class EngineActor:
         use_own_interface(config)
         from mslime.backends.sglang.server import ServerProcess
 
-        self._server = ServerProcess(config, index, Path(log_dir), host=own_host(config), role=role, keys=keys)
+        host = own_host(config)
+        self._server = ServerProcess(config, index, Path(log_dir), host=host, role=role, keys=keys, routes=routes)
 
     def start(self) -> EngineAddress:
         """Launch and wait until it serves."""
@@ -61,11 +63,16 @@ class EngineActor:
 
 
 class EngineGroup:
-    """All engines of a run, or all teachers: launched, or attached to by URL."""
+    """All engines of a run, or all teachers: launched, or attached to by URL.
 
-    def __init__(self, config: RunConfig, cluster: Cluster, log_dir: Path, role: Role = "engine") -> None:
+    Args:
+        log_dir: of the servers and of the processes around them.
+    """
+
+    def __init__(self, run: ResolvedRun, cluster: Cluster, log_dir: Path, role: Role = "engine") -> None:
         from mslime.backends.sglang.flags import teacher_run
 
+        config, routes = run.config, role == "engine" and bool(run.replayed_layers)
         settings = config.teacher if role == "teacher" else config.sglang
         count = config.teacher.launched if role == "teacher" else config.sglang.num_engines
         if role == "teacher" and count:
@@ -80,10 +87,11 @@ class EngineGroup:
         if self._urls:
             return
         remote = remote_class(EngineActor, concurrency_groups={"progress": 1})
+        common = (str(log_dir), role, self._keys, routes)
         for index in range(count):
             self.log_paths[self._name(index)] = str(log_dir / f"{role}{index}.log")
             options = cluster.engine_options(index, role)
-            self._actors.append(remote.options(**options).remote(config, index, str(log_dir), role, self._keys))
+            self._actors.append(remote.options(**options).remote(config, index, *common))
 
     def begin_start(self) -> dict[str, ray.ObjectRef]:
         """Start all servers without waiting, so that trainers can start beside them."""

@@ -156,7 +156,7 @@ class RolloutActor:
         ]
         architectures = (self._run.family.architecture,)
         needs = Needs(
-            config.train.replay == "r3", supports=False, architectures=architectures,
+            bool(self._run.replayed_layers), supports=False, architectures=architectures,
             dtype=engine_dtype(config, self._run.hf_config), checkpoint_dtype=checkpoint_dtype(self._run.hf_config),
         )  # fmt: skip
         refused_input = await handshake_all(clients, needs)
@@ -173,7 +173,7 @@ class RolloutActor:
         for scorer in (self._scorer, *self._eval_scorers.values()):
             await scorer.start()
         info = ModelInfo(
-            model.moe_layer_ids if config.train.replay == "r3" else (),
+            self._run.replayed_layers,
             model.num_experts,
             model.top_k,
             model.max_positions,

@@ -176,9 +176,9 @@ class Session:
 
     def _start_generation(self, cluster: Cluster, logs: Path) -> None:
         """Engines and trainers start side by side; the rollout service connects when both are there."""
-        self._engines = EngineGroup(self.config, cluster, logs)
+        self._engines = EngineGroup(self._run, cluster, logs)
         self._stack.callback(self._engines.stop)
-        teachers = EngineGroup(self.config, cluster, logs, "teacher")
+        teachers = EngineGroup(self._run, cluster, logs, "teacher")
         self._stack.callback(teachers.stop)
         starting, teachers_starting = self._engines.begin_start(), teachers.begin_start()
         watch = self._engines.watch_start(starting, self._progress.note)

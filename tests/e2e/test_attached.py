@@ -55,7 +55,8 @@ def test_an_engine_of_a_run_that_was_killed_in_a_sync_serves_the_next_one(
 ) -> None:
     key = tmp_path / "key"
     key.write_text("the-admin-key\n")
-    server = ServerProcess(cpu_run(tiny_qwen3_moe), 0, tmp_path, keys=EngineKeys("the-key", "the-admin-key"))
+    keys = EngineKeys("the-key", "the-admin-key")
+    server = ServerProcess(cpu_run(tiny_qwen3_moe), 0, tmp_path, keys=keys, routes=True)
     engine = server.start()
     try:
         sglang = {"urls": [engine.url], "api_key": "the-key", "admin_api_key": f"file:{key}"}

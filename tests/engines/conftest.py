@@ -21,6 +21,7 @@ from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.server import EngineAddress, ServerProcess
 from mslime.config.keys import Endpoint
 from mslime.config.schema import DeadlineConfig, RunConfig
+from mslime.convert.families import get_family
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 DEADLINES = {"engine_start_s": 240, "engine_request_s": 60, "engine_control_s": 30, "weight_sync_s": 60}
@@ -78,9 +79,10 @@ class SharedServer:
 
 def serve(checkpoint: Path, log_dir: Path, **sections: Mapping[str, Any]) -> SharedServer:
     """Start a server and wait for it; the caller stops `process`."""
-    process = ServerProcess(cpu_run(checkpoint, **sections), 0, log_dir)
+    run, config = cpu_run(checkpoint, **sections), json.loads((checkpoint / "config.json").read_text())
+    routes = run.train.replay == "r3" and bool(get_family(config).model_fields(config).moe_layer_ids)
+    process = ServerProcess(run, 0, log_dir, routes=routes)
     address = process.start()
-    config = json.loads((checkpoint / "config.json").read_text())
     model = ServedModel(
         config["num_hidden_layers"],
         config.get("num_experts_per_tok") or 0,

@@ -407,18 +407,10 @@ print("\\n" + json.dumps([vars(parser.parse_args(sys.argv[1:])), negatable, odd]
 def test_the_server_s_fields_follow_the_run(tiny_run: RunConfig) -> None:
     fields = server_fields(tiny_run, 2, "127.0.0.1", 3333, cpu=True)
     assert fields["random_seed"] == 12 and fields["weight_version"] == "0" and fields["watchdog_timeout"] == 60.0
-    assert fields["dtype"] == "float32" and fields["sleep_on_idle"] and fields["enable_return_routed_experts"]
+    assert fields["dtype"] == "float32" and fields["sleep_on_idle"] and not fields["enable_return_routed_experts"]
+    assert server_fields(tiny_run, 2, "h", 1, cpu=True, routes=True)["enable_return_routed_experts"]
     on_gpu = server_fields(tiny_run, 0, "127.0.0.1", 3333, cpu=False)
     assert on_gpu["dtype"] == "bfloat16" and on_gpu["device"] == "cuda" and on_gpu["max_total_tokens"] is None
-
-
-def test_routes_are_returned_exactly_when_they_are_replayed(tiny_run: RunConfig) -> None:
-    replay_off = tiny_run.model_copy(update={"train": tiny_run.train.model_copy(update={"replay": "off"})})
-    assert not server_fields(replay_off, 0, "h", 1, cpu=True)["enable_return_routed_experts"]
-    (tiny_run.model.path / "config.json").write_text('{"text_config": {"num_experts": 8}}')
-    assert server_fields(tiny_run, 0, "h", 1, cpu=True)["enable_return_routed_experts"], "a model that also sees"
-    (tiny_run.model.path / "config.json").write_text("{}")
-    assert not server_fields(tiny_run, 0, "h", 1, cpu=True)["enable_return_routed_experts"], "a dense model"
 
 
 def test_a_checkpoint_without_a_config_is_named(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Any
 from mslime.backends.cpu.sglang import SITE_DIR
 from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import CheckpointError
-from mslime.config.hf_config import language_model
 from mslime.config.schema import RunConfig
 from mslime.config.teacher import TeacherConfig
 
@@ -58,32 +57,26 @@ def read_model_config(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def is_moe(model_config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's config.json describes routed experts."""
-    text = language_model(model_config)
-    return any(text.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
-
-
 def teacher_run(config: RunConfig) -> RunConfig:
-    """The run as the servers of its teacher see it: their checkpoint, their settings, and no routes."""
+    """The run as the servers of its teacher see it: their checkpoint and their settings."""
     teacher = config.teacher
     assert teacher.path is not None, "there is nothing to launch"
     return config.model_copy(
         update={
             "model": config.model.model_copy(update={"path": teacher.path, "tokenizer_path": None}),
             "sglang": teacher,
-            "train": config.train.model_copy(update={"replay": "off"}),
         }
     )
 
 
 def server_fields(
-    config: RunConfig, index: int, host: str, port: int, cpu: bool, identity: str | None = None
+    config: RunConfig, index: int, host: str, port: int, cpu: bool, identity: str | None = None, routes: bool = False
 ) -> dict[str, Any]:
     """ServerArgs fields of engine `index`; what the user passed through wins over our defaults.
 
     Args:
         identity: name under which it serves its model, by which it is known from other servers.
+        routes: whether it is to return the experts that every token was routed to.
     """
     engine, model = config.sglang, config.model
     hf_config = read_model_config(model.path)
@@ -103,7 +96,7 @@ def server_fields(
         "weight_version": "0",
         "served_model_name": identity,
         "log_level_http": "warning",
-        "enable_return_routed_experts": config.train.replay == "r3" and is_moe(hf_config),
+        "enable_return_routed_experts": routes,
         "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
     }
     return fields | engine.extra

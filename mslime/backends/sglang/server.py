@@ -92,6 +92,7 @@ class ServerProcess:
         skip_patches: names of CPU patches to leave out (only tests do that).
         role: the server is called `<role><index>`; a teacher's `config` is that of `flags.teacher_run`.
         keys: what it asks of its clients; default: a new random key.
+        routes: whether it can return the experts that tokens were routed to.
     """
 
     def __init__(
@@ -105,13 +106,14 @@ class ServerProcess:
         skip_patches: Sequence[str] = (),
         role: Role = "engine",
         keys: EngineKeys | None = None,
+        routes: bool = False,
     ) -> None:
         self.config, self.index, self.host, self.gpus, self.port = config, index, host, gpus, port
         self.name = f"{role}{index}"
         self.log_path = Path(log_dir) / f"{self.name}.log"
         assert config.cluster.device != "auto", "`control.cluster.resolved_device` decides it"
         self.cpu = config.cluster.device == "cpu"
-        self.keys = keys or EngineKeys.random()
+        self.keys, self.routes = keys or EngineKeys.random(), routes
         self._skip = tuple(skip_patches)
         self._process: SupervisedProcess | None = None
         self._started = time.monotonic()
@@ -171,7 +173,7 @@ class ServerProcess:
             self._process.stop()
 
     def _launch(self, port: int, identity: str) -> SupervisedProcess:
-        fields = server_fields(self.config, self.index, self.host, port, self.cpu, identity)
+        fields = server_fields(self.config, self.index, self.host, port, self.cpu, identity, self.routes)
         env = environment(os.environ, cpu=self.cpu, ranks=self.config.sglang.tp_size, gpus=self.gpus)
         env |= {KEY_VARIABLE: self.keys.api, ADMIN_KEY_VARIABLE: self.keys.admin}
         if self._skip:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError
+from mslime.config.hf_config import checkpoint_dtype
 from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.jobs import source_identity
@@ -50,8 +51,7 @@ class ToHf(HFJob):
     ) -> None:
         self._checkpoint, self._source, self._hf_config = checkpoint, source, dict(hf_config)
         self._placement = placement
-        named = hf_config.get("dtype") or hf_config.get("torch_dtype")
-        self._dtype = dtype or (str(named) if named else None)
+        self._dtype = dtype or checkpoint_dtype(hf_config)
         megatron, table, untrained = self._open()
         self._units = {unit.key: unit for unit in megatron.units}
         self._aliases = {name: table.aliases[name] for name in _aliases(checkpoint, untrained, table)}

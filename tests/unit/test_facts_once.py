@@ -1,0 +1,53 @@
+"""Facts that several rooms need are decided in one place. A second place is a copy, and copies diverge: one of the
+dtype broke every bfloat16 checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "mslime"
+
+FACTS = {
+    "where config.json keeps the language model": (
+        r'"text_config"',
+        # What else writes or checks that section: exports, quantised checkpoints, and the family that has it.
+        {"config/hf_config.py", "config/dtypes.py", "convert/quantised.py", "convert/families/qwen3_5_moe.py"},
+    ),
+    "the dtype that config.json names": (
+        r'"torch_dtype"\]?\)|"torch_dtype"\) if', {"config/hf_config.py", "config/dtypes.py"},
+    ),
+    "the ends of a sequence": (r'\.get\("eos_token_id"', {"config/hf_config.py"}),
+    "the dtype of the trainer's parameters": (r"params_dtype or ", {"config/dtypes.py"}),
+    "whether there is a GPU": (
+        r"nvidia-smi\"|cuda\.is_available\(\)",
+        # `environment` explains why there is none; the others ask torch before they touch CUDA.
+        {
+            "control/cluster.py", "control/environment.py", "backends/megatron/settings.py",
+            "backends/megatron/generators.py", "backends/cpu/megatron.py",
+        },
+    ),
+    "recompute's defaults": (r'"core_attn"[,}\]]', {"config/recompute.py"}),
+    "parameters that stay in float32": (r"\.self_attention\.A_log", {"convert/families/delta.py"}),
+    "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"weights/plan.py"}),
+    "estimates of the KL": (r"expm1", {"algorithms/kl.py"}),
+    "whose routes are followed": (
+        r'replay [!=]= "r3"', {"control/check.py", "rollout/generation.py", "rollout/groups.py"},
+    ),
+    "the rank grid": (r"rank\)? (//|%) \(?(self\.)?_?layout\.|world_size // (self\.)?_?layout\.pp", set[str]()),
+    "choices of settings": (
+        r'Literal\["(k1|abort|r3|some|all)", "',
+        {"config/choices.py"},
+    ),
+    "routed or not": (r'"n_routed_experts", "num_local_experts"', set[str]()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_a_fact_has_one_home(fact: str) -> None:
+    pattern, homes = FACTS[fact]
+    found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if re.search(pattern, path.read_text("utf-8"))}
+    assert found <= homes, f"{fact} is decided a second time in {sorted(found - homes)}"
+    assert homes <= found, f"{sorted(homes - found)} has nothing to do with it any more"
