@@ -268,13 +268,21 @@ def packing_metrics(
 
 
 def padded_rows(lengths: NDArray[np.int64], layout: ParallelLayout) -> int:
-    """Rows that a micro-batch of these sequences has over its context-parallel ranks.
+    """Rows that a micro-batch of these sequences has over its context-parallel ranks, with sequence parallelism."""
+    return sum(padded_lengths(lengths.tolist(), layout.cp, layout.tp))
 
-    Each sequence to a multiple of 2 x CP, all together to one of that times TP (sequence parallelism), at least that.
+
+def padded_lengths(lengths: Sequence[int], cp: int, sp: int) -> list[int]:
+    """The lengths of a micro-batch's sequences when they are laid out on ranks; of none, one of padding alone.
+
+    Each goes to a multiple of 2 x CP; what the total lacks to one of that times the sequence-parallel size, or is of
+    one row, goes to the last.
     """
-    each = 2 * layout.cp if layout.cp > 1 else 1
-    total = int((-(-lengths // each) * each).sum())
-    return -(-max(total, 1) // (each * layout.tp)) * each * layout.tp
+    each = 2 * cp if cp > 1 else 1
+    padded = [-(-n // each) * each for n in lengths] or [0]
+    total = max(sum(padded), 1)
+    padded[-1] += -(-total // (each * sp)) * each * sp - sum(padded)
+    return padded
 
 
 def chunks_per_group(layout: ParallelLayout) -> int:

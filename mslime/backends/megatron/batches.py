@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mslime.data.packing import padded_lengths
 from mslime.data.shard import TrainShard
 
 PADDING = -1
@@ -37,16 +38,6 @@ class RowLayout:
     cp_rank: int = 0
     sp: int = 1
     sp_rank: int = 0
-
-    @property
-    def sequence_multiple(self) -> int:
-        """Every padded sequence is a multiple of this."""
-        return 2 * self.cp if self.cp > 1 else 1
-
-    @property
-    def total_multiple(self) -> int:
-        """All rows of a micro-batch, over the context-parallel ranks, are a multiple of this."""
-        return self.sequence_multiple * self.sp
 
 
 def zigzag_positions(length: int, cp: int, rank: int) -> NDArray[np.int64]:
@@ -85,7 +76,7 @@ class SequenceSlicer:
 
         Without a sequence it holds padding only, the fewest rows that the layout allows.
         """
-        lengths = _padded_lengths([stop - start for start, stop in spans], layout)
+        lengths = padded_lengths([stop - start for start, stop in spans], layout.cp, layout.sp)
         rows, targets, positions = [], [], []
         for (start, stop), padded in zip(spans or [(0, 0)], lengths, strict=True):
             position = zigzag_positions(padded, layout.cp, layout.cp_rank)
@@ -133,15 +124,6 @@ class SequenceSlicer:
         known = np.flatnonzero(rows != PADDING)
         index = torch.from_numpy(rows[known]).to(out.device)
         out[index] = values[torch.from_numpy(known).to(values.device)].to(out.dtype)
-
-
-def _padded_lengths(lengths: list[int], layout: RowLayout) -> list[int]:
-    """Each sequence to its multiple; what the total still lacks goes to the last one."""
-    each = layout.sequence_multiple
-    padded = [-(-n // each) * each for n in lengths] or [0]
-    total = max(sum(padded), 1)
-    padded[-1] += -(-total // layout.total_multiple) * layout.total_multiple - sum(padded)
-    return padded
 
 
 def _gather(column: NDArray[Any], index: NDArray[np.int64], fill: float) -> NDArray[Any]:
