@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mslime.config.errors import MALFORMED
+from mslime.config.layout import ParallelLayout
 from mslime.observe.progress import format_seconds
 from mslime.observe.rows import Row, total
 
@@ -74,19 +75,19 @@ def _parameters(path: Path) -> int | None:
         return None
 
 
+_SIZES = {
+    "tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context", "ep": "expert_model",
+    "etp": "expert_tensor",
+}  # fmt: skip
+
+
 def _layout(megatron: dict[str, Any], trainer_ranks: int | None) -> str:
-    """`4 ranks: TP2 PP1 EP2`, sizes of one left out."""
-    sizes = {
-        "TP": "tensor_model",
-        "PP": "pipeline_model",
-        "CP": "context",
-        "EP": "expert_model",
-        "ETP": "expert_tensor",
-    }
-    named = {short: megatron[f"{long}_parallel_size"] for short, long in sizes.items()}
-    ranks = trainer_ranks or named["TP"] * named["PP"] * named["CP"]
-    parts = [f"{short}{size}" for short, size in named.items() if size > 1]
-    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (f" ({' '.join(parts)})" if parts else "")
+    """`4 ranks: TP2 EP2`, sizes of one left out; of a run that was checked when it began."""
+    sizes = {short: megatron[f"{long}_parallel_size"] or 1 for short, long in _SIZES.items()}
+    replica = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    layout = ParallelLayout(**sizes, dp=(trainer_ranks or replica) // replica)
+    ranks = layout.world_size
+    return f"{ranks} rank{'s' if ranks > 1 else ''}" + (f" ({layout.describe()})" if ranks > 1 else "")
 
 
 def headline_tiles(rows: Sequence[Row], config: dict[str, Any]) -> list[Tile]:
