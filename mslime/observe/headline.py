@@ -76,8 +76,8 @@ def _parameters(path: Path) -> int | None:
 
 
 _SIZES = {
-    "tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context", "ep": "expert_model",
-    "etp": "expert_tensor",
+    "tp": "tensor_model", "pp": "pipeline_model", "vpp": "virtual_pipeline_model", "cp": "context",
+    "ep": "expert_model", "etp": "expert_tensor",
 }  # fmt: skip
 
 
