@@ -10,13 +10,11 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-import ray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -27,16 +25,15 @@ from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.config.teacher import TeacherConfig
 from mslime.control.assemble import SourceNames, assemble
-from mslime.control.attached import AttachedEngines, new_group
 from mslime.control.check import ResolvedRun, resolve, write_resolved
-from mslime.control.cluster import Cluster, resolved_device
+from mslime.control.cluster import resolved_device
 from mslime.control.engines import EngineGroup
 from mslime.control.environment import refuse_without_gpu
 from mslime.control.owner import owned
-from mslime.control.ray_watch import RayWatch, leave_without_ray
 from mslime.control.rollouts import RolloutHandle, StepShards, references
 from mslime.control.run import export, only_run
 from mslime.control.session import Session
+from mslime.control.started import Started
 from mslime.control.stop import StopSignals
 from mslime.data.checkpoints import newest, step_directory, steps
 from mslime.data.manifest import read_manifest
@@ -57,43 +54,22 @@ SHOWN_GROUPS, SHOWN_CHARACTERS = 3, 400
 # ---------------------------------------------------------------------------------------------------- engines without
 
 
-class Generation:
-    """The engines and the rollout service of a run, with the weights that the engines start from. A context manager.
+class Generation(Started):
+    """The engines and the rollout service of a run, with the weights that the engines start from.
 
     Attributes:
         rollouts: the service.
-        progress: where lines go.
     """
 
     def __init__(self, run: ResolvedRun, stop: StopSignals, num_steps: int) -> None:
-        self._run, self._config, self._stop, self._num_steps = run, run.config, stop, num_steps
-        self._stack = ExitStack()
-        self._ray: RayWatch | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._ray is not None and self._ray.gone:
-            leave_without_ray()
-            return
-        self._stack.close()
+        super().__init__(run.config, stop)
+        self._run, self._num_steps = run, num_steps
 
     def _start(self) -> None:
-        config, logs = self._config, self._config.run_dir / "logs"
+        config, logs = self.config, self._logs
         self.progress = self._stack.enter_context(open_progress(config.observe.progress, self._num_steps))
         self.progress.note(f"starting engines on {config.model.path}; logs in {logs}")
-        cluster = self._stack.enter_context(Cluster(config, True, self._stop.install, trainers=False))
-        self._ray = self._stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))
-        for line in cluster.on_other_machines():
-            self.progress.note(f"logs in {logs.absolute()} of {line}")
+        cluster, watch = self._join_cluster(True, trainers=False)
         groups = [EngineGroup(self._run, cluster, logs), EngineGroup(self._run, cluster, logs, "teacher")]
         for group in groups:
             self._stack.callback(group.stop)
@@ -103,11 +79,8 @@ class Generation:
             for group, begun in zip(groups, starting, strict=True)
         )
         self.progress.note("engines: " + ", ".join(a.url for a in engines))
-        if config.sglang.urls:
-            attached = AttachedEngines(config, [a.endpoint for a in engines], new_group(config))
-            attached.take_over()
-            self._stack.callback(attached.leave, lambda _: None)
-        self.rollouts = RolloutHandle(self._run, logs / "rollouts.log", self._ray.check)
+        self._take_over([a.endpoint for a in engines], lambda _: None)
+        self.rollouts = RolloutHandle(self._run, logs / "rollouts.log", watch.check)
         self._stack.callback(self.rollouts.stop)
         self.rollouts.start(engines, [], None, 0, teachers)
         self.rollouts.count_as(0)

@@ -8,22 +8,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, ClassVar, Self
-
-import ray
+from typing import Any, ClassVar
 
 from mslime.config.cluster import WHOLE, Parts
 from mslime.config.errors import CheckpointError, TrainerError
 from mslime.config.schema import RunConfig
-from mslime.control.attached import AttachedEngines, new_group
 from mslime.control.check import ResolvedRun
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup
-from mslime.control.ray_watch import RayWatch, leave_without_ray
 from mslime.control.rollouts import Evaluation, RolloutHandle, SavedState, StepShards
+from mslime.control.started import Started
 from mslime.control.stop import Stopped, StopSignals
 from mslime.control.supervised import SupervisedRows
 from mslime.control.trainers import TrainerGroup
@@ -57,11 +53,10 @@ REST_S = 30.0
 """How long a rescue waits for the ranks to have done what they were given, before it takes them for stuck."""
 
 
-class Session:
+class Session(Started):
     """A running run. A context manager.
 
     Attributes:
-        config: the resolved configuration.
         first_step: steps done before this session (after a resume).
         loaded: the checkpoint that the trainer continues from, if any.
         saved_config: the configuration of the run that wrote it, if it says.
@@ -77,10 +72,8 @@ class Session:
             stop: handlers of signals that are set already; the session makes them patient once there is something to
                 save. None: the session follows no signal.
         """
-        self._run, self.config = run, run.config
-        self._stop = stop or StopSignals()
-        self._quiet = quiet
-        self._stack = ExitStack()
+        super().__init__(run.config, stop or StopSignals())
+        self._run, self._quiet = run, quiet
         self._chosen = _checkpoint_to_load(self.config)
         self.loaded = self._chosen.directory
         self._manifest = read_manifest(self.loaded) if self.loaded else None
@@ -91,7 +84,6 @@ class Session:
         self._trained = self._saved = self.first_step
         self._training = False  # inside a step of the trainer, whose weights are neither of one step nor of the next
         self._save_failed = False
-        self._ray: RayWatch | None = None
         self._verified = False
         self._step = self.first_step
         self._open: tuple[float, dict[str, float]] | None = None  # begin and record of the step in progress
@@ -106,47 +98,26 @@ class Session:
     def _checkpoints(self) -> Path:
         return self.config.run_dir / "checkpoints"
 
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._ray is not None and self._ray.gone:
-            self._progress.__exit__(None, None, None)
-            leave_without_ray()
-            return
-        self._stack.close()
-
     def _start(self) -> None:
-        config, logs = self.config, self.config.run_dir / "logs"
+        config = self.config
         self._open_records()
-        self._progress.note(
-            f"starting {config.layout.world_size} trainer rank(s): {config.layout.describe()}; logs in {logs}"
+        self.progress.note(
+            f"starting {config.layout.world_size} trainer rank(s): {config.layout.describe()}; logs in {self._logs}"
         )
         self._tell_choice()
         generates = config.train.task == "rl" and self.parts.engines
-        # Ray's own handler of SIGTERM would end the driver with a stack trace.
-        cluster = self._stack.enter_context(Cluster(config, generates, self._stop.install))
-        self._ray = self._stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))
-        for line in cluster.on_other_machines():
-            self._progress.note(f"logs in {logs.absolute()} of {line}")
-        self._trainers = TrainerGroup(config, cluster, logs, self._worth_waiting)
+        cluster, _ = self._join_cluster(generates)
+        self._trainers = TrainerGroup(config, cluster, self._logs, self._worth_waiting)
         self._stack.callback(self._trainers.stop)
         if generates:
-            self._start_generation(cluster, logs)
+            self._start_generation(cluster)
         else:
             self._layers = self._trainers.start()
         if self.loaded is not None:
-            self._progress.note(f"continuing from {self.loaded}")
+            self.progress.note(f"continuing from {self.loaded}")
             self._trainers.load(self.loaded, new_run=not self._own)
             if config.has_critic and not critic_directory(self.loaded).is_dir():
-                self._progress.note(
+                self.progress.note(
                     f"no critic in {self.loaded}: it starts from {config.critic.path or config.model.path}"
                 )
         if config.train.task == "sft":
@@ -170,32 +141,29 @@ class Session:
         )
         self._read_scores()
         self._timeline = self._stack.enter_context(Timeline(config.run_dir))
-        self._progress = self._stack.enter_context(
+        self.progress = self._stack.enter_context(
             open_progress("off" if self._quiet else config.observe.progress, config.train.num_steps, self.first_step)
         )
 
-    def _start_generation(self, cluster: Cluster, logs: Path) -> None:
+    def _start_generation(self, cluster: Cluster) -> None:
         """Engines and trainers start side by side; the rollout service connects when both are there."""
-        self._engines = EngineGroup(self._run, cluster, logs)
+        self._engines = EngineGroup(self._run, cluster, self._logs)
         self._stack.callback(self._engines.stop)
-        teachers = EngineGroup(self._run, cluster, logs, "teacher")
+        teachers = EngineGroup(self._run, cluster, self._logs, "teacher")
         self._stack.callback(teachers.stop)
         starting, teachers_starting = self._engines.begin_start(), teachers.begin_start()
-        watch = self._engines.watch_start(starting, self._progress.note)
+        watch = self._engines.watch_start(starting, self.progress.note)
         self._layers = self._trainers.start(watch)
         addresses = self._engines.finish_start(starting, watch)
-        self._progress.note("engines: " + ", ".join(a.url for a in addresses))
+        self.progress.note("engines: " + ", ".join(a.url for a in addresses))
         taught_by = teachers.finish_start(
-            teachers_starting, teachers.watch_start(teachers_starting, self._progress.note)
+            teachers_starting, teachers.watch_start(teachers_starting, self.progress.note)
         )
         if taught_by:
-            self._progress.note("teachers: " + ", ".join(a.url for a in taught_by))
-        group, endpoints = new_group(self.config), [a.endpoint for a in addresses]
-        if self.config.sglang.urls:
-            attached = AttachedEngines(self.config, endpoints, group)
-            attached.take_over()
-            self._stack.callback(attached.leave, self._trainers.disconnect)
-        self._rollouts = RolloutHandle(self._run, logs / "rollouts.log", self._at_rest)
+            self.progress.note("teachers: " + ", ".join(a.url for a in taught_by))
+        endpoints = [a.endpoint for a in addresses]
+        group = self._take_over(endpoints, self._trainers.disconnect)
+        self._rollouts = RolloutHandle(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
         state = _saved_state(self.loaded, self._manifest) if self.loaded and self._manifest and self._own else None
         self._rollouts.start(addresses, self._layers, state, self.first_step, taught_by)
@@ -211,9 +179,9 @@ class Session:
 
     def _tell_choice(self) -> None:
         for directory, error in self._chosen.passed_over:
-            self._progress.note(f"passed over a damaged checkpoint, now {directory}: {error}")
+            self.progress.note(f"passed over a damaged checkpoint, now {directory}: {error}")
         if self._manifest is not None and not self._manifest.summed:
-            self._progress.note(f"{self.loaded} is from before checksums: only sizes of its files are compared")
+            self.progress.note(f"{self.loaded} is from before checksums: only sizes of its files are compared")
 
     def _read_scores(self) -> None:
         """Of the steps before this session, for `checkpoint.keep_best`."""
@@ -254,19 +222,19 @@ class Session:
         self._last_row = self._metrics.log(self._step, record)
         self._score(self._step, record)
         self._timeline.record("driver", STEP, begin, end, self._step)
-        self._progress.step_done(self._step, record)
+        self.progress.step_done(self._step, record)
 
     def take(self, step: int) -> StepShards:
         """Finished groups of a step as shards; waits for them."""
         _log.info("step %d: waiting for rollouts", step + 1)
         begin = self._timeline.now()
-        batch = self._rollouts.take(step, self._progress.rollout)
+        batch = self._rollouts.take(step, self.progress.rollout)
         end = self._timeline.now()
         self._timeline.record("driver", "wait for rollouts", begin, end, step + 1)
         for span in batch.spans:
             self._timeline.record(*span)
         for note in batch.notes:
-            self._progress.note(note)
+            self.progress.note(note)
         batch.metrics["perf/wait_seconds"] = end - begin
         self._outlines = {at: old for at, old in self._outlines.items() if at >= step} | {step + 1: batch.outline}
         return batch
@@ -277,7 +245,7 @@ class Session:
         # While the critic is warmed up, the policy stays what it is.
         policy = not self.config.has_critic or self._step > self.config.critic.warmup_steps
         self._training = True
-        metrics, spans = self._trainers.train(shards, self._progress.train, policy, self._step)
+        metrics, spans = self._trainers.train(shards, self.progress.train, policy, self._step)
         self._training = False
         self._trained = self._step
         if self.config.train.task == "sft":
@@ -299,11 +267,11 @@ class Session:
         self._rollouts.pause()
         paused = time.monotonic()
         self._commit.begin()
-        sent, spans = self._trainers.send_weights(version, verify, self._progress.weights)
+        sent, spans = self._trainers.send_weights(version, verify, self.progress.weights)
         if verify:
             compared = self._commit.check(sent.expected)
             self._verified = True
-            self._progress.note(f"version {version}: {compared} engine parameters equal the trainer's, bit for bit")
+            self.progress.note(f"version {version}: {compared} engine parameters equal the trainer's, bit for bit")
         self._commit.end()
         self._commit.stamp(version)
         self._rollouts.resume(version)
@@ -362,9 +330,9 @@ class Session:
         """A row of its own for scores that come when the row of their step is written, or never will be (step 0)."""
         self._score(step, self._metrics.log(step, {**metrics, "version": float(step)}))
         if step:
-            self._progress.note(f"step {step}: {summary_line(metrics)}")
+            self.progress.note(f"step {step}: {summary_line(metrics)}")
         else:
-            self._progress.step_done(0, metrics)
+            self.progress.step_done(0, metrics)
 
     def supervised_batch(self) -> Shards:
         """The next `train.sft_batch_size` rows as shards for every rank."""
@@ -421,7 +389,7 @@ class Session:
         end = self._timeline.now()
         self._carried["perf/checkpoint_seconds"] = end - begun_at
         self._record_ranks("save", {f"trainer {r}": (begun_at, end) for r in range(self.config.layout.world_size)})
-        self._progress.note(f"saved {directory}")
+        self.progress.note(f"saved {directory}")
 
     def _save_rollouts(self, saving: Path, next_step: int, deadline: float, rescue: bool) -> dict[str, FileSum]:
         """The rollout service writes its own file. In a rescue its last outline stands in for one that is gone."""
@@ -430,7 +398,7 @@ class Session:
         except TrainerError as error:
             if not rescue or next_step not in self._outlines:
                 raise
-            self._progress.note(
+            self.progress.note(
                 f"the rollout service cannot say what it holds ({error.rule.splitlines()[0]}): unfinished groups will "
                 "begin again from their prompts"
             )
@@ -486,7 +454,7 @@ class Session:
             return self._nothing_to_save()
         if self._save_failed:
             return self._lost("saving failed")
-        self._progress.note(f"saving step {self._trained} before {reason}")
+        self.progress.note(f"saving step {self._trained} before {reason}")
         try:
             self._trainers.rest(min(REST_S, self.config.deadlines.rescue_s))
             self._close_row()
@@ -510,14 +478,14 @@ class Session:
                     self._open[1].update(found)
                 return
         fate = "it begins again when the run continues" if running.step == self._trained else "its scores are lost"
-        self._progress.note(f"the evaluation of step {running.step} has not ended: {fate}")
+        self.progress.note(f"the evaluation of step {running.step} has not ended: {fate}")
 
     def _lost(self, why: str) -> str:
         """Say that steps are not saved."""
         first = self._saved + 1
         steps = f"step {first} is" if self._trained <= first else f"steps {first} to {self._trained} are"
         text = f"{steps} not saved: {why}" if self._trained > self._saved else f"nothing was saved: {why}"
-        self._progress.note(text)
+        self.progress.note(text)
         return text
 
     def finish(self) -> None:
@@ -528,7 +496,7 @@ class Session:
     def export_hf(self, directory: Path) -> None:
         """Write the trainer's weights as a Hugging Face checkpoint with the model's configuration and tokenizer."""
         self._trainers.export_hf(directory)
-        self._progress.note(f"wrote {directory}")
+        self.progress.note(f"wrote {directory}")
         self._at_rest()
 
     def _record_ranks(self, name: str, spans: Mapping[str, tuple[float, float]]) -> None:
