@@ -13,28 +13,15 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-from mslime.config.errors import ConfigError, UserError
+from mslime.config.errors import ConfigError
+from mslime.config.errors import UserError as UserError
 from mslime.config.schema import RunConfig
-from mslime.control.stop import Stopped
+from mslime.control.stop import Stopped as Stopped
 
 if TYPE_CHECKING:
     from mslime.control.check import ResolvedRun
     from mslime.control.debug import Scores
     from mslime.planner.plan import RunPlan
-
-__all__ = [
-    "RunConfig",
-    "Source",
-    "Stopped",
-    "TrainResult",
-    "UserError",
-    "check",
-    "evaluate",
-    "load_config",
-    "plan",
-    "report",
-    "train",
-]
 
 Source = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
 """A run: a configuration, the path of a YAML file, or a mapping of what such a file says."""

@@ -198,7 +198,7 @@ def sample_row(
     """
     sample, prompt_length = entry.sample, entry.sample.prompt_length
     head, tail = _kept_tokens(sample.response_length, whole)
-    ids = sample.tokens[prompt_length:].tolist()
+    ids = sample.response_tokens.tolist()
     sampled = np.zeros(len(sample), np.bool_)
     for s in sample.segments:
         sampled[s.start : s.end] = s.version is not None

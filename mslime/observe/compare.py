@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import html
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mslime.config.errors import UserError
-from mslime.observe import timeline
 from mslime.observe.charts import BLUE, Chart, Series, chart_data, spans_decades
 from mslime.observe.drawn import Drawn, choose_charts
 from mslime.observe.headline import headline_tiles, run_facts
@@ -25,10 +23,12 @@ from mslime.observe.report import (
     read_run,
     run_name,
     text_or_empty,
+    with_idle,
     write_page,
 )
 from mslime.observe.rows import WHOLE, Row
 from mslime.observe.sections import SECTIONS
+from mslime.observe.timeline import read_spans
 
 FILE_NAME = "compare.html"
 MAX_RUNS = 8
@@ -58,18 +58,22 @@ def write_comparison(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
         raise UserError("report", len(run_dirs), f"compares at most {MAX_RUNS} runs", "name fewer")
     configs = [read_config(text_or_empty(path / "config.yaml")) for path in run_dirs]
     names = _names(run_dirs, configs)
-    runs = [Compared(name, _rows(path), c) for name, path, c in zip(names, run_dirs, configs, strict=True)]
+    runs = [
+        Compared(name, with_idle(read_run(path), read_spans(path)), c)
+        for name, path, c in zip(names, run_dirs, configs, strict=True)
+    ]
     drawn = _drawn(runs)
     differ = _settings(runs)
     sections = {title: chart_section(title, cards) for title, cards in drawn.sections.items()}
     sections |= {"Settings that differ": differ, "Not drawn": not_drawn(drawn, drawn.missing)}
     page = page_of(
-        "compare.html",
+        brand="mslime, runs side by side",
         title=html.escape(" · ".join(names)),
-        numbers=_numbers(runs),
+        facts="",
+        lead=f'<div class="scroll">{_numbers(runs)}</div>',
         contents=contents({title: drawn.sections.get(title, []) for title, text in sections.items() if text}),
         sections="".join(sections.values()),
-        written=time.strftime("%Y-%m-%d %H:%M"),
+        rest="",
         data=as_script_data(drawn.charts),
     )
     return write_page(out or run_dirs[0] / FILE_NAME, page)
@@ -79,11 +83,6 @@ def _names(run_dirs: Sequence[Path], configs: Sequence[Mapping[str, Any]]) -> li
     """The runs' names; where two are alike, their directories."""
     names = [run_name(path, config) for path, config in zip(run_dirs, configs, strict=True)]
     return names if len(set(names)) == len(names) else [str(path) for path in run_dirs]
-
-
-def _rows(run_dir: Path) -> list[Row]:
-    idle = timeline.idle_by_step(timeline.read_spans(run_dir))
-    return [{**row, **idle.get(row["step"], {})} for row in read_run(run_dir)]
 
 
 def _numbers(runs: Sequence[Compared]) -> str:

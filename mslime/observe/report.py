@@ -26,6 +26,7 @@ from mslime.observe.headline import BETWEEN, headline_tiles, run_facts
 from mslime.observe.lanes import timeline_data
 from mslime.observe.rows import Row, by_step
 from mslime.observe.samples_card import samples_section
+from mslime.observe.timeline import Span
 from mslime.observe.verdict import judge_run
 
 FILE_NAME = "report.html"
@@ -42,7 +43,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     rows = read_run(run_dir)
     config_text = text_or_empty(run_dir / "config.yaml")
     title = html.escape(run_name(run_dir, read_config(config_text)))
-    page = page_of("report.html", title=title, **_parts(run_dir, rows, config_text))
+    page = page_of(brand="mslime run report", title=title, **_parts(run_dir, rows, config_text))
     return write_page(out or run_dir / FILE_NAME, page)
 
 
@@ -75,10 +76,15 @@ def read_run(run_dir: Path) -> list[Row]:
     return found
 
 
+def with_idle(rows: Sequence[Row], spans: Sequence[Span]) -> list[Row]:
+    """The rows with the idle shares of their steps."""
+    idle = timeline.idle_by_step(spans)
+    return [{**row, **idle.get(row["step"], {})} for row in rows]
+
+
 def _parts(run_dir: Path, rows: Sequence[Row], config_text: str) -> dict[str, str]:
     spans = timeline.read_spans(run_dir)
-    idle = timeline.idle_by_step(spans)
-    rows = [{**row, **idle.get(row["step"], {})} for row in rows]
+    rows = with_idle(rows, spans)
     steps, config, drawn = (
         timeline_data(spans),
         read_config(config_text),
@@ -92,12 +98,10 @@ def _parts(run_dir: Path, rows: Sequence[Row], config_text: str) -> dict[str, st
     sections |= {"Timeline": _TIMELINE if steps else "", "Not drawn": not_drawn(drawn, missing)}
     return {
         "facts": facts_list(run_facts(config, rows)),
-        "verdict": _verdict(rows, drawn),
-        "tiles": "".join(_tile(*tile) for tile in headline_tiles(rows, config)),
+        "lead": _verdict(rows, drawn) + _tiles(rows, config),
         "contents": contents({title: drawn.sections.get(title, []) for title, text in sections.items() if text}),
         "sections": "".join(sections.values()),
-        "config": html.escape(config_text) or "config.yaml is not in the run directory",
-        "written": time.strftime("%Y-%m-%d %H:%M"),
+        "rest": _configuration(config_text),
         "data": as_script_data(drawn.charts, steps),
     }
 
@@ -170,6 +174,18 @@ def _verdict(rows: Sequence[Row], drawn: Drawn) -> str:
     return f'<section id="verdict-section"><h2>Verdict</h2><ul class="verdict">{"".join(lines)}</ul></section>'
 
 
+def _tiles(rows: Sequence[Row], config: dict[str, Any]) -> str:
+    return f'<div class="tiles">{"".join(_tile(*tile) for tile in headline_tiles(rows, config))}</div>'
+
+
+def _configuration(text: str) -> str:
+    said = html.escape(text) or "config.yaml is not in the run directory"
+    return (
+        '<section id="configuration-section"><h2>Configuration</h2>'
+        f"<details><summary>config.yaml</summary><pre>{said}</pre></details></section>"
+    )
+
+
 def _tile(label: str, value: str, note: str) -> str:
     value = html.escape(value).replace(BETWEEN, "<i>&#8594;</i>")
     return f'<div class="tile"><span>{html.escape(label)}</span><b>{value}</b><small>{html.escape(note)}</small></div>'
@@ -177,7 +193,8 @@ def _tile(label: str, value: str, note: str) -> str:
 
 def facts_list(facts: Mapping[str, str]) -> str:
     """Labelled facts."""
-    return "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items())
+    said = "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items())
+    return f'<dl class="facts">{said}</dl>'
 
 
 def as_script_data(charts: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]] = ()) -> str:
@@ -188,11 +205,11 @@ def as_script_data(charts: Sequence[dict[str, Any]], steps: Sequence[dict[str, A
 # Files
 
 
-def page_of(template: str, **parts: str) -> str:
-    """A page of its own, from one of the templates."""
+def page_of(**parts: str) -> str:
+    """A page of its own: `brand`, `title`, `facts`, `lead`, `contents`, `sections`, `rest` and `data` in one frame."""
     script = _template("report.js")
     shared = {"style": _template("report.css"), "script": script, "policy": _policy(script)}
-    return _fill(_template(template), **shared, **parts)
+    return _fill(_template("page.html"), written=time.strftime("%Y-%m-%d %H:%M"), **shared, **parts)
 
 
 def write_page(path: Path, page: str) -> Path:

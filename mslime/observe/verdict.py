@@ -163,11 +163,15 @@ def _nll(rows: Sequence[Row]) -> Said:
     return "bad", f"The negative log-likelihood did not fall: {numbers}."
 
 
+def _above(values: Sequence[float], limit: float, tone: Tone, what: str) -> Said:
+    """What to say of a share that is above its limit, late; it stands for the `{}` of `what`."""
+    share = late(values) if values else 0.0
+    return None if share <= limit else (tone, what.format(_percent(share)))
+
+
 def _signal(rows: Sequence[Row]) -> Said:
-    values = values_of(rows, "reward/zero_variance_share")
-    if late(values) <= SIGNAL_SHARE:
-        return None
-    return "note", f"{_percent(late(values))} of the last groups teach nothing: all their responses have one reward."
+    what = "{} of the last groups teach nothing: all their responses have one reward."
+    return _above(values_of(rows, "reward/zero_variance_share"), SIGNAL_SHARE, "note", what)
 
 
 def _entropy(rows: Sequence[Row]) -> Said:
@@ -178,36 +182,29 @@ def _entropy(rows: Sequence[Row]) -> Said:
 
 
 def _truncated(rows: Sequence[Row]) -> Said:
-    values = values_of(rows, "rollout/truncated")
-    if late(values) <= TRUNCATED:
-        return None
-    return "bad", f"{_percent(late(values))} of the last responses were cut at the length limit."
+    what = "{} of the last responses were cut at the length limit."
+    return _above(values_of(rows, "rollout/truncated"), TRUNCATED, "bad", what)
 
 
 def _mismatch(rows: Sequence[Row]) -> Said:
     values = values_of(rows, "mismatch/kl")
     if late(values) <= MISMATCH:
         return None
-    return "bad" if late(
-        values
-    ) > MISMATCH_HIGH else "note", f"Sampler and trainer disagree by {late(values):.2g} nats."
+    tone: Tone = "bad" if late(values) > MISMATCH_HIGH else "note"
+    return tone, f"Sampler and trainer disagree by {late(values):.2g} nats."
 
 
 def _clipped(rows: Sequence[Row]) -> Said:
     sides = ("loss/clip_fraction_below", "loss/clip_fraction_above")
     shares = [sum(row.get(name) or 0.0 for name in sides) for row in rows if row.get(sides[0]) is not None]
-    shares = shares or values_of(rows, "loss/clip_fraction")
-    if late(shares) <= CLIPPED:
-        return None
-    return "bad", f"The loss's trust region bounded {_percent(late(shares))} of the last tokens."
+    what = "The loss's trust region bounded {} of the last tokens."
+    return _above(shares or values_of(rows, "loss/clip_fraction"), CLIPPED, "bad", what)
 
 
 def _corrected(rows: Sequence[Row]) -> Said:
     names = ("correction/clipped_fraction", "correction/masked_fraction")
     shares = [sum(row.get(name) or 0.0 for name in names) for row in rows if row.get(names[0]) is not None]
-    if not shares or late(shares) <= CORRECTED:
-        return None
-    return "note", f"The correction bounded or masked {_percent(late(shares))} of the last tokens."
+    return _above(shares, CORRECTED, "note", "The correction bounded or masked {} of the last tokens.")
 
 
 def _dropped(rows: Sequence[Row]) -> Said:
