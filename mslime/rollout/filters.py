@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mslime.config.errors import ConfigError
 from mslime.data.sample import Group
-from mslime.rollout.functions import load_function
+from mslime.extensions import load_function
 
 GroupFilter = Callable[[Group], bool]
 

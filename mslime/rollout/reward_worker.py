@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from typing import Any, BinaryIO
 
 from mslime.config.errors import ConfigError
-from mslime.rollout.functions import load_function
+from mslime.extensions import load_function
 from mslime.rollout.graders.limits import Interrupted, interrupted_after, limit_memory
 from mslime.rollout.verdict import Job, Verdict, checked, checked_group
 

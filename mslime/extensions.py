@@ -1,8 +1,12 @@
-"""Finding a user's function by its `module:function` name."""
+"""A user's own functions: found by their `module:function` name, and looked at before they are called.
+
+Every room may import this module; it imports nothing of ours but the errors.
+"""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -39,3 +43,26 @@ def load_function(spec: str, setting: str) -> Callable[..., Any]:
             "name one of its functions",
         )  # fmt: skip
     return function
+
+
+def check_parameters(function: Callable[..., Any], spec: str, setting: str, *parameters: str) -> None:
+    """Refuse a function that cannot be called with as many positional arguments as it will be given.
+
+    Args:
+        parameters: names of the arguments, in their order; the function may name them otherwise.
+
+    Raises:
+        ConfigError: the function takes fewer, or needs more. Functions without a readable signature (written in C) pass.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        wanted = f"({', '.join(parameters)})"
+        raise ConfigError(
+            setting, spec, f"it is called with {wanted}, and {function.__qualname__}{signature} takes no such call: {error}",
+            f"write it as def {function.__name__}{wanted}",
+        ) from error  # fmt: skip
