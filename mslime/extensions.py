@@ -52,7 +52,7 @@ def check_parameters(function: Callable[..., Any], spec: str, setting: str, *par
         parameters: names of the arguments, in their order; the function may name them otherwise.
 
     Raises:
-        ConfigError: the function takes fewer, or needs more. Functions without a readable signature (written in C) pass.
+        ConfigError: the function takes fewer, or needs more. One without a readable signature (written in C) passes.
     """
     try:
         signature = inspect.signature(function)
@@ -61,8 +61,10 @@ def check_parameters(function: Callable[..., Any], spec: str, setting: str, *par
     try:
         signature.bind(*parameters)
     except TypeError as error:
-        wanted = f"({', '.join(parameters)})"
+        wanted, name = f"({', '.join(parameters)})", function.__qualname__
         raise ConfigError(
-            setting, spec, f"it is called with {wanted}, and {function.__qualname__}{signature} takes no such call: {error}",
-            f"write it as def {function.__name__}{wanted}",
-        ) from error  # fmt: skip
+            setting,
+            spec,
+            f"it is called with {wanted}, and {name}{signature} takes no such call: {error}",
+            f"write it as def {name}{wanted}",
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from mslime.config.errors import ConfigError
 from mslime.extensions import check_parameters, load_function
 
