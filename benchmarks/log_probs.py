@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs import Way, vocab_parallel_log_probs
+from mslime.backends.megatron.log_probs.vocab_parallel import Way, vocab_parallel_log_probs
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 Outputs = tuple[Tensor, Tensor | None]

@@ -102,7 +102,7 @@ def _in_turn(ours: Step, theirs: Step, steps: int) -> tuple[Times, Times]:
 
 def _mslime(model: Path, sequences: list[np.ndarray], threads: int) -> tuple[Step, Step]:
     """A training step, and what ends the trainer."""
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
     from mslime.config.loader import build
     from mslime.data.packing import build_shards
     from mslime.data.sample import Sample

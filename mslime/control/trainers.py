@@ -20,7 +20,7 @@ from mslime.data.checksums import FileSum
 from mslime.logs import hide, phase
 
 if TYPE_CHECKING:
-    from mslime.backends.megatron.critic import MegatronCritic
+    from mslime.backends.megatron.step.critic import MegatronCritic
     from mslime.config.layout import ParallelLayout
     from mslime.data.shard import TrainShard
     from mslime.weights.http import EngineInfo
@@ -44,8 +44,8 @@ class TrainerActor(RankActor):
 
     def start(self, rendezvous: str) -> dict[str, Any]:
         """Build the model and optimizer; returns this rank's MoE layers."""
-        from mslime.backends.megatron.critic import MegatronCritic
-        from mslime.backends.megatron.trainer import MegatronTrainer
+        from mslime.backends.megatron.step.critic import MegatronCritic
+        from mslime.backends.megatron.step.trainer import MegatronTrainer
 
         config = self._config
         with phase(_log, f"starting at {rendezvous}"):
@@ -162,7 +162,7 @@ class CriticActor(RankActor):
 
     def start(self, rendezvous: str) -> None:
         """Build the model and optimizer."""
-        from mslime.backends.megatron.critic import MegatronCritic
+        from mslime.backends.megatron.step.critic import MegatronCritic
 
         with phase(_log, f"starting at {rendezvous}"):
             self._critic = MegatronCritic(self._config, self._rank, self._config.layout.world_size, rendezvous)

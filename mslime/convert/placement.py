@@ -1,6 +1,6 @@
 """Where megatron-core keeps the elements of each parameter in a checkpoint: pure data, made by a built model
-(`backends.megatron.placement`) and used without one. Layers and experts may be stacked in one stored tensor, and a
-parameter may be stored in pieces (the halves of a gated MLP).
+(`backends.megatron.model.placement`) and used without one. Layers and experts may be stacked in one stored tensor,
+and a parameter may be stored in pieces (the halves of a gated MLP).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ CONTEXT_BYTES = 3 * 2**30
 FRAGMENTATION = 0.05
 """Share of the GPU lost between PyTorch's blocks: an assumption."""
 LOG_PROB_BYTES = 76
-"""Of a token, at most: 12 kept for the backward pass and 64 while it runs (`backends/megatron/log_probs.py`)."""
+"""Of a token, at most: 12 kept for the backward pass and 64 while it runs (`backends/megatron/log_probs/`)."""
 PINNED_ROUNDING = 1.44
 """PyTorch's pinned blocks are powers of two: the mean over sizes that lie anywhere between two of them, 1 / ln 2."""
 UNBOUNDED_PROMPT = 1024

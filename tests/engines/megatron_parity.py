@@ -149,7 +149,7 @@ def _cut(whole: TrainShard, members: list[int], micro_batches: tuple[tuple[int, 
 
 def record(rank: int, world_size: int, init_method: str, checkpoint: Path, case: Case, path: Path) -> dict[str, float]:
     """Run `case` in one process and keep log-probs, loss, gradients, metrics and final weights in `path`."""
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
     log_probs = [trainer.log_probs(s, replay=case.routes is not None) for s in make_shards(case, 1, 0, None)]
@@ -173,7 +173,7 @@ def record(rank: int, world_size: int, init_method: str, checkpoint: Path, case:
 
 def compare(rank: int, world_size: int, init_method: str, checkpoint: Path, case: Case, path: Path) -> dict[str, Any]:
     """Run `case` on this rank; largest differences from the record, and this rank's own metrics."""
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     kept = torch.load(path, weights_only=False)
     config = run_config(checkpoint, case)
@@ -200,7 +200,7 @@ def compare(rank: int, world_size: int, init_method: str, checkpoint: Path, case
 
 def log_probs(rank: int, world_size: int, init_method: str, checkpoint: Path, case: Case) -> torch.Tensor:
     """Natural log-probs of the first step's shard."""
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
     return trainer.log_probs(make_shards(case, 1, 0, None)[0])
@@ -214,8 +214,8 @@ def _rows(lengths: tuple[int, ...], sequence: int) -> np.ndarray:
 def _gradients(trainer: Any, shard: TrainShard) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss over all ranks and this rank's reduced gradients by canonical name, without an optimizer step."""
     from mslime.algorithms.statistics import finalise
-    from mslime.backends.megatron.metrics import over_all_ranks
-    from mslime.backends.megatron.naming import named_local_params
+    from mslime.backends.megatron.model.naming import named_local_params
+    from mslime.backends.megatron.step.metrics import over_all_ranks
 
     for chunk in trainer.wrapped:
         chunk.zero_grad_buffer()

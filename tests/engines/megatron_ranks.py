@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["mslime.backends.megatron.trainer"]
+PRELOADED = ["mslime.backends.megatron.step.trainer"]
 
 
 class RankFailed(AssertionError):

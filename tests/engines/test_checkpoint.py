@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import CheckpointError
 from mslime.data.checkpoints import newest, step_directory
 from mslime.data.checksums import sum_file

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import AlgorithmConfig
 from mslime.data.shard import TrainShard
 from tests.engines.trainer_ranks import (

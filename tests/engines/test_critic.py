@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from mslime.algorithms.advantages_tokens import TokenColumns, gae
-from mslime.backends.megatron.critic import MegatronCritic
-from mslime.backends.megatron.trainer import MegatronTrainer
-from mslime.backends.megatron.value_head import is_value_head
+from mslime.backends.megatron.model.value_head import is_value_head
+from mslime.backends.megatron.step.critic import MegatronCritic
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import RunConfig
 from mslime.data.shard import TrainShard
 from tests.engines.megatron_ranks import run_ranks

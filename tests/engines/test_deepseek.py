@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.checkpoints import step_directory

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.backends.megatron.naming import named_local_params
-from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.megatron.model.naming import named_local_params
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
 from mslime.convert.hf import HFCheckpoint

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from mslime.backends.megatron.meta import lone_rank, meta_chunks
-from mslime.backends.megatron.naming import layer_ids
+from mslime.backends.megatron.model.meta_model import lone_rank, meta_chunks
+from mslime.backends.megatron.model.naming import layer_ids
 from mslime.config.layout import ParallelLayout
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig

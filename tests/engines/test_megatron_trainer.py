@@ -22,7 +22,7 @@ from tests.engines.megatron_ranks import RankFailed, run_ranks
 
 def train_on_nan(rank: int, world_size: int, init_method: str, checkpoint: Path) -> TrainerError:
     """Rank 1's second step holds a weight that is not a number."""
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     case = Case(2)
     trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
@@ -43,7 +43,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_with_the_step_and_the_rank(t
 
 
 def train_on_overflow(rank: int, world_size: int, init_method: str, checkpoint: Path) -> TrainerError:
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(run_config(checkpoint, Case()), rank, world_size, init_method)
     shard = make_shards(Case(), 1, 0, None)[0]
@@ -59,7 +59,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step(tiny_qwen3_moe: Path) -> N
 
 def policies(rank: int, world_size: int, init_method: str, checkpoint: Path) -> dict[str, Any]:
     """Log-probs of both policies before and after a step, and whether the actor's weights survived the swaps."""
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     case = Case(1, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True})
     trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
@@ -85,7 +85,7 @@ def test_the_reference_policy_stays_what_it_was_and_the_actor_comes_back_bit_for
 
 
 def fine_tune(rank: int, world_size: int, init_method: str, checkpoint: Path) -> list[dict[str, float]]:
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     case = Case(1, train={"task": "sft", "lr": 1e-2, "replay": "r3"})
     trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
@@ -117,7 +117,7 @@ def test_a_warm_up_begins_above_zero_and_a_decay_ends_at_the_minimum(tiny_qwen3_
 
 def learning_rates(rank: int, world_size: int, init_method: str, checkpoint: Path) -> tuple[list[float], list[float]]:
     """Reported rate and largest change of a weight, for four steps."""
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     schedule = {"lr_decay_style": "linear", "lr_warmup_steps": 2, "num_steps": 4, "optimizer_steps_per_rollout": 1}
     case = Case(1, train={**schedule, "weight_decay": 0.0})
@@ -147,7 +147,7 @@ def test_a_normalised_correction_has_mean_one_over_all_ranks(tiny_qwen3_moe: Pat
 
 
 def too_few_ranks(rank: int, world_size: int, init_method: str, checkpoint: Path) -> TrainerError:
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     with pytest.raises(TrainerError) as caught:
         MegatronTrainer(run_config(checkpoint, Case(2)), rank, world_size, init_method)
@@ -155,7 +155,7 @@ def too_few_ranks(rank: int, world_size: int, init_method: str, checkpoint: Path
 
 
 def load_spoilt(rank: int, world_size: int, init_method: str, checkpoint: Path) -> CheckpointError:
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     with pytest.raises(CheckpointError) as caught:
         MegatronTrainer(run_config(checkpoint, Case()), rank, world_size, init_method)
@@ -186,7 +186,7 @@ def test_a_number_of_ranks_that_is_not_the_layouts_is_refused(tiny_qwen3_moe: Pa
 
 
 def missing_rank(rank: int, world_size: int, init_method: str, checkpoint: Path) -> TrainerError:
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     config = run_config(checkpoint, Case(2))
     config = config.model_copy(update={"deadlines": config.deadlines.model_copy(update={"trainer_start_s": 1.0})})

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
-from mslime.backends.megatron.meta import lone_rank, meta_chunks
-from mslime.backends.megatron.model import build_chunks, load_hf_weights
+from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
+from mslime.backends.megatron.model.meta_model import lone_rank, meta_chunks
+from mslime.backends.megatron.model.settings import transformer_config
 from mslime.backends.megatron.parallel import start_process_groups, stop_process_groups
-from mslime.backends.megatron.settings import transformer_config
-from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from tests.engines.trainer_ranks import largest_difference, make_config, run_trainers, shard_of, to_hf
 from tests.fixtures.families import CASES
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from mslime.backends.megatron.critic import MegatronCritic
-from mslime.backends.megatron.naming import layer_ids
-from mslime.backends.megatron.trained import TrainedModel
-from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.megatron.model.naming import layer_ids
+from mslime.backends.megatron.step.critic import MegatronCritic
+from mslime.backends.megatron.step.trained_model import TrainedModel
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout, stage_layers
 from mslime.config.schema import RunConfig

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from mslime.backends.megatron.replay import token_keys
-from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.megatron.replay.routing_replay import token_keys
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.data.shard import TrainShard
 from tests.engines.trainer_ranks import (
     FULL_RECOMPUTE,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.layout import ParallelLayout
 from mslime.data.packing import build_shards

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.keys import Endpoint
 from mslime.network import free_port
 from mslime.weights.commit import Commit

@@ -15,10 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from mslime.algorithms.statistics import finalise
-from mslime.backends.megatron.metrics import over_all_ranks
-from mslime.backends.megatron.naming import named_local_params
-from mslime.backends.megatron.pipeline import RouteHooks
-from mslime.backends.megatron.trainer import MegatronTrainer
+from mslime.backends.megatron.model.naming import named_local_params
+from mslime.backends.megatron.step.metrics import over_all_ranks
+from mslime.backends.megatron.step.pipeline import RouteHooks
+from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family
 from mslime.data.routes import Routes

@@ -72,7 +72,7 @@ def on_ranks(work: Callable[..., Any], config: RunConfig, root: Path, *args: Any
 def _on_rank(
     work: Callable[..., Any], config: RunConfig, rank: int, world: int, store: str, args: tuple[Any, ...]
 ) -> Any:
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     trainer = MegatronTrainer(config, rank, world, store)
     try:

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from mslime.backends.megatron import log_probs_fused as fused
+from mslime.backends.megatron.log_probs import fused
 
 POINTERS = {
     "column": "*i64", "top_out": "*fp32", "total_out": "*fp32", "moment_out": "*fp32", "label_out": "*fp32",

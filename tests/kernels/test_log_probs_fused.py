@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs import LogProbs, vocab_parallel_log_probs
-from mslime.backends.megatron.log_probs_support import Support
+from mslime.backends.megatron.log_probs.support import Support
+from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
 from tests.fixtures.log_probs import exact, peak_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -35,9 +35,9 @@ RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1 / 128, torch.float16: 1 / 102
 @pytest.fixture(autouse=True, scope="module")
 def _small_blocks() -> None:
     """So that small vocabularies have several blocks."""
-    from mslime.backends.megatron import log_probs_fused
+    from mslime.backends.megatron.log_probs import fused
 
-    log_probs_fused.BLOCK = BLOCK
+    fused.BLOCK = BLOCK
 
 
 def fused(logits: Tensor, labels: Tensor, vocab: int, **kwargs: object) -> LogProbs:

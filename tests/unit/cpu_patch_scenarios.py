@@ -131,7 +131,7 @@ def mla_layer() -> Any:
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    from mslime.backends.megatron.specs import block_spec
+    from mslime.backends.megatron.model.specs import block_spec
 
     config = MLATransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=2, q_lora_rank=12, kv_lora_rank=16, qk_head_dim=8,
@@ -212,7 +212,7 @@ def own_step_after_load(work: Path) -> None:
 
 
 def new_trainer(work: Path) -> Any:
-    from mslime.backends.megatron.trainer import MegatronTrainer
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
     from mslime.config.schema import RunConfig
 
     config = RunConfig.model_validate(

@@ -15,7 +15,7 @@ from torch import Tensor
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss
 from mslime.algorithms.rows import Reduce
 from mslime.algorithms.statistics import LossStatistics, finalise
-from mslime.backends.megatron.batches import MicroBatch, RowLayout, build_micro_batch
+from mslime.backends.megatron.step.batches import MicroBatch, RowLayout, build_micro_batch
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import AlgorithmConfig
 from mslime.data.packing import build_shards

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mslime.backends.megatron.batches import (
+from mslime.backends.megatron.step.batches import (
     PADDING,
     RowLayout,
     SequenceSlicer,

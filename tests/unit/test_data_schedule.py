@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.backends.megatron.batches import RowLayout, SequenceSlicer
+from mslime.backends.megatron.step.batches import RowLayout, SequenceSlicer
 from mslime.config.layout import ParallelLayout
 from mslime.data.packing import Packer, Plan, build_shards, packing_metrics, padded_rows
 from tests.unit.test_data_packing import make_sample

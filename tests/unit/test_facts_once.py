@@ -25,7 +25,7 @@ FACTS = {
         r"nvidia-smi\"|cuda\.is_available\(\)",
         # `environment` explains why there is none; the others ask torch before they touch CUDA.
         {
-            "control/cluster.py", "control/environment.py", "backends/megatron/settings.py",
+            "control/cluster.py", "control/environment.py", "backends/megatron/model/settings.py",
             "backends/megatron/generators.py", "backends/cpu/megatron.py",
         },
     ),

@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from mslime.backends.cpu.norm import ZeroCentredRMSNorm  # noqa: E402
-from mslime.backends.megatron.gated_delta import HeadNorm, PackedGatedDeltaNet  # noqa: E402
-from mslime.backends.megatron.meta import lone_rank  # noqa: E402
+from mslime.backends.megatron.model.gated_delta import HeadNorm, PackedGatedDeltaNet  # noqa: E402
+from mslime.backends.megatron.model.meta_model import lone_rank  # noqa: E402
 from mslime.config.schema import RunConfig  # noqa: E402
 
 HIDDEN, KEYS, VALUES, KEY_DIM, VALUE_DIM, WIDTH = 16, 2, 4, 8, 6, 4

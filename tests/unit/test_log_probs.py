@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mslime.backends.megatron import log_probs as module
-from mslime.backends.megatron.log_probs import LogProbs, vocab_parallel_log_probs
-from mslime.backends.megatron.log_probs_chunked import CPU_BLOCK_BYTES
-from mslime.backends.megatron.log_probs_support import Support
+from mslime.backends.megatron.log_probs import vocab_parallel as module
+from mslime.backends.megatron.log_probs.chunked import CPU_BLOCK_BYTES
+from mslime.backends.megatron.log_probs.support import Support
+from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
 from tests.engines.megatron_ranks import run_ranks
 from tests.fixtures.log_probs import exact, peak_bytes
 
@@ -238,7 +238,7 @@ def test_a_cpu_run_does_not_load_the_kernels() -> None:
     """They are the only module of ours that imports triton."""
     logits, labels, _, _ = make_case()
     single(logits, labels, with_entropy=True)
-    assert "mslime.backends.megatron.log_probs_fused" not in sys.modules
+    assert "mslime.backends.megatron.log_probs.fused" not in sys.modules
 
 
 def test_cuda_without_triton_says_once_what_it_misses(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mslime.backends.megatron.settings import (
+from mslime.backends.megatron.model.settings import (
     OptimizerConfig,
     ddp_config,
     device_of,

@@ -16,7 +16,7 @@ install()
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 
-from mslime.backends.megatron.optimizer import load_states  # noqa: E402
+from mslime.backends.megatron.step.optimizer import load_states  # noqa: E402
 
 
 class FakeFusedAdam(torch.optim.Optimizer):

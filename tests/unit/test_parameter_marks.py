@@ -18,10 +18,10 @@ install()
 
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 
-from mslime.backends.megatron.meta import lone_rank  # noqa: E402
-from mslime.backends.megatron.model import build_chunks, mark_parameters  # noqa: E402
-from mslime.backends.megatron.naming import named_local_params  # noqa: E402
-from mslime.backends.megatron.settings import transformer_config  # noqa: E402
+from mslime.backends.megatron.model.chunks import build_chunks, mark_parameters  # noqa: E402
+from mslime.backends.megatron.model.meta_model import lone_rank  # noqa: E402
+from mslime.backends.megatron.model.naming import named_local_params  # noqa: E402
+from mslime.backends.megatron.model.settings import transformer_config  # noqa: E402
 from mslime.config.schema import RunConfig  # noqa: E402
 from mslime.convert.families import get_family, read_hf_config  # noqa: E402
 from tests.fixtures.families import CASES  # noqa: E402

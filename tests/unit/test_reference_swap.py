@@ -12,8 +12,8 @@ from mslime.backends.cpu.megatron import install
 
 install()
 
-from mslime.backends.megatron import reference  # noqa: E402
-from mslime.backends.megatron.reference import ReferencePolicy  # noqa: E402
+from mslime.backends.megatron.step import reference  # noqa: E402
+from mslime.backends.megatron.step.reference import ReferencePolicy  # noqa: E402
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-from mslime.backends.megatron.batches import RowLayout, SequenceSlicer
-from mslime.backends.megatron.replay import (
+from mslime.backends.megatron.replay.routing_replay import (
     LayerReplay,
     ShardRoutes,
     check_routes,
@@ -27,6 +26,7 @@ from mslime.backends.megatron.replay import (
     scored_rows,
     token_keys,
 )
+from mslime.backends.megatron.step.batches import RowLayout, SequenceSlicer
 from mslime.config.errors import ConfigError, EngineError
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mslime.backends.megatron.checkpoint_files import InProcessSave, SafeLoad
 from mslime.backends.megatron.generators import load_generators, save_generators
-from mslime.backends.megatron.optimizer import begin_states, load_states
+from mslime.backends.megatron.step.optimizer import begin_states, load_states
 from mslime.config.errors import CheckpointError
 from mslime.data import checkpoints
 from mslime.data.checksums import FileSum, check_sums, share

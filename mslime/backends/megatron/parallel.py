@@ -19,7 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from mslime.backends.megatron.batches import RowLayout
+from mslime.backends.megatron.step.batches import RowLayout
 from mslime.config.errors import TrainerError
 from mslime.config.schema import RunConfig
 

@@ -42,7 +42,7 @@ class ModelFields:
         position_embedding: `rope`, or `yarn` (its settings are TransformerConfig's `yarn_*`); multi-latent attention
             makes its own and reads neither.
         llama3_factor: factor of Llama 3's frequency scaling; None: not scaled.
-        joint_qk_norm: queries, and keys, are normed over all heads together (`backends.megatron.norms`).
+        joint_qk_norm: queries, and keys, are normed over all heads together (`backends.megatron.model.norms`).
         post_norms: what attention and MLP add to the residual stream is normed first.
     """
 

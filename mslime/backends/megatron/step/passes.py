@@ -8,9 +8,9 @@ from torch import Tensor
 
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, sft_loss
 from mslime.algorithms.statistics import LossStatistics
-from mslime.backends.megatron.batches import MicroBatch
-from mslime.backends.megatron.log_probs import LogProbs, vocab_parallel_log_probs
-from mslime.backends.megatron.pipeline import OnMicroBatch, Pipeline, RouteHooks
+from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
+from mslime.backends.megatron.step.batches import MicroBatch
+from mslime.backends.megatron.step.pipeline import OnMicroBatch, Pipeline, RouteHooks
 from mslime.data.shard import TrainShard
 
 

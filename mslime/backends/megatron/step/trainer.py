@@ -19,17 +19,17 @@ from torch import Tensor
 from mslime.algorithms.advantages_tokens import needs_policy_log_probs
 from mslime.algorithms.corrections import needs_old_log_probs
 from mslime.algorithms.statistics import LossStatistics
-from mslime.backends.megatron.advantages import with_token_advantages
-from mslime.backends.megatron.metrics import normalising_scale
-from mslime.backends.megatron.model import build_chunks, load_hf_weights
-from mslime.backends.megatron.naming import moe_layer_ids, named_local_params
+from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
+from mslime.backends.megatron.model.naming import moe_layer_ids, named_local_params
+from mslime.backends.megatron.model.settings import device_of, transformer_config
 from mslime.backends.megatron.parallel import Place, start_process_groups, stop_process_groups
-from mslime.backends.megatron.pipeline import OnMicroBatch
-from mslime.backends.megatron.reference import ReferencePolicy
-from mslime.backends.megatron.routing import Routing
-from mslime.backends.megatron.settings import device_of, transformer_config
-from mslime.backends.megatron.step import StepRunner
-from mslime.backends.megatron.trained import TrainedModel
+from mslime.backends.megatron.replay.routing import Routing
+from mslime.backends.megatron.step.advantages import with_token_advantages
+from mslime.backends.megatron.step.metrics import normalising_scale
+from mslime.backends.megatron.step.passes import StepRunner
+from mslime.backends.megatron.step.pipeline import OnMicroBatch
+from mslime.backends.megatron.step.reference import ReferencePolicy
+from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mslime.backends.megatron.batches import SequenceSlicer
+from mslime.backends.megatron.step.batches import SequenceSlicer
 from mslime.config.errors import ConfigError, EngineError
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard

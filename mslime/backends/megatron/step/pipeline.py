@@ -20,9 +20,9 @@ from torch import Tensor
 
 from mslime.algorithms.losses import LossOutput
 from mslime.algorithms.statistics import LossStatistics
-from mslime.backends.megatron.batches import MicroBatch, build_micro_batch
-from mslime.backends.megatron.naming import unwrap
+from mslime.backends.megatron.model.naming import unwrap
 from mslime.backends.megatron.parallel import Place
+from mslime.backends.megatron.step.batches import MicroBatch, build_micro_batch
 from mslime.config.schema import RunConfig
 from mslime.data.shard import TrainShard
 

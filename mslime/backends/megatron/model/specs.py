@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mslime.backends.megatron.gated_delta import with_gated_delta_net
+from mslime.backends.megatron.model.gated_delta import with_gated_delta_net
 from mslime.config.errors import TrainerError
 
 

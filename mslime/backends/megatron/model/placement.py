@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from mslime.backends.megatron.checkpoint import SHARDING
-from mslime.backends.megatron.meta import lone_rank, meta_chunks
+from mslime.backends.megatron.model.meta_model import lone_rank, meta_chunks
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family
 from mslime.convert.placement import ModelPlacement, Piece, whole

@@ -17,11 +17,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mslime.algorithms.statistics import LossStatistics, finalise
 from mslime.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
-from mslime.backends.megatron.metrics import over_all_ranks, refuse_not_finite
-from mslime.backends.megatron.model import wrap
-from mslime.backends.megatron.optimizer import build_optimizer, follow_config, learning_rate
+from mslime.backends.megatron.model.chunks import wrap
+from mslime.backends.megatron.model.settings import ddp_config, optimizer_config
 from mslime.backends.megatron.parallel import Place
-from mslime.backends.megatron.settings import ddp_config, optimizer_config
+from mslime.backends.megatron.step.metrics import over_all_ranks, refuse_not_finite
+from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, learning_rate
 from mslime.config.schema import RunConfig
 from mslime.data.checksums import FileSum
 

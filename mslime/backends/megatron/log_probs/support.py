@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs_shard import FAR, Gradients, Shard, Softmax, Sums
+from mslime.backends.megatron.log_probs.shard import FAR, Gradients, Shard, Softmax, Sums
 
 
 @dataclass(frozen=True)

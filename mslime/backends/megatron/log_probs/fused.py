@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mslime.backends.megatron.log_probs_shard import Gradients, Shard, Softmax, Sums
+from mslime.backends.megatron.log_probs.shard import Gradients, Shard, Softmax, Sums
 
 BLOCK = 4096  # columns a program has in registers: 16 a thread
 WARPS = 8
@@ -28,7 +28,7 @@ LOG2_E = math.log2(math.e)
 
 
 def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool) -> Sums:
-    """The sums of every row of `logits` [n, V_local]: `log_probs_chunked.row_sums` in one pass.
+    """The sums of every row of `logits` [n, V_local]: `chunked.row_sums` in one pass.
 
     Allocates 16 bytes a row.
     """
@@ -46,7 +46,7 @@ def row_sums(logits: Tensor, column: Tensor, shard: Shard, *, with_entropy: bool
 def write_gradient(
     out: Tensor, logits: Tensor, column: Tensor, softmax: Softmax, upstream: Gradients, shard: Shard
 ) -> None:
-    """Write the gradient with respect to `logits` into `out`: `log_probs_chunked.write_gradient` in one pass.
+    """Write the gradient with respect to `logits` into `out`: `chunked.write_gradient` in one pass.
 
     Allocates nothing. Rows whose upstream gradients are zero (prompts, padding) are not read.
     """
@@ -79,7 +79,7 @@ def _absorb(logit, top, total, moment, scale, WITH_ENTROPY: tl.constexpr):
     d = (logit - origin) * scale
     weight = tl.exp2(d)
     if WITH_ENTROPY:
-        # -1e4 stands for -inf, see log_probs_shard.FAR.
+        # -1e4 stands for -inf, see shard.FAR.
         block_moment = tl.sum(weight * tl.maximum(d, -1.0e4), axis=0)
         moment = (moment + tl.maximum(shift, -1.0e4) * total) * factor + block_moment
     total = total * factor + tl.sum(weight, axis=0)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from mslime.algorithms.losses import LossOutput, value_loss
 from mslime.algorithms.statistics import LossStatistics
-from mslime.backends.megatron.batches import MicroBatch
-from mslime.backends.megatron.model import build_chunks, load_hf_weights
+from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
+from mslime.backends.megatron.model.settings import device_of, transformer_config
 from mslime.backends.megatron.parallel import start_process_groups, stop_process_groups
-from mslime.backends.megatron.pipeline import OnMicroBatch, Pipeline
-from mslime.backends.megatron.settings import device_of, transformer_config
-from mslime.backends.megatron.trained import TrainedModel
+from mslime.backends.megatron.step.batches import MicroBatch
+from mslime.backends.megatron.step.pipeline import OnMicroBatch, Pipeline
+from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.data.shard import TrainShard

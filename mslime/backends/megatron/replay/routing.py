@@ -1,6 +1,6 @@
 """Which routes each pass of a step uses: the rollout's (r3), the trainer's own from its first pass (r2), or none.
 
-Binds `replay.RoutingReplay` to shards and passes. In r3 and r2 a shard's old-log-prob pass and gradient pass use the
+Binds `RoutingReplay` to shards and passes. In r3 and r2 a shard's old-log-prob pass and gradient pass use the
 same experts; a reference policy always routes by itself.
 """
 
@@ -14,10 +14,16 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from mslime.backends.megatron.batches import MicroBatch
 from mslime.backends.megatron.parallel import Place
-from mslime.backends.megatron.pipeline import RouteHooks
-from mslime.backends.megatron.replay import ReplayReport, RouteRows, RoutingReplay, ShardRoutes, check_routes
+from mslime.backends.megatron.replay.routing_replay import (
+    ReplayReport,
+    RouteRows,
+    RoutingReplay,
+    ShardRoutes,
+    check_routes,
+)
+from mslime.backends.megatron.step.batches import MicroBatch
+from mslime.backends.megatron.step.pipeline import RouteHooks
 from mslime.config.choices import ReplayMode
 from mslime.convert.families import ModelFields
 from mslime.data.shard import TrainShard

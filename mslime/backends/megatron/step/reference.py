@@ -10,8 +10,8 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from mslime.backends.megatron.model import load_hf_weights
-from mslime.backends.megatron.naming import named_local_params
+from mslime.backends.megatron.model.chunks import load_hf_weights
+from mslime.backends.megatron.model.naming import named_local_params
 
 
 class ReferencePolicy:

@@ -14,12 +14,12 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mslime.backends.megatron.naming import named_local_params
-from mslime.backends.megatron.norms import use_joint_qk_norms, use_post_norms
+from mslime.backends.megatron.model.naming import named_local_params
+from mslime.backends.megatron.model.norms import use_joint_qk_norms, use_post_norms
+from mslime.backends.megatron.model.routers import use_own_routers
+from mslime.backends.megatron.model.specs import block_spec
+from mslime.backends.megatron.model.value_head import ValueHead, is_value_head
 from mslime.backends.megatron.parallel import tensor_shard
-from mslime.backends.megatron.routers import use_own_routers
-from mslime.backends.megatron.specs import block_spec
-from mslime.backends.megatron.value_head import ValueHead, is_value_head
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import ModelFields, get_family
 from mslime.convert.families.delta import FLOAT32_PARAMETERS

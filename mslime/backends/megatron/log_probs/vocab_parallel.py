@@ -2,7 +2,7 @@
 
 Every tensor-parallel rank holds some columns of the vocabulary; what comes back is the same on all of them. Two ways
 compute it, with the same result: on a CPU the softmax is computed chunk by chunk over the tokens
-(`log_probs_chunked`), on CUDA in one pass over the logits (`log_probs_fused`). Both recompute it in the backward pass.
+(`chunked`), on CUDA in one pass over the logits (`fused`). Both recompute it in the backward pass.
 Beyond the gradient of the logits, which autograd must return, that leaves
 
 - kept for the backward pass: 8 bytes a token, 12 with the entropy;
@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mslime.backends.megatron import log_probs_chunked
-from mslime.backends.megatron.log_probs_shard import Gradients, Shard, Softmax, Sums
-from mslime.backends.megatron.log_probs_support import Support
+from mslime.backends.megatron.log_probs import chunked
+from mslime.backends.megatron.log_probs.shard import Gradients, Shard, Softmax, Sums
+from mslime.backends.megatron.log_probs.support import Support
 
 _log = logging.getLogger(__name__)
 
@@ -126,10 +126,10 @@ def _triton_is_installed() -> bool:
 def _dense(shard: Shard) -> Any:
     """The module that reads whole rows: `row_sums` and `write_gradient`, the same signatures in both."""
     if not shard.fused:
-        return log_probs_chunked
-    from mslime.backends.megatron import log_probs_fused  # imports triton
+        return chunked
+    from mslime.backends.megatron.log_probs import fused  # imports triton
 
-    return log_probs_fused
+    return fused
 
 
 def _softmax(sums: Sums, ours: Tensor, shard: Shard, *, with_entropy: bool) -> tuple[Tensor, Softmax]:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from mslime.backends.megatron.model import build_chunks
-from mslime.backends.megatron.settings import transformer_config
+from mslime.backends.megatron.model.chunks import build_chunks
+from mslime.backends.megatron.model.settings import transformer_config
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family

@@ -1,0 +1,1 @@
+"""Log-probs of tokens from logits that tensor parallelism splits by vocabulary: blocks on CPU, Triton on CUDA."""

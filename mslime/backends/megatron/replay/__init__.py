@@ -1,0 +1,1 @@
+"""Routing replay: recorded experts in the place of the routers' own choice, pass by pass."""
