@@ -1,6 +1,6 @@
 """Advantages of whole rollouts from their rewards. NumPy only, so that the driver can call it without torch.
 
-Groups are formed by group id, whatever order the samples come in, and a rollout has one vote in its group however many
+Groups are formed by group id, whatever order the samples come in, and a rollout counts once in its group, however many
 training samples it became. What depends on log-probs or values is in `advantages_tokens`.
 """
 
@@ -23,7 +23,7 @@ Steps = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class Votes:
+class GroupRewards:
     """R rollouts in G groups.
 
     Attributes:
@@ -31,7 +31,7 @@ class Votes:
         group: [R] int64 in [0, G).
         sizes: [G] float64, rollouts of each group.
         means: [G] float64, mean reward of each group.
-        level: [G] bool, groups whose rewards are all equal.
+        zero_variance: [G] bool, groups whose rewards are all equal.
         of_sample: [S] int64, the rollout of each training sample.
     """
 
@@ -39,17 +39,17 @@ class Votes:
     group: NDArray[np.int64]
     sizes: NDArray[np.float64]
     means: NDArray[np.float64]
-    level: NDArray[np.bool_]
+    zero_variance: NDArray[np.bool_]
     of_sample: NDArray[np.int64]
 
     @property
     def centred(self) -> NDArray[np.float64]:
         """[R] reward minus the group's mean; exactly 0 in a group of equal rewards."""
-        return np.where(self.level[self.group], 0.0, self.rewards - self.means[self.group])
+        return np.where(self.zero_variance[self.group], 0.0, self.rewards - self.means[self.group])
 
 
-def count_votes(rewards: ArrayLike, group_ids: ArrayLike, rollout_ids: ArrayLike) -> Votes:
-    """One vote for each (group, rollout), from S training samples.
+def group_rewards(rewards: ArrayLike, group_ids: ArrayLike, rollout_ids: ArrayLike) -> GroupRewards:
+    """One reward for each (group, rollout), from S training samples.
 
     Args:
         rewards: [S], finite.
@@ -78,10 +78,14 @@ def count_votes(rewards: ArrayLike, group_ids: ArrayLike, rollout_ids: ArrayLike
     np.minimum.at(lowest, group, per_rollout)
     np.maximum.at(highest, group, per_rollout)
     means = np.bincount(group, weights=per_rollout) / sizes
-    return Votes(per_rollout, group.astype(np.int64), sizes, means, lowest == highest, of_sample.astype(np.int64))
+    return GroupRewards(
+        per_rollout, group.astype(np.int64), sizes, means, lowest == highest, of_sample.astype(np.int64)
+    )
 
 
-def rollout_advantages(votes: Votes, advantage: AdvantageName, normalise_std: bool = True) -> NDArray[np.float32]:
+def rollout_advantages(
+    grouped: GroupRewards, advantage: AdvantageName, normalise_std: bool = True
+) -> NDArray[np.float32]:
     """The advantage of each training sample's rollout, [S] float32.
 
     0 for advantages that are made of token rewards (reinforce_pp, gae) or of none.
@@ -90,53 +94,53 @@ def rollout_advantages(votes: Votes, advantage: AdvantageName, normalise_std: bo
         UserError: a group has a single rollout, and the advantage compares within the group.
         RewardError: a negative reward, and the advantage is maxrl.
     """
-    if advantage in GROUP_RELATIVE and (votes.sizes < 2).any():
+    if advantage in GROUP_RELATIVE and (grouped.sizes < 2).any():
         raise UserError(
             "rollout.group_size", 1, f"{advantage} compares responses to one prompt: a group of one teaches nothing",
             "set rollout.group_size to 2 or more (8 is usual)",
         )  # fmt: skip
     if advantage == "grpo":
-        values = grpo(votes, normalise_std)
+        values = grpo(grouped, normalise_std)
     else:
-        values = ESTIMATORS[advantage](votes) if advantage in ESTIMATORS else np.zeros(len(votes.rewards))
-    return values[votes.of_sample].astype(np.float32)
+        values = ESTIMATORS[advantage](grouped) if advantage in ESTIMATORS else np.zeros(len(grouped.rewards))
+    return values[grouped.of_sample].astype(np.float32)
 
 
-def grpo(votes: Votes, normalise_std: bool) -> NDArray[np.float64]:
+def grpo(grouped: GroupRewards, normalise_std: bool) -> NDArray[np.float64]:
     """(r - mean) / (std + STD_EPS), [R], with the sample standard deviation (n - 1) of the group (GRPO, arXiv
     2402.03300, section 4.1.2); without the division, Dr. GRPO (arXiv 2503.20783)."""
-    centred = votes.centred
+    centred = grouped.centred
     if not normalise_std:
         return centred
-    variance = np.bincount(votes.group, weights=centred**2) / (votes.sizes - 1)
-    return centred / (np.sqrt(variance)[votes.group] + STD_EPS)
+    variance = np.bincount(grouped.group, weights=centred**2) / (grouped.sizes - 1)
+    return centred / (np.sqrt(variance)[grouped.group] + STD_EPS)
 
 
-def rloo(votes: Votes) -> NDArray[np.float64]:
+def rloo(grouped: GroupRewards) -> NDArray[np.float64]:
     """r minus the mean of the group's other rewards = n / (n - 1) (r - mean), [R] (arXiv 2402.14740)."""
-    return votes.centred * (votes.sizes / (votes.sizes - 1))[votes.group]
+    return grouped.centred * (grouped.sizes / (grouped.sizes - 1))[grouped.group]
 
 
-def reinforce_pp_baseline(votes: Votes) -> NDArray[np.float64]:
+def reinforce_pp_baseline(grouped: GroupRewards) -> NDArray[np.float64]:
     """r - mean, [R], before whitening over the batch (REINFORCE++ with baseline, arXiv 2501.03262)."""
-    return votes.centred
+    return grouped.centred
 
 
-def maxrl(votes: Votes) -> NDArray[np.float64]:
+def maxrl(grouped: GroupRewards) -> NDArray[np.float64]:
     """(r - mean) / mean, [R]; 0 in a group without a success (MaxRL, arXiv 2602.02710).
 
     With rewards of 0 and 1 the mean is the pass rate p, and 1 / p turns the gradient of p into that of log p.
     """
-    if (votes.rewards < 0).any():
+    if (grouped.rewards < 0).any():
         raise RewardError(
-            "reward", float(votes.rewards.min()), "maxrl divides by the group's mean reward, its pass rate",
+            "reward", float(grouped.rewards.min()), "maxrl divides by the group's mean reward, its pass rate",
             "use rewards of 0 and 1 (or any that are not negative), or another algorithm.advantage",
         )  # fmt: skip
-    means = votes.means[votes.group]
-    return np.divide(votes.centred, means, out=np.zeros_like(means), where=means > 0)
+    means = grouped.means[grouped.group]
+    return np.divide(grouped.centred, means, out=np.zeros_like(means), where=means > 0)
 
 
-ESTIMATORS: dict[str, Callable[[Votes], NDArray[np.float64]]] = {
+ESTIMATORS: dict[str, Callable[[GroupRewards], NDArray[np.float64]]] = {
     "rloo": rloo,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "maxrl": maxrl,

@@ -1,7 +1,7 @@
 """Off-policy corrections: from the three policies of a token to its weight in the loss.
 
 Everything here is detached: a correction is a constant of the update. Which policies they are, and sums over
-sequences that are split over ranks: `mslime.algorithms.rows`.
+sequences that are split over ranks: `mslime.algorithms.token_batch`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from mslime.algorithms.kl import clamp_log_ratio, kl_of
-from mslime.algorithms.rows import Rows
+from mslime.algorithms.token_batch import TokenBatch
 from mslime.config.correction import CorrectionConfig
 
 
 @dataclass(frozen=True)
 class Correction:
-    """What the loss multiplies each row by.
+    """What the loss multiplies each token by.
 
     Attributes:
-        weights: [n] float32, 0 for rows that left the loss.
-        clipped: [n] bool, rows whose weight was bounded.
-        masked: [n] bool, rows that were in the mask and left the loss.
+        weights: [n] float32, 0 for tokens that left the loss.
+        clipped: [n] bool, tokens whose weight was bounded.
+        masked: [n] bool, tokens that were in the mask and left the loss.
     """
 
     weights: Tensor
@@ -42,64 +42,64 @@ def needs_old_log_probs(config: CorrectionConfig, optimizer_steps_per_rollout: i
     return optimizer_steps_per_rollout > 1 or config.normalise
 
 
-def correction_weights(rows: Rows, config: CorrectionConfig) -> Correction:
-    """Weight of each row under `config`, before any normalisation over the step.
+def correction_weights(batch: TokenBatch, config: CorrectionConfig) -> Correction:
+    """Weight of each token under `config`, before any normalisation over the step.
 
-    With reference rollout the loss's own ratio is pi / mu, so the weights are 0 or 1 and rho is pi / mu. Rows of
+    With reference rollout the loss's own ratio is pi / mu, so the weights are 0 or 1 and rho is pi / mu. Tokens of
     segments beyond `max_age` weigh `old_weight` times as much, whatever the action.
     """
-    weights, clipped, masked = _by_ratio(rows, config)
+    weights, clipped, masked = _by_ratio(batch, config)
     if config.max_age is None:
         return Correction(weights, clipped, masked)
-    assert rows.ages is not None, "max_age needs the ages of the segments"
-    old = (rows.ages > config.max_age) & rows.mask
+    assert batch.ages is not None, "max_age needs the ages of the segments"
+    old = (batch.ages > config.max_age) & batch.mask
     masked = masked | old if config.old_weight == 0 else masked
     return Correction(torch.where(old, config.old_weight * weights, weights), clipped & ~masked, masked)
 
 
-def _by_ratio(rows: Rows, config: CorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _by_ratio(batch: TokenBatch, config: CorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, clipped, masked) of the action, each [n]."""
-    ones, never = torch.ones_like(rows.behaviour_log_probs), torch.zeros_like(rows.mask)
+    ones, never = torch.ones_like(batch.behaviour_log_probs), torch.zeros_like(batch.mask)
     weighs = config.action in ("truncate", "clip")
     if config.action == "none" or (weighs and config.reference == "rollout"):
         return ones, never, never
-    log_rho = _log_rho(rows, config)
+    log_rho = _log_rho(batch, config)
     if weighs:
-        rho = torch.exp(_over_level(log_rho, rows, config.level))
+        rho = torch.exp(_over_level(log_rho, batch, config.level))
         weights = rho.clamp(config.low if config.action == "clip" else None, config.high)
-        return weights, (weights != rho) & rows.mask, never
-    masked = _rejected(log_rho, rows, config) & rows.mask
-    kept, clipped = _kept_weights(rows, config)
+        return weights, (weights != rho) & batch.mask, never
+    masked = _rejected(log_rho, batch, config) & batch.mask
+    kept, clipped = _kept_weights(batch, config)
     return torch.where(masked, 0.0, kept), clipped & ~masked, masked
 
 
-def _log_rho(rows: Rows, config: CorrectionConfig) -> Tensor:
+def _log_rho(batch: TokenBatch, config: CorrectionConfig) -> Tensor:
     """Clamped log rho [n], 0 outside the mask."""
     current = config.policy == "current" or config.reference == "rollout"
-    numerator = rows.log_probs.detach() if current else rows.old_log_probs
-    return clamp_log_ratio(numerator - rows.behaviour_log_probs)
+    numerator = batch.log_probs.detach() if current else batch.old_log_probs
+    return clamp_log_ratio(numerator - batch.behaviour_log_probs)
 
 
-def _over_level(values: Tensor, rows: Rows, level: str) -> Tensor:
-    """Each row's value over its level: itself, or the sum or mean over its segment or sequence; clamped. [n]."""
+def _over_level(values: Tensor, batch: TokenBatch, level: str) -> Tensor:
+    """Each token's value over its level: itself, or the sum or mean over its segment or sequence; clamped. [n]."""
     if level == "token":
         return values
     if level == "segment":
-        assert rows.segments is not None, "level segment needs the segments"
-        return clamp_log_ratio(rows.segments.sum(values))
-    return clamp_log_ratio(rows.mean(values) if level == "geometric" else rows.sequences.sum(values))
+        assert batch.segments is not None, "level segment needs the segments"
+        return clamp_log_ratio(batch.segments.sum(values))
+    return clamp_log_ratio(batch.mean(values) if level == "geometric" else batch.sequences.sum(values))
 
 
-def _token_metric(log_rho: Tensor, rows: Rows, config: CorrectionConfig) -> Tensor:
+def _token_metric(log_rho: Tensor, batch: TokenBatch, config: CorrectionConfig) -> Tensor:
     """The metric of each token, [n]. The ratio stays a logarithm until it has been taken over its level."""
     if config.metric == "ratio":
         return log_rho
     if config.metric in ("k1", "k2", "k3"):
         return kl_of(-log_rho, config.metric)
-    mu = torch.exp(rows.behaviour_log_probs)
-    pi = torch.exp(clamp_log_ratio(log_rho) + rows.behaviour_log_probs)
+    mu = torch.exp(batch.behaviour_log_probs)
+    pi = torch.exp(clamp_log_ratio(log_rho) + batch.behaviour_log_probs)
     divergence = (pi - mu).abs() if config.metric == "tv" else torch.maximum(_binary_kl(pi, mu), _binary_kl(mu, pi))
-    return torch.where(rows.mask, divergence, 0.0)
+    return torch.where(batch.mask, divergence, 0.0)
 
 
 def _binary_kl(p: Tensor, q: Tensor) -> Tensor:
@@ -108,34 +108,34 @@ def _binary_kl(p: Tensor, q: Tensor) -> Tensor:
     return p * torch.log(p / q) + (1 - p) * (torch.log1p(-p) - torch.log1p(-q))
 
 
-def _rejected(log_rho: Tensor, rows: Rows, config: CorrectionConfig) -> Tensor:
-    """Rows outside the band, [n] bool; with drop, all rows of their sequence."""
-    value = _over_level(_token_metric(log_rho, rows, config), rows, config.level)
+def _rejected(log_rho: Tensor, batch: TokenBatch, config: CorrectionConfig) -> Tensor:
+    """Tokens outside the band, [n] bool; with drop, all tokens of their sequence."""
+    value = _over_level(_token_metric(log_rho, batch, config), batch, config.level)
     if config.metric == "ratio":
         value = torch.exp(value)
-    outside = torch.zeros_like(rows.mask)
+    outside = torch.zeros_like(batch.mask)
     if config.low is not None:
         outside = outside | (value < config.low)
     if config.high is not None:
         outside = outside | (value > config.high)
-    outside = outside & rows.mask
+    outside = outside & batch.mask
     if config.outward_only:
-        outside = outside & (log_rho * rows.advantages > 0)
+        outside = outside & (log_rho * batch.advantages > 0)
     if config.action == "drop":
-        outside = rows.sequences.sum(outside.float()) > 0
+        outside = batch.sequences.sum(outside.float()) > 0
     if config.negative_advantage_only:
-        outside = outside & (rows.sequences.sum(rows.advantages) < 0)
+        outside = outside & (batch.sequences.sum(batch.advantages) < 0)
     return outside
 
 
-def _kept_weights(rows: Rows, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """(weights [n], clipped [n] bool) of the rows that mask and drop keep: always of pi_old over mu."""
-    never = torch.zeros_like(rows.mask)
+def _kept_weights(batch: TokenBatch, config: CorrectionConfig) -> tuple[Tensor, Tensor]:
+    """(weights [n], clipped [n] bool) of the tokens that mask and drop keep: always of pi_old over mu."""
+    never = torch.zeros_like(batch.mask)
     if config.kept_weight == "one" or config.reference == "rollout":
-        return torch.ones_like(rows.behaviour_log_probs), never
-    log_rho = clamp_log_ratio(rows.old_log_probs - rows.behaviour_log_probs)
+        return torch.ones_like(batch.behaviour_log_probs), never
+    log_rho = clamp_log_ratio(batch.old_log_probs - batch.behaviour_log_probs)
     if config.kept_weight == "token":
         rho = torch.exp(log_rho)
         weights = rho.clamp(max=config.token_cap)
-        return weights, (weights != rho) & rows.mask
-    return torch.exp(_over_level(log_rho, rows, config.level)), never
+        return weights, (weights != rho) & batch.mask
+    return torch.exp(_over_level(log_rho, batch, config.level)), never

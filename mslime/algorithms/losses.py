@@ -1,6 +1,6 @@
-"""The loss of a micro-batch from flat token rows. A dataclass in, a dataclass out; no distributed calls.
+"""The loss of a micro-batch from its tokens. A dataclass in, a dataclass out; no distributed calls.
 
-Each row is one token's prediction. Denominators are inside `weights`, so the loss of a step is the plain sum over all
+Index i is one token's prediction. Denominators are inside `weights`, so the loss of a step is the plain sum over all
 ranks and micro-batches, in every layout. The policy losses themselves: `mslime.algorithms.policies`.
 """
 
@@ -13,15 +13,15 @@ from torch import Tensor
 
 from mslime.algorithms.corrections import Correction, correction_weights
 from mslime.algorithms.kl import kl_estimate, kl_to_reference
-from mslime.algorithms.policies import LOSSES, RowLoss
-from mslime.algorithms.rows import Groups, Reduce, Rows
+from mslime.algorithms.policies import LOSSES, TokenLoss
+from mslime.algorithms.token_batch import Reduce, SequenceIndex, TokenBatch
 from mslime.algorithms.statistics import LossStatistics
 from mslime.config.schema import AlgorithmConfig
 
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """Token rows of one micro-batch on one rank. All [n] on one device; rows outside the mask may hold anything finite.
+    """Tokens of one micro-batch on one rank. All [n] on one device; what is outside the mask may hold anything finite.
 
     Attributes:
         log_probs: float32, of the policy being updated; the only input that carries a gradient, with `entropy`.
@@ -30,7 +30,7 @@ class PolicyLossInputs:
         mask: bool, tokens that are trained.
         weights: float32, denominators included; 0 outside the mask.
         sequence_index: int64 in [0, num_sequences); the same numbering on every context-parallel rank.
-        num_sequences: sequences of the micro-batch, also those without a row on this rank.
+        num_sequences: sequences of the micro-batch, also those without a token on this rank.
         old_log_probs: float32 of the policy before this update; None: it is the current one (`log_probs`, detached).
         reference_log_probs: float32 of the reference policy; None: no KL term.
         entropy: float32 of the next-token distribution; None: not computed.
@@ -81,29 +81,29 @@ def policy_loss(
     their counts. With `kl_in: reward` the KL is reported, and not part of the loss.
 
     Args:
-        reduce: sums over the ranks that hold other rows of the same sequences; None when sequences are whole. It is
+        reduce: sums over the ranks that hold other tokens of the same sequences; None when sequences are whole. It is
             called equally often on every rank.
         weight_scale: 1 / mean correction weight over the step when the correction is normalised, else 1.
     """
     mask = inputs.mask
-    rows = _rows(inputs, config, reduce)
-    correction = correction_weights(rows, config.correction)
-    policy = LOSSES[config.loss](rows, config)
+    batch = _token_batch(inputs, config, reduce)
+    correction = correction_weights(batch, config.correction)
+    policy = LOSSES[config.loss](batch, config)
     weights = torch.where(mask, inputs.weights, 0.0)
     terms = {"policy": weights * correction.weights * weight_scale * policy.loss}
     total = terms["policy"].sum()
     if inputs.reference_log_probs is not None:
         reference = torch.where(mask, inputs.reference_log_probs, 0.0)
         kl = kl_to_reference(
-            rows.log_probs, reference, rows.behaviour_log_probs, config.kl_type, unbiased=config.kl_unbiased
+            batch.log_probs, reference, batch.behaviour_log_probs, config.kl_type, unbiased=config.kl_unbiased
         )
         terms["kl"] = weights * kl
         total = total + (config.kl_coef * terms["kl"].sum() if config.kl_in == "loss" else 0.0)
     if inputs.entropy is not None:
         terms["entropy"] = weights * torch.where(mask, inputs.entropy, 0.0)
         total = total - config.entropy_coef * terms["entropy"].sum()
-    statistics = _statistics(rows, total, terms, correction)
-    _add_ratios(statistics, rows, policy, inputs)
+    statistics = _statistics(batch, total, terms, correction)
+    _add_ratios(statistics, batch, policy, inputs)
     return LossOutput(total, statistics)
 
 
@@ -138,7 +138,7 @@ def value_loss(
     loss = 0.5 * (torch.where(mask, weights, 0.0) * error).sum()
     statistics = LossStatistics.zeros(values.device)
     residual = (returns - values).double()
-    for name, sum_over_rows in {
+    for name, summed in {
         "tokens": mask.sum(),
         "total": loss,
         "value": loss,
@@ -149,12 +149,12 @@ def value_loss(
         "residual": residual.sum(),
         "residual_squared": residual.square().sum(),
     }.items():
-        statistics.add(name, sum_over_rows)
+        statistics.add(name, summed)
     return LossOutput(loss, statistics)
 
 
-def _rows(inputs: PolicyLossInputs, config: AlgorithmConfig, reduce: Reduce | None) -> Rows:
-    """The rows with zeros outside the mask, and how long their sequences are."""
+def _token_batch(inputs: PolicyLossInputs, config: AlgorithmConfig, reduce: Reduce | None) -> TokenBatch:
+    """The tokens with zeros outside the mask, and how long their sequences are."""
     mask = inputs.mask
 
     def masked(column: Tensor) -> Tensor:
@@ -162,11 +162,11 @@ def _rows(inputs: PolicyLossInputs, config: AlgorithmConfig, reduce: Reduce | No
 
     log_probs, behaviour = masked(inputs.log_probs), masked(inputs.behaviour_log_probs)
     old = log_probs.detach() if inputs.old_log_probs is None else masked(inputs.old_log_probs).detach()
-    sequences = Groups(inputs.sequence_index, inputs.num_sequences, reduce)
+    sequences = SequenceIndex(inputs.sequence_index, inputs.num_sequences, reduce)
     segments = None
     if inputs.segment_index is not None:
         segments = replace(sequences, index=inputs.segment_index, count=inputs.num_segments)
-    return Rows(
+    return TokenBatch(
         log_probs=log_probs,
         old_log_probs=old,
         behaviour_log_probs=behaviour,
@@ -180,41 +180,41 @@ def _rows(inputs: PolicyLossInputs, config: AlgorithmConfig, reduce: Reduce | No
     )
 
 
-def _statistics(rows: Rows, total: Tensor, terms: dict[str, Tensor], correction: Correction) -> LossStatistics:
-    statistics = LossStatistics.zeros(rows.log_probs.device)
-    count = rows.mask.sum()
+def _statistics(batch: TokenBatch, total: Tensor, terms: dict[str, Tensor], correction: Correction) -> LossStatistics:
+    statistics = LossStatistics.zeros(batch.log_probs.device)
+    count = batch.mask.sum()
     statistics.add("tokens", count)
     statistics.add("total", total)
     for name, values in terms.items():
         statistics.add(name, values.double().sum())
         statistics.add(f"{name}_tokens", count)
-    kept = torch.where(rows.mask, correction.weights, 0.0).double()
+    kept = torch.where(batch.mask, correction.weights, 0.0).double()
     statistics.add("correction_tokens", count)
     statistics.add("weight", kept.sum())
     statistics.add("weight_squared", kept.square().sum())
     statistics.add("weight_clipped", correction.clipped.sum())
     statistics.add("weight_masked", correction.masked.sum())
-    # A sequence counts once, however its rows are spread: each row stands for 1 / length of it. It has left the loss
-    # when all of its rows have.
-    share = rows.mask / rows.lengths.double()
-    gone = rows.sequences.sum(correction.masked.to(rows.lengths.dtype)) >= rows.lengths
+    # A sequence counts once, however its tokens are spread: each stands for 1 / length of it. It has left the loss
+    # when all of its tokens have.
+    share = batch.mask / batch.lengths.double()
+    gone = batch.sequences.sum(correction.masked.to(batch.lengths.dtype)) >= batch.lengths
     statistics.add("sequences", share.sum())
     statistics.add("sequences_masked", (share * gone).sum())
     return statistics
 
 
-def _add_ratios(statistics: LossStatistics, rows: Rows, policy: RowLoss, inputs: PolicyLossInputs) -> None:
+def _add_ratios(statistics: LossStatistics, batch: TokenBatch, policy: TokenLoss, inputs: PolicyLossInputs) -> None:
     """How far pi is from its anchor and where the loss cut it off; how far the sampler was from the trainer; entropy.
 
     mismatch/kl is the mean of k3, an estimate of KL(mu || pi_old) with tokens from mu; kl_k1 is its unbiased, signed
     companion; the histogram of |log rho| gives ratio_p99, the 99th percentile of max(rho, 1 / rho).
     """
-    mask = rows.mask
+    mask = batch.mask
     statistics.add("clipped_below", (policy.below & mask).sum())
     statistics.add("clipped_above", (policy.above & mask).sum())
-    statistics.add("ppo_kl", kl_estimate(rows.anchor.double(), rows.log_probs.detach().double(), "k3").sum())
-    statistics.add_ratio_histogram(rows.log_ratio.detach()[mask])
-    trainer, behaviour = rows.old_log_probs.double()[mask], rows.behaviour_log_probs.double()[mask]
+    statistics.add("ppo_kl", kl_estimate(batch.anchor.double(), batch.log_probs.detach().double(), "k3").sum())
+    statistics.add_ratio_histogram(batch.log_ratio.detach()[mask])
+    trainer, behaviour = batch.old_log_probs.double()[mask], batch.behaviour_log_probs.double()[mask]
     k3 = kl_estimate(behaviour, trainer, "k3")
     statistics.add("mismatch_tokens", mask.sum())
     statistics.add("mismatch_k1", kl_estimate(behaviour, trainer, "k1").sum())
@@ -224,7 +224,7 @@ def _add_ratios(statistics: LossStatistics, rows: Rows, policy: RowLoss, inputs:
     if inputs.entropy is not None:
         of_tokens["entropy"] = inputs.entropy.detach()[mask].double()
         statistics.add("entropy_of_tokens", of_tokens["entropy"].sum())
-    if rows.ages is not None:
-        statistics.add_by_age(rows.ages[mask], of_tokens)
+    if batch.ages is not None:
+        statistics.add_by_age(batch.ages[mask], of_tokens)
     if inputs.positions is not None:
         statistics.add_by_position(inputs.positions[mask], of_tokens)

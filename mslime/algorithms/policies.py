@@ -1,9 +1,9 @@
 """The policy losses: one function each, and the table that names them.
 
-A loss takes the rows of a micro-batch and gives each row's loss, before correction weights and denominators. r is pi
+A loss takes the tokens of a micro-batch and gives each its loss, before correction weights and denominators. r is pi
 over the anchor (pi_old, or mu in bypass mode), A the advantage. A loss over sequences takes its ratio's value from all
-ranks and its gradient from the rows here, so no collective is differentiated: with `_carried(s, log r)` each row has
-the value s and the gradient s * d(log r). Formulas, papers and defaults: docs/algorithms.md.
+ranks and its gradient from the tokens here, so no collective is differentiated: with `_carried(s, log r)` each token
+has the value s and the gradient s * d(log r). Formulas, papers and defaults: docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from mslime.algorithms.kl import clamp_log_ratio
-from mslime.algorithms.rows import Rows
+from mslime.algorithms.token_batch import TokenBatch
 from mslime.config.schema import AlgorithmConfig
 
 
 @dataclass(frozen=True)
-class RowLoss:
-    """What a policy loss gives for each row.
+class TokenLoss:
+    """What a policy loss gives for each token.
 
     Attributes:
         loss: [n] float32; carries the gradient.
@@ -34,89 +34,89 @@ class RowLoss:
     above: Tensor
 
 
-PolicyLoss = Callable[[Rows, AlgorithmConfig], RowLoss]
+PolicyLoss = Callable[[TokenBatch, AlgorithmConfig], TokenLoss]
 
 
-def ppo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+def ppo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (arXiv 1707.06347; clip-higher 2503.14476).
 
     With a dual bound c and A < 0, at most -c A (arXiv 1912.09729).
     """
-    return _clipped(torch.exp(rows.log_ratio), rows, config)
+    return _clipped(torch.exp(batch.log_ratio), batch, config)
 
 
-def gspo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+def gspo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
     """PPO's clip on s = exp(mean of log r over the response) (arXiv 2507.18071, the token form of section 4.3)."""
-    log_ratio = rows.log_ratio
-    return _clipped(_carried(torch.exp(rows.mean(log_ratio)), log_ratio), rows, config)
+    log_ratio = batch.log_ratio
+    return _clipped(_carried(torch.exp(batch.mean(log_ratio)), log_ratio), batch, config)
 
 
-def gmpo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+def gmpo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
     """-A times the geometric mean over the response of r, each r clipped on the side where A pushes it.
 
     arXiv 2507.20673: the clip is to [e^-clip_low, e^clip_high].
     """
-    log_ratio, positive = rows.log_ratio, rows.advantages > 0
+    log_ratio, positive = batch.log_ratio, batch.advantages > 0
     above, below = positive & (log_ratio > config.clip_high), ~positive & (log_ratio < -config.clip_low)
-    kept = torch.where(above, config.clip_high, torch.where(below, -config.clip_low, log_ratio)) * rows.mask
-    return RowLoss(-rows.advantages * _carried(torch.exp(rows.mean(kept)), kept), below, above)
+    kept = torch.where(above, config.clip_high, torch.where(below, -config.clip_low, log_ratio)) * batch.mask
+    return TokenLoss(-batch.advantages * _carried(torch.exp(batch.mean(kept)), kept), below, above)
 
 
-def cispo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+def cispo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
     """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi: no token loses its gradient (MiniMax-M1, 2506.13585)."""
-    ratio = torch.exp(rows.log_ratio.detach())
+    ratio = torch.exp(batch.log_ratio.detach())
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
-    return RowLoss(_weighted(ratio.clamp(low, high), rows), ratio < low, ratio > high)
+    return TokenLoss(_weighted(ratio.clamp(low, high), batch), ratio < low, ratio > high)
 
 
-def sapo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+def sapo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft gate for the clip (arXiv 2511.20347)."""
-    tau = torch.full_like(rows.advantages, config.sapo.tau_negative)
-    tau = torch.where(rows.advantages > 0, config.sapo.tau_positive, tau)
-    gate = 4.0 / tau * torch.sigmoid(tau * (torch.exp(rows.log_ratio) - 1.0))
-    return _unclipped(-gate * rows.advantages)
+    tau = torch.full_like(batch.advantages, config.sapo.tau_negative)
+    tau = torch.where(batch.advantages > 0, config.sapo.tau_positive, tau)
+    gate = 4.0 / tau * torch.sigmoid(tau * (torch.exp(batch.log_ratio) - 1.0))
+    return _unclipped(-gate * batch.advantages)
 
 
-def topr(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+def topr(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
     """-A log pi where A > 0, -min(r, 1) A log pi elsewhere: negatives fade as they get unlikely (arXiv 2503.14286)."""
-    ratio = torch.exp(_over(rows, config.topr.level))
-    negative = rows.advantages <= 0
-    return RowLoss(
-        _weighted(torch.where(negative, ratio.clamp(max=1.0), 1.0), rows),
-        torch.zeros_like(rows.mask),
+    ratio = torch.exp(_over(batch, config.topr.level))
+    negative = batch.advantages <= 0
+    return TokenLoss(
+        _weighted(torch.where(negative, ratio.clamp(max=1.0), 1.0), batch),
+        torch.zeros_like(batch.mask),
         negative & (ratio > 1.0),
     )
 
 
-def kimi(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+def kimi(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
     """-A log pi + tau / 2 (log r)^2, log r of the whole response or of the token (Kimi k1.5, arXiv 2501.12599).
 
     A response's square is spread over its tokens: each has the value D log r / 2 and the gradient D d(log r).
     """
-    log_ratio, total = rows.log_ratio, _over(rows, config.kimi.level)
+    log_ratio, total = batch.log_ratio, _over(batch, config.kimi.level)
     square = total * (log_ratio - 0.5 * log_ratio.detach())
-    return _unclipped(-rows.advantages * rows.log_probs + config.kimi.tau * square)
+    return _unclipped(-batch.advantages * batch.log_probs + config.kimi.tau * square)
 
 
-def dppo_tv(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+def dppo_tv(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
     """-M sg(min(r, cap)) A log pi; M = 0 where A has pushed the token's probability beyond the bound (2602.04879)."""
-    change, positive = _probability_change(rows), rows.advantages > 0
+    change, positive = _probability_change(batch), batch.advantages > 0
     above, below = positive & (change > config.clip_high), ~positive & (change < -config.clip_low)
-    ratio = torch.exp(rows.log_ratio.detach()).clamp(max=config.dppo.ratio_cap)
-    return RowLoss(_weighted(torch.where(above | below, 0.0, ratio), rows), below, above)
+    ratio = torch.exp(batch.log_ratio.detach()).clamp(max=config.dppo.ratio_cap)
+    return TokenLoss(_weighted(torch.where(above | below, 0.0, ratio), batch), below, above)
 
 
-def ipo(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+def ipo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
     """-M r A + kl_tau (log r)^2; M = 0 where the token's probability moved beyond a bound, whatever A (prime-rl)."""
-    change, log_ratio = _probability_change(rows), rows.log_ratio
+    change, log_ratio = _probability_change(batch), batch.log_ratio
     below, above = change < -config.clip_low, change > config.clip_high
-    policy = torch.where(below | above, 0.0, torch.exp(log_ratio)) * rows.advantages
-    return RowLoss(config.ipo.kl_tau * log_ratio.square() - policy, below, above)
+    policy = torch.where(below | above, 0.0, torch.exp(log_ratio)) * batch.advantages
+    return TokenLoss(config.ipo.kl_tau * log_ratio.square() - policy, below, above)
 
 
-def reinforce(rows: Rows, config: AlgorithmConfig) -> RowLoss:
+def reinforce(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
     """-sg(r) A log pi: the policy gradient with its importance weight, and no trust region (Williams 1992)."""
-    return _unclipped(_weighted(torch.exp(rows.log_ratio), rows))
+    return _unclipped(_weighted(torch.exp(batch.log_ratio), batch))
 
 
 LOSSES: dict[str, PolicyLoss] = {
@@ -133,8 +133,8 @@ LOSSES: dict[str, PolicyLoss] = {
 }
 
 
-def _clipped(ratio: Tensor, rows: Rows, config: AlgorithmConfig) -> RowLoss:
-    advantages = rows.advantages
+def _clipped(ratio: Tensor, batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
+    advantages = batch.advantages
     plain = -ratio * advantages
     bounded = -ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high) * advantages
     loss, cut = torch.maximum(plain, bounded), bounded > plain
@@ -143,7 +143,7 @@ def _clipped(ratio: Tensor, rows: Rows, config: AlgorithmConfig) -> RowLoss:
         ceiling = -config.clip_dual * advantages
         over = (advantages < 0) & (loss > ceiling)
         loss, above = torch.where(over, ceiling, loss), above | over
-    return RowLoss(loss, below, above)
+    return TokenLoss(loss, below, above)
 
 
 def _carried(value: Tensor, log: Tensor) -> Tensor:
@@ -151,22 +151,22 @@ def _carried(value: Tensor, log: Tensor) -> Tensor:
     return value * (1.0 + log - log.detach())
 
 
-def _weighted(weight: Tensor, rows: Rows) -> Tensor:
+def _weighted(weight: Tensor, batch: TokenBatch) -> Tensor:
     """-weight A log pi, [n]; the weight is a constant."""
-    return -weight.detach() * rows.advantages * rows.log_probs
+    return -weight.detach() * batch.advantages * batch.log_probs
 
 
-def _unclipped(loss: Tensor) -> RowLoss:
+def _unclipped(loss: Tensor) -> TokenLoss:
     never = torch.zeros_like(loss, dtype=torch.bool)
-    return RowLoss(loss, never, never)
+    return TokenLoss(loss, never, never)
 
 
-def _over(rows: Rows, level: str) -> Tensor:
-    """log r of each row, or of its whole response: [n], clamped and detached."""
-    log_ratio = rows.log_ratio.detach()
-    return log_ratio if level == "token" else clamp_log_ratio(rows.sequences.sum(log_ratio))
+def _over(batch: TokenBatch, level: str) -> Tensor:
+    """log r of each token, or of its whole response: [n], clamped and detached."""
+    log_ratio = batch.log_ratio.detach()
+    return log_ratio if level == "token" else clamp_log_ratio(batch.sequences.sum(log_ratio))
 
 
-def _probability_change(rows: Rows) -> Tensor:
+def _probability_change(batch: TokenBatch) -> Tensor:
     """pi - anchor of the sampled token, [n], detached."""
-    return torch.exp(rows.log_probs.detach()) - torch.exp(rows.anchor)
+    return torch.exp(batch.log_probs.detach()) - torch.exp(batch.anchor)

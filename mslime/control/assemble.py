@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.algorithms.advantages import Votes, count_votes, process_advantages, rollout_advantages
+from mslime.algorithms.advantages import GroupRewards, group_rewards, process_advantages, rollout_advantages
 from mslime.algorithms.advantages_tokens import advantage_metrics, is_token_level
 from mslime.config.errors import RewardError
 from mslime.config.schema import RunConfig
@@ -71,12 +71,12 @@ def assemble(
     for sample in samples:
         check_invariants(sample)
         assert sample.reward is not None, f"group {sample.group_id} has unscored samples"
-    votes, advantages = _advantages(samples, config)
+    grouped, advantages = _advantages(samples, config)
     trained = [i for i, sample in enumerate(samples) if sample.trainable_tokens]
     chosen, their_advantages = [samples[i] for i in trained], [advantages[i] for i in trained]
     shards = _pack(chosen, their_advantages, config, version)
     sources = [source_name(data_source(group, sample)) for group in groups for sample in group.samples]
-    metrics = vote_metrics(votes, sources) | _packing_metrics(shards, config)
+    metrics = reward_metrics(grouped, sources) | _packing_metrics(shards, config)
     if is_token_level(config.algorithm):  # the trainer reports what became of them
         return Assembled(shards, metrics, None)
     every = [shard for step in shards for shard in step]
@@ -93,9 +93,13 @@ def have_advantages(group: Group, config: RunConfig) -> bool:
     return True
 
 
-def _advantages(samples: Sequence[Sample], config: RunConfig) -> tuple[Votes, list[float | NDArray[np.floating]]]:
-    votes = count_votes([s.reward or 0.0 for s in samples], [s.group_id for s in samples], _rollout_numbers(samples))
-    return votes, sample_advantages(samples, votes, config)
+def _advantages(
+    samples: Sequence[Sample], config: RunConfig
+) -> tuple[GroupRewards, list[float | NDArray[np.floating]]]:
+    grouped = group_rewards(
+        [s.reward or 0.0 for s in samples], [s.group_id for s in samples], _rollout_numbers(samples)
+    )
+    return grouped, sample_advantages(samples, grouped, config)
 
 
 def assemble_supervised(samples: Sequence[Sample], config: RunConfig) -> list[list[TrainShard]]:
@@ -103,14 +107,16 @@ def assemble_supervised(samples: Sequence[Sample], config: RunConfig) -> list[li
     return _pack(samples, [0.0] * len(samples), config, None)
 
 
-def sample_advantages(samples: Sequence[Sample], votes: Votes, config: RunConfig) -> list[float | NDArray[np.floating]]:
+def sample_advantages(
+    samples: Sequence[Sample], grouped: GroupRewards, config: RunConfig
+) -> list[float | NDArray[np.floating]]:
     """Each sample's advantage: one number, or [T] when its group has process rewards.
 
     Raises:
         RewardError: process rewards under an advantage that has no use for them.
     """
     algorithm = config.algorithm
-    whole = rollout_advantages(votes, algorithm.advantage, algorithm.normalise_std)
+    whole = rollout_advantages(grouped, algorithm.advantage, algorithm.normalise_std)
     if algorithm.advantage in ("reinforce_pp", "gae") or not any(s.process_rewards for s in samples):
         return whole.tolist()
     if algorithm.advantage != "grpo":
@@ -133,23 +139,25 @@ def data_source(group: Group, sample: Sample) -> str:
     return re.sub(r"[/\s]+", "_", text or path.rpartition("/")[2] or "unknown")[:80]
 
 
-def vote_metrics(votes: Votes, sources: Sequence[str]) -> dict[str, float]:
-    """`reward/*` by group and by source, one vote per rollout.
+def reward_metrics(grouped: GroupRewards, sources: Sequence[str]) -> dict[str, float]:
+    """`reward/*` by group and by source; each rollout counts once.
 
     Args:
         sources: of each training sample.
     """
-    shares = [bool(v) for v in votes.level]
+    shares = [bool(v) for v in grouped.zero_variance]
     by_source: dict[str, set[int]] = {}
-    for source, rollout in zip(sources, votes.of_sample.tolist(), strict=True):
+    for source, rollout in zip(sources, grouped.of_sample.tolist(), strict=True):
         by_source.setdefault(source, set()).add(rollout)
     metrics = {
-        "reward/group_std": float(np.sqrt(np.bincount(votes.group, weights=votes.centred**2) / votes.sizes).mean()),
+        "reward/group_std": float(
+            np.sqrt(np.bincount(grouped.group, weights=grouped.centred**2) / grouped.sizes).mean()
+        ),
         "reward/zero_variance_share": sum(shares) / len(shares),
-        "rollout/rollouts": float(len(votes.rewards)),
+        "rollout/rollouts": float(len(grouped.rewards)),
     }
     for source, rollouts in by_source.items():
-        metrics[f"reward/source/{source}/mean"] = float(votes.rewards[sorted(rollouts)].mean())
+        metrics[f"reward/source/{source}/mean"] = float(grouped.rewards[sorted(rollouts)].mean())
         metrics[f"reward/source/{source}/rollouts"] = float(len(rollouts))
     return metrics
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mslime.algorithms.advantages import (
     STD_EPS,
-    count_votes,
+    group_rewards,
     process_advantages,
     rollout_advantages,
 )
@@ -47,7 +47,7 @@ def reference(rows: list[Row], advantage: str, normalise_std: bool) -> list[floa
 
 def advantages(rows: list[Row], advantage: AdvantageName, normalise_std: bool = True) -> np.ndarray:
     groups, rollouts, rewards = zip(*rows, strict=True)
-    return rollout_advantages(count_votes(rewards, groups, rollouts), advantage, normalise_std)
+    return rollout_advantages(group_rewards(rewards, groups, rollouts), advantage, normalise_std)
 
 
 @st.composite
@@ -85,13 +85,13 @@ def test_a_group_of_equal_rewards_teaches_nothing_and_says_so() -> None:
     for value in (0.0, 0.1, 1e6, 1 / 3):
         for advantage in GROUP_RELATIVE:
             assert (advantages([(0, i, value) for i in range(7)], advantage) == 0).all()
-    votes = count_votes([0.1, 0.1, 0.1, 1.0, 0.0], [4, 4, 4, 2, 2], [0, 1, 2, 0, 1])
-    assert votes.level.tolist() == [False, True]
+    grouped = group_rewards([0.1, 0.1, 0.1, 1.0, 0.0], [4, 4, 4, 2, 2], [0, 1, 2, 0, 1])
+    assert grouped.zero_variance.tolist() == [False, True]
 
 
 def test_parts_of_a_rollout_with_different_rewards_are_an_error_that_names_them() -> None:
     with pytest.raises(RewardError, match=r"(?s)\[0.0, 1.0\].*rollout 3 of group 7.*way out"):
-        count_votes([1.0, 0.0, 0.5], [7, 7, 7], [3, 3, 4])
+        group_rewards([1.0, 0.0, 0.5], [7, 7, 7], [3, 3, 4])
 
 
 @pytest.mark.parametrize("advantage", GROUP_RELATIVE)

@@ -1,4 +1,4 @@
-"""Token rows of a micro-batch as losses and corrections see them, and sums over the sequences that they belong to.
+"""Tokens of a micro-batch as losses and corrections see them, and sums over the sequences that they belong to.
 
 mu is the policy that sampled a token, pi_old the trainer's before this update, pi the one being updated.
 """
@@ -14,17 +14,17 @@ from torch import Tensor
 from mslime.algorithms.kl import clamp_log_ratio
 
 Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks that hold other rows of the same sequences, possibly in place."""
+"""Sums a tensor over the ranks that hold other tokens of the same sequences, possibly in place."""
 
 
 @dataclass(frozen=True)
-class Groups:
-    """Which rows belong together: the sequences of a micro-batch, or their weight-version segments.
+class SequenceIndex:
+    """Which tokens belong together: the sequences of a micro-batch, or their weight-version segments.
 
     Attributes:
         index: [n] int64 in [0, count), the same numbering on all ranks that `reduce` spans.
-        count: groups of the micro-batch, also those with no row here.
-        reduce: None when groups are whole; called equally often on every rank, and never differentiated.
+        count: sequences of the micro-batch, also those with no token here.
+        reduce: None when sequences are whole; called equally often on every rank, and never differentiated.
     """
 
     index: Tensor
@@ -32,7 +32,7 @@ class Groups:
     reduce: Reduce | None = None
 
     def sum(self, values: Tensor) -> Tensor:
-        """[n] -> [n]: for each row the sum over its group, over all ranks; summed in float64, detached."""
+        """[n] -> [n]: for each token the sum over its sequence, over all ranks; summed in float64, detached."""
         values = values.detach()
         sums = torch.zeros(self.count, dtype=torch.float64, device=values.device)
         sums.index_add_(0, self.index, values.double())
@@ -40,8 +40,8 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Token rows of a micro-batch on one rank; all [n], and zero outside the mask.
+class TokenBatch:
+    """Tokens of a micro-batch on one rank; all [n], and zero outside the mask.
 
     Attributes:
         log_probs: float32, log pi; carries the gradient.
@@ -49,11 +49,11 @@ class Rows:
         behaviour_log_probs: float32, log mu.
         anchor: float32, what the loss's ratio is over: `old_log_probs`, or `behaviour_log_probs` in bypass mode.
         advantages: float32.
-        mask: bool, rows that are trained.
-        sequences: the rows' sequences.
-        lengths: float32, trained tokens of the row's sequence over all ranks, at least 1.
-        segments: the rows' weight-version segments, each within one sequence; None: not known.
-        ages: int64, versions between the sampling of the row's token and this step; None: not known.
+        mask: bool, tokens that are trained.
+        sequences: the sequences of the tokens.
+        lengths: float32, trained tokens of the token's sequence over all ranks, at least 1.
+        segments: their weight-version segments, each within one sequence; None: not known.
+        ages: int64, versions between the sampling of the token and this step; None: not known.
     """
 
     log_probs: Tensor
@@ -62,9 +62,9 @@ class Rows:
     anchor: Tensor
     advantages: Tensor
     mask: Tensor
-    sequences: Groups
+    sequences: SequenceIndex
     lengths: Tensor
-    segments: Groups | None = None
+    segments: SequenceIndex | None = None
     ages: Tensor | None = None
 
     @property
@@ -73,5 +73,5 @@ class Rows:
         return clamp_log_ratio(self.log_probs - self.anchor)
 
     def mean(self, values: Tensor) -> Tensor:
-        """[n] -> [n]: the mean over the row's sequence of values that are 0 outside the mask; detached."""
+        """[n] -> [n]: the mean over the token's sequence of values that are 0 outside the mask; detached."""
         return self.sequences.sum(values) / self.lengths
