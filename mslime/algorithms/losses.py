@@ -14,8 +14,8 @@ from torch import Tensor
 from mslime.algorithms.corrections import Correction, correction_weights
 from mslime.algorithms.kl import kl_estimate, kl_to_reference
 from mslime.algorithms.policies import LOSSES, TokenLoss
-from mslime.algorithms.token_batch import Reduce, SequenceIndex, TokenBatch
 from mslime.algorithms.statistics import LossStatistics
+from mslime.algorithms.token_batch import Reduce, SequenceIndex, TokenBatch
 from mslime.config.schema import AlgorithmConfig
 
 

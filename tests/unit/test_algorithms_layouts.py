@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss
-from mslime.algorithms.token_batch import Reduce
 from mslime.algorithms.statistics import LossStatistics, finalise
+from mslime.algorithms.token_batch import Reduce
 from mslime.backends.megatron.step.batches import MicroBatch, RowLayout, build_micro_batch
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import AlgorithmConfig

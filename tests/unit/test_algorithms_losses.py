@@ -17,8 +17,8 @@ from torch import Tensor
 from mslime.algorithms.corrections import needs_old_log_probs
 from mslime.algorithms.kl import kl_estimate
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, sft_loss
-from mslime.algorithms.token_batch import Reduce
 from mslime.algorithms.statistics import LossStatistics, finalise, mean_weight
+from mslime.algorithms.token_batch import Reduce
 from mslime.config.correction import PRESETS, CorrectionConfig
 from mslime.config.errors import ConfigError
 from mslime.config.schema import AlgorithmConfig
