@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mslime.config.advantage import GROUP_RELATIVE, AdvantageName
+from mslime.config.algorithm import GROUP_RELATIVE, AdvantageName
 from mslime.config.errors import RewardError, UserError
 
 STD_EPS = 1e-6

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.choices import KLType
-from mslime.config.schema import AlgorithmConfig
 
 WHITEN_EPS = 1e-8
 """Added to the variance before the square root."""

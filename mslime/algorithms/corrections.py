@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mslime.algorithms.kl import clamp_log_ratio, kl_of
 from mslime.algorithms.token_batch import TokenBatch
-from mslime.config.correction import CorrectionConfig
+from mslime.config.algorithm import CorrectionConfig
 
 
 @dataclass(frozen=True)

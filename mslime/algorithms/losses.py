@@ -16,7 +16,7 @@ from mslime.algorithms.kl import kl_estimate, kl_to_reference
 from mslime.algorithms.policies import LOSSES, TokenLoss
 from mslime.algorithms.statistics import LossStatistics
 from mslime.algorithms.token_batch import Reduce, SequenceIndex, TokenBatch
-from mslime.config.schema import AlgorithmConfig
+from mslime.config.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mslime.algorithms.kl import clamp_log_ratio
 from mslime.algorithms.token_batch import TokenBatch
-from mslime.config.schema import AlgorithmConfig
+from mslime.config.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from mslime.config.advantage import AdvantageConfig
-from mslime.config.critic import CriticConfig
-from mslime.config.policy_loss import DPPOConfig, IPOConfig, KimiConfig, SAPOConfig, TOPRConfig
+from mslime.config.algorithm import (
+    AdvantageConfig,
+    CriticConfig,
+    DPPOConfig,
+    IPOConfig,
+    KimiConfig,
+    SAPOConfig,
+    TOPRConfig,
+)
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig

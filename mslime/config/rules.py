@@ -11,35 +11,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
-from mslime.config.advantage import GROUP_RELATIVE
+from mslime.config.algorithm import GROUP_RELATIVE
 from mslime.config.cluster import engine_nccl
+from mslime.config.engines import check_teacher
 from mslime.config.errors import ConfigError, nearest
 from mslime.config.reward import check_reward
-from mslime.config.teacher import check_teacher
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
-
-MEGATRON_RESERVED: dict[str, str] = {
-    "calculate_per_token_loss": "denominators are computed over the whole step before micro-batching; megatron-core "
-    "0.16.1 also scales auxiliary losses by 1/TP with it",
-    "moe_enable_routing_replay": "it follows train.replay",
-    "variable_seq_lengths": "it follows train.packed",
-    "pipeline_dtype": "it follows megatron.params_dtype",
-    "bf16": "it follows megatron.params_dtype",
-    "fp16": "the trainer runs in bfloat16 or float32",
-    "lr": "use train.lr",
-    "min_lr": "use train.min_lr",
-    "weight_decay": "use train.weight_decay",
-    "adam_beta1": "use train.adam_beta1",
-    "adam_beta2": "use train.adam_beta2",
-    "adam_eps": "use train.adam_eps",
-    "clip_grad": "use train.clip_grad",
-    "pipeline_model_parallel_layout": "use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split": "use num_layers_in_first_pipeline_stage",
-    "account_for_loss_in_pipeline_split": "use num_layers_in_last_pipeline_stage",
-    "transformer_impl": "it follows cluster.device: Transformer Engine on cuda, the local spec on cpu",
-}
 
 
 def check_run(config: RunConfig) -> None:

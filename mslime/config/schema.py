@@ -8,32 +8,20 @@ Rules that span sections live in `rules`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from mslime.config.advantage import AdvantageConfig
-from mslime.config.base import EngineSection, Section
-from mslime.config.choices import Kept, KLType, PauseMode, ProgressMode, ReplayMode, Resume, SftLossOn
+from mslime.config.algorithm import AlgorithmConfig, CriticConfig
+from mslime.config.base import Section
+from mslime.config.choices import Kept, PauseMode, ProgressMode, ReplayMode, Resume, SftLossOn
 from mslime.config.cluster import ClusterConfig
-from mslime.config.correction import CorrectionConfig
-from mslime.config.critic import CriticConfig
-from mslime.config.engines import SGLangConfig
+from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.errors import ConfigError
-from mslime.config.layout import ParallelLayout, stage_layers
-from mslime.config.policy_loss import (
-    DPPOConfig,
-    IPOConfig,
-    KimiConfig,
-    LossName,
-    SAPOConfig,
-    TOPRConfig,
-    with_loss_defaults,
-)
-from mslime.config.recompute import DEFAULT_MODULES, Recompute
+from mslime.config.layout import ParallelLayout
+from mslime.config.megatron import MegatronConfig
 from mslime.config.reward import RewardConfig, ScoringConfig
-from mslime.config.rules import MEGATRON_RESERVED, check_run
-from mslime.config.teacher import TeacherConfig
+from mslime.config.rules import check_run
 
 
 def directory_name(name: str) -> str:
@@ -56,109 +44,6 @@ class ModelConfig(Section):
     ignored_config_fields: tuple[str, ...] = Field(
         default=(), description="Settings of config.json that mslime does not know and that change nothing."
     )
-
-
-class MegatronConfig(EngineSection):
-    """The trainer's parallel layout and memory settings, under megatron-core's own names."""
-
-    engine: ClassVar[str] = "megatron"
-    reserved: ClassVar[dict[str, str]] = MEGATRON_RESERVED
-
-    tensor_model_parallel_size: int = Field(
-        default=1, ge=1, description="TP: ranks that share every layer's matrices; keep it within a machine."
-    )
-    pipeline_model_parallel_size: int = Field(
-        default=1, ge=1, description="PP: stages that the layers are divided over."
-    )
-    virtual_pipeline_model_parallel_size: int | None = Field(
-        default=None, ge=1, description="VPP: chunks of layers on each stage, for a smaller bubble."
-    )
-    num_layers_in_first_pipeline_stage: int | None = Field(
-        default=None, ge=1, description="For layers that the stages do not divide; the stages between share the rest."
-    )
-    num_layers_in_last_pipeline_stage: int | None = Field(
-        default=None, ge=1, description="Likewise; the last stage also computes the output layer."
-    )
-    context_parallel_size: int = Field(default=1, ge=1, description="CP: ranks that share the tokens of one sequence.")
-    expert_model_parallel_size: int = Field(default=1, ge=1, description="EP: ranks that the experts are divided over.")
-    expert_tensor_parallel_size: int = Field(
-        default=1, ge=1, description="ETP: ranks that share each expert's matrices."
-    )
-    sequence_parallel: bool | None = Field(
-        default=None, description="Default: on exactly when TP > 1 (MoE requires it)."
-    )
-    use_distributed_optimizer: bool = Field(default=True, description="Shard optimizer state over data-parallel ranks.")
-    overlap_grad_reduce: bool = Field(default=False, description="Reduce gradients while the backward pass goes on.")
-    overlap_param_gather: bool = Field(
-        default=False, description="Gather parameters while the forward pass goes on; needs the distributed optimizer."
-    )
-    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = Field(
-        default="alltoall", description="How tokens reach their experts; flex is DeepEP's."
-    )
-    recompute_granularity: Literal["full", "selective"] | None = Field(
-        default=None,
-        description="Compute activations again in the backward pass: of whole layers (full), or of recompute_modules.",
-    )
-    recompute_method: Literal["uniform", "block"] | None = Field(
-        default=None,
-        description="full: every recompute_num_layers layers (uniform), or the first so many of a stage (block).",
-    )
-    recompute_num_layers: int | None = Field(
-        default=None, ge=1, description="full: layers at a time, see recompute_method."
-    )
-    recompute_modules: list[str] | None = Field(
-        default=None, description="selective: what is computed again, for example [core_attn, moe_act]."
-    )
-    params_dtype: Literal["float32", "bfloat16"] | None = Field(
-        default=None, description="Default: bfloat16 on cuda, float32 on cpu."
-    )
-    extra: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Any other field of megatron-core's TransformerConfig, "
-        "OptimizerConfig or DistributedDataParallelConfig; may also be given beside these.",
-    )
-
-    @property
-    def recompute(self) -> Recompute:
-        """What is computed again in the backward pass, megatron-core's defaults filled in."""
-        default = DEFAULT_MODULES if self.recompute_granularity == "selective" else ()
-        return Recompute(
-            self.recompute_granularity,
-            self.recompute_method or "uniform",
-            self.recompute_num_layers or 1,
-            frozenset(self.recompute_modules or default),
-        )
-
-    def layout(self, trainer_ranks: int | None) -> ParallelLayout:
-        """The parallel layout on `trainer_ranks` ranks (default: data parallel 1). Raises ConfigError when illegal."""
-        tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
-        world = trainer_ranks or tp * pp * cp
-        if world % (tp * pp * cp):
-            raise ConfigError(
-                "cluster.trainer_ranks",
-                world,
-                f"must be a multiple of TP x PP x CP = {tp} x {pp} x {cp}",
-                f"use {-(-world // (tp * pp * cp)) * tp * pp * cp}, or change a parallel size",
-            )
-        return ParallelLayout(
-            tp,
-            pp,
-            self.virtual_pipeline_model_parallel_size or 1,
-            cp,
-            world // (tp * pp * cp),
-            self.expert_model_parallel_size,
-            self.expert_tensor_parallel_size,
-        )
-
-    def stage_layers(self, num_layers: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Global layer ids `[stage][chunk]` of a model with `num_layers` layers. Raises ConfigError when illegal."""
-        return stage_layers(
-            num_layers,
-            self.pipeline_model_parallel_size,
-            self.virtual_pipeline_model_parallel_size or 1,
-            self.num_layers_in_first_pipeline_stage,
-            self.num_layers_in_last_pipeline_stage,
-        )
 
 
 class EvalSetConfig(Section):
@@ -274,53 +159,6 @@ class RolloutConfig(Section):
         "they have and are continued under the new weights. retract and in_place: the engine continues them itself; "
         "retract re-routes old tokens under new weights, in_place keeps a cache of old weights.",
     )
-
-
-class AlgorithmConfig(AdvantageConfig):
-    """Advantage, loss and off-policy correction."""
-
-    loss: LossName = Field(default="ppo", description="The policy loss; each is one formula in docs/algorithms.md.")
-    clip_low: float = Field(
-        default=0.2,
-        ge=0,
-        description="Trust region below. What it bounds follows `loss`: the ratio from 1 - clip_low (ppo, cispo, and "
-        "gspo of a response's mean), the log-ratio (gmpo), the probability (dppo_tv, ipo). The default is ppo's; "
-        "under another loss it is that loss's own.",
-    )
-    clip_high: float = Field(
-        default=0.28, ge=0, description="Trust region above; ppo's default is clip-higher (DAPO, arXiv 2503.14476)."
-    )
-    clip_dual: float | None = Field(
-        default=None,
-        gt=1,
-        description="ppo, gspo: dual clip; a negative advantage A costs at most -clip_dual A.",
-    )
-    sapo: SAPOConfig = Field(default_factory=SAPOConfig)
-    topr: TOPRConfig = Field(default_factory=TOPRConfig)
-    kimi: KimiConfig = Field(default_factory=KimiConfig)
-    dppo: DPPOConfig = Field(default_factory=DPPOConfig)
-    ipo: IPOConfig = Field(default_factory=IPOConfig)
-    kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL to the reference policy.")
-    kl_type: KLType = Field(default="low_var", description="Per-token estimate of the KL; low_var is k3, at most 10.")
-    kl_in: Literal["loss", "reward"] = Field(
-        default="loss", description="Where the KL acts: as a term of the loss, or taken from the tokens' rewards."
-    )
-    kl_unbiased: bool = Field(
-        default=False,
-        description="In the loss: times pi / mu, which makes the estimate's gradient the KL's (arXiv 2512.02556).",
-    )
-    entropy_coef: float = Field(default=0.0, le=1e6, description="Weight of an entropy bonus in the loss.")
-    old_log_probs: Literal["auto", "always"] = Field(
-        default="auto",
-        description="auto: a separate old-log-prob pass only when something needs it (several optimizer steps per "
-        "rollout, sequence-level corrections).",
-    )
-    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
-
-    @classmethod
-    def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The given values on top of what the loss starts from."""
-        return with_loss_defaults(values)
 
 
 class TrainConfig(Section):

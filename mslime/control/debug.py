@@ -21,9 +21,9 @@ from rich.table import Table
 
 from mslime import __version__
 from mslime.config.cluster import Parts
+from mslime.config.engines import TeacherConfig
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.config.teacher import TeacherConfig
 from mslime.control.assemble import SourceNames, assemble
 from mslime.control.check import ResolvedRun, resolve, write_resolved
 from mslime.control.cluster import resolved_device

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.config.advantage import LossAggregation
+from mslime.config.algorithm import LossAggregation
 from mslime.config.layout import ParallelLayout
-from mslime.data.columns import Column, shards_of
-from mslime.data.denominators import token_weights
 from mslime.data.sample import Sample
-from mslime.data.shard import TrainShard
+from mslime.data.shard import PackedSequence, TrainShard, shards_of, token_weights
 
 Plan = list[list[list[int]]]
 """[data-parallel ranks][micro-batches] lists of sequence indices."""
@@ -68,7 +66,7 @@ def build_shards(
         lengths = np.asarray([len(s) for s in chosen], np.int64)
         plan = packer.pack(lengths) if packed else packer.one_each(lengths)
         columns = [
-            Column(members[j], chosen[j], weights[j], np.asarray(advantages[members[j]], np.float32), version)
+            PackedSequence(members[j], chosen[j], weights[j], np.asarray(advantages[members[j]], np.float32), version)
             for j in range(len(chosen))
         ]
         result.append(shards_of(columns, plan))

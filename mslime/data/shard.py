@@ -1,4 +1,4 @@
-"""What one trainer rank needs for one optimizer step, as columns.
+"""What one trainer rank needs for one optimizer step, as columns; how samples become them, and what a token weighs.
 
 Index t of a column belongs to token t: `loss_mask[t]`, `advantages[t]` and `behaviour_log_probs[t]` are about token t,
 which the model predicts at position t - 1. The trainer shifts; nobody else does. Denominators are already inside
@@ -11,13 +11,19 @@ for every (DP, CP, micro-batch) layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mslime.config.algorithm import LossAggregation
 from mslime.data.routes import Routes
+from mslime.data.sample import Sample
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True)
@@ -80,3 +86,150 @@ class TrainShard:
     def stage_slice(self, layer_ids: Sequence[int]) -> TrainShard:
         """This shard with the routes of the given layers only."""
         return self if self.routes is None else replace(self, routes=self.routes.stage_slice(layer_ids))
+
+
+@dataclass(frozen=True)
+class PackedSequence:
+    """One sequence on its way into a shard.
+
+    Attributes:
+        sequence_id: unique within the step. weights: [T] float32.
+        advantage: 0-d or [T] float32. version: of the weights that are about to be trained; None: ages are not known.
+    """
+
+    sequence_id: int
+    sample: Sample
+    weights: NDArray[np.float32]
+    advantage: NDArray[np.float32]
+    version: int | None = None
+
+    def advantages(self) -> NDArray[np.float32]:
+        """[T] float32, 0 where the token is not trained."""
+        assert self.advantage.shape in ((), (len(self.sample),)), (self.advantage.shape, len(self.sample))
+        return np.where(self.sample.loss_mask, self.advantage, np.float32(0))
+
+    def rewards(self) -> NDArray[np.float32]:
+        """[T] float32: the rollout's reward on the last trained token, process rewards where their steps end."""
+        out = np.zeros(len(self.sample), np.float32)
+        for position, reward in self.sample.process_rewards:
+            out[position] += reward
+        trained = np.flatnonzero(self.sample.loss_mask)
+        if len(trained) and self.sample.reward is not None:
+            out[trained[-1]] += self.sample.reward
+        return out
+
+    def teacher(self) -> NDArray[np.float32]:
+        """[T] float32, the served teacher's log-prob of each trained token; 0 elsewhere."""
+        assert self.sample.teacher_log_probs is not None
+        return self.sample.teacher_log_probs
+
+    def segment_index(self) -> NDArray[np.int32]:
+        """[T] int32, 0, 1, ... for each weight version in order; 0 where no policy sampled the token."""
+        out = np.zeros(len(self.sample), np.int32)
+        seen: dict[int, int] = {}
+        for s in self.sample.segments:
+            if s.version is not None:
+                out[s.start : s.end] = seen.setdefault(s.version, len(seen))
+        return out
+
+    def segment_ages(self) -> NDArray[np.int32]:
+        """[T] int32, versions since the token was sampled; 0 where no policy did."""
+        assert self.version is not None
+        out = np.zeros(len(self.sample), np.int32)
+        for s in self.sample.segments:
+            if s.version is not None:
+                out[s.start : s.end] = self.version - s.version
+        return out
+
+
+def shards_of(columns: Sequence[PackedSequence], plan: Sequence[Sequence[Sequence[int]]]) -> list[TrainShard]:
+    """The shards of all ranks: `plan[rank]` holds micro-batches of indices into the `columns` of the whole step.
+
+    A column that only some samples have (rewards, ages, a teacher's scores) is left out everywhere; routes are all
+    samples' or none's.
+    """
+    template = columns[0].sample.routes
+    assert all((c.sample.routes is None) == (template is None) for c in columns), "some samples carry routes"
+    has_rewards = all(c.sample.reward is not None for c in columns)
+    has_ages = all(c.version is not None for c in columns)
+    has_teacher = all(c.sample.teacher_log_probs is not None for c in columns)
+    return [
+        _shard(columns, rank, template, has_rewards=has_rewards, has_ages=has_ages, has_teacher=has_teacher)
+        for rank in plan
+    ]
+
+
+def _shard(
+    columns: Sequence[PackedSequence],
+    micro_batches: Sequence[Sequence[int]],
+    template: Routes | None,
+    *,
+    has_rewards: bool,
+    has_ages: bool,
+    has_teacher: bool,
+) -> TrainShard:
+    mine = [columns[i] for micro_batch in micro_batches for i in micro_batch]
+    ends = np.cumsum([0, *(len(m) for m in micro_batches)]).tolist()
+    return TrainShard(
+        tokens=_joined([c.sample.tokens for c in mine], np.int32),
+        lengths=np.asarray([len(c.sample) for c in mine], np.int64),
+        sequence_ids=np.asarray([c.sequence_id for c in mine], np.int64),
+        loss_mask=_joined([c.sample.loss_mask for c in mine], np.bool_),
+        weights=_joined([c.weights for c in mine], np.float32),
+        advantages=_joined([c.advantages() for c in mine], np.float32),
+        behaviour_log_probs=_joined([c.sample.log_probs for c in mine], np.float32),
+        micro_batches=tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends)),
+        teacher_log_probs=_joined([c.teacher() for c in mine], np.float32) if has_teacher else None,
+        rewards=_joined([c.rewards() for c in mine], np.float32) if has_rewards else None,
+        segment_index=_joined([c.segment_index() for c in mine], np.int32),
+        segment_ages=_joined([c.segment_ages() for c in mine], np.int32) if has_ages else None,
+        routes=None if template is None else _joined_routes(template, [c.sample for c in mine]),
+    )
+
+
+def _joined(parts: Sequence[NDArray[Scalar]], dtype: type[Scalar]) -> NDArray[Scalar]:
+    return np.concatenate([np.empty(0, dtype), *parts])
+
+
+def _joined_routes(template: Routes, mine: Sequence[Sample]) -> Routes:
+    """Routes of `mine`, one row per token, for the layers and in the dtype of `template`."""
+    padded = [s.routes.padded(len(s)) for s in mine if s.routes is not None]
+    experts = np.concatenate([template.experts[:0], *(r.experts for r in padded)])
+    return Routes(experts, np.concatenate([template.mask[:0], *(r.mask for r in padded)]), template.layer_ids)
+
+
+def token_weights(
+    samples: Sequence[Sample], aggregation: LossAggregation, max_response_tokens: int | None = None
+) -> list[NDArray[np.float32]]:
+    """Weight of every token in the loss of one optimizer step, [T] float32 per sample, 0 outside the mask.
+
+    With n trained tokens in a sequence (rollout, group, step), and counting only those with n > 0:
+
+        token: 1 / n of the step. sequence: 1 / (sequences x n of the sequence). rollout: 1 / (rollouts x n of the
+        rollout), however many sequences it became. group: 1 / (groups x n of the group).
+        constant: 1 / (rollouts x max_response_tokens) (Dr. GRPO, arXiv 2503.20783).
+
+    All but the last sum to 1, or to 0 when nothing is trained.
+    """
+    counts = np.asarray([s.trainable_tokens for s in samples], np.float64)
+    if aggregation == "token":
+        denominators = np.full(len(samples), counts.sum())
+    elif aggregation == "sequence":
+        denominators = counts * np.count_nonzero(counts)
+    else:
+        units = [s.group_id for s in samples] if aggregation == "group" else [s.rollout for s in samples]
+        unit = _numbered(units)
+        per_unit = np.bincount(unit, weights=counts)
+        live = np.count_nonzero(per_unit)
+        if aggregation == "constant":
+            assert max_response_tokens is not None, "a constant denominator needs max_response_tokens"
+            denominators = np.full(len(samples), float(live * max_response_tokens))
+        else:
+            denominators = per_unit[unit] * live
+    return [(s.loss_mask / max(d, 1.0)).astype(np.float32) for s, d in zip(samples, denominators, strict=True)]
+
+
+def _numbered(keys: Sequence[Hashable]) -> NDArray[np.int64]:
+    """Keys as 0, 1, ... in the order of their first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return np.asarray([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from mslime.config.layout import ParallelLayout
-from mslime.config.recompute import Recompute
+from mslime.config.megatron import Recompute
 
 EXPERT_IMBALANCE = 1.25
 """Tokens on the expert-parallel rank that gets most, over the mean. An assumption: routing decides, not arithmetic."""

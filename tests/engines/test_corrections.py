@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
-from mslime.config.schema import AlgorithmConfig
+from mslime.config.algorithm import AlgorithmConfig
 from mslime.data.shard import TrainShard
 from tests.engines.trainer_ranks import (
     largest_difference,

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.config.correction import CorrectionConfig
-from mslime.config.schema import AlgorithmConfig
+from mslime.config.algorithm import AlgorithmConfig, CorrectionConfig
 
 from .losses_reference import LOSSES, Response
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.config.schema import AlgorithmConfig
+from mslime.config.algorithm import AlgorithmConfig
 
 Column = NDArray[np.float64]
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mslime.config.advice import warnings
+from mslime.config.algorithm import LOSS_DEFAULTS
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build
-from mslime.config.policy_loss import LOSS_DEFAULTS
 
 
 def advice(algorithm: dict[str, Any], staleness: int = 0, steps: int = 1, **train: Any) -> list[str]:

@@ -16,7 +16,7 @@ from mslime.algorithms.advantages import (
     process_advantages,
     rollout_advantages,
 )
-from mslime.config.advantage import GROUP_RELATIVE, AdvantageName
+from mslime.config.algorithm import GROUP_RELATIVE, AdvantageName
 from mslime.config.errors import RewardError, UserError
 
 Row = tuple[int, int, float]

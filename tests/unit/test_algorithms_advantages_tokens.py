@@ -21,7 +21,7 @@ from mslime.algorithms.advantages_tokens import (
     needs_policy_log_probs,
     token_advantages,
 )
-from mslime.config.schema import AlgorithmConfig
+from mslime.config.algorithm import AlgorithmConfig
 
 Sequence = dict[str, np.ndarray]
 

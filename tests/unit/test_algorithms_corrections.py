@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mslime.algorithms.losses import policy_loss
 from mslime.algorithms.statistics import finalise
-from mslime.config.correction import PRESETS, CorrectionConfig
+from mslime.config.algorithm import PRESETS, CorrectionConfig
 from mslime.config.errors import ConfigError
 
 from . import algorithms_reference as reference

@@ -16,8 +16,8 @@ from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss
 from mslime.algorithms.statistics import LossStatistics, finalise
 from mslime.algorithms.token_batch import Reduce
 from mslime.backends.megatron.step.batches import MicroBatch, RowLayout, build_micro_batch
+from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.layout import ParallelLayout
-from mslime.config.schema import AlgorithmConfig
 from mslime.data.packing import build_shards
 from mslime.data.sample import Sample
 from mslime.data.shard import TrainShard

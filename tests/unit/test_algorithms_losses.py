@@ -19,9 +19,8 @@ from mslime.algorithms.kl import kl_estimate
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, sft_loss
 from mslime.algorithms.statistics import LossStatistics, finalise, mean_weight
 from mslime.algorithms.token_batch import Reduce
-from mslime.config.correction import PRESETS, CorrectionConfig
+from mslime.config.algorithm import PRESETS, AlgorithmConfig, CorrectionConfig
 from mslime.config.errors import ConfigError
-from mslime.config.schema import AlgorithmConfig
 
 from . import algorithms_reference as reference
 from .algorithms_reference import Tokens, random_tokens

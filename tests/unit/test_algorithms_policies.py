@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from mslime.algorithms.losses import policy_loss, value_loss
 from mslime.algorithms.policies import LOSSES
 from mslime.algorithms.statistics import finalise
-from mslime.config.correction import PRESETS, CorrectionConfig
-from mslime.config.policy_loss import LOSS_DEFAULTS
-from mslime.config.schema import AlgorithmConfig
+from mslime.config.algorithm import LOSS_DEFAULTS, PRESETS, AlgorithmConfig, CorrectionConfig
 
 from . import algorithms_reference as reference
 from . import losses_reference

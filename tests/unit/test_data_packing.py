@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mslime.config.layout import ParallelLayout
-from mslime.data.denominators import token_weights
 from mslime.data.packing import build_shards
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
+from mslime.data.shard import token_weights
 
 
 def make_sample(group: int, index: int, prompt: int, response: int, masked: int = 0, *, routes: bool = False) -> Sample:

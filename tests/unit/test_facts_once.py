@@ -29,7 +29,7 @@ FACTS = {
             "backends/megatron/generators.py", "backends/cpu/megatron.py",
         },
     ),
-    "recompute's defaults": (r'"core_attn"[,}\]]', {"config/recompute.py"}),
+    "recompute's defaults": (r'"core_attn"[,}\]]', {"config/megatron.py"}),
     "parameters that stay in float32": (r"\.self_attention\.A_log", {"convert/families/delta.py"}),
     "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"weights/plan.py"}),
     "estimates of the KL": (r"expm1", {"algorithms/kl.py"}),

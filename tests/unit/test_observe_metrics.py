@@ -60,7 +60,7 @@ def test_every_name_of_the_losses_is_known() -> None:
     torch = pytest.importorskip("torch")
     from mslime.algorithms.losses import PolicyLossInputs, policy_loss, sft_loss
     from mslime.algorithms.statistics import finalise
-    from mslime.config.schema import AlgorithmConfig
+    from mslime.config.algorithm import AlgorithmConfig
 
     x = torch.linspace(-3, -1, 4)
     mask, index = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)

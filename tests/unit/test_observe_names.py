@@ -73,7 +73,7 @@ def test_losses_and_advantages_report_exactly_what_is_listed_for_them() -> None:
     from mslime.algorithms.advantages_tokens import advantage_metrics
     from mslime.algorithms.losses import PolicyLossInputs, policy_loss, sft_loss, value_loss
     from mslime.algorithms.statistics import finalise
-    from mslime.config.schema import AlgorithmConfig
+    from mslime.config.algorithm import AlgorithmConfig
 
     x = torch.linspace(-3, -1, 4)
     mask, zeros = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)

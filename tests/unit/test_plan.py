@@ -17,7 +17,7 @@ import pytest
 from mslime.cli import main
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
-from mslime.config.recompute import Recompute
+from mslime.config.megatron import Recompute
 from mslime.convert.families import get_family
 from mslime.planner.activations import chunks_in_flight, kept_elements, layer_elements, read_widths
 from mslime.planner.command import plan_config

@@ -11,9 +11,9 @@ from typing import Any
 
 from mslime.backends.cpu.sglang import SITE_DIR
 from mslime.config.dtypes import engine_dtype
+from mslime.config.engines import TeacherConfig
 from mslime.config.errors import CheckpointError
 from mslime.config.schema import RunConfig
-from mslime.config.teacher import TeacherConfig
 
 CPU_MAX_TOTAL_TOKENS = 65536
 """Tokens in a CPU server's cache unless configured: its own default takes a share of the whole machine's memory."""

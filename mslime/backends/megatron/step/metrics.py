@@ -11,8 +11,8 @@ from torch import Tensor
 from mslime.algorithms.losses import PolicyLossInputs, policy_loss
 from mslime.algorithms.statistics import LossStatistics, mean_weight
 from mslime.backends.megatron.step.batches import number_segments
+from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.errors import TrainerError
-from mslime.config.schema import AlgorithmConfig
 from mslime.data.shard import TrainShard
 
 

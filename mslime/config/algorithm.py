@@ -1,18 +1,132 @@
-"""One record for every off-policy correction; the maths lives in `mslime.algorithms.corrections`.
+"""Settings of `algorithm` and `critic`: advantages, policy losses, off-policy corrections and the loss's denominators.
 
-rho = pi_train / mu_rollout: the trainer's policy over the policy that sampled the token. A correction either bounds
-rho and multiplies it into the loss (truncate, clip), or takes tokens or sequences out of the loss (mask, drop), after
-which `kept_weight` says what the remaining tokens weigh.
+The maths lives in `mslime.algorithms` and, for denominators, in `mslime.data.shard`; formulas and papers are in
+docs/algorithms.md.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from mslime.config.base import Section
+from mslime.config.choices import KLType
 from mslime.config.errors import ConfigError
+
+AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gae", "none"]
+
+GROUP_RELATIVE: tuple[AdvantageName, ...] = ("grpo", "rloo", "reinforce_pp_baseline", "maxrl")
+"""Advantages that compare the rollouts of one prompt."""
+
+WHITENED: tuple[AdvantageName, ...] = ("reinforce_pp", "reinforce_pp_baseline", "gae")
+"""Advantages that are whitened over all ranks when `whiten` is not given."""
+
+LossAggregation = Literal["token", "sequence", "rollout", "group", "constant"]
+
+
+class AdvantageConfig(Section):
+    """The first part of `algorithm`: what a token's advantage is, and what the loss is divided by."""
+
+    advantage: AdvantageName = Field(
+        default="grpo",
+        description="How rewards become advantages. grpo, rloo, maxrl, reinforce_pp_baseline: relative to the group. "
+        "reinforce_pp: discounted return. gae: with a critic. none: 0, for distillation alone.",
+    )
+    normalise_std: bool = Field(
+        default=True, description="grpo: divide by the group's standard deviation (False: Dr. GRPO)."
+    )
+    whiten: bool | None = Field(
+        default=None,
+        description="Advantages to mean 0 and variance 1 over the trained tokens of all ranks. Default: on for "
+        "reinforce_pp, reinforce_pp_baseline and gae.",
+    )
+    gamma: float = Field(
+        default=1.0, ge=0, le=1, description="reinforce_pp, gae: discount of one trained token to the next."
+    )
+    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="gae: 1 is the return minus the value.")
+    opd_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="On-policy distillation: takes this times (log pi_old - log teacher) from each token's advantage; "
+        "the teacher is served (see `teacher`) or held by the trainer (model.teacher_path).",
+    )
+    loss_aggregation: LossAggregation = Field(
+        default="token",
+        description="token: mean over all trained tokens of the step. sequence: mean of per-sequence means. rollout: "
+        "the same, with all sequences of a rollout as one. group: mean of per-group token means. constant: sum over "
+        "tokens / (rollouts x rollout.max_response_tokens) (Dr. GRPO).",
+    )
+
+    @property
+    def whitens(self) -> bool:
+        """Whether advantages are whitened."""
+        return self.advantage in WHITENED if self.whiten is None else self.whiten
+
+
+LossName = Literal["ppo", "gspo", "gmpo", "cispo", "sapo", "topr", "kimi", "dppo_tv", "ipo", "reinforce"]
+
+LOSS_DEFAULTS: dict[str, dict[str, object]] = {
+    "ppo": {"clip_low": 0.2, "clip_high": 0.28},  # DAPO's clip-higher
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence"},  # of a response's mean ratio
+    "gmpo": {"clip_low": 0.4, "clip_high": 0.4, "loss_aggregation": "sequence"},  # of the log-ratio
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},  # weights in [0, 5]
+    "sapo": {"loss_aggregation": "sequence"},
+    # The trust region of these two is around the policy that sampled, so there is no recomputed one to correct for.
+    "dppo_tv": {"clip_low": 0.2, "clip_high": 0.2, "correction": {"preset": "bypass"}},
+    "ipo": {"clip_low": 0.1, "clip_high": 0.1, "correction": {"preset": "bypass"}},
+}
+"""What `algorithm` starts from under a loss; fields that are given win."""
+
+
+def with_loss_defaults(values: dict[str, object]) -> dict[str, object]:
+    """The values given for `algorithm`, on top of the defaults of their loss."""
+    defaults = LOSS_DEFAULTS.get(str(values.get("loss", "ppo")), {})
+    merged = {**defaults, **values}
+    base, given = defaults.get("correction"), values.get("correction")
+    if isinstance(given, str):
+        given = merged["correction"] = {"preset": given}
+    if isinstance(base, dict) and isinstance(given, dict):
+        merged["correction"] = {**base, **given}
+    return merged
+
+
+class SAPOConfig(Section):
+    """Temperatures of SAPO's soft gate (arXiv 2511.20347)."""
+
+    tau_positive: float = Field(default=1.0, gt=0, description="For tokens with a positive advantage.")
+    tau_negative: float = Field(default=1.05, gt=0, description="For the others: higher, so that they fade sooner.")
+
+
+class TOPRConfig(Section):
+    """TOPR (arXiv 2503.14286)."""
+
+    level: Literal["token", "sequence"] = Field(
+        default="sequence", description="What the tapered ratio is over: the whole response (the paper's), or a token."
+    )
+
+
+class KimiConfig(Section):
+    """The quadratic trust region of Kimi k1.5 (arXiv 2501.12599)."""
+
+    tau: float = Field(default=0.1, ge=0, description="Strength of the penalty tau / 2 * log-ratio^2.")
+    level: Literal["token", "sequence"] = Field(
+        default="sequence", description="What the log-ratio is over: the whole response (the paper's), or a token."
+    )
+
+
+class DPPOConfig(Section):
+    """DPPO with a binary total-variation trust region (arXiv 2602.04879); its bounds are clip_low and clip_high."""
+
+    ratio_cap: float = Field(default=20.0, gt=0, description="Cap of the importance ratio inside the trust region.")
+
+
+class IPOConfig(Section):
+    """IPO-style masking as in prime-rl; its bounds are clip_low and clip_high."""
+
+    kl_tau: float = Field(default=1e-3, ge=0, description="Strength of the penalty on the squared log-ratio.")
+
 
 PRESETS: dict[str, dict[str, object]] = {
     # Truncated importance sampling, Yao et al. 2025 ("Your Efficient RL Framework Secretly Brings You Off-Policy RL").
@@ -186,3 +300,75 @@ class CorrectionConfig(Section):
                 "set normalise: false, or reference: recompute",
             )
         return self
+
+
+class AlgorithmConfig(AdvantageConfig):
+    """Advantage, loss and off-policy correction."""
+
+    loss: LossName = Field(default="ppo", description="The policy loss; each is one formula in docs/algorithms.md.")
+    clip_low: float = Field(
+        default=0.2,
+        ge=0,
+        description="Trust region below. What it bounds follows `loss`: the ratio from 1 - clip_low (ppo, cispo, and "
+        "gspo of a response's mean), the log-ratio (gmpo), the probability (dppo_tv, ipo). The default is ppo's; "
+        "under another loss it is that loss's own.",
+    )
+    clip_high: float = Field(
+        default=0.28, ge=0, description="Trust region above; ppo's default is clip-higher (DAPO, arXiv 2503.14476)."
+    )
+    clip_dual: float | None = Field(
+        default=None,
+        gt=1,
+        description="ppo, gspo: dual clip; a negative advantage A costs at most -clip_dual A.",
+    )
+    sapo: SAPOConfig = Field(default_factory=SAPOConfig)
+    topr: TOPRConfig = Field(default_factory=TOPRConfig)
+    kimi: KimiConfig = Field(default_factory=KimiConfig)
+    dppo: DPPOConfig = Field(default_factory=DPPOConfig)
+    ipo: IPOConfig = Field(default_factory=IPOConfig)
+    kl_coef: float = Field(default=0.0, ge=0, description="Weight of the KL to the reference policy.")
+    kl_type: KLType = Field(default="low_var", description="Per-token estimate of the KL; low_var is k3, at most 10.")
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss", description="Where the KL acts: as a term of the loss, or taken from the tokens' rewards."
+    )
+    kl_unbiased: bool = Field(
+        default=False,
+        description="In the loss: times pi / mu, which makes the estimate's gradient the KL's (arXiv 2512.02556).",
+    )
+    entropy_coef: float = Field(default=0.0, le=1e6, description="Weight of an entropy bonus in the loss.")
+    old_log_probs: Literal["auto", "always"] = Field(
+        default="auto",
+        description="auto: a separate old-log-prob pass only when something needs it (several optimizer steps per "
+        "rollout, sequence-level corrections).",
+    )
+    correction: CorrectionConfig = Field(default_factory=CorrectionConfig)
+
+    @classmethod
+    def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The given values on top of what the loss starts from."""
+        return with_loss_defaults(values)
+
+
+class CriticConfig(Section):
+    """The value model of `algorithm.advantage: gae`: a Megatron model with a value head, in the policy's layout."""
+
+    path: Path | None = Field(
+        default=None,
+        description="Hugging Face checkpoint that it starts from, of any supported family with the policy's "
+        "vocabulary; the value head starts at 0. Default: model.path.",
+    )
+    placement: Literal["shared", "separate"] = Field(
+        default="shared",
+        description="shared: on the policy's GPUs, in the same processes. separate: on as many GPUs of its own.",
+    )
+    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate of the critic.")
+    min_lr: float = Field(default=0.0, ge=0, description="Where the critic's learning rate decays to.")
+    lr_warmup_steps: int = Field(default=0, ge=0, description="Optimizer steps; decay and Adam's settings are train's.")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Steps at the beginning of the run in which the critic alone is trained."
+    )
+    value_clip: float | None = Field(
+        default=0.2,
+        gt=0,
+        description="How far a value may move from the one before the update without losing its gradient; null: any.",
+    )
