@@ -29,11 +29,11 @@ from safetensors.torch import save_file
 
 from mslime.convert.families import get_family
 from mslime.convert.hf import INDEX_NAME
-from mslime.convert.jobs import run_job
 from mslime.convert.placement import ModelPlacement
-from mslime.convert.tools.requantise import ToFp8
-from mslime.convert.tools.to_hf import ToHf
-from mslime.convert.tools.to_megatron import ToMegatron
+from mslime.offline.jobs import run_job
+from mslime.offline.requantise import ToFp8
+from mslime.offline.to_hf import ToHf
+from mslime.offline.to_megatron import ToMegatron
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.engines.megatron_ranks import run_ranks

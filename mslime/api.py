@@ -19,9 +19,9 @@ from mslime.config.schema import RunConfig
 from mslime.control.stop import Stopped as Stopped
 
 if TYPE_CHECKING:
-    from mslime.control.check import ResolvedRun
     from mslime.control.debug import Scores
     from mslime.planner.plan import RunPlan
+    from mslime.preflight.resolve import ResolvedRun
 
 Source = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
 """A run: a configuration, the path of a YAML file, or a mapping of what such a file says."""
@@ -68,7 +68,7 @@ def check(source: Source) -> ResolvedRun:
     Returns:
         The configuration with nothing left open, what the checkpoint says, and notes on prompts and reward.
     """
-    from mslime.control.check import resolve
+    from mslime.preflight.resolve import resolve
 
     return resolve(_config(source))
 

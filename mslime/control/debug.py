@@ -25,13 +25,12 @@ from mslime.config.engines import TeacherConfig
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import SourceNames, assemble
-from mslime.control.check import ResolvedRun, resolve, write_resolved
 from mslime.control.cluster import resolved_device
 from mslime.control.engines import EngineGroup
-from mslime.control.environment import refuse_without_gpu
-from mslime.control.owner import owned
+from mslime.control.export import export
 from mslime.control.rollouts import RolloutHandle, StepShards, references
-from mslime.control.run import export, only_run
+from mslime.control.run import only_run
+from mslime.control.run_directory import owned, write_resolved
 from mslime.control.session import Session
 from mslime.control.started import Started
 from mslime.control.stop import StopSignals
@@ -42,6 +41,8 @@ from mslime.data.tokenizer import load_tokenizer
 from mslime.logs import log_file
 from mslime.observe.metrics import free_name
 from mslime.observe.progress import open_progress
+from mslime.preflight.environment import refuse_without_gpu
+from mslime.preflight.resolve import ResolvedRun, resolve
 from mslime.rollout.groups import fitted, group_files, read_groups
 from mslime.rollout.protocols import ModelInfo
 from mslime.rollout.statistics import batch_metrics

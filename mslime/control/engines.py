@@ -23,7 +23,7 @@ from mslime.logs import hide, log_process, phase
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress, Role
-    from mslime.control.check import ResolvedRun
+    from mslime.preflight.resolve import ResolvedRun
 
 _log = logging.getLogger(__name__)
 STOP_SECONDS = 20.0

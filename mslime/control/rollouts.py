@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.pool import EnginePool
     from mslime.backends.sglang.server import EngineAddress
     from mslime.config.layout import ParallelLayout
-    from mslime.control.check import ResolvedRun
     from mslime.data.shard import TrainShard
     from mslime.data.tokenizer import Tokenizer
+    from mslime.preflight.resolve import ResolvedRun
     from mslime.rollout.evaluate import EvalResult
     from mslime.rollout.protocols import StepBatch
     from mslime.rollout.teacher import ServedTeacher

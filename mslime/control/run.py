@@ -8,27 +8,21 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 
 from mslime import __version__
-from mslime.config.dtypes import export_dtype
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.control.check import changed_settings, describe, resolve, write_resolved
 from mslime.control.cluster import resolved_device
-from mslime.control.convert import export_job
-from mslime.control.convert_bars import Bars
-from mslime.control.environment import refuse_without_gpu
 from mslime.control.loop import train_rl, train_sft
-from mslime.control.owner import owned
+from mslime.control.run_directory import changed_settings, owned, write_resolved
 from mslime.control.session import Session
 from mslime.control.stop import StopSignals
-from mslime.convert.families import read_hf_config
-from mslime.convert.jobs import refuse_existing, run_job
-from mslime.data.checkpoints import check_checkpoint, newest
 from mslime.logs import log_file
+from mslime.preflight.describe import describe
+from mslime.preflight.environment import refuse_without_gpu
+from mslime.preflight.resolve import resolve
 
 _log = logging.getLogger(__name__)
 _ONE_AT_A_TIME = threading.Lock()
@@ -89,24 +83,3 @@ def _run(config: RunConfig, quiet: bool, asked: Callable[[], bool] | None) -> in
             (train_sft if config.train.task == "sft" else train_rl)(session)
         say(f"done: {config.run_dir}")
     return 0
-
-
-def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
-    """Write the Hugging Face checkpoint of a training checkpoint: what the trainer itself would export.
-
-    Args:
-        checkpoint: default: the run's newest.
-        out: directory to write; must not exist.
-
-    Raises:
-        UserError: there is no checkpoint or it is damaged, or `out` exists.
-    """
-    refuse_existing(out)
-    source = checkpoint or newest(config.run_dir / "checkpoints")
-    if source is None:
-        raise ConfigError("--checkpoint", str(config.run_dir), "holds no checkpoint", "name one with --checkpoint")
-    check_checkpoint(source)
-    dtype = export_dtype(read_hf_config(config.model.path))
-    job = export_job(source, config.model.path, dtype=dtype)
-    with StopSignals(), Bars(Console(stderr=True), config.observe.progress == "off") as bars:
-        run_job(job, out, workers=min(os.cpu_count() or 1, 8), progress=bars)

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from mslime.config.cluster import WHOLE, Parts
 from mslime.config.errors import CheckpointError, TrainerError
 from mslime.config.schema import RunConfig
-from mslime.control.check import ResolvedRun
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup
 from mslime.control.rollouts import Evaluation, RolloutHandle, SavedState, StepShards
@@ -43,6 +42,7 @@ from mslime.observe.metrics import FILE_NAME, MetricsLogger, read_metrics
 from mslime.observe.progress import open_progress, summary_line
 from mslime.observe.rows import are_scores, over_optimizer_steps
 from mslime.observe.timeline import STEP, Timeline
+from mslime.preflight.resolve import ResolvedRun
 from mslime.weights.commit import Commit
 
 Shards = Sequence[Sequence[Any]]

@@ -11,10 +11,10 @@ import ray
 
 from mslime.config.errors import CheckpointError, DataError
 from mslime.control.assemble import assemble_supervised
-from mslime.control.check import ResolvedRun
 from mslime.data.sample import Sample
 from mslime.data.supervised import SupervisedSource
 from mslime.data.tokenizer import load_tokenizer
+from mslime.preflight.resolve import ResolvedRun
 
 Shards = Sequence[Sequence[Any]]
 """[ranks][optimizer steps] of Ray references to TrainShard."""

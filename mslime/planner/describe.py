@@ -10,6 +10,7 @@ from rich.text import Text
 
 from mslime.planner.activations import EXPERT_IMBALANCE
 from mslime.planner.plan import GIB, TIGHT, RunPlan, StagePlan
+from mslime.tables import facts_table
 
 
 def describe(plan: RunPlan) -> Group:
@@ -38,13 +39,6 @@ def _range(values: Sequence[float], form: str) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _rows(title: str, rows: list[tuple[str, str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2))
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def _overview(plan: RunPlan) -> Table:
     model = plan.fields
     experts = (
@@ -52,7 +46,7 @@ def _overview(plan: RunPlan) -> Table:
         if model.num_experts
         else ""
     )
-    return _rows(
+    return facts_table(
         "Plan",
         [
             ("model", f"{plan.model}, {plan.parameters / 1e9:.2f} B parameters, {model.num_layers} layers{experts}"),
@@ -127,7 +121,7 @@ def _balance(plan: RunPlan) -> Table:
         parts = (("the optimizer", plan.host.optimizer), ("reference and teacher", plan.host.copies))
         whose = ", ".join(f"{_gib(size)} for {name}" for name, size in parts if size)
         rows.append(("host memory", f"{_gib(plan.host.total)} GiB of a trainer machine: {whose}"))
-    return _rows("Balance", rows)
+    return facts_table("Balance", rows)
 
 
 def _engine(plan: RunPlan) -> Table:
@@ -141,7 +135,7 @@ def _engine(plan: RunPlan) -> Table:
     if engine.state:
         per_request = f"{engine.state_bytes / 2**20:.0f} MiB a request"
         rows.insert(2, ("linear attention", f"{_gib(engine.state)} GiB of states, {per_request}"))
-    return _rows("Engine: one GPU", rows)
+    return facts_table("Engine: one GPU", rows)
 
 
 def _sync(plan: RunPlan) -> Table:
@@ -149,7 +143,7 @@ def _sync(plan: RunPlan) -> Table:
     far = sum(stage.gathered_far for stage in plan.syncs)
     seconds = sum(stage.seconds for stage in plan.syncs)
     from_others = f", {_gib(far)} of it from other machines" if far else ""
-    return _rows(
+    return facts_table(
         "Weight sync",
         [
             ("gathered by stage leaders", f"{_gib(gathered)} GiB{from_others}"),

@@ -13,12 +13,12 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.jobs import run_job
 from mslime.convert.placement import ModelPlacement
-from mslime.convert.tools.compare import HFSide, MegatronSide, compare
-from mslime.convert.tools.requantise import ToFp8, ToPlain
-from mslime.convert.tools.to_hf import ToHf
-from mslime.convert.tools.to_megatron import HF_FILES, ToMegatron
+from mslime.offline.compare import HFSide, MegatronSide, compare
+from mslime.offline.jobs import run_job
+from mslime.offline.requantise import ToFp8, ToPlain
+from mslime.offline.to_hf import ToHf
+from mslime.offline.to_megatron import HF_FILES, ToMegatron
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.trainer_ranks import largest_difference, make_config, run_trainers, shard_of
 from tests.fixtures.convert_tools import fake_placement

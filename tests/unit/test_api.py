@@ -17,8 +17,8 @@ import mslime
 from mslime import api
 from mslime.cli import main
 from mslime.control import run as control_run
-from mslime.control.check import describe
 from mslime.control.stop import SIGNALS, StopSignals
+from mslime.preflight.describe import describe
 from tests.fixtures.full_size import CONFIGS
 from tests.fixtures.make_run import make_synthetic_run
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe

@@ -11,7 +11,7 @@ from mslime.config.errors import ConfigError
 from mslime.config.loader import build, load_config
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
-from mslime.control.check import resolve
+from mslime.preflight.resolve import resolve
 
 
 def run(cluster: dict[str, Any], **sections: Any) -> RunConfig:

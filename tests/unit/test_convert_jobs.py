@@ -16,9 +16,9 @@ import pytest
 
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.convert.hf import HFCheckpoint, staging_directory
-from mslime.convert.jobs import CHECKSUMS, JOURNAL, Silent, run_job
-from mslime.convert.tools.compare import HFSide, compare
-from mslime.convert.tools.requantise import ToFp8
+from mslime.offline.compare import HFSide, compare
+from mslime.offline.jobs import CHECKSUMS, JOURNAL, Silent, run_job
+from mslime.offline.requantise import ToFp8
 from tests.fixtures.convert_tools import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_a_kill_leaves_nothing_under_the_final_name_and_the_next_run_goes_on(
 
 
 BUSY = """
-from mslime.convert.workers import Workers
+from mslime.offline.workers import Workers
 from tests.fixtures.convert_tools import sleep_long
 if __name__ == "__main__":
     list(Workers(2).run(sleep_long, [1, 2], print))
@@ -245,10 +245,10 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from mslime.convert.families import read_hf_config
-from mslime.convert.jobs import run_job
-from mslime.convert.tools.requantise import ToFp8
-from mslime.convert.tools.to_hf import ToHf
-from mslime.convert.tools.to_megatron import ToMegatron
+from mslime.offline.jobs import run_job
+from mslime.offline.requantise import ToFp8
+from mslime.offline.to_hf import ToHf
+from mslime.offline.to_megatron import ToMegatron
 from tests.fixtures.convert_tools import fake_placement, write_model
 
 def convert_all_ways(source, out, shard):

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
-from mslime.cli import _parse, main
+from mslime.cli import main
+from mslime.cli.commands import _parse
 from mslime.config.loader import parse_flags
 from mslime.config.passthrough import engine_fields
 from mslime.config.settings import all_settings, engine_sections, sections

@@ -9,9 +9,9 @@ import pytest
 
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.control import environment
-from mslime.control.environment import describe_environment, driver_version, failure, gpu_warnings, refuse_without_gpu
 from mslime.control.run import run
+from mslime.preflight import environment
+from mslime.preflight.environment import describe_environment, driver_version, failure, gpu_warnings, refuse_without_gpu
 
 Machine = Callable[..., None]
 

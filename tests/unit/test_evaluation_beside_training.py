@@ -14,7 +14,6 @@ import pytest
 
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
-from mslime.control.check import ResolvedRun
 from mslime.control.loop import train_rl
 from mslime.control.rollouts import Evaluated, Evaluation, StepShards
 from mslime.control.session import Session
@@ -24,6 +23,7 @@ from mslime.data.checksums import FileSum, write_summed
 from mslime.observe.metrics import read_metrics
 from mslime.observe.rows import by_step
 from mslime.observe.timeline import read_spans
+from mslime.preflight.resolve import ResolvedRun
 
 
 class FakeEvaluation(Evaluation):

@@ -25,7 +25,7 @@ FACTS = {
         r"nvidia-smi\"|cuda\.is_available\(\)",
         # `environment` explains why there is none; the others ask torch before they touch CUDA.
         {
-            "control/cluster.py", "control/environment.py", "backends/megatron/model/settings.py",
+            "control/cluster.py", "preflight/environment.py", "backends/megatron/model/settings.py",
             "backends/megatron/generators.py", "backends/cpu/megatron.py",
         },
     ),
@@ -34,7 +34,7 @@ FACTS = {
     "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"weights/plan.py"}),
     "estimates of the KL": (r"expm1", {"algorithms/kl.py"}),
     "whose routes are followed": (
-        r'replay [!=]= "r3"', {"control/check.py", "rollout/generation.py", "rollout/groups.py"},
+        r'replay [!=]= "r3"', {"preflight/resolve.py", "rollout/generation.py", "rollout/groups.py"},
     ),
     "the rank grid": (r"rank\)? (//|%) \(?(self\.)?_?layout\.|world_size // (self\.)?_?layout\.pp", set[str]()),
     "choices of settings": (

@@ -16,9 +16,9 @@ from safetensors.numpy import save_file
 
 from mslime.config.errors import UserError
 from mslime.config.loader import build
-from mslime.control.check import resolve
 from mslime.convert.headers import read_header
 from mslime.convert.hf import HFCheckpoint
+from mslime.preflight.resolve import resolve
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 Damage = Callable[[dict[str, Any]], object]

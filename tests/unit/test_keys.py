@@ -18,7 +18,7 @@ from mslime.config.keys import REDACTED, EngineKeys
 from mslime.config.loader import build
 from mslime.config.passthrough import sglang_fields
 from mslime.config.schema import RunConfig
-from mslime.control.check import write_resolved
+from mslime.control.run_directory import write_resolved
 
 LITERAL = "sk-very-secret"
 

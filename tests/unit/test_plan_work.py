@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mslime.config.schema import RunConfig
-from mslime.control.check import with_model
 from mslime.convert.families import read_hf_config
 from mslime.planner.work import quadratic_tokens
+from mslime.preflight.resolve import with_model
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 

@@ -16,9 +16,8 @@ import pytest
 from mslime.config.errors import ConfigError, UserError
 from mslime.config.loader import build
 from mslime.config.schema import ObserveConfig, RunConfig
-from mslime.control.check import changed_settings, write_resolved
 from mslime.control.loop import evaluation_due, save_due
-from mslime.control.owner import owned
+from mslime.control.run_directory import changed_settings, owned, write_resolved
 from mslime.control.stop import Stopped, StopSignals
 from mslime.observe.metrics import MetricsLogger, read_metrics
 
@@ -39,7 +38,7 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
 def test_a_directory_has_one_owner_who_is_named_and_is_free_afterwards(tmp_path: Path) -> None:
     run = tmp_path / "run"
     program = (
-        "import sys; from pathlib import Path; from mslime.control.owner import owned\n"
+        "import sys; from pathlib import Path; from mslime.control.run_directory import owned\n"
         "with owned(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
@@ -68,7 +67,7 @@ def test_where_the_file_system_has_no_locks_processes_of_this_machine_are_told_a
     def no_locks(descriptor: int, operation: int) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("mslime.control.owner.fcntl.flock", no_locks)
+    monkeypatch.setattr("mslime.control.run_directory.fcntl.flock", no_locks)
     with owned(tmp_path):
         content = json.loads((tmp_path / ".lock").read_text())
     import psutil

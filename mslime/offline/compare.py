@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from mslime.convert.families import get_family
 from mslime.convert.files import Advance
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.jobs import Progress, Silent
 from mslime.convert.kinds import Shape
-from mslime.convert.megatron_source import MegatronSource
 from mslime.convert.placement import ModelPlacement
 from mslime.convert.table import RuleTable
-from mslime.convert.workers import Workers
 from mslime.convert.writers import TORCH_DTYPES, torch_dtype
+from mslime.offline.jobs import Progress, Silent
+from mslime.offline.megatron_source import MegatronSource
+from mslime.offline.workers import Workers
 
 if TYPE_CHECKING:
     from torch import Tensor

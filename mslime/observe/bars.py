@@ -18,7 +18,7 @@ from rich.progress import (
 
 
 class Bars:
-    """A bar for each phase; `mslime.convert.jobs.Progress`. A context manager.
+    """A bar for each phase; `mslime.offline.jobs.Progress`. A context manager.
 
     Args:
         quiet: show nothing.

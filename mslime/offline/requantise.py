@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.convert import codecs
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.jobs import source_identity
 from mslime.convert.kinds import Shape
-from mslime.convert.tools.hf_output import HFJob, Output
 from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
+from mslime.offline.hf_output import HFJob, Output
+from mslime.offline.jobs import source_identity
 
 if TYPE_CHECKING:
     from torch import Tensor

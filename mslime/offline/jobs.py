@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.convert.files import Advance, Span, Written, verify
 from mslime.convert.hf import publish, staging_directory
-from mslime.convert.workers import Workers
+from mslime.offline.workers import Workers
 
 JOURNAL = "journal.jsonl"
 CHECKSUMS = "checksums.json"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mslime import __version__
+from mslime.cli.convert import add_parser as add_convert
 from mslime.config.errors import UserError
-from mslime.control.convert import add_parser as add_convert
 from mslime.control.stop import Stopped
 
 if TYPE_CHECKING:
@@ -208,7 +208,8 @@ def _check(args: argparse.Namespace) -> int:
         return 0
     if args.fields is not None:
         return _print_fields(args.fields, args.markdown)
-    from mslime.control.check import describe, resolve
+    from mslime.preflight.describe import describe
+    from mslime.preflight.resolve import resolve
 
     Console().print(describe(resolve(_load(args))))
     return 0
@@ -266,7 +267,7 @@ def _samples(args: argparse.Namespace) -> int:
 
 
 def _convert_run(args: argparse.Namespace) -> int:
-    from mslime.control.run import export
+    from mslime.control.export import export
 
     export(_load(args), args.checkpoint, args.out)
     print(args.out)
@@ -286,7 +287,7 @@ def _models(args: argparse.Namespace) -> int:
 
 
 def _env(args: argparse.Namespace) -> int:
-    from mslime.control.environment import describe_environment
+    from mslime.preflight.environment import describe_environment
 
     print(describe_environment())
     return 0
@@ -305,7 +306,3 @@ _TAKE_SETTINGS: dict[tuple[str, ...], tuple[str, Callable[[Any], None], Run]] = 
     ),
 }
 """Commands that take a run's settings: what they do, their own arguments, and what runs them."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

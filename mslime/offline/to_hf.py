@@ -12,13 +12,13 @@ from mslime.config.errors import CheckpointError
 from mslime.config.hf_config import checkpoint_dtype
 from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.jobs import source_identity
-from mslime.convert.megatron_source import MegatronSource, Unit
 from mslime.convert.placement import ModelPlacement
 from mslime.convert.table import RuleTable
-from mslime.convert.tools.hf_output import HFJob, Output
-from mslime.convert.tools.to_megatron import DESCRIPTION, HF_FILES
 from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
+from mslime.offline.hf_output import HFJob, Output
+from mslime.offline.jobs import source_identity
+from mslime.offline.megatron_source import MegatronSource, Unit
+from mslime.offline.to_megatron import DESCRIPTION, HF_FILES
 
 if TYPE_CHECKING:
     from torch import Tensor

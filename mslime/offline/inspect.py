@@ -13,10 +13,10 @@ from mslime.config.errors import CheckpointError
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.kinds import Shape
-from mslime.convert.tools.to_megatron import HF_FILES
 from mslime.convert.torch_dist import DistCheckpoint, is_torch_dist
 from mslime.convert.writers import TORCH_DTYPES, torch_dtype
 from mslime.data.manifest import NAME, read_manifest
+from mslime.offline.to_megatron import HF_FILES
 
 if TYPE_CHECKING:
     from mslime.data.manifest import Manifest

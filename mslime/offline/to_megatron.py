@@ -15,11 +15,11 @@ from mslime.convert.families import get_family
 from mslime.convert.families.family import refuse_unread
 from mslime.convert.files import Advance, OutputFile, Written
 from mslime.convert.hf import HFCheckpoint, copy_side_files
-from mslime.convert.jobs import Task, source_identity
 from mslime.convert.placement import ModelPlacement, Piece
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.convert.torch_dist import CONFIG, METADATA
 from mslime.convert.writers import TORCH_DTYPES, torch_dtype, write_record
+from mslime.offline.jobs import Task, source_identity
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,20 +1,17 @@
-"""`mslime convert`: its subcommands, and what joins the conversions to megatron-core, which knows its own format."""
+"""`mslime convert` and its subcommands."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from mslime.convert.jobs import Job
-    from mslime.convert.placement import ModelPlacement
-    from mslime.convert.tools.compare import Side
+    from mslime.offline.compare import Side
+    from mslime.offline.jobs import Job
 
 DTYPES = ("bfloat16", "float32", "float16")
 
@@ -117,9 +114,10 @@ def _add_compare(kinds: Any) -> None:
 
 
 def _to_megatron(args: argparse.Namespace) -> int:
+    from mslime.control.export import placement
     from mslime.convert.families import read_hf_config
-    from mslime.convert.jobs import refuse_existing
-    from mslime.convert.tools.to_megatron import ToMegatron
+    from mslime.offline.jobs import refuse_existing
+    from mslime.offline.to_megatron import ToMegatron
 
     refuse_existing(args.out)
     config = read_hf_config(args.source_dir)
@@ -131,35 +129,15 @@ def _to_megatron(args: argparse.Namespace) -> int:
 
 
 def _to_hf(args: argparse.Namespace) -> int:
-    from mslime.convert.jobs import refuse_existing
+    from mslime.control.export import export_job
+    from mslime.offline.jobs import refuse_existing
 
     refuse_existing(args.out)
     return _run(export_job(args.source_dir, args.source, dtype=args.dtype, max_shard_bytes=_bytes(args)), args)
 
 
-def export_job(
-    checkpoint: Path, source: Path | None, *, dtype: str | None = None, max_shard_bytes: int = 5 << 30
-) -> Job:
-    """Megatron -> Hugging Face, for `run_job`.
-
-    Args:
-        source: Hugging Face directory of the model; None where the checkpoint carries its config.json.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or of another model.
-    """
-    from mslime.convert.families import read_hf_config
-    from mslime.convert.tools.to_hf import ToHf, side_files
-
-    directory = side_files(checkpoint, source)
-    config = read_hf_config(directory)
-    return ToHf(
-        checkpoint, directory, config, placement(config, directory), dtype=dtype, max_shard_bytes=max_shard_bytes
-    )
-
-
 def _fp8(args: argparse.Namespace) -> int:
-    from mslime.convert.tools.requantise import PROJECTIONS, ToFp8
+    from mslime.offline.requantise import PROJECTIONS, ToFp8
 
     job = ToFp8(
         args.source_dir, power_of_two=args.scale == "ue8m0", include=args.include or PROJECTIONS,
@@ -169,26 +147,16 @@ def _fp8(args: argparse.Namespace) -> int:
 
 
 def _plain(args: argparse.Namespace) -> int:
-    from mslime.convert.tools.requantise import ToPlain
+    from mslime.offline.requantise import ToPlain
 
     return _run(ToPlain(args.source_dir, args.dtype, max_shard_bytes=_bytes(args)), args)
 
 
 def _int4(args: argparse.Namespace) -> int:
-    from mslime.convert.tools.requantise import EXPERTS, ToInt4
+    from mslime.offline.requantise import EXPERTS, ToInt4
 
     job = ToInt4(args.source_dir, group=args.group, include=args.include or EXPERTS, max_shard_bytes=_bytes(args))
     return _run(job, args)
-
-
-def placement(config: Mapping[str, object], directory: Path) -> ModelPlacement:
-    """Where megatron-core keeps the parameters of this model; imports it, builds a model on the meta device."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # megatron-core's, about how it is trained
-        from mslime.backends.megatron.model.placement import model_placement
-
-        return model_placement(config, directory)
 
 
 def _bytes(args: argparse.Namespace) -> int:
@@ -201,9 +169,9 @@ def _run(job: Job, args: argparse.Namespace) -> int:
     """Do, or only describe, a conversion."""
     from rich.console import Console
 
-    from mslime.control.convert_bars import Bars
-    from mslime.convert.jobs import refuse_existing, run_job
-    from mslime.convert.tools.inspect import size_text
+    from mslime.observe.bars import Bars
+    from mslime.offline.inspect import size_text
+    from mslime.offline.jobs import refuse_existing, run_job
 
     _check_workers(args)
     refuse_existing(args.out)
@@ -230,10 +198,10 @@ def _check_workers(args: argparse.Namespace) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from mslime.control.convert_bars import Bars
-    from mslime.convert.jobs import read_checksums, verify_files
-    from mslime.convert.tools.inspect import inspect, size_text
-    from mslime.convert.workers import Workers
+    from mslime.observe.bars import Bars
+    from mslime.offline.inspect import inspect, size_text
+    from mslime.offline.jobs import read_checksums, verify_files
+    from mslime.offline.workers import Workers
 
     _check_workers(args)
     summary = inspect(args.checkpoint)
@@ -262,8 +230,8 @@ def _inspect(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from mslime.control.convert_bars import Bars
-    from mslime.convert.tools.compare import compare
+    from mslime.observe.bars import Bars
+    from mslime.offline.compare import compare
 
     _check_workers(args)
     a, b = _sides(args)
@@ -282,10 +250,11 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _sides(args: argparse.Namespace) -> tuple[Side, Side]:
     """The two checkpoints; what a training checkpoint is of is told by the other one, or by --source."""
+    from mslime.control.export import placement
     from mslime.convert.families import read_hf_config
-    from mslime.convert.tools.compare import HFSide, MegatronSide
-    from mslime.convert.tools.to_hf import side_files
     from mslime.convert.torch_dist import is_torch_dist
+    from mslime.offline.compare import HFSide, MegatronSide
+    from mslime.offline.to_hf import side_files
 
     paths = (args.a, args.b)
     hugging_face = next((path for path in paths if not is_torch_dist(path)), None)

@@ -1,8 +1,8 @@
-"""One run, one process: a lock in the run directory for the life of a session.
+"""A run's directory: one process owns it, and config.yaml in it says what really runs.
 
-The lock is the system's (`flock`), so that it ends with the process however that ends; who holds it is written into the
-file for people. Over NFS it holds between machines when the mount supports it; a file system without locks is
-recognised, and only processes of this machine are told apart then.
+The lock lasts for the life of a session. It is the system's (`flock`), so that it ends with the process however that
+ends; who holds it is written into the file for people. Over NFS it holds between machines when the mount supports it; a
+file system without locks is recognised, and only processes of this machine are told apart then.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from mslime.config.errors import ConfigError
+from mslime.config.schema import RunConfig
+from mslime.observe.metrics import free_name
 
 NAME = ".lock"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -99,3 +102,42 @@ def _lives_here(owner: Mapping[str, Any]) -> bool:
         return psutil.Process(pid).create_time() == owner.get("process_started")
     except psutil.Error:
         return False
+
+
+def write_resolved(config: RunConfig, path: Path) -> None:
+    """Write the configuration that really runs, as YAML: whole or not at all. An earlier one that says something else
+    is kept under a numbered name."""
+    text = yaml.safe_dump(config.as_dict(), sort_keys=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        if path.read_text(encoding="utf-8", errors="replace") == text:
+            return
+        os.link(path, free_name(path))
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """`section.key: old -> new` of every setting that differs; nothing where it is not known what was.
+
+    Args:
+        before, now: `RunConfig.as_dict`.
+    """
+    if not before:
+        return []
+    old, new = _flat(before), _flat(now)
+    keys = [*new, *(key for key in old if key not in new)]
+    return [
+        f"{key}: {old.get(key, 'not known')} -> {new.get(key, 'gone')}" for key in keys if old.get(key) != new.get(key)
+    ]
+
+
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from mslime.convert.files import Advance, Written
 from mslime.convert.hf import copy_side_files, write_index
-from mslime.convert.jobs import Task
 from mslime.convert.writers import TensorPlan, write_safetensors
+from mslime.offline.jobs import Task
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,1 +1,0 @@
-"""What `mslime convert` does: each module is one conversion, or one way to look at checkpoints."""

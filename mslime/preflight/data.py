@@ -1,0 +1,205 @@
+"""What can be known of the data before a run: every row read, prompts rendered and tokenised, one of them shown.
+
+All rows of small files are tried, and some thousands of large ones, spread over the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mslime.config.errors import DataError
+from mslime.config.schema import RunConfig
+from mslime.data.conversation import wanted_turns
+from mslime.data.messages import as_messages
+from mslime.data.source import Prompt, PromptSource, Row
+from mslime.data.supervised import SupervisedSource, refuse_unlabelled
+from mslime.data.tokenizer import Tokenizer
+from mslime.preflight.rewards import check_rewards
+
+Source = TypeVar("Source")
+TRIED = 2000
+TRIED_CHARACTERS = 400
+"""Of a rendered row, as far as it is shown."""
+
+
+def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:
+    """Open every data file, which reads each row once and refuses the first bad one by file and line, and try the rows.
+
+    Returns what a person should know of prompts, labels and the reward.
+    """
+
+    def open_files(specs: list[str], shuffle: bool | None) -> PromptSource:
+        return PromptSource(specs, config.data, tokenizer, config.seed, shuffle=shuffle)
+
+    sources = _held_in_files(config, open_files)
+    notes = _check_prompts(config, sources[""], limit)
+    for name, source in sources.items():
+        if name:
+            _check_held_out(config, source)
+    return notes + check_rewards(config, sources, tokenizer)
+
+
+def check_supervised_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:
+    """`check_data` of supervised training: rows with what is trained of them, and no reward."""
+
+    def open_files(specs: list[str], shuffle: bool | None) -> SupervisedSource:
+        return SupervisedSource(specs, config, tokenizer, limit, shuffle=shuffle)
+
+    sources = _held_in_files(config, open_files)
+    return [note for name, source in sources.items() for note in _check_rows(config, source, name, tokenizer)]
+
+
+def _held_in_files(config: RunConfig, open_files: Callable[[list[str], bool | None], Source]) -> dict[str, Source]:
+    """The training rows, under "", and the held-out sets by name, opened. Raises DataError."""
+    sources = {"": open_files(config.data.prompts, None)}
+    for index, eval_set in enumerate(config.data.eval_sets):
+        try:
+            sources[eval_set.name] = open_files([eval_set.path], False)
+        except DataError as error:
+            if error.field != "data.prompts":
+                raise
+            raise DataError(f"data.eval_sets[{index}].path", error.value, error.rule, error.way_out) from error
+    return sources
+
+
+# Prompts
+
+
+def _check_prompts(config: RunConfig, source: PromptSource, limit: int) -> list[str]:
+    """Try the training rows; returns what a person should see of them, one rendered prompt first.
+
+    Args:
+        limit: a sequence of so many tokens, or more, has no room for a response.
+
+    Raises:
+        DataError: a row cannot be rendered or tokenised, its text is lost in the template, or it is too long.
+    """
+    tried, longest, skipped, shown = 0, 0, 0, ""
+    for index in _spread(len(source)):
+        prompt = _tried(config, source, index)
+        tried, n = tried + 1, len(prompt.tokens)
+        shown = shown or _shown(prompt.text, len(prompt.tokens))
+        if n > (config.data.max_prompt_tokens or n):
+            skipped += 1
+            continue
+        longest = max(longest, n)
+        if n >= limit:
+            raise DataError(prompt.where, f"{n} tokens", f"the model takes fewer than {limit + 1} tokens and needs "
+                            "room for a response", "leave the row out, set data.max_prompt_tokens, or raise "
+                            "rollout.max_total_tokens")  # fmt: skip
+    if skipped == tried:
+        raise DataError("data.max_prompt_tokens", config.data.max_prompt_tokens, f"all {tried} prompts tried are "
+                        "longer", "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
+    of = "all" if tried == len(source) else f"{tried:,} of"
+    return [
+        f"the first prompt, as the model sees it: {shown}",
+        f"prompts: {len(source):,} rows; {of} {len(source):,} tried, the longest has {longest:,} tokens, "
+        f"{skipped:,} are skipped as longer than data.max_prompt_tokens",
+    ]
+
+
+def _check_held_out(config: RunConfig, source: PromptSource) -> None:
+    """Try rows of a held-out set. Raises DataError like `_check_prompts`; none is too long, the longest are cut."""
+    for index in _spread(len(source)):
+        _tried(config, source, index)
+
+
+def _spread(rows: int) -> Iterable[int]:
+    """Indices of the rows that are tried."""
+    return range(rows) if rows <= TRIED else range(0, rows, -(-rows // TRIED))
+
+
+def _tried(config: RunConfig, source: PromptSource, index: int) -> Prompt:
+    """A prompt, rendered and tokenised."""
+    row = source.row(index)
+    prompt = source.tokenised(row)
+    if config.data.apply_chat_template:
+        _refuse_lost_text(as_messages(row.prompt), prompt.text, row.where)
+    return prompt
+
+
+def _refuse_lost_text(messages: Sequence[Mapping[str, Any]], rendered: str, where: str) -> None:
+    """A template that does not write the last user's words trains on prompts without the question. DataError."""
+    asked = [str(m["content"]).strip() for m in messages if m["role"] == "user" and m["content"]]
+    if asked and asked[-1] not in rendered:
+        raise DataError(where, asked[-1][:80], f"the chat template does not write the user's text: {rendered[:200]!r}",
+                        "give the model's own chat template, or content as plain text")  # fmt: skip
+
+
+def _shown(text: str, tokens: int) -> str:
+    cut = text if len(text) <= TRIED_CHARACTERS else f"{text[:TRIED_CHARACTERS]} ... ({len(text):,} characters)"
+    return f"{cut!r}, {tokens:,} tokens"
+
+
+# Rows of supervised training
+
+
+@dataclass
+class _Found:
+    tried: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    trained: int = 0
+    longest: int = 0
+    longest_at: str = ""
+    skipped: int = 0
+    cut: int = 0
+
+
+def _check_rows(config: RunConfig, source: SupervisedSource, name: str, tokenizer: Tokenizer) -> list[str]:
+    """Look at every row, and try them as the trainer would; returns what a person should see, of training rows the
+    first one with what is trained.
+
+    Args:
+        name: of the held-out set; empty for the training rows.
+
+    Raises:
+        DataError: a row cannot be trained, its text is lost in the template, it is too long, or all are left out.
+    """
+    for index in range(len(source)):
+        _look_at(config, source.rows.row(index), tokenizer)
+    found, first = _Found(), ""
+    for index in _spread(len(source)):
+        shown = _try(config, source, index, found)
+        first = first or shown
+    if found.sequences == 0:
+        raise DataError("train.sft_too_long", config.train.sft_too_long, f"all {found.tried} rows tried are too long",
+                        "raise rollout.max_total_tokens or data.max_prompt_tokens, or give shorter rows")  # fmt: skip
+    of = "all" if found.tried == len(source) else f"{found.tried:,} of"
+    counts = (
+        f"{name or 'training'}: {len(source):,} rows; {of} {len(source):,} tried: {found.sequences:,} sequences of "
+        f"{found.tokens:,} tokens, {found.trained:,} of them trained; the longest has {found.longest:,} tokens "
+        f"({found.longest_at}); {found.skipped:,} are skipped and {found.cut:,} cut as too long"
+    )
+    return [counts] if name else [f"the first row, with what is trained in [[ ]]: {first}", counts]
+
+
+def _look_at(config: RunConfig, row: Row, tokenizer: Tokenizer) -> None:
+    """What can be told of a row without rendering it."""
+    if config.data.messages_key is None:
+        refuse_unlabelled(row.label, row.where, tokenizer)
+    else:
+        wanted_turns(as_messages(row.prompt), row.where, config.train.sft_loss_on)
+
+
+def _try(config: RunConfig, source: SupervisedSource, index: int, found: _Found) -> str:
+    """Count a row; returns it as text, with what is trained marked."""
+    row = source.rows.row(index)
+    fitted = source.fitted(row)
+    found.tried, found.skipped, found.cut = found.tried + 1, found.skipped + fitted.skipped, found.cut + fitted.cut
+    for one in fitted.sequences:
+        found.sequences, found.tokens, found.trained = (
+            found.sequences + 1, found.tokens + len(one.tokens), found.trained + one.trained,
+        )  # fmt: skip
+        if len(one.tokens) > found.longest:
+            found.longest, found.longest_at = len(one.tokens), row.where
+    if not fitted.sequences:
+        return ""
+    last = fitted.sequences[-1]
+    if config.data.messages_key is not None or config.data.apply_chat_template:
+        messages = as_messages(row.prompt)
+        end = next((i for i in reversed(range(len(messages))) if messages[i]["role"] == "assistant"), len(messages))
+        _refuse_lost_text(messages[:end], last.text, row.where)
+    return f"{_shown(last.marked(), len(last.tokens))}, {last.trained:,} trained"

@@ -1,0 +1,231 @@
+"""A run, validated: its configuration against its checkpoint, tokenizer and data."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from mslime.config.cluster import WHOLE, Parts, check_machines
+from mslime.config.dtypes import engine_dtype
+from mslime.config.errors import CheckpointError, ConfigError, reading
+from mslime.config.rules import check_model
+from mslime.config.schema import RunConfig
+from mslime.convert.families import get_family, read_hf_config, refuse_unread
+from mslime.convert.families.family import Family, ModelFields
+from mslime.convert.hf import HFCheckpoint
+from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
+from mslime.planner.work import quadratic_tokens
+from mslime.preflight.data import check_data, check_supervised_data
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A validated run: the configuration, nothing left to the model, with what the checkpoint says about it.
+
+    Attributes:
+        notes: what a person should know of the labels and the reward.
+    """
+
+    config: RunConfig
+    hf_config: dict[str, object]
+    family: Family
+    model: ModelFields
+    notes: tuple[str, ...] = ()
+
+    @property
+    def replayed_layers(self) -> tuple[int, ...]:
+        """Layers whose routes the engines return and the trainer follows."""
+        return self.model.moe_layer_ids if self.config.train.replay == "r3" else ()
+
+    @property
+    def weight_check(self) -> str:
+        """`weights.verify`, or `never` where mslime cannot rebuild how SGLang keeps this family's weights."""
+        device = self.config.cluster.device
+        return self.config.weights.verify if device in (*self.family.support.compared_on, "auto") else "never"
+
+
+def resolve(config: RunConfig, parts: Parts = WHOLE) -> ResolvedRun:
+    """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake."""
+    check_machines(config, parts)
+    _check_paths(config)
+    hf_config, checkpoint = _read_model(config, config.model.path)
+    family = get_family(hf_config)
+    model = family.model_fields(hf_config)
+    if config.train.task == "rl":
+        _refuse_quantised(config, checkpoint)
+        family.refuse_for_engine(hf_config)
+        _check_engine_tp(config, family)
+        engine_dtype(config, hf_config)
+        config.sglang.keys()
+        config.teacher.keys()
+    _check_lengths(config, model)
+    _check_critic(config, model)
+    if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
+        raise ConfigError(
+            "train.replay",
+            config.train.replay,
+            "the model has no experts, so there are no routes to replay",
+            "set train.replay: off",
+        )
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    check_vocabulary(tokenizer, config.model.path)
+    _check_teacher(config, model, tokenizer)
+    checked = check_supervised_data if config.train.task == "sft" else check_data
+    notes = checked(config, tokenizer, config.rollout.max_total_tokens or model.max_positions)
+    _check_optional_packages(config)
+    run = ResolvedRun(with_model(config, hf_config), hf_config, family, model, tuple(notes))
+    if config.weights.verify == "always" and run.weight_check == "never":
+        raise ConfigError(
+            "weights.verify", "always",
+            f"on {config.cluster.device}, SGLang keeps weights of {family.architecture} in a layout that mslime does "
+            "not rebuild for the comparison",
+            "use never",
+        )  # fmt: skip
+    return run
+
+
+def _check_paths(config: RunConfig) -> None:
+    """Directories that the run will write to and read from, tried before anything waits for them."""
+    nearest = config.run_dir
+    while not os.path.lexists(nearest) and nearest != nearest.parent:
+        nearest = nearest.parent
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK) or not _takes_a_file(nearest):
+        raise ConfigError("output_dir", str(config.output_dir), f"{nearest} is no directory that can be written",
+                          "give a directory of yours, or mend its permissions")  # fmt: skip
+    if config.checkpoint.load is not None and not (config.checkpoint.load / "manifest.json").is_file():
+        raise CheckpointError("checkpoint.load", str(config.checkpoint.load), "is no checkpoint: it has no "
+                              "manifest.json", "name a checkpoints/step_N directory of a run")  # fmt: skip
+    for field, path in (("reference_path", config.model.reference_path), ("teacher_path", config.model.teacher_path)):
+        if path is not None and not (path / "config.json").is_file():
+            raise CheckpointError(f"model.{field}", str(path), "there is no config.json in this directory",
+                                  "give a Hugging Face checkpoint")  # fmt: skip
+
+
+def _takes_a_file(directory: Path) -> bool:
+    """Whether a file can really be made there: permissions do not tell of a read-only or a virtual file system."""
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            return True
+    except OSError:
+        return False
+
+
+def _read_model(config: RunConfig, path: Path) -> tuple[dict[str, object], HFCheckpoint]:
+    """config.json and tensors of a checkpoint that the trainer can build in the run's layout, and load. UserError."""
+    hf_config = read_hf_config(path)
+    family = get_family(hf_config)
+    refuse_unread(family, hf_config, config.model.ignored_config_fields)
+    with reading(CheckpointError, str(path / "config.json"), "a setting has a value of another kind than transformers "
+                 "writes", "download the file again"):  # fmt: skip
+        family.model_fields(hf_config)
+        table = family.rules(hf_config)
+        table.check_layout(config.layout)
+        fields = family.transformer_fields(hf_config)
+    checkpoint = HFCheckpoint(path)
+    table.check_hf(checkpoint.shapes, str(path))
+    check_model(config, fields)
+    return hf_config, checkpoint
+
+
+def _check_critic(config: RunConfig, policy: ModelFields) -> None:
+    """A critic of another checkpoint must read every token that the policy writes, as far as it writes."""
+    path = config.critic.path
+    if not config.has_critic or path is None:
+        return
+    hf_config, _ = _read_model(config, path)
+    critic = get_family(hf_config).model_fields(hf_config)
+    limit = config.rollout.max_total_tokens or policy.max_positions
+    for what, has, needs in (
+        ("token ids", critic.vocab_size, policy.vocab_size),
+        ("positions", critic.max_positions, limit),
+    ):
+        if has < needs:
+            raise ConfigError(
+                "critic.path", str(path), f"this model has {has} {what}, and the policy uses up to {needs}",
+                "start the critic from a model of the policy's family, or remove critic.path",
+            )  # fmt: skip
+
+
+def with_model(config: RunConfig, hf_config: dict[str, object]) -> RunConfig:
+    """The configuration with what it leaves to the model filled in: `train.quadratic_tokens`."""
+    if config.train.quadratic_tokens != "auto":
+        return config
+    counted = quadratic_tokens(hf_config)
+    known = {"quadratic_tokens": None if counted is None else float(round(counted))}
+    return config.model_copy(update={"train": config.train.model_copy(update=known)})
+
+
+def _check_engine_tp(config: RunConfig, family: Family) -> None:
+    largest = family.support.largest_engine_tp
+    if largest is not None and config.sglang.tp_size > largest:
+        raise ConfigError(
+            "sglang.tp_size", config.sglang.tp_size,
+            f"SGLang 0.5.23 computes {family.architecture} with at most {largest} GPUs an engine",
+            f"set sglang.tp_size to {largest} and start more engines (sglang.num_engines)",
+        )  # fmt: skip
+
+
+def _refuse_quantised(config: RunConfig, checkpoint: HFCheckpoint) -> None:
+    """The engines start from the checkpoint itself: they would hold quantised weights, which a sync does not write."""
+    if checkpoint.quantisation is not None and not config.sglang.urls:
+        raise CheckpointError(
+            f"{config.model.path}: quantization_config", checkpoint.quantisation,
+            "the engines would load quantised weights, and the trainer sends plain ones",
+            f"write a plain copy with `mslime convert bf16 {config.model.path} OUT` and train from it",
+        )  # fmt: skip
+
+
+def _check_teacher(config: RunConfig, model: ModelFields, tokenizer: Tokenizer) -> None:
+    """A teacher that mslime serves must speak the student's tokens; one that runs already is asked when it is met."""
+    from mslime.backends.sglang.teacher import embedding_rows
+
+    path = config.teacher.path
+    if path is None:
+        return
+    rows = embedding_rows(path)
+    if rows is None:
+        raise CheckpointError("teacher.path", str(path), "there is no config.json in this directory that can be read",
+                              "give a Hugging Face checkpoint")  # fmt: skip
+    texts = probe_texts(tokenizer)
+    ours, theirs = ([t.encode(text, special_tokens=False) for text in texts] for t in (tokenizer, load_tokenizer(path)))
+    different = first_difference(texts, ours, theirs)
+    if different or rows < model.vocab_size:
+        rule = different or f"it embeds {rows} token ids, and the student may sample any of {model.vocab_size}"
+        raise ConfigError("teacher.path", str(path), f"a teacher needs the student's tokenizer and vocabulary: {rule}",
+                          "distil from a model of the student's family")  # fmt: skip
+
+
+def _check_lengths(config: RunConfig, model: ModelFields) -> None:
+    limit = config.rollout.max_total_tokens or model.max_positions
+    if limit > model.max_positions:
+        raise ConfigError(
+            "rollout.max_total_tokens",
+            limit,
+            f"the model has {model.max_positions} positions",
+            "lower it",
+        )
+    if config.train.task == "rl" and config.rollout.max_response_tokens >= limit:
+        raise ConfigError(
+            "rollout.max_response_tokens",
+            config.rollout.max_response_tokens,
+            f"leaves no room for a prompt within {limit} tokens",
+            "lower it, or raise rollout.max_total_tokens",
+        )
+
+
+def _check_optional_packages(config: RunConfig) -> None:
+    wanted = {
+        "tensorboard": ("tensorboard", config.observe.tensorboard or None),
+        "wandb": ("wandb_project", config.observe.wandb_project),
+    }
+    for package, (setting, value) in wanted.items():
+        if value is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"observe.{setting}",
+                value,
+                f"the package {package} is not installed",
+                f"pip install {package}",
+            )
