@@ -13,7 +13,7 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
 from mslime.preflight.environment import gpu_warnings
 from mslime.preflight.resolve import ResolvedRun
-from mslime.rollout.gate import SubmitGate
+from mslime.rollout.books import SubmitGate
 from mslime.tables import facts_table
 
 

@@ -97,10 +97,11 @@ class Generator:
 
     Args:
         config: `rollout`, `seed` and `deadlines` are read.
+        version: the weight version that the engines serve now; an answer names none that is newer, or older than its
+            request.
         on_request: told (engine, start, end) of every answered request, seconds since the epoch.
 
     Attributes:
-        version: weight version that the engines serve; an answer names none that is newer, or older than its request.
         ready: cleared while the engines must not receive requests (a weight update).
         cached_tokens: prompt tokens that engines found in their prefix caches, over answered requests.
     """
@@ -111,15 +112,16 @@ class Generator:
         engines: Engines,
         tokenizer: Tokenizer,
         model: ModelInfo,
+        version: Callable[[], int],
         on_request: Callable[[str, float, float], None],
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
-        self._on_request = on_request
+        self._version, self._on_request = version, on_request
         self._endings = Endings(model.end_ids | set(config.rollout.stop_token_ids), config.rollout.stop, tokenizer)
         self._slots = asyncio.Semaphore(config.rollout.concurrency * len(engines.clients))
         self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run
         self._numbers = itertools.count()
-        self.version = self.cached_tokens = 0
+        self.cached_tokens = 0
         self.ready = asyncio.Event()
         self.ready.set()
 
@@ -140,7 +142,7 @@ class Generator:
                 return 0
             if sampling.want_routes and sample.routes is None:
                 sample.routes = Routes.empty(self._model.moe_layer_ids, self._model.top_k, self._model.num_experts)
-            oldest = self.version
+            oldest = self._version()
             result = await self._answer(self._compose(sample, sampling, room, session), traffic)
         if result is None:
             return 0
@@ -203,8 +205,8 @@ class Generator:
         many tokens were added."""
         if len(result.output_ids):
             versions = [version for version, _, _ in result.versions]
-            possible = oldest <= min(versions) and max(versions) <= self.version
-            assert possible, f"weight versions {versions}, when {oldest} to {self.version} were served"
+            possible = oldest <= min(versions) and max(versions) <= self._version()
+            assert possible, f"weight versions {versions}, when {oldest} to {self._version()} were served"
             routes = None if result.routes is None else result.routes[:, np.asarray(self._model.moe_layer_ids, np.intp)]
             sample.extend(
                 result.output_ids,

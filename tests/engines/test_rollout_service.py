@@ -245,7 +245,7 @@ def test_a_resumed_service_continues_what_was_interrupted(
         async with service_for(config, tokenizer, fresh) as (service, _):
             first = await service.take(0)
             await service.checkpoint(tmp_path / "rollouts.npz")
-            held = {s.group_id * 10 + s.index: s.tokens for g in service._held() for s in g.samples}
+            held = {s.group_id * 10 + s.index: s.tokens for g in service.books.held() for s in g.samples}
         async with service_for(config, tokenizer, fresh) as (service, pool):
             service.load(tmp_path / "rollouts.npz")
             await publish(service, pool, 1)

@@ -14,7 +14,8 @@ from mslime.backends.sglang.client import EngineBusy
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import DataError, EngineError
 from mslime.config.loader import build
-from mslime.data.sample import SampleStatus, check_invariants
+from mslime.data.sample import Group, SampleStatus, check_invariants
+from mslime.rollout.books import Books
 from mslime.rollout.service import RolloutService
 from tests.unit.rollout_fakes import MODEL, FakeSlowEngine, make_service, publish, run_config
 
@@ -86,20 +87,20 @@ def test_groups_are_tested_for_their_age_when_the_weights_change_and_not_at_ever
 ) -> None:
     async def work() -> None:
         tested = 0
-        original = RolloutService._young_enough
+        original = Books.passes_age_test
 
-        def counted(self: RolloutService, group: Any) -> bool:
+        def counted(self: Books, group: Group) -> bool:
             nonlocal tested
             tested += 1
             return original(self, group)
 
-        monkeypatch.setattr(RolloutService, "_young_enough", counted)
+        monkeypatch.setattr(Books, "passes_age_test", counted)
         engine = FakeSlowEngine(lambda group, index: 2 + int(group[1:]) % 7)
         service = make_service(run_config(tmp_path, max_staleness=1, groups_per_step=20), engine)
         for step in range(2):
             await service.take(step)
             await publish(service, engine, step + 1)
-        assert tested <= service._next_group_id + 2 * 40
+        assert tested <= service.books.next_group_id + 2 * 40
         await service.close()
 
     run(work)

@@ -147,7 +147,7 @@ def test_a_group_whose_scoring_is_cut_off_is_kept_and_scored_after_a_resume(tmp_
             await asyncio.sleep(0)
         await service.close()
         taking.cancel()
-        assert not service._accepted and len(list(service._held())) == 4
+        assert not service.books.accepted and len(list(service.books.held())) == 4
         again = FakeGroupScorer()
         resumed = make_service(config, engine, again)
         resumed.load_state_dict(*service.state_dict())
@@ -195,7 +195,7 @@ def test_asynchronous_steps_work_ahead_within_the_gate_and_train_nothing_older(t
         ages: list[float] = []
         for step in range(6):
             batch = await service.take(step)
-            assert (step + 1) * 4 <= service._next_group_id <= (step + 1 + max_staleness) * 4
+            assert (step + 1) * 4 <= service.books.next_group_id <= (step + 1 + max_staleness) * 4
             ages.append(batch.metrics["staleness/max"])
             for sample in batch.samples:
                 check_sample(sample)
@@ -286,7 +286,7 @@ def test_a_stale_group_that_is_scored_while_the_step_is_closed_is_masked_too(tmp
         await service.take(0)
         await publish(service, engine, 1)
         batch = await service.take(1)
-        assert closing.is_set() and 1 in [g.group_id for g in [*batch.groups, *service._accepted]]
+        assert closing.is_set() and 1 in [g.group_id for g in [*batch.groups, *service.books.accepted]]
         assert batch.metrics["staleness/max"] == 0
         for sample in batch.samples:
             assert all(s.trainable == (s.version == 1) for s in sample.segments[1:])
@@ -316,7 +316,7 @@ def test_stale_groups_are_dropped(tmp_path: Path):
     async def work() -> None:
         batch, service, _ = await _with_a_stale_group(tmp_path, "drop")
         assert batch.metrics["ledger/dropped/stale_tokens"] > 0
-        assert all(g.group_id != 1 for g in service._held()) and all(g.group_id != 1 for g in batch.groups)
+        assert all(g.group_id != 1 for g in service.books.held()) and all(g.group_id != 1 for g in batch.groups)
 
     run(work)
 
@@ -376,8 +376,8 @@ def test_when_no_engine_is_left_the_call_fails_and_finished_groups_stay(tmp_path
         service = make_service(run_config(tmp_path, groups_per_step=6), engines)
         with pytest.raises(EngineError, match="told to die"):
             await service.take(0)
-        finished = list(service._accepted)
-        assert finished and service.ledger.pending == tokens_of(list(service._held()))
+        finished = list(service.books.accepted)
+        assert finished and service.ledger.pending == tokens_of(list(service.books.held()))
         engines.dead, engines._deaths = {}, []  # somebody started them again
         batch = await service.take(0)
         assert sorted(g.group_id for g in batch.groups) == [0, 1, 2, 3, 4, 5]
@@ -440,7 +440,7 @@ def test_an_engine_that_ignores_aborts_is_reported(tmp_path: Path):
         service = make_service(config, FakeDeafEngine(lambda group, index: 4000 if group == "g5" else 3))
         with pytest.raises(EngineError, match=r"2 requests.*did not stop"):
             await service.take(0)
-        assert len(service._accepted) >= 4
+        assert len(service.books.accepted) >= 4
         await service.close()
 
     run(work)
@@ -458,7 +458,7 @@ def test_a_cancelled_take_loses_nothing(tmp_path: Path):
             await waiting
         batch = await service.take(0)
         assert len(batch.groups) == 4
-        assert sorted(g.group_id for g in [*batch.groups, *service._held()]) == list(range(6))
+        assert sorted(g.group_id for g in [*batch.groups, *service.books.held()]) == list(range(6))
 
     run(work)
 
@@ -473,28 +473,29 @@ def test_a_resumed_service_continues_with_every_group_and_the_same_prompts(tmp_p
         await publish(service, engine, 1)
         await asyncio.sleep(0.01)
         await service.checkpoint(tmp_path / "rollouts.npz")
-        held = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in service._held()}
-        assert held and any(s.response_length for g in service._held() for s in g.samples)
+        held = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in service.books.held()}
+        assert held and any(s.response_length for g in service.books.held() for s in g.samples)
 
-        other = make_service(config, FakeSlowEngine(uneven), version=1)
+        engine = FakeSlowEngine(uneven)
+        other = make_service(config, engine, version=1)
         other.load(tmp_path / "rollouts.npz")
-        again = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in other._held()}
+        again = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in other.books.held()}
         assert again == held and other.ledger.pending == service.ledger.pending and other.version == 1
         await service.close()
 
         seen = [g.group_id for g in taken.groups]
-        engine = other._engines
-        assert isinstance(engine, FakeSlowEngine)
         for step in range(1, 5):
             batch = await other.take(step)
             for sample in batch.samples:
                 check_sample(sample)
             seen += [g.group_id for g in batch.groups]
             await publish(other, engine, step + 1)
-        rest = [g.group_id for g in other._held()]
-        lost = set(range(other._next_group_id)) - {*seen, *rest}
+        rest = [g.group_id for g in other.books.held()]
+        lost = set(range(other.books.next_group_id)) - {*seen, *rest}
         assert len(seen) == len(set(seen)) == 20
-        assert len(lost) == other._counters.total["stale_groups"], "a group is trained, held, or counted as too old"
+        assert len(lost) == other.books.counters.total["stale_groups"], (
+            "a group is trained, held, or counted as too old"
+        )
         await other.close()
 
     run(work)
@@ -505,12 +506,12 @@ def test_the_state_holds_groups_in_flight(tmp_path: Path):
         config = run_config(tmp_path, max_staleness=2)
         service = make_service(config, FakeSlowEngine(uneven))
         taken = {g.group_id for g in (await service.take(0)).groups}
-        assert service._running
-        everything = sorted(g.group_id for g in service._held())
+        assert service.books.running
+        everything = sorted(g.group_id for g in service.books.held())
         service.save(tmp_path / "rollouts.npz")
         other = make_service(config, FakeSlowEngine(uneven))
         other.load(tmp_path / "rollouts.npz")
-        assert sorted(g.group_id for g in other._held()) == everything == sorted({*range(12)} - taken)
+        assert sorted(g.group_id for g in other.books.held()) == everything == sorted({*range(12)} - taken)
         await service.close()
 
     run(work)
@@ -552,7 +553,7 @@ def test_a_batch_that_was_ready_says_nothing_of_the_engines_speed(tmp_path: Path
         engine = FakeSlowEngine(lambda group, index: 4 if int(group[1:]) < 4 else 40)
         service = make_service(run_config(tmp_path, max_staleness=2), engine)
         await service.take(0)
-        while service._running:
+        while service.books.running:
             await asyncio.sleep(0.001)
         generated, ready = (await service.take(1)).metrics, (await service.take(2)).metrics
         assert generated["rollout/tokens_per_s"] > 0 and "batch was ready" not in summary_line(generated)
@@ -697,16 +698,16 @@ def test_an_outline_begins_unfinished_groups_again_and_keeps_the_books(tmp_path:
         engine = FakeSlowEngine(uneven)
         service = make_service(config, engine)
         await service.take(0)
-        outline, held = service.outline(), sorted(g.group_id for g in service._held())
-        prompts = {g.group_id: g.samples[0].tokens[: g.samples[0].prompt_length].tolist() for g in service._held()}
+        outline, held = service.outline(), sorted(g.group_id for g in service.books.held())
+        prompts = {g.group_id: g.samples[0].tokens[: g.samples[0].prompt_length].tolist() for g in service.books.held()}
         (tmp_path / "o.npz").write_bytes(outline)
         await service.close()
 
         resumed = make_service(config, FakeSlowEngine(uneven))
         resumed.load(tmp_path / "o.npz")
-        assert sorted(g.group_id for g in resumed._held()) == held != []
-        assert {g.group_id: g.samples[0].tokens.tolist() for g in resumed._held()} == prompts
-        assert resumed.ledger.pending == 0 and resumed._next_group_id == service._next_group_id
+        assert sorted(g.group_id for g in resumed.books.held()) == held != []
+        assert {g.group_id: g.samples[0].tokens.tolist() for g in resumed.books.held()} == prompts
+        assert resumed.ledger.pending == 0 and resumed.books.next_group_id == service.books.next_group_id
         batch = await resumed.take(1)
         assert len(batch.groups) == 4
         await resumed.close()
@@ -725,7 +726,7 @@ def test_a_group_that_breaks_an_invariant_is_left_out_of_a_checkpoint(tmp_path: 
         service.save(tmp_path / "s.npz", next_step=0)
         resumed = make_service(run_config(tmp_path), FakeSlowEngine(short))
         resumed.load(tmp_path / "s.npz")
-        assert bad.group_id not in [g.group_id for g in resumed._held()] and resumed.ledger.dropped["failed"] > 0
+        assert bad.group_id not in [g.group_id for g in resumed.books.held()] and resumed.ledger.dropped["failed"] > 0
         await service.close()
 
     run(work)

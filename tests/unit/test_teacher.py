@@ -312,7 +312,7 @@ def test_a_teacher_that_fails_ends_the_step_with_its_name_and_nothing_is_lost(tm
         await failing.drain()
         failing.save(tmp_path / "state.npz")
         await failing.close()
-        held = [s for g in failing._held() for s in g.samples]
+        held = [s for g in failing.books.held() for s in g.samples]
         scored = sum(s.teacher_log_probs is not None for s in held)
         assert scored and all(s.response_length for s in held)
         asked, teacher = len(engine.requests), FakeTeacher()
@@ -332,14 +332,13 @@ def test_groups_of_a_run_without_a_teacher_are_scored_before_they_are_trained(tm
         settings, engine = run_config(tmp_path, max_staleness=1), FakeSlowEngine(short)
         before = make_service(settings, engine)
         await before.take(0)
-        while len(before._accepted) < 4:
+        while len(before.books.accepted) < 4:
             await asyncio.sleep(0.01)
         before.save(tmp_path / "state.npz")
         await before.close()
         asked, teacher = len(engine.requests), FakeTeacher()
         after = make_service(settings, engine, teacher=ServedTeacher(teacher))
         after.load(tmp_path / "state.npz")
-        after._base_version = 0
         batch = await after.take(1)
         assert all(s.teacher_log_probs is not None for s in batch.samples) and len(teacher.requests) >= 8
         assert {r.session_id for r in engine.requests[asked:]}.isdisjoint({f"g{g.group_id}" for g in batch.groups})

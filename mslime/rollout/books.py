@@ -1,0 +1,387 @@
+"""The books of the rollout service: where every group is, and what became of every token.
+
+A group is in exactly one place: `running` (it is generated or scored), `partial` (interrupted, it waits to be
+continued), `accepted` (complete, it waits for the trainer), or taken (the trainer has it until its step is published).
+The submit gate bounds the age of what is begun. Responses that take longer than the bound have tokens that are older
+all the same: those are kept, masked, generated again or dropped, as `rollout.on_stale` says. Every token is in the
+ledger.
+
+Nothing here waits: there is no asyncio, no engine and no clock, so any order of events can be tried in a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mslime.config.schema import RunConfig
+from mslime.data.ledger import Ledger
+from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
+from mslime.data.source import Prompt
+from mslime.rollout.filters import load_filter
+from mslime.rollout.state import Columns, Stored, begun_anew, check_stored, pack_begun, pack_groups, unpack_groups
+from mslime.rollout.statistics import StepCounters
+
+COUNTED = ("aborted", "recycled", "filtered_groups", "failed_groups")
+
+
+@dataclass(frozen=True)
+class SubmitGate:
+    """How many groups may be in flight. Pure arithmetic.
+
+    With `max_staleness` = s, weights of version v may work on groups for the steps v .. v + s and no further, so groups
+    are submitted while `accepted + running < (v + 1 + s) * groups_per_step`. Spare groups come on top, for those that a
+    filter will refuse or, with s = 0, that finish late; where nothing is refused and s > 0, the last of them would be
+    of step v + s + 1, too old by construction, so there are none. Counts and versions are those since the gate opened.
+
+    Attributes:
+        groups_per_step: groups that one training step takes.
+        max_staleness: versions that a group may be behind when it is trained.
+        spare: groups in flight beyond what the steps need.
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    spare: int = 0
+
+    def limit(self, version: int) -> int:
+        """Groups that may be accepted or running, counted since the gate opened, under weights of `version`."""
+        return (version + 1 + self.max_staleness) * self.groups_per_step + self.spare
+
+    def room(self, accepted: int, running: int, version: int) -> int:
+        """Groups that may be submitted now.
+
+        Args:
+            accepted: groups taken by the trainer or ready for it.
+            running: groups being generated or scored.
+            version: updates of the weights since the gate opened.
+        """
+        return max(0, self.limit(version) - accepted - running)
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """The groups of a step that the trainer has, until it has trained on them.
+
+    Attributes:
+        tokens: that were booked as trained.
+        mark: of the ledger, before they were.
+    """
+
+    step: int
+    groups: list[Group]
+    tokens: int
+    mark: dict[str, int]
+
+
+def new_group(group_id: int, prompt: Prompt, size: int) -> Group:
+    """`size` fresh samples of one prompt."""
+    samples = [Sample.from_prompt(group_id, i, prompt.tokens, prompt.label) for i in range(size)]
+    for sample in samples:
+        sample.metadata = dict(prompt.metadata)
+    return Group(group_id, samples, prompt.where)
+
+
+def trainable(groups: Sequence[Group]) -> int:
+    """Tokens of `groups` that may enter the loss."""
+    return sum(s.trainable_tokens for g in groups for s in g.samples)
+
+
+class Books:
+    """Every group and every token of a run's rollouts.
+
+    Args:
+        config: `rollout` is read, and what follows from it.
+        taught: a served teacher scores responses, so that groups from a run without one are not complete.
+
+    Attributes:
+        version: weight version that the engines serve and the trainer holds.
+        running, partial, accepted: see the module.
+        ledger: the fate of every generated token.
+        counters: of what happened to groups and responses.
+        next_group_id: groups that were begun.
+    """
+
+    def __init__(self, config: RunConfig, taught: bool = False) -> None:
+        self._rollout, self._on_stale, self._taught = config.rollout, config.on_stale, taught
+        self._gate = SubmitGate(config.rollout.groups_per_step, config.rollout.max_staleness, config.spare_groups)
+        self._filter_name, self._keep = load_filter(config.rollout.dynamic_filter)
+        self._counted = (*COUNTED, *(("truncated_groups",) if config.rollout.mask_truncated else ()))
+        self.version = self.next_group_id = 0
+        self.running, self.partial, self.accepted = dict[int, Group](), list[Group](), list[Group]()
+        self.ledger, self.counters = Ledger(), StepCounters()
+        self._base_version: int | None = None
+        self._taken_count = 0
+        self._taken: _Taken | None = None
+
+    # ------------------------------------------------------------------------------------------- begun and ended
+
+    def open_gate(self) -> None:
+        """Let groups be begun and continued. Versions are counted for the gate from the first time on."""
+        if self._base_version is None:
+            self._base_version = self.version
+
+    def room(self) -> int:
+        """Groups that may be begun or continued now."""
+        assert self._base_version is not None, "the gate was never opened"
+        ready = self._taken_count + len(self.accepted)
+        return self._gate.room(ready, len(self.running), self.version - self._base_version)
+
+    def begin(self, prompt: Prompt) -> Group:
+        """A new group, which is running."""
+        group = new_group(self.next_group_id, prompt, self._rollout.group_size)
+        self.next_group_id += 1
+        return self._run(group)
+
+    def resume(self) -> Group | None:
+        """The most urgent interrupted group that may still be trained, which is running then; None if there is none."""
+        while self.partial:
+            group = min(self.partial, key=_urgency)
+            self.partial.remove(group)
+            if self._on_stale in ("keep", "mask") or self._fresh_again(group):
+                unfinished = sum(not s.status.finished and s.response_length > 0 for s in group.samples)
+                self.counters.add("recycled", unfinished)
+                return self._run(group)
+        return None
+
+    def generated(self, sample: Sample, tokens: int) -> None:
+        """An engine returned `tokens` more of a sample, which are in it."""
+        self.ledger.generate(tokens)
+        if sample.status is SampleStatus.ABORTED:
+            self.counters.add("aborted")
+        elif sample.status.finished:
+            self.counters.add("done")
+
+    def put_back(self, group: Group) -> None:
+        """A running group rests as it is, until it is continued."""
+        self._rest(self.running.pop(group.group_id))
+
+    def interrupted(self, group: Group) -> None:
+        """A running group is interrupted and rests; without partial rollouts it begins again from its prompt."""
+        if not self._rollout.partial:
+            self.ledger.drop(sum(s.restart() for s in group.samples), "aborted")
+        self.put_back(group)
+
+    def complete(self, group: Group) -> None:
+        """A running group is generated and scored: accept it or drop it.
+
+        Raises:
+            UserError: the dynamic filter failed; the group is running still.
+        """
+        failed = [s for s in group.samples if s.status is SampleStatus.FAILED]
+        for sample in failed:
+            self.ledger.drop(sample.trainable_tokens, "reward")
+            group.samples.remove(sample)
+        self.counters.add("reward_errors", sum(bool(s.error) for s in [*failed, *group.samples]))
+        if len(group.samples) < min(2, self._rollout.group_size):
+            del self.running[group.group_id]
+            self._drop(group, "reward")
+            return
+        kept = self._keep is None or self._keep(group)
+        del self.running[group.group_id]
+        if kept:
+            if self._finished_in_time(group) and self.passes_age_test(group):
+                self.accepted.append(group)
+        else:
+            self.counters.add("filtered_groups")
+            self._drop(group, self._filter_name)
+
+    def blame(self, group: Group, reason: str) -> bool:
+        """Count a failure of the group's own. Whether it is the second one: the group is dropped then, so that a run
+        and its resumes do not end at one group again and again."""
+        group.failures += 1
+        if group.failures < 2:
+            return False
+        print(f"group {group.group_id} of {group.source} failed twice and is dropped: {reason}", flush=True)
+        self.running.pop(group.group_id, None)
+        self._drop(group, "failed")
+        self.counters.add("failed_groups")
+        return True
+
+    def _run(self, group: Group) -> Group:
+        assert group.group_id not in self.running, f"group {group.group_id} is running already"
+        self.running[group.group_id] = group
+        return group
+
+    def _rest(self, group: Group) -> None:
+        assert all(g.group_id != group.group_id for g in self.partial), f"group {group.group_id} is already here"
+        self.partial.append(group)
+
+    def _finished_in_time(self, group: Group) -> bool:
+        """Take truncated responses out of the loss, as `rollout.mask_truncated` says; whether anything is left."""
+        if self._rollout.mask_truncated:
+            cut = [s for s in group.samples if s.status is SampleStatus.TRUNCATED]
+            self.ledger.mask(sum(s.mask_all() for s in cut), "truncated")
+            if len(cut) == len(group.samples):
+                self.counters.add("truncated_groups")
+                return False
+        return True
+
+    def _drop(self, group: Group, reason: str) -> None:
+        self.ledger.drop(trainable([group]), reason)
+
+    # ---------------------------------------------------------------------------------------------- the age test
+
+    def published(self, version: int) -> None:
+        """The engines serve weights of `version`: what was taken for an older step is trained, and what is accepted is
+        tested for its age."""
+        self.version = version
+        if self._taken is not None and self._taken.step < version:
+            self._taken = None
+        self.accepted = [g for g in self.accepted if self.passes_age_test(g)]
+
+    def passes_age_test(self, group: Group) -> bool:
+        """Mask, restart or drop what is too old in a complete group; whether it is accepted then. A group that is
+        restarted rests."""
+        oldest = group.oldest_version
+        if self._on_stale != "keep" and oldest is not None and oldest < self._oldest_allowed():
+            if self._on_stale != "mask":
+                if self._fresh_again(group):
+                    self._rest(group)
+                return False
+            self.ledger.mask(sum(s.mask_before(self._oldest_allowed()) for s in group.samples))
+        if trainable([group]):
+            return True
+        self.counters.add("stale_groups")  # nothing is left to train; its tokens are in the ledger as masked
+        return False
+
+    def _oldest_allowed(self) -> int:
+        return self.version - self._rollout.max_staleness
+
+    def _fresh_again(self, group: Group) -> bool:
+        """Re-roll the stale samples of a group, or drop the group; whether it is still to be generated."""
+        limit = self._oldest_allowed()
+        stale = [s for s in group.samples if (v := s.oldest_version) is not None and v < limit]
+        if stale and self._on_stale == "drop":
+            self._drop(group, "stale")
+            self.counters.add("stale_groups")
+            return False
+        self.ledger.drop(sum(s.restart() for s in stale), "stale")
+        return True
+
+    # ------------------------------------------------------------------------------------------------- the trainer
+
+    @property
+    def enough(self) -> bool:
+        """Whether a step's groups are accepted."""
+        return len(self.accepted) >= self._rollout.groups_per_step
+
+    def held(self) -> list[Group]:
+        """Every group but those that were taken."""
+        return [*self.accepted, *self.partial, *self.running.values()]
+
+    def take(self, step: int) -> tuple[list[Group], dict[str, float]]:
+        """Hand a step's groups to the trainer, those with the oldest tokens first, and close the step's books.
+
+        Returns:
+            The groups in order of their ids; `ledger/*` and the step's counts of `rollout/*` and `reward/errors`.
+        """
+        self.accepted.sort(key=lambda g: (g.oldest_version or 0, g.group_id))
+        n = self._rollout.groups_per_step
+        groups = sorted(self.accepted[:n], key=lambda g: g.group_id)
+        for sample in (s for g in groups for s in g.samples):
+            check_invariants(sample)
+        self.accepted = self.accepted[n:]
+        self._taken_count += n
+        self._taken = _Taken(step, groups, trainable(groups), self.ledger.marked())
+        self.ledger.train(self._taken.tokens)
+        moved = self.ledger.settle(trainable(self.held()))
+        metrics = {f"ledger/{name}": float(value) for name, value in moved.items()}
+        metrics |= {f"rollout/{name}": float(self.counters.since_mark(name)) for name in self._counted}
+        metrics["reward/errors"] = float(self.counters.since_mark("reward_errors"))
+        self.counters.mark()
+        return groups, metrics
+
+    def give_back(self, blamed: Sequence[Group] = ()) -> bool:
+        """Undo the last `take`: its groups wait for the next one.
+
+        Args:
+            blamed: those of its groups that cannot be trained. One that failed before is dropped.
+
+        Returns:
+            Whether all blamed groups were dropped, so that another `take` may go on without them.
+        """
+        taken, self._taken = self._taken, None
+        assert taken is not None, "nothing was taken"
+        self.ledger = self.ledger.before_training(taken.tokens, taken.mark)
+        self._taken_count -= len(taken.groups)
+        dropped = [g for g in blamed if self.blame(g, "cannot be trained")]
+        self.accepted = [*(g for g in taken.groups if g not in dropped), *self.accepted]
+        return bool(blamed) and len(dropped) == len(blamed)
+
+    # ---------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self, next_step: int | None = None) -> tuple[dict[str, Any], Columns]:
+        """(JSON-able header, columns) from which new books continue without losing a token.
+
+        Args:
+            next_step: step that a resumed run begins with; its groups are included where they are taken already.
+        """
+        taken = self._taken
+        untrained = taken if taken is not None and next_step is not None and taken.step >= next_step else None
+        ledger = self.ledger.copy()
+        if untrained is not None:
+            ledger = ledger.before_training(untrained.tokens, untrained.mark)
+        accepted = _sound([*(untrained.groups if untrained is not None else []), *self.accepted], ledger)
+        resting = _sound([*self.partial, *self.running.values()], ledger)
+        headers, columns = pack_groups([*accepted, *resting])
+        return {"accepted": len(accepted), "groups": headers, **self._numbers(ledger)}, columns
+
+    def outline(self) -> tuple[dict[str, Any], Columns]:
+        """A small `state_dict` for the case that the groups are lost: those that are not trained begin anew from their
+        prompts, and their tokens are booked as dropped. Holds for a checkpoint after the step taken last."""
+        ledger = self.ledger.copy()
+        ledger.drop(ledger.pending, "lost")
+        headers, columns = pack_begun(sorted(self.held(), key=lambda g: g.group_id))
+        return {"accepted": 0, "groups": [], "begun": headers, **self._numbers(ledger)}, columns
+
+    def load_state_dict(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
+        """Continue from `state_dict` or `outline`, before anything was begun. Raises ValueError when the groups and
+        the ledger do not agree."""
+        assert not self.held(), "groups were begun already"
+        groups = unpack_groups(header["groups"], columns)
+        accepted, resting = groups[: header["accepted"]], groups[header["accepted"] :]
+        check_stored(groups)
+        resting += begun_anew(header.get("begun", []), columns, new_group)
+        self.accepted = [g for g in accepted if not self._untaught(g)]
+        for group in [g for g in accepted if self._untaught(g)] + resting:
+            self._rest(group)
+        self.version, self.next_group_id = int(header["version"]), int(header["next_group_id"])
+        self.ledger, self.counters = Ledger.from_state(header["ledger"]), StepCounters(header["counters"])
+        if (alive := trainable(self.held())) != self.ledger.pending:
+            raise ValueError(f"{self.ledger.pending} tokens are pending in the books, {alive} are held")
+
+    def _numbers(self, ledger: Ledger) -> dict[str, Any]:
+        """What a state holds beside groups."""
+        return {
+            "version": self.version,
+            "next_group_id": self.next_group_id,
+            "ledger": ledger.state_dict(),
+            "counters": dict(self.counters.total),
+        }
+
+    def _untaught(self, group: Group) -> bool:
+        """Whether a served teacher has not scored the group: it is of a run that had none."""
+        return self._taught and any(s.teacher_log_probs is None for s in group.samples)
+
+
+def _urgency(group: Group) -> tuple[bool, int, int]:
+    """Interrupted groups with the oldest tokens come first: they have the least time left."""
+    oldest = group.oldest_version
+    return (oldest is None, oldest or 0, group.group_id)
+
+
+def _sound(groups: Sequence[Group], ledger: Ledger) -> list[Group]:
+    """The groups that may be saved: one that breaks an invariant would be refused at every resume. It is booked as
+    dropped."""
+    kept: list[Group] = []
+    for group in groups:
+        try:
+            for sample in group.samples:
+                check_invariants(sample)
+            kept.append(group)
+        except AssertionError as error:
+            print(f"group {group.group_id} of {group.source} is left out of the checkpoint: {error}", flush=True)
+            ledger.drop(trainable([group]), "failed")
+    return kept

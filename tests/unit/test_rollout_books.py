@@ -1,0 +1,195 @@
+"""The books hold every group in one place and every token in the ledger once, whatever the order of events."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mslime.config.errors import ConfigError
+from mslime.config.loader import build
+from mslime.config.schema import RunConfig
+from mslime.data.sample import Group, SampleStatus, check_invariants
+from mslime.data.source import Prompt
+from mslime.rollout.books import Books, trainable
+from tests.unit.rollout_fakes import run_config
+
+
+def config_of(**rollout: Any) -> RunConfig:
+    return build({
+        "model": {"path": "m"}, "data": {"prompts": ["p.jsonl"]},
+        "rollout": {"groups_per_step": 2, "group_size": 2, "over_sampling": 2.0, **rollout},
+    })  # fmt: skip
+
+
+ENDS = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.ABORTED, SampleStatus.COMPLETED)
+
+
+@dataclass
+class Life:
+    """A run's books, with a count of tokens beside them that knows no ledger."""
+
+    config: RunConfig
+    books: Books
+    generated: int = 0
+    trained: dict[int, int] = field(default_factory=dict[int, int])
+    step: int = 0
+    taken: list[Group] = field(default_factory=list[Group])
+
+    def __post_init__(self) -> None:
+        self.books.open_gate()
+
+    def begin(self, _: int) -> None:
+        if self.books.room() and self.books.resume() is None:
+            n = self.books.next_group_id
+            self.books.begin(Prompt([1, 2], str(n), {}, f"p:{n}"))
+
+    def grow(self, n: int) -> None:
+        for sample in (s for g in self.books.running.values() for s in g.samples):
+            if not sample.status.finished:
+                sample.extend(
+                    [7] * n, log_probs=[-1.0] * n, engine="e",
+                    versions=[(self.books.version, 0, n)] if n else [],
+                )  # fmt: skip
+                sample.status = ENDS[(n // (1 + sample.index)) % len(ENDS)]
+                self.generated += n
+                self.books.generated(sample, n)
+
+    def end(self, n: int) -> None:
+        for group in list(self.books.running.values()):
+            if not group.finished:
+                (self.books.interrupted if n % 2 else self.books.put_back)(group)
+                continue
+            for sample in group.samples:
+                sample.reward = float((n + sample.index * group.group_id) % 3)
+                if n % 9 == sample.index:
+                    sample.status = SampleStatus.FAILED
+            self.books.complete(group)
+
+    def fail(self, n: int) -> None:
+        for group in list(self.books.running.values())[: n % 3]:
+            if not self.books.blame(group, "told to fail"):
+                self.books.put_back(group)
+
+    def take(self, _: int) -> None:
+        if self.books.enough and not self.taken:
+            self.taken, _metrics = self.books.take(self.step)
+            for group in self.taken:
+                assert group.group_id not in self.trained, "a group was trained twice"
+                self.trained[group.group_id] = trainable([group])
+
+    def give_back(self, n: int) -> None:
+        if self.taken:
+            for group in self.taken:
+                del self.trained[group.group_id]
+            self.books.give_back(self.taken[: n % 3])
+            self.taken = []
+
+    def publish(self, _: int) -> None:
+        if self.taken:
+            self.taken, self.step = [], self.step + 1
+            self.books.published(self.step)
+
+    def restore(self, n: int) -> None:
+        """A new process: what was taken and not trained comes back."""
+        header, columns = self.books.outline() if n % 4 == 0 and not self.taken else self.books.state_dict(self.step)
+        self.books = Books(self.config)
+        self.books.load_state_dict(json.loads(json.dumps(header)), columns)
+        self.books.open_gate()
+        for group in self.taken:
+            del self.trained[group.group_id]
+        self.taken = []
+
+    def check(self) -> None:
+        books, held = self.books, self.books.held()
+        ids = [g.group_id for g in [*held, *self.taken]]
+        assert len(ids) == len(set(ids)), "a group is in two places"
+        assert not set(ids) & (set(self.trained) - {g.group_id for g in self.taken}), "a trained group is held"
+        assert books.ledger.generated == self.generated
+        assert books.ledger.pending == trainable(held)
+        assert books.ledger.trained == sum(self.trained.values())
+        for sample in (s for g in held for s in g.samples):
+            check_invariants(sample)
+
+
+OFTEN = ("begin", "begin", "grow", "grow", "end", "take", "publish")
+SELDOM = ("fail", "give_back", "restore")
+SETTINGS = st.fixed_dictionaries({
+    "max_staleness": st.integers(0, 2),
+    "on_stale": st.sampled_from(["keep", "mask", "reroll", "drop"]),
+    "partial": st.booleans(),
+    "mask_truncated": st.booleans(),
+    "dynamic_filter": st.sampled_from(["none", "zero_variance"]),
+})  # fmt: skip
+
+
+def live(rollout: dict[str, Any], seed: int) -> Life:
+    """Books after 150 events, checked after each."""
+    config, chance = config_of(**rollout), random.Random(seed)
+    life = Life(config, Books(config))
+    for _ in range(150):
+        name = chance.choice(SELDOM if chance.random() < 0.15 else OFTEN)
+        getattr(life, name)(chance.randrange(60))
+        life.check()
+    return life
+
+
+@settings(max_examples=60, deadline=None)
+@given(SETTINGS, st.integers(0, 2**32))
+def test_every_token_is_in_the_ledger_once_through_any_order_of_events(rollout: dict[str, Any], seed: int) -> None:
+    live(rollout, seed)
+
+
+def test_the_orders_of_events_that_are_tried_do_all_that_can_be_done() -> None:
+    done: set[str] = set()
+    steps = 0
+    for seed in range(12):
+        stale = ("mask", "reroll", "drop", "mask")[seed % 4]
+        life = live({"on_stale": stale, "partial": seed % 3 > 0, "mask_truncated": seed % 2 > 0,
+                     "dynamic_filter": "zero_variance"}, seed)  # fmt: skip
+        steps += life.step
+        done |= {*life.books.counters.total, *life.books.ledger.dropped, *life.books.ledger.masked}
+    assert done >= {
+        "recycled", "filtered_groups", "failed_groups", "truncated_groups", "stale_groups", "reward", "zero_variance",
+        "failed", "aborted", "stale", "truncated", "lost",
+    }, sorted(done)  # fmt: skip
+    assert steps > 5, "steps were trained"
+
+
+def test_the_oldest_tokens_are_continued_first(tmp_path: Path) -> None:
+    books = Books(run_config(tmp_path, max_staleness=3))
+    books.open_gate()
+    groups = [books.begin(Prompt([1], "", {}, "p:1")) for _ in range(3)]
+    for group, version in zip(groups, (None, 4, 2), strict=True):
+        if version is not None:
+            group.samples[0].extend([5], log_probs=[-1.0], versions=[(version, 0, 1)], engine="e")
+            books.generated(group.samples[0], 1)
+        books.put_back(group)
+    assert [g.group_id for g in iter(books.resume, None)] == [2, 1, 0]
+
+
+def test_a_filter_that_fails_leaves_the_group_running(tmp_path: Path) -> None:
+    books = Books(run_config(tmp_path, dynamic_filter="tests.unit.user_rewards:confused"))
+    books.open_gate()
+    group = books.begin(Prompt([1], "", {}, "p:1"))
+    for sample in group.samples:
+        sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
+    with pytest.raises(ConfigError, match="dynamic_filter"):
+        books.complete(group)
+    assert list(books.running.values()) == [group]
+
+
+def test_groups_and_ledger_that_disagree_are_refused(tmp_path: Path) -> None:
+    config = run_config(tmp_path)
+    books = Books(config)
+    books.open_gate()
+    group = books.begin(Prompt([1], "", {}, "p:1"))
+    group.samples[0].extend([5], log_probs=[-1.0], versions=[(0, 0, 1)], engine="e")
+    with pytest.raises(ValueError, match="0 tokens are pending in the books, 1 are held"):
+        Books(config).load_state_dict(*books.state_dict())
