@@ -140,6 +140,7 @@ def _load_both(rank: int, world_size: int, init_method: str, source: Path, round
     from mslime.backends.megatron.model.settings import transformer_config
     from mslime.backends.megatron.parallel import start_process_groups
     from mslime.config.schema import RunConfig
+    from mslime.config.training import policy_spec
     from mslime.convert.families import read_hf_config
 
     hf_config = read_hf_config(source)
@@ -147,10 +148,10 @@ def _load_both(rank: int, world_size: int, init_method: str, source: Path, round
         "model": {"path": source}, "data": {"prompts": ["unused.jsonl"]}, "cluster": {"device": "cpu"},
         "megatron": {"use_distributed_optimizer": False, "params_dtype": "bfloat16"},
     }  # fmt: skip
-    config = RunConfig.model_validate(values)
-    start_process_groups(config, rank, world_size, init_method, torch.device("cpu"))
+    spec = policy_spec(RunConfig.model_validate(values))
+    start_process_groups(spec, rank, world_size, init_method, torch.device("cpu"))
     chunks = build_chunks(
-        transformer_config(config, hf_config, torch.device("cpu")), get_family(hf_config).model_fields(hf_config),
+        transformer_config(spec, hf_config, torch.device("cpu")), get_family(hf_config).model_fields(hf_config),
         torch.device("cpu"),
     )  # fmt: skip
     hf = AutoConfig.from_pretrained(source)

@@ -104,6 +104,7 @@ def _mslime(model: Path, sequences: list[np.ndarray], threads: int) -> tuple[Ste
     """A training step, and what ends the trainer."""
     from mslime.backends.megatron.step.trainer import MegatronTrainer
     from mslime.config.loader import build
+    from mslime.config.training import policy_spec
     from mslime.data.packing import build_shards
     from mslime.data.sample import Sample
     from mslime.network import free_port
@@ -113,7 +114,7 @@ def _mslime(model: Path, sequences: list[np.ndarray], threads: int) -> tuple[Ste
         "cluster": {"device": "cpu", "trainer_threads": threads},
         "train": {"task": "sft", "lr": 1e-4, "max_tokens_per_micro_batch": 4096},
     })  # fmt: skip
-    trainer = MegatronTrainer(config, 0, 1, f"tcp://127.0.0.1:{free_port()}")
+    trainer = MegatronTrainer(policy_spec(config), 0, 1, f"tcp://127.0.0.1:{free_port()}")
     torch.set_num_threads(threads)
     samples = []
     for i, tokens in enumerate(sequences):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
+Device = Literal["auto", "cpu", "cuda"]
+"""What trainer ranks and engines run on; `auto` is CUDA where there is a GPU."""
+
 KLType = Literal["k1", "k2", "k3", "low_var"]
 """Per-token estimates of a KL divergence (`algorithms.kl`)."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator
 
 from mslime.config.base import Section
+from mslime.config.choices import Device
 from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ def _ray_address() -> str | None:
 class ClusterConfig(Section):
     """Where the run lives."""
 
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: cuda when a GPU is visible, else cpu."
-    )
+    device: Device = Field(default="auto", description="auto: cuda when a GPU is visible, else cpu.")
     trainer_ranks: int | None = Field(
         default=None, ge=1, le=65536, description="Trainer processes; default TP x PP x CP."
     )

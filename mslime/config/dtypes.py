@@ -8,49 +8,66 @@ trainer of ours computes in, so that every sync would round (and overflow beyond
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import ConfigError
 from mslime.config.hf_config import checkpoint_dtype, language_model
 
 if TYPE_CHECKING:
+    from mslime.config.megatron import MegatronConfig
     from mslime.config.schema import RunConfig
 
 EXPORTED = ("float32", "bfloat16")
 
 
-def trainer_dtype(config: RunConfig, *, cpu: bool) -> str:
+def trainer_dtype(megatron: MegatronConfig, *, cpu: bool) -> str:
     """The dtype of the trainer's parameters: as configured, else float32 on a CPU and bfloat16 on a GPU."""
-    return config.megatron.params_dtype or ("float32" if cpu else "bfloat16")
+    return megatron.params_dtype or ("float32" if cpu else "bfloat16")
 
 
-def engine_dtype(
-    config: RunConfig, hf_config: Mapping[str, Any], *, cpu: bool | None = None, trained: bool = True
+def engine_dtype(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
+    """The dtype that the run's engines hold weights in (`served_dtype`); `cluster.device: auto` counts as a GPU."""
+    cpu = config.cluster.device == "cpu"
+    return served_dtype(config.sglang.dtype, hf_config, config.model.path, config.megatron, cpu=cpu)
+
+
+def served_dtype(
+    asked: str,
+    hf_config: Mapping[str, Any],
+    checkpoint: Path,
+    megatron: MegatronConfig,
+    *,
+    cpu: bool,
+    trained: bool = True,
 ) -> str:
-    """The dtype that the engines hold weights in: `sglang.dtype`, and for `auto`
+    """The dtype that servers hold weights in: the one that is asked for, and for `auto`
 
     - on a CPU float32, whatever the checkpoint is in (widening is exact, and float32 is what CPU ranks train in);
     - on a GPU the checkpoint's bfloat16; for a checkpoint in float32, or that names nothing, the trainer's own
       parameters' dtype (`megatron.params_dtype`, bfloat16 by default).
 
     Args:
-        cpu: whether engines run on a CPU; default: `cluster.device` says so (`auto` counts as a GPU).
+        asked: `sglang.dtype`, or `teacher.dtype`.
+        hf_config, checkpoint: config.json of the checkpoint that they start from, and its directory.
+        megatron: settings of the trainer that sends them weights.
+        cpu: whether they run on a CPU.
         trained: whether they are sent weights; a teacher is not, and keeps its checkpoint's float16.
 
     Raises:
         ConfigError: `auto`, on a GPU, for a checkpoint in float16 or another dtype that is not trained in.
     """
-    if config.sglang.dtype != "auto":
-        return config.sglang.dtype
-    if config.cluster.device == "cpu" if cpu is None else cpu:
+    if asked != "auto":
+        return asked
+    if cpu:
         return "float32"
     named = checkpoint_dtype(hf_config)
     if named in (None, "float32"):
-        return trainer_dtype(config, cpu=False)
+        return trainer_dtype(megatron, cpu=False)
     if named != "bfloat16" and trained:
         raise ConfigError(
             "sglang.dtype", "auto",
-            f"the checkpoint {config.model.path} is in {named}, and trainers compute in bfloat16 or float32: weights "
+            f"the checkpoint {checkpoint} is in {named}, and trainers compute in bfloat16 or float32: weights "
             f"sent to engines in {named} would be rounded, and overflow where it ends",
             "set sglang.dtype: bfloat16 (the checkpoint is rounded once), or float32",
         )  # fmt: skip

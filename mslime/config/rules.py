@@ -18,6 +18,8 @@ from mslime.config.errors import ConfigError, nearest
 from mslime.config.reward import check_reward
 
 if TYPE_CHECKING:
+    from mslime.config.choices import Device
+    from mslime.config.megatron import MegatronConfig
     from mslime.config.schema import RunConfig
 
 
@@ -431,14 +433,14 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
 )
 
 
-def check_model(config: RunConfig, derived: Mapping[str, object]) -> None:
+def check_model(megatron: MegatronConfig, device: Device, derived: Mapping[str, object]) -> None:
     """Raise ConfigError when pipeline stages cannot share the layers, or a flag contradicts the checkpoint.
 
     Args:
         derived: every TransformerConfig field that mslime derives from the checkpoint's config.json.
     """
-    config.megatron.stage_layers(cast("int", derived["num_layers"]))
-    for key, value in config.megatron.extra.items():
+    megatron.stage_layers(cast("int", derived["num_layers"]))
+    for key, value in megatron.extra.items():
         if key in derived and derived[key] != value:
             raise ConfigError(
                 f"megatron.{key}",
@@ -446,8 +448,8 @@ def check_model(config: RunConfig, derived: Mapping[str, object]) -> None:
                 f"contradicts the checkpoint's config.json, which says {derived[key]!r}",
                 "remove it; the architecture comes from the checkpoint",
             )
-    _context_parallel_attention(config, derived)
-    if derived.get("rotary_interleaved") and config.megatron.extra.get("apply_rope_fusion"):
+    _context_parallel_attention(megatron, device, derived)
+    if derived.get("rotary_interleaved") and megatron.extra.get("apply_rope_fusion"):
         raise ConfigError(
             "megatron.apply_rope_fusion",
             True,
@@ -456,12 +458,10 @@ def check_model(config: RunConfig, derived: Mapping[str, object]) -> None:
         )
 
 
-def _context_parallel_attention(config: RunConfig, derived: Mapping[str, object]) -> None:
+def _context_parallel_attention(m: MegatronConfig, device: Device, derived: Mapping[str, object]) -> None:
     """Transformer Engine 2.20 has no kernel for sinks or sliding windows in a ring of context-parallel ranks."""
-    m = config.megatron
     special = derived.get("softmax_type") not in (None, "vanilla") or derived.get("window_size") is not None
-    cuda = config.cluster.device == "cuda"
-    if cuda and special and m.context_parallel_size > 1 and m.extra.get("cp_comm_type") != "a2a":
+    if device == "cuda" and special and m.context_parallel_size > 1 and m.extra.get("cp_comm_type") != "a2a":
         raise ConfigError(
             "megatron.context_parallel_size",
             m.context_parallel_size,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mslime.config.keys import Endpoint
 from mslime.config.schema import RunConfig
+from mslime.config.training import critic_spec, policy_spec
 from mslime.control.calls import gather
 from mslime.control.cluster import Cluster
 from mslime.control.ranks import RankActor, RankGroup, Report, fetched
@@ -49,12 +50,12 @@ class TrainerActor(RankActor):
 
         config = self._config
         with phase(_log, f"starting at {rendezvous}"):
-            self._trainer = MegatronTrainer(config, self._rank, config.layout.world_size, rendezvous)
+            self._trainer = MegatronTrainer(policy_spec(config), self._rank, config.layout.world_size, rendezvous)
             self._trainer.on_micro_batch = self._report
             self._sender = self._trainer.weight_sender(self._report_bucket)
             self._critic: MegatronCritic | None = None
             if config.has_critic and config.critic.placement == "shared":
-                self._critic = MegatronCritic(config, self._rank, config.layout.world_size, None)
+                self._critic = MegatronCritic(critic_spec(config), self._rank, config.layout.world_size, None)
                 self._critic.on_micro_batch = self._report
         return {"moe_layer_ids": self._trainer.moe_layer_ids}
 
@@ -165,7 +166,8 @@ class CriticActor(RankActor):
         from mslime.backends.megatron.step.critic import MegatronCritic
 
         with phase(_log, f"starting at {rendezvous}"):
-            self._critic = MegatronCritic(self._config, self._rank, self._config.layout.world_size, rendezvous)
+            spec = critic_spec(self._config)
+            self._critic = MegatronCritic(spec, self._rank, spec.layout.world_size, rendezvous)
         self._critic.on_micro_batch = self._report
         self._shards: list[TrainShard] = []
 

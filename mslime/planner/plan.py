@@ -227,7 +227,7 @@ def _stages(
         family.transformer_fields(hf_config), family.model_fields(hf_config), family.rules(hf_config),
     )  # fmt: skip
     table.check_layout(layout)
-    check_model(config, fields)
+    check_model(config.megatron, config.cluster.device, fields)
     widths = read_widths(fields, model.moe_layer_ids)
     chunks = config.megatron.stage_layers(model.num_layers)
     held = stage_parameters(table, layout, chunks, widths.hidden + 1 if values else 0)

@@ -82,7 +82,7 @@ class TrainerMemory:
 
 def params_bytes(config: RunConfig) -> int:
     """Bytes of a parameter; `cluster.device: auto` counts as GPUs."""
-    return DTYPE_BYTES[trainer_dtype(config, cpu=config.cluster.device == "cpu")]
+    return DTYPE_BYTES[trainer_dtype(config.megatron, cpu=config.cluster.device == "cpu")]
 
 
 def optimizer_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> float:

@@ -126,7 +126,7 @@ def _read_model(config: RunConfig, path: Path) -> tuple[dict[str, object], HFChe
         fields = family.transformer_fields(hf_config)
     checkpoint = HFCheckpoint(path)
     table.check_hf(checkpoint.shapes, str(path))
-    check_model(config, fields)
+    check_model(config.megatron, config.cluster.device, fields)
     return hf_config, checkpoint
 
 

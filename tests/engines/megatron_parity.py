@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from mslime.config.schema import RunConfig
+from mslime.config.training import policy_spec
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
 
@@ -151,7 +152,7 @@ def record(rank: int, world_size: int, init_method: str, checkpoint: Path, case:
     """Run `case` in one process and keep log-probs, loss, gradients, metrics and final weights in `path`."""
     from mslime.backends.megatron.step.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
+    trainer = MegatronTrainer(policy_spec(run_config(checkpoint, case)), rank, world_size, init_method)
     log_probs = [trainer.log_probs(s, replay=case.routes is not None) for s in make_shards(case, 1, 0, None)]
     noise = np.random.default_rng(99)
     behaviour = [(column.numpy() + noise.normal(size=len(column)) * 0.05).astype(np.float32) for column in log_probs]
@@ -177,7 +178,7 @@ def compare(rank: int, world_size: int, init_method: str, checkpoint: Path, case
 
     kept = torch.load(path, weights_only=False)
     config = run_config(checkpoint, case)
-    trainer = MegatronTrainer(config, rank, world_size, init_method)
+    trainer = MegatronTrainer(policy_spec(config), rank, world_size, init_method)
     layout = config.layout
     shards = make_shards(case, layout.dp, layout.dp_rank(rank), kept["behaviour"])
     rows = np.concatenate([_rows(case.lengths, i) for i in shards[0].sequence_ids])
@@ -202,7 +203,7 @@ def log_probs(rank: int, world_size: int, init_method: str, checkpoint: Path, ca
     """Natural log-probs of the first step's shard."""
     from mslime.backends.megatron.step.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
+    trainer = MegatronTrainer(policy_spec(run_config(checkpoint, case)), rank, world_size, init_method)
     return trainer.log_probs(make_shards(case, 1, 0, None)[0])
 
 

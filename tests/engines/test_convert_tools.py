@@ -105,7 +105,7 @@ def test_megatron_core_loads_a_converted_checkpoint_as_the_weights_that_hugging_
 def train_save_export(trainer: MegatronTrainer, root: Path) -> None:
     trainer.train([shard_of(trainer)])
     trainer.save(root / "step_1", {"step": 1})
-    trainer.weight_sender().export(root / "exported", trainer.config.model.path)
+    trainer.weight_sender().export(root / "exported", trainer.spec.checkpoint)
 
 
 @pytest.mark.parametrize("sizes", [ALL, {"tp": 2, "ep": 2, "dp": 2, "use_distributed_optimizer": True}], ids=str)

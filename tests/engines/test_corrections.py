@@ -72,8 +72,8 @@ def every_algorithm(trainer: MegatronTrainer) -> dict[str, Any]:
     shard, runner = with_segments(plain, log_probs), trainer.runner
     found: dict[str, Any] = {}
     for name, fields in ALGORITHMS.items():
-        run = trainer.config.model_copy(update={"algorithm": AlgorithmConfig(**fields)})
-        trainer.runner = replace(runner, run=run)
+        spec = replace(trainer.spec, algorithm=AlgorithmConfig(**fields))
+        trainer.runner = replace(runner, spec=spec)
         found[name] = metrics_and_gradients(trainer, shard, None)
     return {"found": found, "shard": shard, "log_probs": log_probs}
 

@@ -17,6 +17,7 @@ from mslime.backends.megatron.model.value_head import is_value_head
 from mslime.backends.megatron.step.critic import MegatronCritic
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import RunConfig
+from mslime.config.training import critic_spec, policy_spec
 from mslime.data.shard import TrainShard
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.trainer_ranks import make_config, make_shard
@@ -68,7 +69,7 @@ def set_head(critic: MegatronCritic) -> None:
 
 def learning_shard(critic: MegatronCritic, seed: int = 0) -> TrainShard:
     """This rank's shard with returns and with values that clip some of the new ones."""
-    layout = critic.config.layout
+    layout = critic.spec.layout
     shard = make_shard(layout.dp, layout.dp_rank(critic.place.rank), seed=seed)
     (shard,) = critic.with_values([replace(shard, routes=None)])
     assert shard.values is not None
@@ -84,7 +85,7 @@ def by_sequence(shard: TrainShard, column: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def learn(rank: int, world_size: int, init_method: str, config: RunConfig) -> dict[str, Any]:
-    critic = MegatronCritic(config, rank, world_size, init_method)
+    critic = MegatronCritic(critic_spec(config), rank, world_size, init_method)
     set_head(critic)
     shard = learning_shard(critic)
     (before,) = critic.with_values([shard])
@@ -163,7 +164,7 @@ def test_every_layout_learns_what_one_process_learns(layout: str, model: Path, a
 def save_or_load(
     rank: int, world_size: int, init_method: str, config: RunConfig, directory: Path, saving: bool
 ) -> dict[str, Any]:
-    critic = MegatronCritic(config, rank, world_size, init_method)
+    critic = MegatronCritic(critic_spec(config), rank, world_size, init_method)
     if saving:
         set_head(critic)
         critic.train([learning_shard(critic)])
@@ -184,8 +185,8 @@ def test_a_critic_that_is_resumed_in_another_layout_learns_on(untied: Path, tmp_
 
 def beside_the_policy(rank: int, world_size: int, init_method: str, config: RunConfig, critic_first: bool) -> Any:
     """PPO's step in one process: metrics of the policy, the prepared shard, and the critic's loss step by step."""
-    trainer = MegatronTrainer(config, rank, world_size, init_method)
-    critic = MegatronCritic(config, rank, world_size, None)
+    trainer = MegatronTrainer(policy_spec(config), rank, world_size, init_method)
+    critic = MegatronCritic(critic_spec(config), rank, world_size, None)
     shard = make_shard().stage_slice(trainer.moe_layer_ids)
     ends = np.array([np.flatnonzero(shard.loss_mask[a:b])[-1] + a for a, b in shard.spans()])
     rewards = np.zeros(len(shard.tokens), np.float32)
@@ -216,7 +217,7 @@ def test_beside_the_policy_the_critic_gives_values_and_learns_returns_and_change
 
 
 def in_bfloat16(rank: int, world_size: int, init_method: str, config: RunConfig) -> Any:
-    critic = MegatronCritic(config, rank, world_size, init_method)
+    critic = MegatronCritic(critic_spec(config), rank, world_size, init_method)
     heads = {name: p for chunk in critic.chunks for name, p in chunk.named_parameters() if is_value_head(chunk, name)}
     metrics = [critic.train([learning_shard(critic)])[0]["loss/value"] for _ in range(4)]
     others = {p.dtype for chunk in critic.chunks for n, p in chunk.named_parameters() if not is_value_head(chunk, n)}

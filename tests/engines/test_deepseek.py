@@ -101,12 +101,12 @@ def test_training_in_bfloat16_changes_every_weight_but_no_digit_of_the_correctio
 def save_and_export(trainer: MegatronTrainer, directory: Path, exported: Path) -> None:
     trainer.train([shard_of(trainer, layers=ROUTED)])
     trainer.save(directory, {})
-    trainer.weight_sender().export(exported, trainer.config.model.path)
+    trainer.weight_sender().export(exported, trainer.spec.checkpoint)
 
 
 def load_and_export(trainer: MegatronTrainer, directory: Path, exported: Path) -> None:
     trainer.load(directory)
-    trainer.weight_sender().export(exported, trainer.config.model.path)
+    trainer.weight_sender().export(exported, trainer.spec.checkpoint)
 
 
 def test_a_checkpoint_of_one_layout_is_the_same_model_in_another(checkpoints: dict[str, Path], tmp_path: Path) -> None:

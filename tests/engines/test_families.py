@@ -95,7 +95,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 def examine(trainer: MegatronTrainer, reference: Path, exported: Path, ask_mbridge: bool) -> dict[str, Any]:
     """On every rank: compare logits, export, and compare the export of changed weights with mbridge's."""
     rows, logits = worst_logit_difference(trainer, torch.load(reference))
-    trainer.weight_sender().export(exported, trainer.config.model.path)
+    trainer.weight_sender().export(exported, trainer.spec.checkpoint)
     different = perturb_and_export(trainer, exported.with_name("changed")) if ask_mbridge else []
     return {"rows": rows, "logits": logits, "different": different}
 
@@ -121,7 +121,7 @@ def worst_logit_difference(trainer: MegatronTrainer, expected: torch.Tensor) -> 
 
     with torch.no_grad():
         trainer.runner._run(trainer.runner._micro_batches(shard), compare, None, None, forward_only=True)
-    assert compared in (0, len(shard.tokens)) or trainer.config.layout.cp > 1
+    assert compared in (0, len(shard.tokens)) or trainer.spec.layout.cp > 1
     return compared, worst
 
 
@@ -165,7 +165,7 @@ def mbridge_export(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
         return MLATransformerConfig(original_max_position_embeddings=max_position_embeddings, **others)
 
     DeepseekV3Bridge.TransformerConfigClass = staticmethod(latent_config)
-    config = AutoConfig.from_pretrained(trainer.config.model.path)
+    config = AutoConfig.from_pretrained(trainer.spec.checkpoint)
     config.rope_theta = config.rope_parameters["rope_theta"]  # mbridge 0.15.1 reads transformers 4 configurations
     config.rope_scaling = None
     config.head_dim = trainer.transformer.kv_channels  # null in Mixtral's
@@ -186,7 +186,7 @@ def change_every_parameter(trainer: MegatronTrainer) -> None:
 def perturb_and_export(trainer: MegatronTrainer, directory: Path) -> list[str]:
     """Change every parameter, export with both, and name every tensor in which a bit differs."""
     change_every_parameter(trainer)
-    trainer.weight_sender().export(directory, trainer.config.model.path)
+    trainer.weight_sender().export(directory, trainer.spec.checkpoint)
     oracle = mbridge_export(trainer)
     ours = HFCheckpoint(directory)
     assert ours.info.keys() == oracle.keys(), ours.info.keys() ^ oracle.keys()
@@ -242,7 +242,7 @@ def in_bfloat16(source: Path, target: Path) -> Path:
 
 
 def export_only(trainer: MegatronTrainer, exported: Path) -> None:
-    trainer.weight_sender().export(exported, trainer.config.model.path)
+    trainer.weight_sender().export(exported, trainer.spec.checkpoint)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -261,7 +261,7 @@ def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> 
     change_every_parameter(trainer)
     publish(sender, 1, trainer.place.rank, check="cpu" in get_family(trainer.hf_config).support.compared_on)
     sender.disconnect()
-    sender.export(exported, trainer.config.model.path)
+    sender.export(exported, trainer.spec.checkpoint)
 
 
 SERVED_IN_CI = ("deepseek-v3", "glm-4.5", "minimax-m2", "qwen2-moe")

@@ -22,6 +22,7 @@ from mslime.backends.megatron.model.naming import layer_ids
 from mslime.config.layout import ParallelLayout
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig
+from mslime.config.training import policy_spec
 from mslime.convert.families import FAMILIES, get_family, refuse_unread
 from mslime.convert.families.family import HARMLESS
 from mslime.convert.spelling import canonical_name
@@ -206,7 +207,7 @@ _built: dict[str, list[Stage]] = {}
 
 def _built_stage(config: RunConfig, hf: dict[str, Any], stage: int) -> Stage:
     with lone_rank(config.layout, stage * (config.layout.world_size // config.layout.pp)):
-        chunks = meta_chunks(config, hf)
+        chunks = meta_chunks(policy_spec(config), hf)
     found: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
     for chunk in chunks:
         biases = [(name, buffer) for name, buffer in chunk.named_buffers() if name.endswith("router.expert_bias")]

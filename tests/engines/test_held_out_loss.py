@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble_supervised
 from mslime.control.trainers import over_data_parallel_ranks
 from mslime.data.sample import Sample
@@ -30,18 +31,18 @@ def rows() -> list[Sample]:
     return samples
 
 
-def shards_of(trainer: Any, samples: list[Sample]) -> list[Any]:
+def shards_of(trainer: Any, config: RunConfig, samples: list[Sample]) -> list[Any]:
     """This rank's."""
-    (step,) = assemble_supervised(samples, trainer.config)
-    return [step[trainer.config.layout.dp_rank(trainer.place.rank)]]
+    (step,) = assemble_supervised(samples, config)
+    return [step[trainer.spec.layout.dp_rank(trainer.place.rank)]]
 
 
-def in_batches(trainer: Any) -> list[tuple[float, int]]:
+def in_batches(trainer: Any, config: RunConfig) -> list[tuple[float, int]]:
     samples = rows()
-    return [trainer.negative_log_likelihood(shards_of(trainer, samples[i : i + 4])) for i in (0, 4, 8)]
+    return [trainer.negative_log_likelihood(shards_of(trainer, config, samples[i : i + 4])) for i in (0, 4, 8)]
 
 
-def mean(config: Any, ranks: list[list[tuple[float, int]]]) -> tuple[float, int]:
+def mean(config: RunConfig, ranks: list[list[tuple[float, int]]]) -> tuple[float, int]:
     """(loss per token, tokens) over all ranks and batches."""
     found = [over_data_parallel_ranks([rank[i] for rank in ranks], config.layout) for i in range(3)]
     tokens = sum(n for _, n in found)
@@ -53,7 +54,7 @@ def test_the_held_out_loss_is_that_of_transformers_in_every_layout(
     tiny_qwen3_moe: Path, tmp_path: Path, sizes: dict[str, int]
 ) -> None:
     config = make_config(tiny_qwen3_moe, tmp_path, train=SFT, **sizes)
-    found, tokens = mean(config, run_trainers(in_batches, config))
+    found, tokens = mean(config, run_trainers(in_batches, config, config))
     expected, count = of_transformers(tiny_qwen3_moe)
     assert tokens == count and found == pytest.approx(expected, abs=1e-5)
 
@@ -74,15 +75,15 @@ def of_transformers(checkpoint: Path) -> tuple[float, int]:
     return total / tokens, tokens
 
 
-def trained(trainer: Any, evaluate: bool) -> dict[str, torch.Tensor]:
+def trained(trainer: Any, config: RunConfig, evaluate: bool) -> dict[str, torch.Tensor]:
     """Everything that two steps leave behind: weights, optimizer state, gradients, random numbers."""
     samples = rows()
     for step in range(2):
         if evaluate:
-            trainer.negative_log_likelihood(shards_of(trainer, samples[6:]))
-        trainer.train(shards_of(trainer, samples[step : step + 5]))
+            trainer.negative_log_likelihood(shards_of(trainer, config, samples[6:]))
+        trainer.train(shards_of(trainer, config, samples[step : step + 5]))
     if evaluate:
-        trainer.negative_log_likelihood(shards_of(trainer, samples[6:]))
+        trainer.negative_log_likelihood(shards_of(trainer, config, samples[6:]))
     found = {name: tensor.clone() for name, tensor in trainer.named_local_params()}
     found |= {f"grad {name}": p.main_grad.clone() for name, p in trainer.chunks[0].named_parameters()}
     for i, state in enumerate(trainer.optimizer.chained_optimizers[0].optimizer.state.values()):
@@ -93,6 +94,6 @@ def trained(trainer: Any, evaluate: bool) -> dict[str, torch.Tensor]:
 def test_a_run_with_evaluation_trains_bit_for_bit_like_one_without(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     fields = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     config = make_config(tiny_qwen3_moe, tmp_path, train=SFT, **fields)
-    (plain,), (evaluated,) = run_trainers(trained, config, False), run_trainers(trained, config, True)
+    (plain,), (evaluated,) = (run_trainers(trained, config, config, evaluate) for evaluate in (False, True))
     assert plain.keys() == evaluated.keys() and any(key.startswith("state") for key in plain)
     assert [name for name in plain if not torch.equal(plain[name], evaluated[name])] == []

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from mslime.config.errors import CheckpointError, TrainerError
+from mslime.config.training import policy_spec
 from tests.engines.megatron_parity import Case, compare, make_shards, record, run_config
 from tests.engines.megatron_ranks import RankFailed, run_ranks
 
@@ -25,7 +26,7 @@ def train_on_nan(rank: int, world_size: int, init_method: str, checkpoint: Path)
     from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     case = Case(2)
-    trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
+    trainer = MegatronTrainer(policy_spec(run_config(checkpoint, case)), rank, world_size, init_method)
     shards = make_shards(case, 2, rank, None)
     if rank == 1:
         weights = shards[1].weights.copy()
@@ -45,7 +46,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_with_the_step_and_the_rank(t
 def train_on_overflow(rank: int, world_size: int, init_method: str, checkpoint: Path) -> TrainerError:
     from mslime.backends.megatron.step.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(run_config(checkpoint, Case()), rank, world_size, init_method)
+    trainer = MegatronTrainer(policy_spec(run_config(checkpoint, Case())), rank, world_size, init_method)
     shard = make_shards(Case(), 1, 0, None)[0]
     with pytest.raises(TrainerError) as caught:
         trainer.train([replace(shard, weights=shard.weights * np.float32(1e30))])
@@ -62,7 +63,7 @@ def policies(rank: int, world_size: int, init_method: str, checkpoint: Path) -> 
     from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     case = Case(1, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True})
-    trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
+    trainer = MegatronTrainer(policy_spec(run_config(checkpoint, case)), rank, world_size, init_method)
     seen: list[tuple[int, int]] = []
     trainer.on_micro_batch = lambda done, total: seen.append((done, total))
     shard = make_shards(case, 1, 0, None)[0]
@@ -88,7 +89,7 @@ def fine_tune(rank: int, world_size: int, init_method: str, checkpoint: Path) ->
     from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     case = Case(1, train={"task": "sft", "lr": 1e-2, "replay": "r3"})
-    trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
+    trainer = MegatronTrainer(policy_spec(run_config(checkpoint, case)), rank, world_size, init_method)
     return trainer.train([make_shards(case, 1, 0, None)[0]] * 3)
 
 
@@ -121,7 +122,7 @@ def learning_rates(rank: int, world_size: int, init_method: str, checkpoint: Pat
 
     schedule = {"lr_decay_style": "linear", "lr_warmup_steps": 2, "num_steps": 4, "optimizer_steps_per_rollout": 1}
     case = Case(1, train={**schedule, "weight_decay": 0.0})
-    trainer = MegatronTrainer(run_config(checkpoint, case), rank, world_size, init_method)
+    trainer = MegatronTrainer(policy_spec(run_config(checkpoint, case)), rank, world_size, init_method)
     shard = make_shards(case, 1, 0, None)[0]
     rates, moves = [], []
     for _ in range(4):
@@ -150,7 +151,7 @@ def too_few_ranks(rank: int, world_size: int, init_method: str, checkpoint: Path
     from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     with pytest.raises(TrainerError) as caught:
-        MegatronTrainer(run_config(checkpoint, Case(2)), rank, world_size, init_method)
+        MegatronTrainer(policy_spec(run_config(checkpoint, Case(2))), rank, world_size, init_method)
     return caught.value
 
 
@@ -158,7 +159,7 @@ def load_spoilt(rank: int, world_size: int, init_method: str, checkpoint: Path) 
     from mslime.backends.megatron.step.trainer import MegatronTrainer
 
     with pytest.raises(CheckpointError) as caught:
-        MegatronTrainer(run_config(checkpoint, Case()), rank, world_size, init_method)
+        MegatronTrainer(policy_spec(run_config(checkpoint, Case())), rank, world_size, init_method)
     return caught.value
 
 
@@ -194,7 +195,7 @@ def missing_rank(rank: int, world_size: int, init_method: str, checkpoint: Path)
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with pytest.raises(TrainerError) as caught:
-        MegatronTrainer(config, 0, 2, f"tcp://127.0.0.1:{port}")
+        MegatronTrainer(policy_spec(config), 0, 2, f"tcp://127.0.0.1:{port}")
     return caught.value
 
 

@@ -20,6 +20,7 @@ from mslime.backends.megatron.model.settings import transformer_config
 from mslime.backends.megatron.parallel import start_process_groups, stop_process_groups
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import RunConfig
+from mslime.config.training import policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.spelling import canonical_name
@@ -44,7 +45,7 @@ def test_every_parameter_of_a_full_size_prediction_layer_is_made_by_one_rule(mod
     table, layout = get_family(hf).rules(hf), config.layout
     per_rank = get_family(hf).model_fields(hf).num_experts // layout.ep
     with lone_rank(layout, layout.world_size - layout.world_size // layout.pp):
-        (chunk,) = meta_chunks(config, hf, mtp=True)
+        (chunk,) = meta_chunks(policy_spec(config), hf, mtp=True)
     biases = [(name, tensor) for name, tensor in chunk.named_buffers() if name.endswith("router.expert_bias")]
     built = [(n, tuple(t.shape)) for n, t in [*chunk.named_parameters(), *biases] if n.startswith("mtp.")]
     owners: Counter[str] = Counter()
@@ -66,9 +67,9 @@ def predicted(
     rank: int, world_size: int, init_method: str, config: RunConfig, states: torch.Tensor, embeddings: torch.Tensor
 ) -> torch.Tensor:
     """Output [tokens, hidden] of the prediction layer that the rules load."""
-    start_process_groups(config, rank, world_size, init_method, device := torch.device("cpu"))
+    start_process_groups(policy_spec(config), rank, world_size, init_method, device := torch.device("cpu"))
     hf = read_hf_config(config.model.path)
-    settings = transformer_config(config, hf, device)
+    settings = transformer_config(policy_spec(config), hf, device)
     settings.mtp_num_layers = 1
     chunks = build_chunks(settings, get_family(hf).model_fields(hf), device, mtp=True)
     load_hf_weights(chunks, hf, config.model.path)
@@ -108,7 +109,7 @@ def trained_and_exported(trainer: MegatronTrainer, exported: Path) -> None:
     with torch.no_grad():
         for _, tensor in trainer.named_local_params():
             tensor.add_(0.5)
-    trainer.weight_sender().export(exported, trainer.config.model.path)
+    trainer.weight_sender().export(exported, trainer.spec.checkpoint)
 
 
 def test_an_export_of_trained_weights_has_the_sources_prediction_layer_and_repeats_the_trained_ends(

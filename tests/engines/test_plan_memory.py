@@ -19,6 +19,7 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout, stage_layers
 from mslime.config.schema import RunConfig
+from mslime.config.training import critic_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.planner.activations import chunks_in_flight, kept_elements, read_widths
 from mslime.planner.parameters import StageParameters, stage_parameters
@@ -107,7 +108,7 @@ def allocated(trainer: MegatronTrainer) -> dict[str, Any]:
 
 
 def allocated_by_critic(rank: int, world_size: int, init_method: str, config: RunConfig) -> dict[str, Any]:
-    critic = MegatronCritic(config, rank, world_size, init_method)
+    critic = MegatronCritic(critic_spec(config), rank, world_size, init_method)
     shard = make_shard(config.layout.dp, config.layout.dp_rank(rank))
     zeros = np.zeros(len(shard.tokens), np.float32)
     critic.train([replace(shard, routes=None, values=zeros, returns=zeros + 1)])

@@ -82,7 +82,7 @@ def sync_twice(trainer: MegatronTrainer, engine: Endpoint, version: int, export:
     change_weights(trainer, -0.004 * version)
     compared = publish(sender, version, rank)
     sender.disconnect()
-    sender.export(export, trainer.config.model.path)
+    sender.export(export, trainer.spec.checkpoint)
     return compared, len(sender.plan.buckets)
 
 
@@ -231,7 +231,7 @@ def export_on_a_small_disk(trainer: MegatronTrainer, directory: Path, limited_ra
     if trainer.place.rank == limited_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
     with pytest.raises(WeightSyncError) as error:
-        sender.export(directory, trainer.config.model.path)
+        sender.export(directory, trainer.spec.checkpoint)
     return str(error.value)
 
 

@@ -20,6 +20,7 @@ from mslime.backends.megatron.step.metrics import over_all_ranks
 from mslime.backends.megatron.step.pipeline import RouteHooks
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import RunConfig
+from mslime.config.training import policy_spec
 from mslime.convert.families import get_family
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
@@ -70,7 +71,7 @@ def run_trainers(work: Callable[..., Any], config: RunConfig, *args: Any, deadli
 def _on_trainer(
     rank: int, world_size: int, init_method: str, work: Callable[..., Any], config: RunConfig, args: tuple[Any, ...]
 ) -> Any:
-    trainer = MegatronTrainer(config, rank, world_size, init_method)
+    trainer = MegatronTrainer(policy_spec(config), rank, world_size, init_method)
     result = work(trainer, *args)
     trainer.close()
     return result
@@ -118,8 +119,8 @@ def make_shard(
 
 def shard_of(trainer: MegatronTrainer, **kwargs: Any) -> TrainShard:
     """`make_shard` for this rank: its data-parallel part, its pipeline stage's layers."""
-    layout, rank = trainer.config.layout, trainer.place.rank
-    shard = make_shard(layout.dp, layout.dp_rank(rank), packed=trainer.config.train.packed, **kwargs)
+    layout, rank = trainer.spec.layout, trainer.place.rank
+    shard = make_shard(layout.dp, layout.dp_rank(rank), packed=trainer.spec.train.packed, **kwargs)
     return shard.stage_slice(trainer.moe_layer_ids)
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from mslime.config.schema import RunConfig
+from mslime.config.training import policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from tests.fixtures.families import CASES
 
@@ -74,7 +75,7 @@ def _on_rank(
 ) -> Any:
     from mslime.backends.megatron.step.trainer import MegatronTrainer
 
-    trainer = MegatronTrainer(config, rank, world, store)
+    trainer = MegatronTrainer(policy_spec(config), rank, world, store)
     try:
         return work(trainer, *args)
     finally:
@@ -118,7 +119,7 @@ def go_through_everything(trainer: Any, root: Path, expected: torch.Tensor) -> d
 
     difference = median_difference(trainer, expected)
     norms = [trainer.train([shard_of(trainer)])[0]["grad_norm"]]
-    trainer.weight_sender().export(root / "exported", trainer.config.model.path)
+    trainer.weight_sender().export(root / "exported", trainer.spec.checkpoint)
     before = {name: p.detach().cpu().clone() for name, p in trainer.named_local_params()}
     trainer.save(root / "saved", {})
     norms.append(trainer.train([shard_of(trainer)])[0]["grad_norm"])

@@ -214,6 +214,7 @@ def own_step_after_load(work: Path) -> None:
 def new_trainer(work: Path) -> Any:
     from mslime.backends.megatron.step.trainer import MegatronTrainer
     from mslime.config.schema import RunConfig
+    from mslime.config.training import policy_spec
 
     config = RunConfig.model_validate(
         {
@@ -223,7 +224,7 @@ def new_trainer(work: Path) -> Any:
             "train": {"replay": "off"},
         }
     )
-    return MegatronTrainer(config, 0, 1, f"file://{tempfile.mkdtemp(dir=work)}/store")
+    return MegatronTrainer(policy_spec(config), 0, 1, f"file://{tempfile.mkdtemp(dir=work)}/store")
 
 
 def tiny_shard() -> Any:

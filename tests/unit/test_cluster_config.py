@@ -9,6 +9,7 @@ import pytest
 from mslime.config.cluster import check_machines, worker_environment
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build, load_config
+from mslime.config.megatron import MegatronConfig
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
 from mslime.preflight.resolve import resolve
@@ -122,7 +123,7 @@ def test_a_variable_that_engines_would_overrule_is_refused() -> None:
 def test_sinks_and_windows_are_not_shared_out_in_a_ring_on_gpus(derived: dict[str, Any]) -> None:
     fields = {"num_layers": 4, **derived}
     with pytest.raises(ConfigError, match="cannot be shared out in a ring"):
-        check_model(run({"device": "cuda"}, megatron={"context_parallel_size": 2}), fields)
-    check_model(run({"device": "cuda"}, megatron={"context_parallel_size": 2, "cp_comm_type": "a2a"}), fields)
-    check_model(run({"device": "cpu"}, megatron={"context_parallel_size": 2}), fields)
-    check_model(run({"device": "cuda"}, megatron={"context_parallel_size": 2}), {"num_layers": 4})
+        check_model(MegatronConfig(context_parallel_size=2), "cuda", fields)
+    check_model(MegatronConfig.model_validate({"context_parallel_size": 2, "cp_comm_type": "a2a"}), "cuda", fields)
+    check_model(MegatronConfig(context_parallel_size=2), "cpu", fields)
+    check_model(MegatronConfig(context_parallel_size=2), "cuda", {"num_layers": 4})

@@ -229,7 +229,7 @@ def test_evaluation_sets_need_distinct_names_and_a_temperature_for_pass_at_k() -
 )
 def test_stages_that_do_not_divide_the_layers_and_contradicting_flags_are_refused(flags: list[str], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_model(load(*flags), {"hidden_size": 64, "num_layers": 4})
+        check_model(load(*flags).megatron, "cpu", {"hidden_size": 64, "num_layers": 4})
     assert caught.value.field == field
 
 
@@ -272,13 +272,13 @@ def test_layers_that_stages_cannot_share_are_refused_with_a_way_out(
 
 def test_a_fused_rotation_of_interleaved_pairs_is_refused() -> None:
     derived, fused = {"hidden_size": 64, "num_layers": 4}, load("--megatron.apply-rope-fusion", "true")
-    check_model(fused, derived | {"rotary_interleaved": False})
+    check_model(fused.megatron, "cpu", derived | {"rotary_interleaved": False})
     with pytest.raises(ConfigError, match="interleaved pairs"):
-        check_model(fused, derived | {"rotary_interleaved": True})
+        check_model(fused.megatron, "cpu", derived | {"rotary_interleaved": True})
 
 
 def test_a_layout_that_divides_the_model_is_accepted() -> None:
-    check_model(load(*VPP, "--megatron.hidden-size", "64"), {"hidden_size": 64, "num_layers": 4})
+    check_model(load(*VPP, "--megatron.hidden-size", "64").megatron, "cpu", {"hidden_size": 64, "num_layers": 4})
 
 
 def test_layout_ranks_follow_megatrons_default_order() -> None:

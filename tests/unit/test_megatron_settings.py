@@ -20,6 +20,7 @@ from mslime.backends.megatron.model.settings import (
 )
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
+from mslime.config.training import policy_spec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 HF = {
@@ -53,42 +54,44 @@ def run(ranks: int = 1, **sections: Any) -> RunConfig:
 
 
 def test_architecture_comes_from_the_checkpoint() -> None:
-    config = transformer_config(run(), HF, CPU)
+    config = transformer_config(policy_spec(run()), HF, CPU)
     assert (config.num_layers, config.hidden_size, config.num_moe_experts, config.moe_router_topk) == (4, 64, 8, 2)
     assert config.activation_func is torch.nn.functional.silu
 
 
 def test_interleaved_stages_do_not_batch_their_communication() -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    config = transformer_config(run(2, megatron=sizes), HF, CPU)
+    config = transformer_config(policy_spec(run(2, megatron=sizes)), HF, CPU)
     assert config.overlap_p2p_comm and not config.batch_p2p_comm
-    plain = transformer_config(run(2, megatron={"pipeline_model_parallel_size": 2}), HF, CPU)
+    plain = transformer_config(policy_spec(run(2, megatron={"pipeline_model_parallel_size": 2})), HF, CPU)
     assert not plain.overlap_p2p_comm and plain.batch_p2p_comm
     assert config.variable_seq_lengths and plain.variable_seq_lengths
 
 
 def test_sequence_parallelism_follows_tensor_parallelism() -> None:
-    assert transformer_config(run(2, megatron={"tensor_model_parallel_size": 2}), HF, CPU).sequence_parallel
-    assert not transformer_config(run(), HF, CPU).sequence_parallel
+    assert transformer_config(
+        policy_spec(run(2, megatron={"tensor_model_parallel_size": 2})), HF, CPU
+    ).sequence_parallel
+    assert not transformer_config(policy_spec(run()), HF, CPU).sequence_parallel
 
 
 def test_losses_are_never_averaged_per_token_by_megatron_core() -> None:
-    assert not transformer_config(run(), HF, CPU).calculate_per_token_loss
+    assert not transformer_config(policy_spec(run()), HF, CPU).calculate_per_token_loss
 
 
 @pytest.mark.parametrize(("replay", "on"), [("r3", True), ("r2", True), ("off", False)])
 def test_routers_have_a_replay_slot_exactly_when_replay_is_on(replay: str, on: bool) -> None:
-    config = transformer_config(run(train={"replay": replay}), HF, CPU)
+    config = transformer_config(policy_spec(run(train={"replay": replay})), HF, CPU)
     assert config.moe_enable_routing_replay is on and not config.moe_router_fusion
 
 
 def test_routing_is_in_float32_and_dropout_is_off() -> None:
-    config = transformer_config(run(), HF, CPU)
+    config = transformer_config(policy_spec(run()), HF, CPU)
     assert config.moe_router_dtype == "fp32" and config.hidden_dropout == config.attention_dropout == 0.0
 
 
 def test_full_recompute_has_a_method_and_a_number_of_layers() -> None:
-    config = transformer_config(run(megatron={"recompute_granularity": "full"}), HF, CPU)
+    config = transformer_config(policy_spec(run(megatron={"recompute_granularity": "full"})), HF, CPU)
     assert (config.recompute_method, config.recompute_num_layers) == ("uniform", 1)
 
 
@@ -98,25 +101,25 @@ def test_full_recompute_has_a_method_and_a_number_of_layers() -> None:
 def test_an_allgather_dispatcher_over_unequal_micro_batches_is_refused(sizes: dict[str, int], ranks: int) -> None:
     config = run(ranks, megatron={**sizes, "moe_token_dispatcher_type": "allgather"})
     with pytest.raises(ConfigError, match="use alltoall"):
-        transformer_config(config, HF, CPU)
+        transformer_config(policy_spec(config), HF, CPU)
 
 
 def test_an_allgather_dispatcher_within_one_micro_batch_is_allowed() -> None:
     sizes = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
     config = run(2, megatron={**sizes, "moe_token_dispatcher_type": "allgather"})
-    assert transformer_config(config, HF, CPU).moe_token_dispatcher_type == "allgather"
+    assert transformer_config(policy_spec(config), HF, CPU).moe_token_dispatcher_type == "allgather"
 
 
 def test_sizes_that_do_not_divide_the_model_are_refused_with_their_field() -> None:
     with pytest.raises(ConfigError, match=r"expert_model_parallel_size = 3.*8 experts"):
-        transformer_config(run(3, megatron={"expert_model_parallel_size": 3}), HF, CPU)
+        transformer_config(policy_spec(run(3, megatron={"expert_model_parallel_size": 3})), HF, CPU)
     with pytest.raises(ConfigError, match=r"pipeline_model_parallel_size = 3.*4 layers"):
-        transformer_config(run(3, megatron={"pipeline_model_parallel_size": 3}), HF, CPU)
+        transformer_config(policy_spec(run(3, megatron={"pipeline_model_parallel_size": 3})), HF, CPU)
 
 
 def test_a_flag_that_contradicts_the_checkpoint_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"megatron\.hidden_size = 128.*says 64"):
-        transformer_config(run(megatron={"hidden_size": 128}), HF, CPU)
+        transformer_config(policy_spec(run(megatron={"hidden_size": 128})), HF, CPU)
 
 
 def test_further_fields_reach_the_object_that_has_them() -> None:
@@ -128,9 +131,9 @@ def test_further_fields_reach_the_object_that_has_them() -> None:
             "bucket_size": 1000,
         }
     )
-    transformer = transformer_config(config, HF, CPU)
+    transformer = transformer_config(policy_spec(config), HF, CPU)
     assert (transformer.moe_aux_loss_coeff, transformer.attention_backend.name) == (0.01, "flash")
-    assert ddp_config(config).bucket_size == 1000
+    assert ddp_config(config.megatron).bucket_size == 1000
 
 
 def test_names_of_dtypes_become_dtypes() -> None:
@@ -138,28 +141,30 @@ def test_names_of_dtypes_become_dtypes() -> None:
 
 
 def test_what_megatron_core_refuses_is_a_config_error_with_its_words() -> None:
+    config = run(megatron={"exp_avg_dtype": "bfloat16"})
     with pytest.raises(ConfigError, match=r"OptimizerConfig refuses.*exp_avg_dtype can only be fp32"):
-        optimizer_config(run(megatron={"exp_avg_dtype": "bfloat16"}), CPU)
+        optimizer_config(config.train, config.megatron, CPU)
 
 
 def test_a_field_of_two_objects_reaches_both() -> None:
     config = run(megatron={"use_distributed_optimizer": False})
-    assert not optimizer_config(config, CPU).use_distributed_optimizer
-    assert not ddp_config(config).use_distributed_optimizer
+    assert not optimizer_config(config.train, config.megatron, CPU).use_distributed_optimizer
+    assert not ddp_config(config.megatron).use_distributed_optimizer
 
 
 def test_no_clipping_still_measures_the_gradient_norm() -> None:
-    assert optimizer_config(run(train={"clip_grad": 0.0}), CPU).clip_grad == float("inf")
+    config = run(train={"clip_grad": 0.0})
+    assert optimizer_config(config.train, config.megatron, CPU).clip_grad == float("inf")
 
 
 def test_the_dtype_follows_the_device_unless_given() -> None:
-    assert params_dtype(run(), CPU) is torch.float32
-    assert params_dtype(run(), CUDA) is torch.bfloat16
-    assert params_dtype(run(megatron={"params_dtype": "float32"}), CUDA) is torch.float32
+    assert params_dtype(run().megatron, CPU) is torch.float32
+    assert params_dtype(run().megatron, CUDA) is torch.bfloat16
+    assert params_dtype(run(megatron={"params_dtype": "float32"}).megatron, CUDA) is torch.float32
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_without_a_gpu_is_refused() -> None:
-    assert device_of(run(), 0).type == "cpu"
+    assert device_of("cpu", 0).type == "cpu"
     with pytest.raises(ConfigError, match="no GPU"):
-        device_of(run(cluster={"device": "cuda"}), 0)
+        device_of("cuda", 0)

@@ -23,6 +23,7 @@ from mslime.backends.megatron.model.meta_model import lone_rank  # noqa: E402
 from mslime.backends.megatron.model.naming import named_local_params  # noqa: E402
 from mslime.backends.megatron.model.settings import transformer_config  # noqa: E402
 from mslime.config.schema import RunConfig  # noqa: E402
+from mslime.config.training import policy_spec  # noqa: E402
 from mslime.convert.families import get_family, read_hf_config  # noqa: E402
 from tests.fixtures.families import CASES  # noqa: E402
 
@@ -43,7 +44,7 @@ def second_rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tupl
         }
     )
     with lone_rank(config.layout, 1):
-        settings = transformer_config(config, hf, torch.device("cpu"))
+        settings = transformer_config(policy_spec(config), hf, torch.device("cpu"))
         (chunk,) = build_chunks(settings, family.model_fields(hf), torch.device("cpu"))
         bound = {name: family.rules(hf).bind(name) for name, _ in named_local_params([chunk])}
         yield chunk, {name for name, rule in bound.items() if rule.is_expert or rule.tp_axis is not None}

@@ -21,10 +21,12 @@ from torch.distributed.rendezvous import rendezvous
 
 from mslime.backends.megatron.step.batches import RowLayout
 from mslime.config.errors import TrainerError
-from mslime.config.schema import RunConfig
+from mslime.config.training import TrainingSpec
 
 
-def start_process_groups(config: RunConfig, rank: int, world_size: int, init_method: str, device: torch.device) -> None:
+def start_process_groups(
+    spec: TrainingSpec, rank: int, world_size: int, init_method: str, device: torch.device
+) -> None:
     """Join the trainer's processes and build megatron-core's groups; seed everything that draws random numbers.
 
     Args:
@@ -33,7 +35,7 @@ def start_process_groups(config: RunConfig, rank: int, world_size: int, init_met
     Raises:
         TrainerError: the number of processes is not the layout's, or a rank did not come in time.
     """
-    layout = config.layout
+    layout = spec.layout
     if world_size != layout.world_size:
         raise TrainerError(
             "trainer ranks", world_size, f"the layout {layout.describe()} has {layout.world_size}",
@@ -41,11 +43,11 @@ def start_process_groups(config: RunConfig, rank: int, world_size: int, init_met
         )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.set_num_threads(config.cluster.trainer_threads)
-    longest = max(config.deadlines.train_step_s, config.deadlines.weight_sync_s)
+    torch.set_num_threads(spec.threads)
+    longest = max(spec.deadlines.train_step_s, spec.deadlines.weight_sync_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=_meet(init_method, rank, world_size, config.deadlines.trainer_start_s),
+        store=_meet(init_method, rank, world_size, spec.deadlines.trainer_start_s),
         rank=rank, world_size=world_size, timeout=timedelta(seconds=longest),
     )  # fmt: skip
     parallel_state.initialize_model_parallel(
@@ -57,7 +59,7 @@ def start_process_groups(config: RunConfig, rank: int, world_size: int, init_met
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=math.ceil(longest / 60),
     )
-    _seed(config.seed)
+    _seed(spec.seed)
 
 
 def _meet(init_method: str, rank: int, world_size: int, seconds: float) -> Store:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mslime.backends.cpu.sglang import SITE_DIR
-from mslime.config.dtypes import engine_dtype
+from mslime.config.dtypes import served_dtype
 from mslime.config.engines import TeacherConfig
 from mslime.config.errors import CheckpointError
 from mslime.config.schema import RunConfig
@@ -86,7 +86,9 @@ def server_fields(
         "host": host,
         "port": port,
         "device": "cpu" if cpu else "cuda",
-        "dtype": engine_dtype(config, hf_config, cpu=cpu, trained=not isinstance(engine, TeacherConfig)),
+        "dtype": served_dtype(
+            engine.dtype, hf_config, model.path, config.megatron, cpu=cpu, trained=not isinstance(engine, TeacherConfig)
+        ),
         "tp_size": engine.tp_size,
         "ep_size": engine.ep_size,
         "mem_fraction_static": engine.mem_fraction_static,

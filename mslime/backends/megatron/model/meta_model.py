@@ -17,7 +17,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from mslime.backends.megatron.model.chunks import build_chunks
 from mslime.backends.megatron.model.settings import transformer_config
 from mslime.config.layout import ParallelLayout
-from mslime.config.schema import RunConfig
+from mslime.config.training import ModelSpec
 from mslime.convert.families import get_family
 from mslime.convert.families.mtp import mtp_depth
 
@@ -46,14 +46,14 @@ def lone_rank(layout: ParallelLayout, rank: int = 0) -> Generator[None]:
         dist.destroy_process_group()
 
 
-def meta_chunks(config: RunConfig, hf_config: Mapping[str, object], mtp: bool = False) -> list[GPTModel]:
+def meta_chunks(spec: ModelSpec, hf_config: Mapping[str, object], mtp: bool = False) -> list[GPTModel]:
     """The chunks that `build_chunks` would give this rank, all parameters on the meta device; within `lone_rank`.
 
     Args:
         mtp: with the checkpoint's multi-token-prediction layers, which a trainer leaves out.
     """
     device = torch.device("cpu")
-    settings, family = transformer_config(config, hf_config, device), get_family(hf_config)
+    settings, family = transformer_config(spec, hf_config, device), get_family(hf_config)
     settings.perform_initialization = False
     depth = mtp_depth(family.rules(hf_config))
     settings.mtp_num_layers = depth if mtp else None

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from mslime.backends.megatron.checkpoint import SHARDING
 from mslime.backends.megatron.model.meta_model import lone_rank, meta_chunks
-from mslime.config.schema import RunConfig
+from mslime.config.layout import ParallelLayout
+from mslime.config.megatron import MegatronConfig
+from mslime.config.training import ModelSpec
 from mslime.convert.families import get_family
 from mslime.convert.placement import ModelPlacement, Piece, whole
 from mslime.convert.spelling import canonical_name
@@ -31,18 +33,11 @@ def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPl
     Raises:
         CheckpointError: the architecture is not supported.
     """
-    config = RunConfig.model_validate(
-        {
-            "model": {"path": directory},
-            "data": {"prompts": ["unused.jsonl"]},
-            "cluster": {"device": "cpu"},
-            "megatron": {"use_distributed_optimizer": False},
-        }
-    )
+    one_rank = ModelSpec(checkpoint=directory, layout=ParallelLayout(), megatron=MegatronConfig(), device="cpu")
     pieces: dict[str, tuple[Piece, ...]] = {}
     objects: list[str] = []
-    with lone_rank(config.layout):
-        (chunk,) = meta_chunks(config, hf_config, mtp=True)
+    with lone_rank(one_rank.layout):
+        (chunk,) = meta_chunks(one_rank, hf_config, mtp=True)
         metadata = SHARDING | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         for local, entry in chunk.sharded_state_dict(metadata=metadata).items():
             if isinstance(entry, ShardedObject):

@@ -1,4 +1,4 @@
-"""megatron-core's own configuration objects, derived from the run configuration and the checkpoint's config.json.
+"""megatron-core's own configuration objects, derived from a model's spec and the checkpoint's config.json.
 
 Everything that megatron.training would have set from flags is set here, once, with the rules that keep megatron-core
 0.16.1 from training on silently wrong gradients. Fields that the user passes through land last, by name.
@@ -20,10 +20,13 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from mslime.config.choices import Device
 from mslime.config.dtypes import trainer_dtype
 from mslime.config.errors import ConfigError
+from mslime.config.megatron import MegatronConfig
 from mslime.config.rules import check_model
-from mslime.config.schema import RunConfig
+from mslime.config.schema import TrainConfig
+from mslime.config.training import ModelSpec
 from mslime.convert.families import get_family
 
 T = TypeVar("T")
@@ -54,57 +57,57 @@ class YarnTransformerConfig(TransformerConfig):
     yarn_correction_range_round_to_int: bool = True
 
 
-def device_of(config: RunConfig, rank: int) -> torch.device:
-    """The device of a trainer rank; `auto` is CUDA when there is any.
+def device_of(device: Device, rank: int) -> torch.device:
+    """The device of a trainer rank where `device` is configured; `auto` is CUDA when there is any.
 
     Raises:
         ConfigError: cuda is asked for and there is none.
     """
     available = torch.cuda.is_available()
-    if config.cluster.device == "cuda" and not available:
+    if device == "cuda" and not available:
         raise ConfigError("cluster.device", "cuda", "torch sees no GPU on this machine", "use auto or cpu")
-    if config.cluster.device == "cpu" or not available:
+    if device == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def params_dtype(config: RunConfig, device: torch.device) -> torch.dtype:
+def params_dtype(megatron: MegatronConfig, device: torch.device) -> torch.dtype:
     """The model's dtype: as configured, else bfloat16 on a GPU and float32 on a CPU."""
-    return DTYPES[trainer_dtype(config, cpu=device.type == "cpu")]
+    return DTYPES[trainer_dtype(megatron, cpu=device.type == "cpu")]
 
 
-def transformer_config(config: RunConfig, hf_config: Mapping[str, object], device: torch.device) -> TransformerConfig:
-    """The model's TransformerConfig: architecture from the checkpoint, layout and numerics from the run.
+def transformer_config(spec: ModelSpec, hf_config: Mapping[str, object], device: torch.device) -> TransformerConfig:
+    """The model's TransformerConfig: architecture from the checkpoint, layout and numerics from `spec`.
 
     Raises:
         ConfigError: the layout does not divide the model, or a passed-through field contradicts the checkpoint.
         CheckpointError: the checkpoint's architecture is not supported.
     """
-    _refuse_unequal_allgather(config)
+    _refuse_unequal_allgather(spec)
     family = get_family(hf_config)
     architecture = family.transformer_fields(hf_config)
-    check_model(config, architecture)
-    family.rules(hf_config).check_layout(config.layout)
+    check_model(spec.megatron, spec.device, architecture)
+    family.rules(hf_config).check_layout(spec.layout)
     activation = str(architecture["activation_func"])
     values: dict[str, Any] = {
         **architecture,
         "activation_func": ACTIVATIONS[activation],
-        **_layout_fields(config, device),
-        **_numeric_fields(config, device),
+        **_layout_fields(spec, device),
+        **_numeric_fields(spec.megatron, device),
     }
     if architecture.get("num_moe_experts"):
-        values |= _moe_fields(config, device)
+        values |= _moe_fields(spec, device)
     if architecture["add_bias_linear"]:
         values["bias_dropout_fusion"] = False  # the grouped experts refuse it with biases
     kind = MLATransformerConfig if architecture.get("multi_latent_attention") else TransformerConfig
     if kind is TransformerConfig and "yarn_rotary_scaling_factor" in architecture:
         kind = YarnTransformerConfig
-    return _construct(kind, values, config.megatron.extra)
+    return _construct(kind, values, spec.megatron.extra)
 
 
-def _refuse_unequal_allgather(config: RunConfig) -> None:
+def _refuse_unequal_allgather(spec: ModelSpec) -> None:
     """The allgather dispatcher wants equal token counts on the ranks of an expert group; micro-batches differ."""
-    layout, name = config.layout, config.megatron.moe_token_dispatcher_type
+    layout, name = spec.layout, spec.megatron.moe_token_dispatcher_type
     if name == "allgather" and (layout.pp > 1 or layout.expert_size > layout.tp * layout.cp):
         raise ConfigError(
             "megatron.moe_token_dispatcher_type", name,
@@ -113,8 +116,8 @@ def _refuse_unequal_allgather(config: RunConfig) -> None:
         )  # fmt: skip
 
 
-def _layout_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    m, layout = config.megatron, config.layout
+def _layout_fields(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
+    m, layout = spec.megatron, spec.layout
     interleaved = layout.vpp > 1
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -139,8 +142,8 @@ def _layout_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _numeric_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    dtype, cuda = params_dtype(config, device), device.type == "cuda"
+def _numeric_fields(megatron: MegatronConfig, device: torch.device) -> dict[str, Any]:
+    dtype, cuda = params_dtype(megatron, device), device.type == "cuda"
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -161,7 +164,7 @@ def _numeric_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
     }
 
 
-def _moe_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
+def _moe_fields(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
     return {
         "moe_grouped_gemm": device.type == "cuda",
         "moe_router_dtype": "fp32",
@@ -169,13 +172,13 @@ def _moe_fields(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "moe_aux_loss_coeff": 0.0,
         # The fused router kernel computes its own top-k and bypasses routing replay.
         "moe_router_fusion": False,
-        "moe_enable_routing_replay": config.train.replay != "off",
+        "moe_enable_routing_replay": spec.replay != "off",
     }
 
 
-def optimizer_config(config: RunConfig, device: torch.device) -> OptimizerConfig:
-    """AdamW with the run's hyperparameters; master weights and moments are float32."""
-    t, dtype = config.train, params_dtype(config, device)
+def optimizer_config(t: TrainConfig, megatron: MegatronConfig, device: torch.device) -> OptimizerConfig:
+    """AdamW with these hyperparameters; master weights and moments are float32."""
+    dtype = params_dtype(megatron, device)
     values: dict[str, Any] = {
         "optimizer": "adam",
         "lr": t.lr,
@@ -188,22 +191,21 @@ def optimizer_config(config: RunConfig, device: torch.device) -> OptimizerConfig
         "clip_grad": t.clip_grad or math.inf,
         "bf16": dtype == torch.bfloat16,
         "params_dtype": dtype,
-        "use_distributed_optimizer": config.megatron.use_distributed_optimizer,
-        "overlap_param_gather": config.megatron.overlap_param_gather,
+        "use_distributed_optimizer": megatron.use_distributed_optimizer,
+        "overlap_param_gather": megatron.overlap_param_gather,
     }
-    return _construct(OptimizerConfig, values, config.megatron.extra)
+    return _construct(OptimizerConfig, values, megatron.extra)
 
 
-def ddp_config(config: RunConfig) -> DistributedDataParallelConfig:
+def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
     """Gradients are summed in float32."""
-    m = config.megatron
     values: dict[str, Any] = {
         "grad_reduce_in_fp32": True,
-        "overlap_grad_reduce": m.overlap_grad_reduce,
-        "overlap_param_gather": m.overlap_param_gather,
-        "use_distributed_optimizer": m.use_distributed_optimizer,
+        "overlap_grad_reduce": megatron.overlap_grad_reduce,
+        "overlap_param_gather": megatron.overlap_param_gather,
+        "use_distributed_optimizer": megatron.use_distributed_optimizer,
     }
-    return _construct(DistributedDataParallelConfig, values, m.extra)
+    return _construct(DistributedDataParallelConfig, values, megatron.extra)
 
 
 def _construct(kind: type[T], values: Mapping[str, Any], extra: Mapping[str, Any]) -> T:

@@ -21,7 +21,7 @@ from mslime.backends.megatron.parallel import start_process_groups, stop_process
 from mslime.backends.megatron.step.batches import MicroBatch
 from mslime.backends.megatron.step.pipeline import OnMicroBatch, Pipeline
 from mslime.backends.megatron.step.trained_model import TrainedModel
-from mslime.config.schema import RunConfig
+from mslime.config.training import CriticSpec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.data.shard import TrainShard
 
@@ -40,10 +40,13 @@ class MegatronCritic(TrainedModel):
     """One critic rank.
 
     Attributes:
+        spec: how the critic is trained.
         on_micro_batch: called with (done, in all) during `train`; may be replaced.
     """
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int, init_method: str | None) -> None:
+    spec: CriticSpec
+
+    def __init__(self, spec: CriticSpec, rank: int, world_size: int, init_method: str | None) -> None:
         """Build this rank's part of the critic and read its weights.
 
         Args:
@@ -54,15 +57,14 @@ class MegatronCritic(TrainedModel):
             CheckpointError: the checkpoint is not complete or does not fit.
             TrainerError: the ranks did not find each other.
         """
-        own, device = critic_config(config), device_of(config, rank)
-        hf_config = read_hf_config(own.model.path)
-        transformer = transformer_config(own, hf_config, device)
+        device, hf_config = device_of(spec.device, rank), read_hf_config(spec.checkpoint)
+        transformer = transformer_config(spec, hf_config, device)
         if init_method is not None:
-            start_process_groups(own, rank, world_size, init_method, device)
+            start_process_groups(spec, rank, world_size, init_method, device)
         chunks = build_chunks(transformer, get_family(hf_config).model_fields(hf_config), device, values=True)
-        load_hf_weights(chunks, hf_config, own.model.path)
-        super().__init__(own, chunks, transformer, device, config.train.num_steps)
-        self._pipeline = Pipeline(self.wrapped, transformer, own, self.place, device)
+        load_hf_weights(chunks, hf_config, spec.checkpoint)
+        super().__init__(spec, chunks, transformer, device)
+        self._pipeline = Pipeline(self.wrapped, transformer, spec.train.packed, self.place, device)
         self.on_micro_batch: OnMicroBatch | None = None
 
     def with_values(self, shards: Sequence[TrainShard]) -> list[TrainShard]:
@@ -97,16 +99,8 @@ class MegatronCritic(TrainedModel):
 
     def _loss(self, batch: MicroBatch, output: Tensor) -> LossOutput:
         assert batch.values is not None and batch.returns is not None
-        clip = self.config.critic.value_clip
+        clip = self.spec.value_clip
         return value_loss(_column(output), batch.values, batch.returns, batch.weights, batch.loss_mask, clip)
-
-
-def critic_config(config: RunConfig) -> RunConfig:
-    """The run as the critic sees it: its own checkpoint and learning rate; it routes by itself, without replay."""
-    critic = config.critic
-    rates = {"lr": critic.lr, "min_lr": critic.min_lr, "lr_warmup_steps": critic.lr_warmup_steps, "replay": "off"}
-    model = config.model.model_copy(update={"path": critic.path or config.model.path})
-    return config.model_copy(update={"model": model, "train": config.train.model_copy(update=rates)})
 
 
 def _column(output: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from mslime.algorithms.statistics import LossStatistics
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
 from mslime.backends.megatron.step.batches import MicroBatch
 from mslime.backends.megatron.step.pipeline import OnMicroBatch, Pipeline, RouteHooks
+from mslime.config.training import PolicySpec
 from mslime.data.shard import TrainShard
 
 
@@ -19,15 +20,12 @@ class StepRunner(Pipeline):
     """`Pipeline` of a language model.
 
     Attributes:
+        spec: how it is trained.
         vocab_size: without padding.
     """
 
+    spec: PolicySpec
     vocab_size: int
-
-    @property
-    def temperature(self) -> float:
-        """Of the softmax: what the tokens were sampled with; 1 for supervised training."""
-        return self.run.rollout.temperature if self.run.train.task == "rl" else 1.0
 
     def log_probs(self, shard: TrainShard, routes: RouteHooks | None, progress: OnMicroBatch | None = None) -> Tensor:
         """log pi(token | what is before it) for each of the shard's N tokens: float32 [N] on the CPU, on every rank.
@@ -68,20 +66,20 @@ class StepRunner(Pipeline):
             tp_group=self.place.tp_group,
             vocab_start=self.place.tp_rank * logits.shape[-1],
             vocab_size=self.vocab_size,
-            temperature=self.temperature,
+            temperature=self.spec.temperature,
             with_entropy=with_entropy,
-            chunk=self.run.train.log_prob_chunk_tokens,
+            chunk=self.spec.train.log_prob_chunk_tokens,
             reuse_logits=True,  # the pipeline hands them to the loss alone
         )
 
     def _loss(self, batch: MicroBatch, logits: Tensor, weight_scale: float) -> LossOutput:
-        if self.run.train.task == "sft":
+        if self.spec.train.task == "sft":
             found = self._token_log_probs(batch, logits, with_entropy=False)
             return sft_loss(found.log_probs, batch.weights, batch.loss_mask)
         found = self._token_log_probs(batch, logits, with_entropy=True)
         entropy = found.entropy
         assert entropy is not None
-        if self.run.algorithm.entropy_coef == 0:
+        if self.spec.algorithm.entropy_coef == 0:
             entropy = entropy.detach()  # reported only: costs no backward pass
         inputs = PolicyLossInputs(
             log_probs=found.log_probs,
@@ -99,4 +97,4 @@ class StepRunner(Pipeline):
             ages=batch.ages,
             positions=batch.positions,
         )
-        return policy_loss(inputs, self.run.algorithm, self.place.sum_over_context_ranks, weight_scale)
+        return policy_loss(inputs, self.spec.algorithm, self.place.sum_over_context_ranks, weight_scale)

@@ -23,7 +23,6 @@ from mslime.algorithms.statistics import LossStatistics
 from mslime.backends.megatron.model.naming import unwrap
 from mslime.backends.megatron.parallel import Place
 from mslime.backends.megatron.step.batches import MicroBatch, build_micro_batch
-from mslime.config.schema import RunConfig
 from mslime.data.shard import TrainShard
 
 OnMicroBatch = Callable[[int, int], None]
@@ -45,14 +44,14 @@ class Pipeline:
     Attributes:
         chunks: wrapped model chunks, in virtual-stage order.
         config: their TransformerConfig.
-        run: the run configuration.
+        packed: micro-batches are sequences without padding (thd), else one sequence.
         place: where this rank stands.
         device: where its tensors live.
     """
 
     chunks: Sequence[DistributedDataParallel]
     config: TransformerConfig
-    run: RunConfig
+    packed: bool
     place: Place
     device: torch.device
 
@@ -118,7 +117,7 @@ class Pipeline:
         missing = -len(shard.micro_batches) % stages
         padded = replace(shard, micro_batches=shard.micro_batches + ((),) * missing)
         return [
-            build_micro_batch(padded, i, self.place.rows, packed=self.run.train.packed, device=self.device)
+            build_micro_batch(padded, i, self.place.rows, packed=self.packed, device=self.device)
             for i in range(len(padded.micro_batches))
         ]
 

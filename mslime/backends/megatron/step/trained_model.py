@@ -22,7 +22,7 @@ from mslime.backends.megatron.model.settings import ddp_config, optimizer_config
 from mslime.backends.megatron.parallel import Place
 from mslime.backends.megatron.step.metrics import over_all_ranks, refuse_not_finite
 from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, learning_rate
-from mslime.config.schema import RunConfig
+from mslime.config.training import TrainingSpec
 from mslime.data.checksums import FileSum
 
 
@@ -30,7 +30,7 @@ class TrainedModel:
     """Model chunks whose weights are set, and what trains them together with the other ranks.
 
     Attributes:
-        config: the run's; its `train` section says how this model is trained.
+        spec: how this model is built and trained.
         chunks: the model chunks without wrappers, in virtual-stage order.
         wrapped: the same in their data-parallel wrappers.
         transformer, optimizer, schedule: megatron-core's.
@@ -40,31 +40,24 @@ class TrainedModel:
 
     def __init__(
         self,
-        config: RunConfig,
+        spec: TrainingSpec,
         chunks: Sequence[GPTModel],
         transformer: TransformerConfig,
         device: torch.device,
-        rollouts: int,
     ) -> None:
         """
-        Args:
-            rollouts: steps of the run that train this model; with rl each takes `train.optimizer_steps_per_rollout`
-                optimizer steps.
-
         Raises:
             ConfigError: megatron-core refuses a setting of the optimizer.
         """
-        self.config, self.chunks, self.transformer, self.device = config, list(chunks), transformer, device
+        self.spec, self.chunks, self.transformer, self.device = spec, list(chunks), transformer, device
         self.place = Place.here(transformer.sequence_parallel)
-        self.wrapped = wrap(self.chunks, transformer, ddp_config(config))
-        per_rollout = config.train.optimizer_steps_per_rollout if config.train.task == "rl" else 1
-        steps = rollouts * per_rollout
+        self.wrapped = wrap(self.chunks, transformer, ddp_config(spec.megatron))
         self.optimizer, self.schedule = build_optimizer(
-            self.wrapped, optimizer_config(config, device), config.train, steps
+            self.wrapped, optimizer_config(spec.train, spec.megatron, device), spec.train, spec.steps
         )
         transformer.finalize_model_grads_func = finalize_model_grads
         transformer.grad_scale_func = self.optimizer.scale_loss
-        if config.megatron.overlap_grad_reduce:
+        if spec.megatron.overlap_grad_reduce:
             no_sync: Any = [chunk.no_sync for chunk in self.wrapped]  # interleaved stages want the list
             transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.step = 0
@@ -106,7 +99,7 @@ class TrainedModel:
     def save(self, directory: Path, extra: dict[str, Any], others: Mapping[str, FileSum] | None = None) -> None:
         """Write a checkpoint that any layout resumes from (`checkpoint.save_checkpoint`); on all ranks."""
         self.sync_params()
-        layout = self.config.layout.describe()
+        layout = self.spec.layout.describe()
         save_checkpoint(
             directory, self.chunks, self.optimizer, self.schedule, layout=layout, extra=extra, others=others
         )
@@ -117,22 +110,22 @@ class TrainedModel:
         Args:
             new_run: the checkpoint is another run's: take weights and optimizer state, begin the schedule anew.
         """
-        layout = self.config.layout.describe()
+        layout = self.spec.layout.describe()
         extra = load_checkpoint(directory, self.chunks, self.optimizer, self.schedule, layout=layout)
-        follow_config(self.optimizer, self.schedule, self.config.train, restart=new_run)
+        follow_config(self.optimizer, self.schedule, self.spec.train, restart=new_run)
         self.step = self.schedule.num_steps
         return extra
 
     def sync_params(self) -> None:
         """Complete the parameter gathering that overlaps with the next forward pass; without it weights are stale."""
-        if self.config.megatron.overlap_param_gather:
+        if self.spec.megatron.overlap_param_gather:
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
 
     @contextmanager
     def weights_in_place(self) -> Iterator[None]:
         """Parameters are complete and nothing gathers into them inside: for passes outside training."""
-        if not self.config.megatron.overlap_param_gather:
+        if not self.spec.megatron.overlap_param_gather:
             yield
             return
         for chunk in self.wrapped:

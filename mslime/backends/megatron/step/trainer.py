@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -30,8 +31,8 @@ from mslime.backends.megatron.step.passes import StepRunner
 from mslime.backends.megatron.step.pipeline import OnMicroBatch
 from mslime.backends.megatron.step.reference import ReferencePolicy
 from mslime.backends.megatron.step.trained_model import TrainedModel
-from mslime.config.dtypes import engine_dtype, export_dtype
-from mslime.config.schema import RunConfig
+from mslime.config.dtypes import export_dtype, served_dtype
+from mslime.config.training import PolicySpec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.data.shard import TrainShard
 from mslime.logs import phase
@@ -45,11 +46,14 @@ class MegatronTrainer(TrainedModel):
     """One trainer rank.
 
     Attributes:
+        spec: how the policy is trained.
         moe_layer_ids: global ids of this pipeline stage's MoE layers, whose routes its shards must carry.
         on_micro_batch: called with (done, in all) during `update`; may be replaced.
     """
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int, init_method: str) -> None:
+    spec: PolicySpec
+
+    def __init__(self, spec: PolicySpec, rank: int, world_size: int, init_method: str) -> None:
         """Join the other ranks, build this rank's part of the model and read its weights.
 
         Args:
@@ -60,30 +64,28 @@ class MegatronTrainer(TrainedModel):
             CheckpointError: the checkpoint is not complete or does not fit.
             TrainerError: the ranks did not find each other.
         """
-        device, task = device_of(config, rank), config.train.task
-        self.hf_config = read_hf_config(config.model.path)
+        device, self.hf_config = device_of(spec.device, rank), read_hf_config(spec.checkpoint)
         self.model = get_family(self.hf_config).model_fields(self.hf_config)
-        transformer = transformer_config(config, self.hf_config, device)
+        transformer = transformer_config(spec, self.hf_config, device)
         with phase(_log, f"meeting the other ranks, {world_size} in all"):
-            start_process_groups(config, rank, world_size, init_method, device)
+            start_process_groups(spec, rank, world_size, init_method, device)
         with phase(_log, "building the model"):
             chunks = build_chunks(transformer, self.model, device)
         self.moe_layer_ids = moe_layer_ids(chunks, self.model.moe_layer_ids)
-        self._reference: ReferencePolicy | None = None
-        if task == "rl" and config.algorithm.kl_coef > 0:
-            directory = config.model.reference_path or config.model.path
-            self._reference = ReferencePolicy(chunks, self.hf_config, directory)
-        self._teacher: ReferencePolicy | None = None
-        if task == "rl" and config.model.teacher_path is not None:
-            self._teacher = ReferencePolicy(chunks, self.hf_config, config.model.teacher_path)
-        with phase(_log, f"reading the weights of {config.model.path}"):
-            load_hf_weights(chunks, self.hf_config, config.model.path)
-        routed = task == "rl" and bool(self.model.num_experts)
+        held = partial(ReferencePolicy, chunks, self.hf_config)
+        self._reference = held(spec.reference) if spec.reference is not None else None
+        self._teacher = held(spec.teacher) if spec.teacher is not None else None
+        with phase(_log, f"reading the weights of {spec.checkpoint}"):
+            load_hf_weights(chunks, self.hf_config, spec.checkpoint)
         place = Place.here(transformer.sequence_parallel)
-        self.routing = Routing.attach(config.train.replay if routed else "off", chunks, self.model, place, device)
+        self.routing = Routing.attach(
+            spec.replay if self.model.num_experts else "off", chunks, self.model, place, device
+        )
         with phase(_log, "building the optimizer"):
-            super().__init__(config, chunks, transformer, device, config.policy_steps)
-        self.runner = StepRunner(self.wrapped, transformer, config, place, device, self.model.vocab_size)
+            super().__init__(spec, chunks, transformer, device)
+        self.runner = StepRunner(
+            self.wrapped, transformer, spec.train.packed, place, device, spec, self.model.vocab_size
+        )
         self.on_micro_batch: OnMicroBatch | None = None
 
     def train(self, shards: Sequence[TrainShard]) -> list[dict[str, float]]:
@@ -100,11 +102,11 @@ class MegatronTrainer(TrainedModel):
         Raises:
             EngineError: the rollout's routes cannot be replayed.
         """
-        if self.config.train.task == "sft":
+        if self.spec.train.task == "sft":
             return list(shards), {}
         begin = time.perf_counter()
         with_log_probs = [self._with_log_probs(shard, index, len(shards)) for index, shard in enumerate(shards)]
-        prepared, found = with_token_advantages(with_log_probs, self.config.algorithm, self.device, self.place.dp_group)
+        prepared, found = with_token_advantages(with_log_probs, self.spec.algorithm, self.device, self.place.dp_group)
         return prepared, found | {"perf/log_prob_seconds": self.slowest(time.perf_counter() - begin)}
 
     def update(self, prepared: Sequence[TrainShard]) -> list[dict[str, float]]:
@@ -164,20 +166,19 @@ class MegatronTrainer(TrainedModel):
         Args:
             on_bucket: called on stage leaders with (buckets sent, buckets of the stage).
         """
-        config, backend, cpu = self.config, dist.get_backend(), self.device.type == "cpu"
+        spec, backend = self.spec, dist.get_backend()
         exported = export_dtype(self.hf_config)
-        synced = config.train.task == "rl"
         options = SyncOptions(
-            dtype=engine_dtype(config, self.hf_config, cpu=cpu) if synced else exported,
+            dtype=self._engine_dtype() if spec.train.task == "rl" else exported,
             export_dtype=exported,
-            bucket_bytes=int(config.weights.bucket_mib * (1 << 20)),
+            bucket_bytes=int(spec.weights.bucket_mib * (1 << 20)),
             backend=backend,
-            deadline_s=config.deadlines.weight_sync_s,
+            deadline_s=spec.deadlines.weight_sync_s,
             kv_heads=self.transformer.num_query_groups or self.transformer.num_attention_heads,
             engine_float32=get_family(self.hf_config).engine_float32,
-            name=config.name,
+            name=spec.name,
         )
-        groups = make_groups(config.layout, backend, config.deadlines.weight_sync_s)
+        groups = make_groups(spec.layout, backend, spec.deadlines.weight_sync_s)
         rules = get_family(self.hf_config).rules(self.hf_config)
         return WeightSender(rules, groups, self.named_local_params, options, on_bucket)
 
@@ -185,9 +186,13 @@ class MegatronTrainer(TrainedModel):
         """Leave the process groups."""
         stop_process_groups()
 
+    def _engine_dtype(self) -> str:
+        spec, cpu = self.spec, self.device.type == "cpu"
+        return served_dtype(spec.asked_engine_dtype, self.hf_config, spec.checkpoint, spec.megatron, cpu=cpu)
+
     def _with_log_probs(self, shard: TrainShard, index: int, steps: int) -> TrainShard:
         """The shard with its old, reference and teacher log-probs, as far as something needs them."""
-        algorithm = self.config.algorithm
+        algorithm = self.spec.algorithm
         always = algorithm.old_log_probs == "always" or self.routing.mode == "r2"
         always = always or (needs_policy_log_probs(algorithm) and algorithm.correction.reference == "recompute")
         if always or needs_old_log_probs(algorithm.correction, steps):
@@ -201,8 +206,8 @@ class MegatronTrainer(TrainedModel):
 
     def _update(self, shard: TrainShard, index: int) -> dict[str, float]:
         scale = 1.0  # of the off-policy correction's weights
-        if self.config.train.task == "rl":
-            scale = normalising_scale(shard, self.config.algorithm, self.device, self.place.dp_group)
+        if self.spec.train.task == "rl":
+            scale = normalising_scale(shard, self.spec.algorithm, self.device, self.place.dp_group)
 
         def add_gradients() -> LossStatistics:
             with self.routing.gradient_pass(shard, index) as routes:

@@ -1,0 +1,133 @@
+"""What a trainer rank is told of the run, resolved from its sections once: how a model is built, and how it is trained.
+
+A policy and a critic are two models of one run. Each has a spec of its own, so that neither sees the other's settings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mslime.config.algorithm import AlgorithmConfig
+from mslime.config.choices import Device, ReplayMode
+from mslime.config.layout import ParallelLayout
+from mslime.config.megatron import MegatronConfig
+from mslime.config.schema import DeadlineConfig, RunConfig, TrainConfig, WeightsConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """How trainer ranks build a model.
+
+    Attributes:
+        checkpoint: Hugging Face directory that its architecture and weights are read from.
+        layout: how it is divided over the ranks.
+        megatron: settings of megatron-core.
+        device: of the ranks; `auto` is CUDA where there is any.
+        replay: whose routes its routers follow; `off` also for a model without routers.
+    """
+
+    checkpoint: Path
+    layout: ParallelLayout
+    megatron: MegatronConfig
+    device: Device
+    replay: ReplayMode = "off"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpec(ModelSpec):
+    """How trainer ranks build and train a model.
+
+    Attributes:
+        train: the optimizer's side of a step, with this model's learning rates.
+        rollouts: steps of the run that train this model.
+        seed: of what is drawn at random.
+        threads: CPU threads of a rank.
+        deadlines: of the ranks' waits for each other.
+    """
+
+    train: TrainConfig
+    rollouts: int
+    seed: int
+    threads: int
+    deadlines: DeadlineConfig
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.rollouts * (self.train.optimizer_steps_per_rollout if self.train.task == "rl" else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySpec(TrainingSpec):
+    """How the policy is trained, and sent to the engines.
+
+    Attributes:
+        name: of the run; stands in exported checkpoints.
+        algorithm: advantage, loss and correction.
+        temperature: of the softmax: what the tokens were sampled with; 1 for supervised training.
+        reference, teacher: checkpoints of further weights for the same model; None where none is held.
+        weights: how they are sent.
+        asked_engine_dtype: `sglang.dtype`; `config.dtypes.served_dtype` decides what `auto` is.
+    """
+
+    name: str
+    algorithm: AlgorithmConfig
+    temperature: float
+    reference: Path | None
+    teacher: Path | None
+    weights: WeightsConfig
+    asked_engine_dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSpec(TrainingSpec):
+    """How a critic is trained. It routes by itself, without replay.
+
+    Attributes:
+        value_clip: `critic.value_clip`.
+    """
+
+    value_clip: float | None
+
+
+def policy_spec(config: RunConfig) -> PolicySpec:
+    """The policy of a run."""
+    rl, model = config.train.task == "rl", config.model
+    return PolicySpec(
+        checkpoint=model.path,
+        layout=config.layout,
+        megatron=config.megatron,
+        device=config.cluster.device,
+        replay=config.train.replay if rl else "off",
+        train=config.train,
+        rollouts=config.policy_steps,
+        seed=config.seed,
+        threads=config.cluster.trainer_threads,
+        deadlines=config.deadlines,
+        name=config.name,
+        algorithm=config.algorithm,
+        temperature=config.rollout.temperature if rl else 1.0,
+        reference=(model.reference_path or model.path) if rl and config.algorithm.kl_coef > 0 else None,
+        teacher=model.teacher_path if rl else None,
+        weights=config.weights,
+        asked_engine_dtype=config.sglang.dtype,
+    )
+
+
+def critic_spec(config: RunConfig) -> CriticSpec:
+    """The critic of a run: its own checkpoint and learning rates, in the policy's layout."""
+    critic = config.critic
+    rates = {"lr": critic.lr, "min_lr": critic.min_lr, "lr_warmup_steps": critic.lr_warmup_steps}
+    return CriticSpec(
+        checkpoint=critic.path or config.model.path,
+        layout=config.layout,
+        megatron=config.megatron,
+        device=config.cluster.device,
+        train=config.train.model_copy(update=rates),
+        rollouts=config.train.num_steps,
+        seed=config.seed,
+        threads=config.cluster.trainer_threads,
+        deadlines=config.deadlines,
+        value_clip=critic.value_clip,
+    )
