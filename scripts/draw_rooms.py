@@ -1,0 +1,116 @@
+"""Draws docs/images/rooms.svg: the rooms of mslime on their floors, and which room imports which.
+
+    python scripts/draw_rooms.py
+
+The floors are those of the import rules in pyproject.toml, the arrows what the code really imports. An arrow that
+follows from two others is left out. `tests/unit/test_docs.py` keeps the picture equal to the code.
+"""
+
+from __future__ import annotations
+
+import html
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs/images/rooms.svg"
+WIDTH, FLOOR, BOX, HEIGHT = 960, 84, 168, 40
+SMALL = {"mslime.extensions", "mslime.logs", "mslime.network", "mslime.tables"}
+"""Single modules that every room may use: they would only add arrows."""
+Room = str
+Edges = Mapping[Room, set[Room]]
+
+
+def floors() -> list[list[Room]]:
+    """Rooms from the top floor down, as the import rules have them."""
+    rules = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    layers = next(rule["layers"] for rule in rules if rule["type"] == "layers")
+    named = [[room.strip() for room in layer.split("|")] for layer in layers]
+    return [level for level in named if not SMALL.issuperset(level)]
+
+
+def imports(rooms: Sequence[Room]) -> dict[Room, set[Room]]:
+    """Which room imports which, imports for type checkers left out."""
+    graph = grimp.build_graph("mslime", exclude_type_checking_imports=True)
+    edges: dict[Room, set[Room]] = {room: set() for room in rooms}
+    for module in graph.modules:
+        importer = _room_of(module, rooms)
+        for imported in graph.find_modules_directly_imported_by(module):
+            found = _room_of(imported, rooms)
+            if importer is not None and found is not None and found != importer:
+                edges[importer].add(found)
+    return edges
+
+
+def _room_of(module: str, rooms: Iterable[Room]) -> Room | None:
+    return next((room for room in rooms if module == room or module.startswith(f"{room}.")), None)
+
+
+def without_shortcuts(edges: Edges) -> dict[Room, set[Room]]:
+    """The edges that do not follow from others: no path of two or more leads to the same room."""
+    return {room: {to for to in found if not any(_reaches(edges, via, to) for via in found - {to})}
+            for room, found in edges.items()}  # fmt: skip
+
+
+def _reaches(edges: Edges, room: Room, target: Room) -> bool:
+    return target in edges[room] or any(_reaches(edges, via, target) for via in edges[room])
+
+
+def draw() -> str:
+    """The picture, as SVG."""
+    levels = floors()
+    rooms = [room for level in levels for room in level]
+    at = _positions(levels)
+    arrows = [
+        _arrow(at[room], at[to]) for room, found in without_shortcuts(imports(rooms)).items() for to in sorted(found)
+    ]
+    boxes = [_box(room, at[room]) for room in rooms]
+    height = FLOOR * len(levels) + 8
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
+            "<title>Rooms of mslime, and which imports which</title>",
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            '<path d="M0 0 8 4 0 8z" fill="#7a8699"/></marker></defs>',
+            f'<rect width="{WIDTH}" height="{height}" fill="#ffffff"/>',
+            *arrows,
+            *boxes,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _positions(levels: Sequence[Sequence[Room]]) -> dict[Room, tuple[float, float]]:
+    """Centres of the boxes."""
+    return {
+        room: (WIDTH * (column + 0.5) / len(level), FLOOR * (row + 0.5) + 4)
+        for row, level in enumerate(levels)
+        for column, room in enumerate(level)
+    }
+
+
+def _arrow(start: tuple[float, float], end: tuple[float, float]) -> str:
+    (x0, y0), (x1, y1) = start, end
+    y0, y1 = y0 + HEIGHT / 2, y1 - HEIGHT / 2
+    bend = (y1 - y0) / 2
+    path = f"M{x0:.0f} {y0:.0f}C{x0:.0f} {y0 + bend:.0f} {x1:.0f} {y1 - bend:.0f} {x1:.0f} {y1:.0f}"
+    return f'<path d="{path}" fill="none" stroke="#7a8699" stroke-width="1.2" marker-end="url(#tip)"/>'
+
+
+def _box(room: Room, centre: tuple[float, float]) -> str:
+    x, y = centre
+    name = html.escape(room.removeprefix("mslime."))
+    return (
+        f'<rect x="{x - BOX / 2:.0f}" y="{y - HEIGHT / 2:.0f}" width="{BOX}" height="{HEIGHT}" rx="6" fill="#eaf1fb" '
+        f'stroke="#2f5d9b"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" font-size="15" fill="#1c2733">'
+        f"{name}</text>"
+    )
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw(), encoding="utf-8")
+    print(PICTURE)
