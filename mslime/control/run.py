@@ -76,8 +76,8 @@ def _run(config: RunConfig, quiet: bool, asked: Callable[[], bool] | None) -> in
         if session.first_step >= config.train.num_steps:
             say(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
             return 0
-        for change in changed_settings(session.saved_config or {}, config.as_dict()):
-            say(f"changed since {session.loaded}: {change}")
+        for change in changed_settings(session.checkpoints.config or {}, config.as_dict()):
+            say(f"changed since {session.checkpoints.loaded}: {change}")
         write_resolved(config, config.run_dir / "config.yaml")
         with session:
             (train_sft if config.train.task == "sft" else train_rl)(session)

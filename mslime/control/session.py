@@ -14,30 +14,16 @@ from typing import Any, ClassVar
 
 from mslime.config.cluster import WHOLE, Parts
 from mslime.config.errors import CheckpointError, TrainerError
-from mslime.config.schema import RunConfig
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup
-from mslime.control.rollouts import Evaluation, RolloutHandle, SavedState, StepShards
+from mslime.control.rollouts import Evaluation, RolloutHandle, StepShards
+from mslime.control.run_checkpoints import RunCheckpoints
 from mslime.control.started import Started
 from mslime.control.stop import Stopped, StopSignals
 from mslime.control.supervised import SupervisedRows
 from mslime.control.trainers import TrainerGroup
-from mslime.data.checkpoints import (
-    CRITIC,
-    OUTLINE,
-    ROLLOUTS,
-    Chosen,
-    begin,
-    choose,
-    critic_directory,
-    prune,
-    retained,
-    rollouts_file,
-    saving_directory,
-    step_directory,
-)
+from mslime.data.checkpoints import CRITIC, OUTLINE, ROLLOUTS, begin, critic_directory, saving_directory
 from mslime.data.checksums import FileSum, write_summed
-from mslime.data.manifest import Manifest, read_manifest
 from mslime.observe.metrics import FILE_NAME, MetricsLogger, read_metrics
 from mslime.observe.progress import open_progress, summary_line
 from mslime.observe.rows import are_scores, over_optimizer_steps
@@ -57,9 +43,8 @@ class Session(Started):
     """A running run. A context manager.
 
     Attributes:
+        checkpoints: the one that the run begins with, and those it writes.
         first_step: steps done before this session (after a resume).
-        loaded: the checkpoint that the trainer continues from, if any.
-        saved_config: the configuration of the run that wrote it, if it says.
         parts: which of its processes are started.
     """
 
@@ -74,29 +59,19 @@ class Session(Started):
         """
         super().__init__(run.config, stop or StopSignals())
         self._run, self._quiet = run, quiet
-        self._chosen = _checkpoint_to_load(self.config)
-        self.loaded = self._chosen.directory
-        self._manifest = read_manifest(self.loaded) if self.loaded else None
-        self._extra = self._manifest.extra if self._manifest else {}
-        self._own = self.loaded is not None and self.loaded.parent == self._checkpoints
-        self.first_step: int = _next_step(self.loaded, self._extra) if self.loaded and self._own else 0
-        self.saved_config: dict[str, Any] | None = self._extra.get("config") if self._own else None
+        self.checkpoints = RunCheckpoints(self.config)
+        self.first_step = self.checkpoints.first_step
         self._trained = self._saved = self.first_step
         self._training = False  # inside a step of the trainer, whose weights are neither of one step nor of the next
         self._save_failed = False
         self._verified = False
         self._step = self.first_step
         self._open: tuple[float, dict[str, float]] | None = None  # begin and record of the step in progress
-        self._last_row: dict[str, Any] | None = self._extra.get("row") if self._own else None
-        self._scores: dict[int, float] = {}  # of `checkpoint.keep_best`, larger is better
+        self._last_row: dict[str, Any] | None = self.checkpoints.last_row
         self._outlines: dict[int, bytes] = {}  # the rollout service's, by the step that a checkpoint would continue at
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
         self._evaluating: Evaluation | None = None
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.config.run_dir / "checkpoints"
 
     def _start(self) -> None:
         config = self.config
@@ -104,7 +79,8 @@ class Session(Started):
         self.progress.note(
             f"starting {config.layout.world_size} trainer rank(s): {config.layout.describe()}; logs in {self._logs}"
         )
-        self._tell_choice()
+        for note in self.checkpoints.notes():
+            self.progress.note(note)
         generates = config.train.task == "rl" and self.parts.engines
         cluster, _ = self._join_cluster(generates)
         self._trainers = TrainerGroup(config, cluster, self._logs, self._worth_waiting)
@@ -113,18 +89,21 @@ class Session(Started):
             self._start_generation(cluster)
         else:
             self._layers = self._trainers.start()
-        if self.loaded is not None:
-            self.progress.note(f"continuing from {self.loaded}")
-            self._trainers.load(self.loaded, new_run=not self._own)
-            if config.has_critic and not critic_directory(self.loaded).is_dir():
-                self.progress.note(
-                    f"no critic in {self.loaded}: it starts from {config.critic.path or config.model.path}"
-                )
+        if self.checkpoints.loaded is not None:
+            self._load(self.checkpoints.loaded)
         if config.train.task == "sft":
             self._rows = SupervisedRows(self._run)
             if self.first_step:
-                self._rows.resume(self.loaded, self._extra)
+                self._rows.resume(self.checkpoints.loaded, self.checkpoints.extra)
             self._source_state = self._rows.source.state_dict()
+
+    def _load(self, checkpoint: Path) -> None:
+        """Give the trainer, and the critic, what a checkpoint holds."""
+        critic = self.config.critic
+        self.progress.note(f"continuing from {checkpoint}")
+        self._trainers.load(checkpoint, new_run=not self.checkpoints.own)
+        if self.config.has_critic and not critic_directory(checkpoint).is_dir():
+            self.progress.note(f"no critic in {checkpoint}: it starts from {critic.path or self.config.model.path}")
 
     def _open_records(self) -> None:
         """Metrics, timeline and progress: what the run writes whatever it consists of."""
@@ -139,7 +118,7 @@ class Session(Started):
                 self._last_row,
             )
         )
-        self._read_scores()
+        self.checkpoints.read_scores()
         self._timeline = self._stack.enter_context(Timeline(config.run_dir))
         self.progress = self._stack.enter_context(
             open_progress("off" if self._quiet else config.observe.progress, config.train.num_steps, self.first_step)
@@ -165,8 +144,7 @@ class Session(Started):
         group = self._take_over(endpoints, self._trainers.disconnect)
         self._rollouts = RolloutHandle(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
-        state = _saved_state(self.loaded, self._manifest) if self.loaded and self._manifest and self._own else None
-        self._rollouts.start(addresses, self._layers, state, self.first_step, taught_by)
+        self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
         engines = self._trainers.connect(endpoints, group)
         self._commit = Commit(engines, self.config.deadlines.weight_sync_s)
         self._stack.callback(self._commit.close)
@@ -176,23 +154,6 @@ class Session(Started):
         self._stop.check(self.config.deadlines.rescue_s)
         if self._ray is not None:
             self._ray.check(self.config.deadlines.rescue_s)
-
-    def _tell_choice(self) -> None:
-        for directory, error in self._chosen.passed_over:
-            self.progress.note(f"passed over a damaged checkpoint, now {directory}: {error}")
-        if self._manifest is not None and not self._manifest.summed:
-            self.progress.note(f"{self.loaded} is from before checksums: only sizes of its files are compared")
-
-    def _read_scores(self) -> None:
-        """Of the steps before this session, for `checkpoint.keep_best`."""
-        for row in read_metrics(self.config.run_dir / FILE_NAME) if self.config.checkpoint.keep_best else ():
-            self._score(row["step"], row)
-
-    def _score(self, step: int, row: Mapping[str, Any]) -> None:
-        checkpoint = self.config.checkpoint
-        value = row.get(checkpoint.keep_best) if checkpoint.keep_best else None
-        if isinstance(value, int | float):
-            self._scores[step] = value if checkpoint.keep_best_is == "max" else -value
 
     def _at_rest(self) -> None:
         """A point at which the run may end and be saved. Raises Stopped after a signal, TrainerError without Ray."""
@@ -220,7 +181,7 @@ class Session(Started):
         (begin, record), end = row, self._timeline.now()
         record |= {"version": self._step, "perf/step_seconds": end - begin}
         self._last_row = self._metrics.log(self._step, record)
-        self._score(self._step, record)
+        self.checkpoints.score(self._step, record)
         self._timeline.record("driver", STEP, begin, end, self._step)
         self.progress.step_done(self._step, record)
 
@@ -328,7 +289,7 @@ class Session(Started):
 
     def _log_scores(self, step: int, metrics: Mapping[str, float]) -> None:
         """A row of its own for scores that come when the row of their step is written, or never will be (step 0)."""
-        self._score(step, self._metrics.log(step, {**metrics, "version": float(step)}))
+        self.checkpoints.score(step, self._metrics.log(step, {**metrics, "version": float(step)}))
         if step:
             self.progress.note(f"step {step}: {summary_line(metrics)}")
         else:
@@ -373,7 +334,7 @@ class Session(Started):
     def _save(self, next_step: int, rescue: bool = False) -> None:
         begun_at = self._timeline.now()
         deadline = self.config.deadlines.rescue_s if rescue else self.config.deadlines.checkpoint_s
-        directory = step_directory(self._checkpoints, next_step)
+        directory = self.checkpoints.directory(next_step)
         extra: dict[str, Any] = {"next_step": next_step, "version": next_step, CRITIC: self.config.has_critic}
         extra |= {"row": self._last_row, "config": self.config.as_dict()}
         _log.info("saving %s", directory)
@@ -385,7 +346,7 @@ class Session(Started):
             extra["source"] = self._source_state
         self._trainers.save(directory, extra, others, deadline)
         self._saved = next_step
-        self._prune(directory)
+        self.checkpoints.prune()
         end = self._timeline.now()
         self._carried["perf/checkpoint_seconds"] = end - begun_at
         self._record_ranks("save", {f"trainer {r}": (begun_at, end) for r in range(self.config.layout.world_size)})
@@ -403,16 +364,6 @@ class Session(Started):
                 "begin again from their prompts"
             )
             return {OUTLINE: write_summed(saving / OUTLINE, self._outlines[next_step])}
-
-    def _prune(self, directory: Path) -> None:
-        config = self.config.checkpoint
-
-        def keep(saved: Sequence[int]) -> set[int]:
-            return retained(saved, config.keep, config.keep_every, self._scores)
-
-        prune(self._checkpoints, keep)
-        if self.config.has_critic:
-            prune(critic_directory(directory).parent, keep)
 
     @contextmanager
     def rescuing(self) -> Iterator[None]:
@@ -464,7 +415,7 @@ class Session(Started):
             raise
         except Exception as second:  # whatever it is: the first error is the one that ends the run
             return self._lost(f"saving failed: {second}")
-        return f"saved step {self._trained} in {step_directory(self._checkpoints, self._trained)}"
+        return f"saved step {self._trained} in {self.checkpoints.directory(self._trained)}"
 
     def _keep_scores(self) -> None:
         """Record the scores of an evaluation that has ended, before the run does."""
@@ -507,33 +458,6 @@ class Session(Started):
         """The step of a span. All spans of a step are of one attempt (`timeline.read_spans`), so what a resumed session
         does before its first step counts to that one."""
         return step + 1 if step == self.first_step > 0 else step
-
-
-def _checkpoint_to_load(config: RunConfig) -> Chosen:
-    """The run's own checkpoint when there is one, else `checkpoint.load`, else none."""
-    root = config.run_dir / "checkpoints"
-    own = choose(root, config.checkpoint.resume)
-    load = config.checkpoint.load
-    if own.directory is not None or load is None:
-        return own
-    if not load.is_dir():
-        raise CheckpointError("checkpoint.load", str(load), "no such directory", "name a checkpoints/step_N directory")
-    return Chosen(load)
-
-
-def _next_step(directory: Path, extra: Mapping[str, Any]) -> int:
-    step = extra.get("next_step")
-    if type(step) is not int or step < 0:
-        raise CheckpointError(
-            str(directory), f"next_step {step!r}", "a run's checkpoint says at which step it continues",
-            "name it as checkpoint.load of another run, or move it away",
-        )  # fmt: skip
-    return step
-
-
-def _saved_state(directory: Path, manifest: Manifest) -> SavedState | None:
-    name = rollouts_file(manifest)
-    return None if name is None else SavedState(directory, name, manifest.files[name])
 
 
 def _first_line(error: BaseException) -> str:

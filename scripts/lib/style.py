@@ -1,4 +1,4 @@
-"""Figures of how the code reads, each beside its aim: lengths, annotations, probes, sizes, and the walk of docs/walk.md.
+"""Figures of how the code reads, each beside its aim: lengths, annotations, probes, sizes, the walk of a prompt.
 
 Aims are a thermometer: a long honest function is better than five that hide the order of things.
 """
