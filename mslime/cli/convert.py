@@ -169,7 +169,7 @@ def _run(job: Job, args: argparse.Namespace) -> int:
     """Do, or only describe, a conversion."""
     from rich.console import Console
 
-    from mslime.observe.bars import Bars
+    from mslime.observe.progress import ConversionBars
     from mslime.offline.inspect import size_text
     from mslime.offline.jobs import refuse_existing, run_job
 
@@ -182,7 +182,7 @@ def _run(job: Job, args: argparse.Namespace) -> int:
             print(f"{task.file}  {size_text(task.nbytes)}  {len(task.names)} from {task.names[0]} to {task.names[-1]}")
         print(f"{args.out}: {len(job.tasks)} files, {size_text(total)}; nothing written (--dry-run)")
         return 0
-    with Bars(console, args.quiet) as bars:
+    with ConversionBars(console, args.quiet) as bars:
         done = run_job(job, args.out, workers=args.workers, verified=not args.no_verify, progress=bars)
     kept = f", {done.kept_files} of them from an earlier run" if done.kept_files else ""
     checked = "" if args.no_verify else ", checksums verified"
@@ -198,7 +198,7 @@ def _check_workers(args: argparse.Namespace) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from mslime.observe.bars import Bars
+    from mslime.observe.progress import ConversionBars
     from mslime.offline.inspect import inspect, size_text
     from mslime.offline.jobs import read_checksums, verify_files
     from mslime.offline.workers import Workers
@@ -221,7 +221,7 @@ def _inspect(args: argparse.Namespace) -> int:
                 "only checkpoints that mslime converted hold checksums",
                 "leave out --verify",
             )
-        with Bars(Console(stderr=True), args.quiet) as bars, Workers(args.workers) as pool:
+        with ConversionBars(Console(stderr=True), args.quiet) as bars, Workers(args.workers) as pool:
             verify_files(args.checkpoint, files, pool, bars)
         print(f"  checksums: all {sum(len(written.spans) for written in files)} tensors are as they were written")
     return 0
@@ -230,12 +230,12 @@ def _inspect(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from mslime.observe.bars import Bars
+    from mslime.observe.progress import ConversionBars
     from mslime.offline.compare import compare
 
     _check_workers(args)
     a, b = _sides(args)
-    with Bars(Console(stderr=True), args.quiet) as bars:
+    with ConversionBars(Console(stderr=True), args.quiet) as bars:
         found = compare(a, b, workers=args.workers, progress=bars)
     counted = [d for d in found if not (args.values and d.what == "dtype")]
     for difference in counted[: args.limit]:

@@ -19,7 +19,7 @@ from mslime.control.stop import StopSignals
 from mslime.convert.families import read_hf_config
 from mslime.convert.placement import ModelPlacement
 from mslime.data.checkpoints import check_checkpoint, newest
-from mslime.observe.bars import Bars
+from mslime.observe.progress import ConversionBars
 from mslime.offline.jobs import Job, refuse_existing, run_job
 from mslime.offline.to_hf import ToHf, side_files
 
@@ -41,7 +41,7 @@ def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
     check_checkpoint(source)
     dtype = export_dtype(read_hf_config(config.model.path))
     job = export_job(source, config.model.path, dtype=dtype)
-    with StopSignals(), Bars(Console(stderr=True), config.observe.progress == "off") as bars:
+    with StopSignals(), ConversionBars(Console(stderr=True), config.observe.progress == "off") as bars:
         run_job(job, out, workers=min(os.cpu_count() or 1, 8), progress=bars)
 
 

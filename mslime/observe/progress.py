@@ -1,6 +1,7 @@
 """Progress of a run on the console: live bars on a terminal, one line a step elsewhere, or nothing.
 
-The loop reports phases as they move (`rollout`, `train`, `weights`) and closes each step with `step_done`.
+The loop reports phases as they move (`rollout`, `train`, `weights`) and closes each step with `step_done`. Conversions
+show bytes, bytes a second and the time left.
 """
 
 from __future__ import annotations
@@ -12,10 +13,18 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bars
 from rich.text import Text
 
@@ -231,3 +240,38 @@ def format_seconds(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d {whole % 86400 // 3600:02d}h"
+
+
+class ConversionBars:
+    """A bar for each phase; `mslime.offline.jobs.Progress`. A context manager.
+
+    Args:
+        quiet: show nothing.
+    """
+
+    def __init__(self, console: Console, quiet: bool) -> None:
+        self._progress = Bars(
+            TextColumn("{task.description:8}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+            TimeRemainingColumn(), console=console, disable=quiet,
+        )  # fmt: skip
+        self._current: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def phase(self, name: str, total_bytes: int, done_bytes: int) -> None:
+        """A new bar; what an earlier run did is done, and does not count as speed."""
+        self._current = self._progress.add_task(name, total=total_bytes - done_bytes)
+        if done_bytes:
+            self._progress.console.print(f"{done_bytes / 2**30:.2f} GiB were finished by an earlier run")
+
+    def advance(self, nbytes: int) -> None:
+        """So many bytes more."""
+        assert self._current is not None
+        self._progress.advance(self._current, nbytes)

@@ -23,10 +23,9 @@ from mslime.observe import metrics, timeline
 from mslime.observe.charts import Chart, chart_data
 from mslime.observe.drawn import Drawn, choose_charts
 from mslime.observe.headline import BETWEEN, headline_tiles, run_facts
-from mslime.observe.lanes import timeline_data
 from mslime.observe.rows import Row, by_step
 from mslime.observe.samples_card import samples_section
-from mslime.observe.timeline import Span
+from mslime.observe.timeline import Span, timeline_data
 from mslime.observe.verdict import judge_run
 
 FILE_NAME = "report.html"

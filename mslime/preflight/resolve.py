@@ -17,7 +17,7 @@ from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
-from mslime.planner.work import quadratic_tokens
+from mslime.planner.flops import quadratic_tokens
 from mslime.preflight.data import check_data, check_supervised_data
 
 

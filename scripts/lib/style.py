@@ -100,7 +100,6 @@ def figures(modules: list[Module]) -> list[Figure]:
         Figure("getattr and hasattr in 1,000 lines", round(count(modules, is_probe) / thousands, 2), 1),
         Figure("try in 1,000 lines", round(count(modules, lambda n: isinstance(n, ast.Try)) / thousands, 2), 3),
         Figure("files", len(modules), 165),
-        Figure("lines", sum(m.lines for m in modules), 28_000),
         Figure(f"lines without {', '.join(BESIDE_THE_CORE)}", sum(m.lines for m in core), 20_000),
         Figure("files from a prompt to its loss (docs/walk.md)", walk_files(), 30),
     ]

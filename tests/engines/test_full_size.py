@@ -25,7 +25,7 @@ from mslime.config.schema import RunConfig
 from mslime.config.training import policy_spec
 from mslime.convert.families import FAMILIES, get_family, refuse_unread
 from mslime.convert.families.family import HARMLESS
-from mslime.convert.spelling import canonical_name
+from mslime.convert.parameter_names import canonical_name
 from mslime.convert.table import RuleTable
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"

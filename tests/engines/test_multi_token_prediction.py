@@ -23,7 +23,7 @@ from mslime.config.schema import RunConfig
 from mslime.config.training import policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.spelling import canonical_name
+from mslime.convert.parameter_names import canonical_name
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.test_full_size import hf_config, run_config
 from tests.engines.trainer_ranks import make_config, run_trainers

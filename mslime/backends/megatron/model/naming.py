@@ -1,7 +1,7 @@
 """Parameters of this rank's model chunks under their canonical names: global layers, global experts, local spec.
 
-The spelling itself, Transformer Engine's included, is `mslime.convert.spelling`; here is what only a built model knows,
-which layers and which experts this rank holds.
+How names are spelled, Transformer Engine's included, is in `mslime.convert.parameter_names`; here is what only a built
+model knows: which layers and which experts this rank holds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from mslime.convert.spelling import canonical_name
+from mslime.convert.parameter_names import canonical_name
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:

@@ -20,8 +20,8 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import MegatronConfig
 from mslime.config.training import ModelSpec
 from mslime.convert.families import get_family
+from mslime.convert.parameter_names import canonical_name
 from mslime.convert.placement import ModelPlacement, Piece, whole
-from mslime.convert.spelling import canonical_name
 
 
 def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPlacement:
