@@ -1,7 +1,8 @@
 """Session fixtures of the engine tests: one tiny checkpoint and one real SGLang server on it.
 
 The server is shared by every test of the session. A test that pauses it resumes it, and a test that changes its weights
-puts them back with `SharedServer.restore`.
+puts them back with `SharedServer.restore`. One that fails may have left anything behind: the next test that uses the
+server gets a new one, so that a failure stays alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,21 @@ def cpu_run(model: Path, **sections: Mapping[str, Any]) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SharedServer:
-    """A running server and the checkpoint it was started with."""
+    """A running server and the checkpoint it was started with.
+
+    Attributes:
+        start: makes and starts such a server.
+        doubtful: a test that used it has failed.
+    """
 
     address: EngineAddress
     checkpoint: Path
     model: ServedModel
     process: ServerProcess
+    start: Callable[[], tuple[ServerProcess, EngineAddress]]
+    doubtful: bool = False
 
     @property
     def url(self) -> str:
@@ -76,20 +84,31 @@ class SharedServer:
 
         asyncio.run(load())
 
+    def make_sound(self) -> None:
+        """Replace the server, unless it lives and nothing is known against it."""
+        if self.doubtful or not self.process.alive:
+            self.process.stop()
+            self.process, self.address = self.start()
+            self.doubtful = False
+
 
 def serve(checkpoint: Path, log_dir: Path, **sections: Mapping[str, Any]) -> SharedServer:
     """Start a server and wait for it; the caller stops `process`."""
     run, config = cpu_run(checkpoint, **sections), json.loads((checkpoint / "config.json").read_text())
     routes = run.train.replay == "r3" and bool(get_family(config).model_fields(config).moe_layer_ids)
-    process = ServerProcess(run, 0, log_dir, routes=routes)
-    address = process.start()
+
+    def start() -> tuple[ServerProcess, EngineAddress]:
+        process = ServerProcess(run, 0, log_dir, routes=routes)
+        return process, process.start()
+
+    process, address = start()
     model = ServedModel(
         config["num_hidden_layers"],
         config.get("num_experts_per_tok") or 0,
         config["vocab_size"],
         config.get("num_experts") or 0,
     )
-    return SharedServer(address, checkpoint, model, process)
+    return SharedServer(address, checkpoint, model, process, start)
 
 
 @pytest.fixture(scope="session")
@@ -116,3 +135,21 @@ def sglang_server(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory
     server = serve(tiny_qwen3_moe, tmp_path_factory.mktemp("sglang"))
     yield server
     server.process.stop()
+
+
+@pytest.fixture(autouse=True)
+def sound_server(request: pytest.FixtureRequest) -> None:
+    """What a failed test left behind does not reach the next one."""
+    if "sglang_server" in request.fixturenames:
+        request.getfixturevalue("sglang_server").make_sound()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Function, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test throws doubt on the server that it used."""
+    report = yield
+    if report.failed and isinstance(server := item.funcargs.get("sglang_server"), SharedServer):
+        server.doubtful = True
+    return report
