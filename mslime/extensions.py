@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
-from typing import Any
+import math
+import re
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, SupportsFloat, cast
 
-from mslime.config.errors import ConfigError, nearest
+from mslime.config.errors import ConfigError, UserError, nearest
 
 
 def load_function(spec: str, setting: str) -> Callable[..., Any]:
@@ -68,3 +72,41 @@ def check_parameters(function: Callable[..., Any], spec: str, setting: str, *par
             f"it is called with {wanted}, and {name}{signature} takes no such call: {error}",
             f"write it as def {name}{wanted}",
         ) from error
+
+
+@contextmanager
+def calling(spec: str, setting: str, about: str = "") -> Generator[None]:
+    """Whatever a user's function raises inside is a ConfigError outside, with the line that raised it.
+
+    Args:
+        about: what the function was called for, in words.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # a user's function may raise anything
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        told = f"raised {type(error).__name__}: {error}{f' for {about}' if about else ''}"
+        raise ConfigError(setting, spec, f"{told} ({place.filename}:{place.lineno})", "mend the function") from error
+
+
+MOST_METRICS = 64
+"""Numbers that one function of the user's may have logged."""
+
+
+def checked_metrics(metrics: object) -> dict[str, float] | str:
+    """Numbers that a user's function returned for the log, by name; or what is wrong with them, in words."""
+    if not isinstance(metrics, Mapping):
+        return f"returned metrics {metrics!r:.80}, which are not an object of names and numbers"
+    given = cast("Mapping[object, object]", metrics)
+    if len(given) > MOST_METRICS:
+        return f"returned {len(given)} metrics; {MOST_METRICS} are the most"
+    found: dict[str, float] = {}
+    for name, number in given.items():
+        if not isinstance(name, str) or re.fullmatch(r"[\w.@+-]+", name) is None:
+            return f"returned a metric named {name!r:.80}; a name is letters, digits and _ . @ + -"
+        if isinstance(number, str) or not isinstance(number, SupportsFloat) or not math.isfinite(float(number)):
+            return f"returned the metric {name} = {number!r:.80}, which is not a finite number"
+        found[name] = float(number)
+    return found

@@ -13,7 +13,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mslime.config.algorithm import GROUP_RELATIVE, AdvantageName
-from mslime.config.errors import RewardError, UserError
+from mslime.config.choices import is_function
+from mslime.config.errors import ConfigError, RewardError, UserError
+from mslime.extensions import calling, load_function
+
+SETTING = "algorithm.advantage"
 
 STD_EPS = 1e-6
 """Added to a group's standard deviation before the division."""
@@ -84,7 +88,7 @@ def group_rewards(rewards: ArrayLike, group_ids: ArrayLike, rollout_ids: ArrayLi
 
 
 def rollout_advantages(
-    grouped: GroupRewards, advantage: AdvantageName, normalise_std: bool = True
+    grouped: GroupRewards, advantage: AdvantageName | str, normalise_std: bool = True
 ) -> NDArray[np.float32]:
     """The advantage of each training sample's rollout, [S] float32.
 
@@ -93,6 +97,7 @@ def rollout_advantages(
     Raises:
         UserError: a group has a single rollout, and the advantage compares within the group.
         RewardError: a negative reward, and the advantage is maxrl.
+        ConfigError: a function of the user's raised, or returned something else than [R] finite numbers.
     """
     if advantage in GROUP_RELATIVE and (grouped.sizes < 2).any():
         raise UserError(
@@ -101,9 +106,24 @@ def rollout_advantages(
         )  # fmt: skip
     if advantage == "grpo":
         values = grpo(grouped, normalise_std)
+    elif is_function(advantage):
+        values = _by_function(grouped, advantage)
     else:
         values = ESTIMATORS[advantage](grouped) if advantage in ESTIMATORS else np.zeros(len(grouped.rewards))
     return values[grouped.of_sample].astype(np.float32)
+
+
+def _by_function(grouped: GroupRewards, spec: str) -> NDArray[np.float64]:
+    """[R] advantages as a function of the user's says."""
+    with calling(spec, SETTING):
+        values = np.asarray(load_function(spec, SETTING)(grouped), np.float64)
+    if values.shape != grouped.rewards.shape or not np.isfinite(values).all():
+        raise ConfigError(
+            SETTING, spec,
+            f"returned an array of shape {values.shape} for {len(grouped.rewards)} rollouts, or numbers not finite",
+            "return one finite number for each of GroupRewards.rewards, in their order",
+        )  # fmt: skip
+    return values
 
 
 def grpo(grouped: GroupRewards, normalise_std: bool) -> NDArray[np.float64]:

@@ -7,6 +7,7 @@ sequences that are split over ranks: `mslime.algorithms.token_batch`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from torch import Tensor
 from mslime.algorithms.kl import clamp_log_ratio, kl_of
 from mslime.algorithms.token_batch import TokenBatch
 from mslime.config.algorithm import CorrectionConfig
+from mslime.config.errors import ConfigError
+from mslime.extensions import calling, load_function
+
+SETTING = "algorithm.correction.function"
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ def correction_weights(batch: TokenBatch, config: CorrectionConfig) -> Correctio
 
 
 def _by_ratio(batch: TokenBatch, config: CorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, clipped, masked) of the action, each [n]."""
+    """(weights, clipped, masked) of the action or the function, each [n]."""
+    if config.function is not None:
+        return _by_function(batch, config, config.function)
     ones, never = torch.ones_like(batch.behaviour_log_probs), torch.zeros_like(batch.mask)
     weighs = config.action in ("truncate", "clip")
     if config.action == "none" or (weighs and config.reference == "rollout"):
@@ -71,6 +78,30 @@ def _by_ratio(batch: TokenBatch, config: CorrectionConfig) -> tuple[Tensor, Tens
     masked = _rejected(log_rho, batch, config) & batch.mask
     kept, clipped = _kept_weights(batch, config)
     return torch.where(masked, 0.0, kept), clipped & ~masked, masked
+
+
+def _by_function(batch: TokenBatch, config: CorrectionConfig, spec: str) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, clipped, masked) as a function of the user's says, each [n]; its weights are constants of the update.
+
+    Raises:
+        ConfigError: the function raised, or returned something else than weights and mask.
+    """
+    with calling(spec, SETTING):
+        found: object = load_function(spec, SETTING)(_log_rho(batch, config), batch)
+    pair = cast("tuple[object, ...]", found) if isinstance(found, tuple) else ()
+    match pair:
+        case (Tensor() as weights, Tensor() as kept) if weights.shape == kept.shape == batch.mask.shape:
+            masked = ~kept.bool() & batch.mask
+            return (
+                torch.where(masked, 0.0, weights.detach().to(batch.log_probs.dtype)),
+                torch.zeros_like(batch.mask),
+                masked,
+            )
+        case _:
+            raise ConfigError(
+                SETTING, spec, f"must return (weights, mask), two tensors of {len(batch.mask)} tokens like log_ratio",
+                "see docs/extending.md for an example",
+            )  # fmt: skip
 
 
 def _log_rho(batch: TokenBatch, config: CorrectionConfig) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mslime.algorithms.corrections import Correction, correction_weights
 from mslime.algorithms.kl import kl_estimate, kl_to_reference
-from mslime.algorithms.policies import LOSSES, TokenLoss
+from mslime.algorithms.policies import TokenLoss, token_losses
 from mslime.algorithms.statistics import LossStatistics
 from mslime.algorithms.token_batch import Reduce, SequenceIndex, TokenBatch
 from mslime.config.algorithm import AlgorithmConfig
@@ -88,7 +88,7 @@ def policy_loss(
     mask = inputs.mask
     batch = _token_batch(inputs, config, reduce)
     correction = correction_weights(batch, config.correction)
-    policy = LOSSES[config.loss](batch, config)
+    policy = token_losses(batch, config)
     weights = torch.where(mask, inputs.weights, 0.0)
     terms = {"policy": weights * correction.weights * weight_scale * policy.loss}
     total = terms["policy"].sum()
@@ -210,6 +210,7 @@ def _add_ratios(statistics: LossStatistics, batch: TokenBatch, policy: TokenLoss
     companion; the histogram of |log rho| gives ratio_p99, the 99th percentile of max(rho, 1 / rho).
     """
     mask = batch.mask
+    statistics.add_user_metrics({name: values[mask] for name, values in policy.metrics.items()})
     statistics.add("clipped_below", (policy.below & mask).sum())
     statistics.add("clipped_above", (policy.above & mask).sum())
     statistics.add("ppo_kl", kl_estimate(batch.anchor.double(), batch.log_probs.detach().double(), "k3").sum())

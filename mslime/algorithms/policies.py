@@ -8,8 +8,8 @@ has the value s and the gradient s * d(log r). Formulas, papers and defaults: do
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 from mslime.algorithms.kl import clamp_log_ratio
 from mslime.algorithms.token_batch import TokenBatch
 from mslime.config.algorithm import AlgorithmConfig
+from mslime.config.errors import ConfigError
+from mslime.extensions import calling, load_function
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,17 @@ class TokenLoss:
         loss: [n] float32; carries the gradient.
         below: [n] bool, the lower side of the trust region took the gradient away, or bounded the weight.
         above: [n] bool, likewise the upper side.
+        metrics: further numbers of each token by name, [n]; `user/NAME` is their mean over the trained tokens.
     """
 
     loss: Tensor
     below: Tensor
     above: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 PolicyLoss = Callable[[TokenBatch, AlgorithmConfig], TokenLoss]
+LOSS_SETTING = "algorithm.loss"
 
 
 def ppo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
@@ -131,6 +136,37 @@ LOSSES: dict[str, PolicyLoss] = {
     "ipo": ipo,
     "reinforce": reinforce,
 }
+
+
+def token_losses(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
+    """Each token's loss by the policy loss that `config.loss` names: a built-in one, or a function of the user's.
+
+    Raises:
+        ConfigError: the user's function raised, or returned something else than [n] tensors.
+    """
+    if config.loss in LOSSES:
+        return LOSSES[config.loss](batch, config)
+    with calling(config.loss, LOSS_SETTING):
+        found = load_function(config.loss, LOSS_SETTING)(batch, config)
+    return _checked(found, batch, config.loss)
+
+
+def _checked(found: object, batch: TokenBatch, spec: str) -> TokenLoss:
+    """What a user's loss returned: a TokenLoss, or the losses alone. What it says outside the mask is dropped."""
+    result = _unclipped(found) if isinstance(found, Tensor) else found
+    if not isinstance(result, TokenLoss):
+        raise ConfigError(
+            LOSS_SETTING, spec, f"returned {type(found).__name__}, and not a TokenLoss or a tensor of losses",
+            "see docs/extending.md for an example",
+        )  # fmt: skip
+    columns = {"loss": result.loss, "below": result.below, "above": result.above, **result.metrics}
+    for name, column in columns.items():
+        if column.shape != batch.mask.shape:
+            raise ConfigError(
+                LOSS_SETTING, spec, f"returned {name} of shape {tuple(column.shape)} for {len(batch.mask)} tokens",
+                "return one number for each token: mslime weighs them and adds them up",
+            )  # fmt: skip
+    return replace(result, loss=torch.where(batch.mask, result.loss, 0.0))
 
 
 def _clipped(ratio: Tensor, batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
+
+from mslime.config.errors import ConfigError
 
 SUM_NAMES = (
     "tokens",
@@ -46,6 +49,7 @@ SUM_NAMES = (
     "entropy_tokens",
     "entropy_of_tokens",
     "policy_tokens",
+    "user_reports",
 )
 MAX_NAMES = ("mismatch_abs", "ratio_above")
 
@@ -58,6 +62,9 @@ AGES = 9
 POSITIONS = (0, 64, 256, 1024, 4096, 16384)
 """First positions of the buckets by position after a response's first trained token."""
 
+USER_METRICS = 16
+"""Metrics that a policy loss of the user's may report."""
+
 _BLOCKS = {
     "mismatch_bins": BINS,
     "ratio_bins": 2 * BINS,  # of signed log r, ascending
@@ -69,6 +76,7 @@ _BLOCKS = {
     "position_k3": len(POSITIONS),
     "position_clipped": len(POSITIONS),
     "position_entropy": len(POSITIONS),
+    "user": USER_METRICS,
 }
 _STARTS = dict(zip(_BLOCKS, itertools.accumulate(_BLOCKS.values(), initial=len(SUM_NAMES)), strict=False))
 _LENGTH = len(SUM_NAMES) + sum(_BLOCKS.values())
@@ -84,10 +92,13 @@ class LossStatistics:
     Attributes:
         sums: [len(SUM_NAMES) + the blocks' bins] float64; add over micro-batches and ranks.
         maxima: [len(MAX_NAMES)] float64, at least 0; take the maximum over micro-batches and ranks.
+        user_names: of the metrics that a loss of the user's reports, in the order of their sums. A rank without a
+            loss (not the last pipeline stage) has none: it gets them from one that has (`reports_user_metrics`).
     """
 
     sums: Tensor
     maxima: Tensor
+    user_names: tuple[str, ...] = ()
 
     @classmethod
     def zeros(cls, device: torch.device | str = "cpu") -> LossStatistics:
@@ -99,7 +110,9 @@ class LossStatistics:
 
     def merge(self, other: LossStatistics) -> LossStatistics:
         """Statistics of both sets of rows."""
-        return LossStatistics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+        names = self.user_names or other.user_names
+        assert not other.user_names or names == other.user_names, "a loss reports the same metrics of every micro-batch"
+        return LossStatistics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima), names)
 
     def add(self, name: str, value: Tensor) -> None:
         """Add the 0-d `value` to the sum `name`."""
@@ -124,6 +137,26 @@ class LossStatistics:
         """Likewise by [n] int64 positions after the response's first trained token."""
         first = torch.tensor(POSITIONS, device=positions.device)
         self._add_by("position", torch.searchsorted(first, positions, right=True) - 1, of_tokens)
+
+    def add_user_metrics(self, of_tokens: Mapping[str, Tensor]) -> None:
+        """Sums of [n] numbers of trained tokens, by name, that a loss of the user's reports.
+
+        Raises:
+            ConfigError: there are more than USER_METRICS.
+        """
+        if len(of_tokens) > USER_METRICS:
+            raise ConfigError("algorithm.loss", len(of_tokens), f"reports more than {USER_METRICS} metrics",
+                              "report fewer")  # fmt: skip
+        self.user_names = tuple(sorted(of_tokens))
+        for index, name in enumerate(self.user_names):
+            self.sums[_STARTS["user"] + index] += of_tokens[name].detach().double().sum()
+        if of_tokens:
+            self.add("user_reports", torch.ones(()))
+
+    @property
+    def reports_user_metrics(self) -> bool:
+        """Whether any of the ranks that these were summed over knows `user_names`. Equal on all of them."""
+        return bool(self.sums[SUM_NAMES.index("user_reports")] > 0)
 
     def _add_by(self, by: str, bucket: Tensor, of_tokens: dict[str, Tensor]) -> None:
         self._count(f"{by}_tokens", bucket)
@@ -165,6 +198,9 @@ def finalise(statistics: LossStatistics) -> dict[str, float]:
     if values["entropy_tokens"]:
         out["loss/entropy"] = values["entropy"]
         out["entropy/mean"] = values["entropy_of_tokens"] / values["entropy_tokens"]
+    if values["policy_tokens"]:
+        sums = zip(statistics.user_names, _block(statistics, "user"), strict=False)
+        out |= {f"user/{name}": total / values["policy_tokens"] for name, total in sums}
     return out | _mismatch(values, statistics) | _breakdowns(values, statistics) | _correction(values)
 
 

@@ -8,15 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from mslime.config.algorithm import (
-    AdvantageConfig,
-    CriticConfig,
-    DPPOConfig,
-    IPOConfig,
-    KimiConfig,
-    SAPOConfig,
-    TOPRConfig,
-)
+from mslime.config.algorithm import POLICY_LOSSES, AdvantageConfig, AlgorithmConfig, CriticConfig, loss_traits
+from mslime.config.choices import is_function
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
@@ -30,17 +23,16 @@ def warnings(config: RunConfig) -> list[str]:
 
 
 def _ratio_is_one(config: RunConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    alike = ("gspo", "gmpo", "cispo", "sapo", "topr", "kimi")
+    algorithm, traits = config.algorithm, loss_traits(config.algorithm.loss)
     if config.train.optimizer_steps_per_rollout > 1 or algorithm.correction.reference == "rollout":
         return
-    if algorithm.loss in alike:
+    if traits.plain_at_one:
         yield (
             f"algorithm.loss {algorithm.loss}: with train.optimizer_steps_per_rollout 1 and a recomputed old policy "
             "the ratio is 1 at its only use, so the loss is the plain policy gradient. Take more steps a rollout, or "
             "algorithm.correction.preset bypass, whose ratio is over the policy that sampled."
         )
-    if algorithm.loss in ("dppo_tv", "ipo"):
+    if traits.around_sampler:
         yield (
             f"algorithm.loss {algorithm.loss}: its trust region is meant to be around the policy that sampled, and is "
             "around the recomputed one, from which a single step never moves. Set algorithm.correction.preset bypass."
@@ -50,12 +42,13 @@ def _ratio_is_one(config: RunConfig) -> Iterator[str]:
 def _unbounded_weights(config: RunConfig) -> Iterator[str]:
     algorithm, correction = config.algorithm, config.algorithm.correction
     stale = config.rollout.max_staleness > 0
-    if algorithm.loss == "reinforce" and (
+    if loss_traits(algorithm.loss).unbounded and (
         config.train.optimizer_steps_per_rollout > 1 or (stale and correction.reference == "rollout")
     ):
         yield (
-            "algorithm.loss reinforce: its importance weight has no bound, and off-policy a few tokens come to own the "
-            "gradient (at a lag of 3 versions the KL has been seen to grow thirtyfold). Use cispo, which bounds it."
+            f"algorithm.loss {algorithm.loss}: its importance weight has no bound, and off-policy a few tokens come to "
+            "own the gradient (at a lag of 3 versions the KL has been seen to grow thirtyfold). Use cispo, which "
+            "bounds it."
         )
     weighs = correction.action in ("mask", "drop") and correction.kept_weight == "ratio"
     if stale and weighs and correction.high is None and correction.reference == "recompute":
@@ -63,7 +56,7 @@ def _unbounded_weights(config: RunConfig) -> Iterator[str]:
             f"algorithm.correction.kept_weight ratio with rollout.max_staleness {config.rollout.max_staleness}: the "
             "weights have no upper bound. Set algorithm.correction.high, or kept_weight token."
         )
-    if stale and correction.action == "none" and correction.reference == "recompute":
+    if stale and not correction.corrects:
         yield (
             f"algorithm.correction.action none with rollout.max_staleness {config.rollout.max_staleness}: tokens of "
             "old weights are trained as if the current policy had sampled them. Use the preset tis, or bypass."
@@ -111,20 +104,15 @@ def _kl(config: RunConfig) -> Iterator[str]:
 
 
 def _other_losses(config: RunConfig) -> Iterator[str]:
-    algorithm = config.algorithm
-    if algorithm.clip_dual is not None and algorithm.loss not in ("ppo", "gspo"):
-        yield f"algorithm.clip_dual has no effect on the loss {algorithm.loss}; it is of ppo and gspo."
-    unused = {
-        "sapo": ("sapo", algorithm.sapo != SAPOConfig()),
-        "topr": ("topr", algorithm.topr != TOPRConfig()),
-        "kimi": ("kimi", algorithm.kimi != KimiConfig()),
-        "dppo": ("dppo_tv", algorithm.dppo != DPPOConfig()),
-        "ipo": ("ipo", algorithm.ipo != IPOConfig()),
-    }
-    for section, (loss, changed) in unused.items():
-        if changed and loss != algorithm.loss:
-            yield f"algorithm.{section} has no effect: it is of the loss {loss}, and the loss is {algorithm.loss}."
-    if algorithm.loss in ("gspo", "gmpo") and algorithm.loss_aggregation == "token":
+    algorithm, traits, plain = config.algorithm, loss_traits(config.algorithm.loss), AlgorithmConfig()
+    if algorithm.clip_dual is not None and not traits.clips_dual:
+        dual = " and ".join(name for name, loss in POLICY_LOSSES.items() if loss.clips_dual)
+        yield f"algorithm.clip_dual has no effect on the loss {algorithm.loss}; it is of {dual}."
+    others = {} if is_function(algorithm.loss) else {loss.section: name for name, loss in POLICY_LOSSES.items()}
+    for section, name in others.items():
+        if section and name != algorithm.loss and getattr(algorithm, section) != getattr(plain, section):
+            yield f"algorithm.{section} has no effect: it is of the loss {name}, and the loss is {algorithm.loss}."
+    if traits.of_responses and algorithm.loss_aggregation == "token":
         yield (
             f"algorithm.loss_aggregation token with {algorithm.loss}: its objective is one number a response, and this "
             "counts it once a token, so long responses weigh more. The paper's is sequence."
@@ -175,7 +163,7 @@ def _never_binds(config: RunConfig) -> Iterator[str]:
 def _unused_fields(config: RunConfig) -> Iterator[str]:
     algorithm, correction = config.algorithm, config.algorithm.correction
     plain = type(algorithm)()
-    if algorithm.loss in ("sapo", "topr", "kimi", "reinforce"):
+    if not loss_traits(algorithm.loss).clips:
         for field in ("clip_low", "clip_high"):
             if getattr(algorithm, field) != getattr(plain, field):
                 yield f"algorithm.{field} has no effect: the loss {algorithm.loss} does not clip."
@@ -187,7 +175,7 @@ def _unused_fields(config: RunConfig) -> Iterator[str]:
         yield "algorithm.correction.token_cap has no effect: it bounds what kept tokens weigh with kept_weight token."
     if correction.old_weight != 0 and correction.max_age is None:
         yield "algorithm.correction.old_weight has no effect without max_age: no token is too old."
-    if correction.normalise and correction.action == "none" and correction.max_age is None:
+    if correction.normalise and not correction.corrects and correction.max_age is None:
         yield "algorithm.correction.normalise has no effect with action none: every weight is 1."
 
 

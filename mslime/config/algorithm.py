@@ -6,13 +6,17 @@ docs/algorithms.md.
 
 from __future__ import annotations
 
+import dataclasses
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from mslime.config.base import Section
-from mslime.config.choices import KLType
+from mslime.config.choices import KLType, check_choice, is_function
 from mslime.config.errors import ConfigError
 
 AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gae", "none"]
@@ -29,10 +33,11 @@ LossAggregation = Literal["token", "sequence", "rollout", "group", "constant"]
 class AdvantageConfig(Section):
     """The first part of `algorithm`: what a token's advantage is, and what the loss is divided by."""
 
-    advantage: AdvantageName = Field(
+    advantage: AdvantageName | str = Field(
         default="grpo",
         description="How rewards become advantages. grpo, rloo, maxrl, reinforce_pp_baseline: relative to the group. "
-        "reinforce_pp: discounted return. gae: with a critic. none: 0, for distillation alone.",
+        "reinforce_pp: discounted return. gae: with a critic. none: 0, for distillation alone. Or "
+        "`module:function`(GroupRewards) -> [rollouts] (docs/extending.md).",
     )
     normalise_std: bool = Field(
         default=True, description="grpo: divide by the group's standard deviation (False: Dr. GRPO)."
@@ -67,27 +72,73 @@ class AdvantageConfig(Section):
 
 LossName = Literal["ppo", "gspo", "gmpo", "cispo", "sapo", "topr", "kimi", "dppo_tv", "ipo", "reinforce"]
 
-LOSS_DEFAULTS: dict[str, dict[str, object]] = {
-    "ppo": {"clip_low": 0.2, "clip_high": 0.28},  # DAPO's clip-higher
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence"},  # of a response's mean ratio
-    "gmpo": {"clip_low": 0.4, "clip_high": 0.4, "loss_aggregation": "sequence"},  # of the log-ratio
-    "cispo": {"clip_low": 1.0, "clip_high": 4.0},  # weights in [0, 5]
-    "sapo": {"loss_aggregation": "sequence"},
+
+@dataclass(frozen=True)
+class LossTraits:
+    """What settings and warnings must know of a policy loss.
+
+    Attributes:
+        defaults: what `algorithm` starts from under it; fields that are given win.
+        section: of `algorithm`, with settings that only this loss has.
+        clips: it reads clip_low and clip_high.
+        clips_dual: it reads clip_dual.
+        of_responses: its objective is one number a response, so the paper's loss_aggregation is sequence.
+        plain_at_one: where the ratio is 1 it is the plain policy gradient.
+        around_sampler: its trust region is meant to be around the policy that sampled.
+        unbounded: nothing bounds its importance weight.
+    """
+
+    defaults: Mapping[str, object] = dataclasses.field(default_factory=dict[str, object])
+    section: str = ""
+    clips: bool = True
+    clips_dual: bool = False
+    of_responses: bool = False
+    plain_at_one: bool = False
+    around_sampler: bool = False
+    unbounded: bool = False
+
+
+_BYPASS = {"correction": {"preset": "bypass"}}
+
+POLICY_LOSSES: dict[LossName, LossTraits] = {
+    "ppo": LossTraits({"clip_low": 0.2, "clip_high": 0.28}, clips_dual=True),  # DAPO's clip-higher
+    "gspo": LossTraits(
+        {"clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence"},  # of a response's mean ratio
+        clips_dual=True, of_responses=True, plain_at_one=True,
+    ),
+    "gmpo": LossTraits(
+        {"clip_low": 0.4, "clip_high": 0.4, "loss_aggregation": "sequence"},  # of the log-ratio
+        of_responses=True, plain_at_one=True,
+    ),
+    "cispo": LossTraits({"clip_low": 1.0, "clip_high": 4.0}, plain_at_one=True),  # weights in [0, 5]
+    "sapo": LossTraits({"loss_aggregation": "sequence"}, "sapo", clips=False, plain_at_one=True),
+    "topr": LossTraits({}, "topr", clips=False, plain_at_one=True),
+    "kimi": LossTraits({}, "kimi", clips=False, plain_at_one=True),
     # The trust region of these two is around the policy that sampled, so there is no recomputed one to correct for.
-    "dppo_tv": {"clip_low": 0.2, "clip_high": 0.2, "correction": {"preset": "bypass"}},
-    "ipo": {"clip_low": 0.1, "clip_high": 0.1, "correction": {"preset": "bypass"}},
-}
-"""What `algorithm` starts from under a loss; fields that are given win."""
+    "dppo_tv": LossTraits({"clip_low": 0.2, "clip_high": 0.2, **_BYPASS}, "dppo", around_sampler=True),
+    "ipo": LossTraits({"clip_low": 0.1, "clip_high": 0.1, **_BYPASS}, "ipo", around_sampler=True),
+    "reinforce": LossTraits(clips=False, unbounded=True),
+}  # fmt: skip
+"""The built-in losses; `algorithms.policies.LOSSES` has their functions."""
+
+_OWN_LOSS = LossTraits(clips_dual=True)
+"""A loss of the user's may read any setting, and nothing is known of what it makes of them."""
+
+
+def loss_traits(loss: str) -> LossTraits:
+    """What is known of a built-in loss, or of a function of the user's."""
+    known: Mapping[str, LossTraits] = {**POLICY_LOSSES}
+    return known.get(loss, _OWN_LOSS)
 
 
 def with_loss_defaults(values: dict[str, object]) -> dict[str, object]:
     """The values given for `algorithm`, on top of the defaults of their loss."""
-    defaults = LOSS_DEFAULTS.get(str(values.get("loss", "ppo")), {})
+    defaults = loss_traits(str(values.get("loss", "ppo"))).defaults
     merged = {**defaults, **values}
     base, given = defaults.get("correction"), values.get("correction")
     if isinstance(given, str):
         given = merged["correction"] = {"preset": given}
-    if isinstance(base, dict) and isinstance(given, dict):
+    if isinstance(base, dict) and isinstance(given, dict) and not given.get("function"):
         merged["correction"] = {**base, **given}
     return merged
 
@@ -182,7 +233,14 @@ class CorrectionConfig(Section):
 
     shorthand: ClassVar[str] = "preset"
 
-    preset: str | None = Field(default="tis", description="Named starting point; fields given beside it win over it.")
+    preset: str | None = Field(
+        default="tis", description="Named starting point; fields given beside it win over it. Also a `function`'s name."
+    )
+    function: str | None = Field(
+        default=None,
+        description="`module:function`(log_ratio, TokenBatch) -> (weights, mask): what each token weighs, and which "
+        "stay in the loss (docs/extending.md). Stands in for action, level, metric and bounds.",
+    )
     level: Literal["token", "segment", "sequence", "geometric"] = Field(
         default="token",
         description="What one ratio (or divergence) is computed over: a token, the product (sum) over a "
@@ -233,8 +291,14 @@ class CorrectionConfig(Section):
 
     @classmethod
     def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """The given values on top of the preset's."""
+        """The given values on top of the preset's; a preset that is a `module:function` is the function."""
         preset = values.get("preset", "tis")
+        if isinstance(preset, str) and is_function(preset):
+            values = {**values, "function": values.get("function") or preset, "preset": None}
+        elif values.get("function") and "preset" not in values:
+            values = {**values, "preset": None}
+        if values.get("function"):
+            return {"action": "none", **values}
         if preset is None:
             return values
         if not isinstance(preset, str) or preset not in PRESETS:
@@ -245,6 +309,28 @@ class CorrectionConfig(Section):
                 "pick one, or set preset: null and give level, action and bounds",
             )
         return {**PRESETS[preset], **values}
+
+    @property
+    def corrects(self) -> bool:
+        """Whether anything accounts for tokens that another policy sampled."""
+        return self.function is not None or self.action != "none" or self.reference == "rollout"
+
+    @model_validator(mode="after")
+    def _check_function(self) -> CorrectionConfig:
+        if self.function is None:
+            return self
+        check_choice("algorithm.correction.function", self.function, ())
+        unused = {"preset": None, "action": "none"}
+        for name in ("level", "metric", "low", "high", "kept_weight", "negative_advantage_only", "outward_only"):
+            unused[name] = type(self).model_fields[name].default
+        for name, idle in unused.items():
+            if getattr(self, name) != idle:
+                raise ConfigError(
+                    f"algorithm.correction.{name}", getattr(self, name),
+                    f"has no effect beside function = {self.function}, which decides weights and mask",
+                    "remove it, or the function",
+                )  # fmt: skip
+        return self
 
     @model_validator(mode="after")
     def _check_bounds(self) -> CorrectionConfig:
@@ -305,7 +391,11 @@ class CorrectionConfig(Section):
 class AlgorithmConfig(AdvantageConfig):
     """Advantage, loss and off-policy correction."""
 
-    loss: LossName = Field(default="ppo", description="The policy loss; each is one formula in docs/algorithms.md.")
+    loss: LossName | str = Field(
+        default="ppo",
+        description="The policy loss; each is one formula in docs/algorithms.md. Or "
+        "`module:function`(TokenBatch, algorithm) -> TokenLoss (docs/extending.md).",
+    )
     clip_low: float = Field(
         default=0.2,
         ge=0,
@@ -347,6 +437,12 @@ class AlgorithmConfig(AdvantageConfig):
     def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The given values on top of what the loss starts from."""
         return with_loss_defaults(values)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> AlgorithmConfig:
+        check_choice("algorithm.loss", self.loss, POLICY_LOSSES)
+        check_choice("algorithm.advantage", self.advantage, typing.get_args(AdvantageName))
+        return self
 
 
 class CriticConfig(Section):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Literal
+
+from mslime.config.errors import ConfigError, nearest
 
 Device = Literal["auto", "cpu", "cuda"]
 """What trainer ranks and engines run on; `auto` is CUDA where there is a GPU."""
@@ -27,3 +31,18 @@ ProgressMode = Literal["auto", "on", "off"]
 
 Kept = Literal["some", "all", "none"]
 """How many of the responses are written to files."""
+
+
+def is_function(value: str) -> bool:
+    """Whether a text names a function, `module:function`, and not one of a setting's choices."""
+    return ":" in value
+
+
+def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
+    """Raise ConfigError unless `value` is one of `choices`, or written as `module:function`."""
+    known = list(choices)
+    if value in known or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        return
+    named = f"is {', '.join(known)} or `module:function`" if known else "a function is named `module:function`"
+    raise ConfigError(setting, value, f"{named} {nearest(value, known)}".rstrip(),
+                      "write for example my_project.functions:mine")  # fmt: skip

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from mslime.config.base import Section
+from mslime.config.choices import check_choice
 from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -169,13 +170,8 @@ def _check_parts(place: str, scoring: ScoringConfig) -> None:
 
 
 def _check_grader(place: str, grader: GraderConfig) -> None:
-    if grader.function is not None and grader.function.count(":") != 1:
-        raise ConfigError(
-            f"{place}.function",
-            grader.function,
-            "a function is named `module:function`",
-            "write for example my_project.rewards:score",
-        )
+    if grader.function is not None:
+        check_choice(f"{place}.function", grader.function, ())
     if (grader.kind == "custom") != (grader.function is not None):
         raise ConfigError(
             f"{place}.function",

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from mslime.config.algorithm import GROUP_RELATIVE
+from mslime.config.choices import check_choice
 from mslime.config.cluster import engine_nccl
 from mslime.config.engines import check_teacher
-from mslime.config.errors import ConfigError, nearest
+from mslime.config.errors import ConfigError
 from mslime.config.reward import check_reward
 
 if TYPE_CHECKING:
@@ -300,14 +301,7 @@ def _sampling(config: RunConfig) -> None:
 
 
 def _filters(config: RunConfig) -> None:
-    value = config.rollout.dynamic_filter
-    if value not in ("none", "zero_variance") and value.count(":") != 1:
-        raise ConfigError(
-            "rollout.dynamic_filter",
-            value,
-            f"is none, zero_variance or `module:function` {nearest(value, ('none', 'zero_variance'))}".rstrip(),
-            "write for example my_project.filters:keep",
-        )
+    check_choice("rollout.dynamic_filter", config.rollout.dynamic_filter, ("none", "zero_variance"))
 
 
 def _steps(config: RunConfig) -> None:

@@ -409,8 +409,7 @@ class RunConfig(Section):
         chosen, correction = self.rollout.on_stale, self.algorithm.correction
         if chosen != "auto":
             return chosen
-        corrects = correction.action != "none" or correction.reference == "rollout"
-        return "keep" if corrects and self.rollout.max_staleness > 0 else "mask"
+        return "keep" if correction.corrects and self.rollout.max_staleness > 0 else "mask"
 
     @property
     def spare_groups(self) -> int:

@@ -142,7 +142,7 @@ def _switch_table(run: ResolvedRun) -> Table:
             ("advantage and loss", f"{a.advantage}, {a.loss}"),
             (
                 "correction",
-                a.correction.preset or f"{a.correction.action} by {a.correction.level}",
+                a.correction.function or a.correction.preset or f"{a.correction.action} by {a.correction.level}",
             ),
             ("KL to reference", f"{a.kl_coef:g} x {a.kl_type}, in the {a.kl_in}" if a.kl_coef else "off"),
             *([("critic", _critic(config))] if config.has_critic else []),

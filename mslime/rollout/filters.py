@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mslime.config.errors import ConfigError
 from mslime.data.sample import Group
-from mslime.extensions import load_function
+from mslime.extensions import calling, check_parameters, load_function
 
 GroupFilter = Callable[[Group], bool]
 
@@ -28,14 +28,11 @@ def load_filter(spec: str) -> tuple[str, GroupFilter | None]:
     if spec == "zero_variance":
         return spec, rewards_differ
     function = load_function(spec, "rollout.dynamic_filter")
+    check_parameters(function, spec, "rollout.dynamic_filter", "group")
 
     def keep(group: Group) -> bool:
-        try:
+        with calling(spec, "rollout.dynamic_filter", f"group {group.group_id} from {group.source}"):
             verdict = function(group)
-        except Exception as error:
-            where = f"group {group.group_id} from {group.source}"
-            raise ConfigError("rollout.dynamic_filter", spec, f"raised {type(error).__name__}: {error} for {where}",
-                              "mend the function") from error  # fmt: skip
         if not isinstance(verdict, bool):
             raise ConfigError("rollout.dynamic_filter", verdict, f"{spec} must return True (keep) or False",
                               "mend the function")  # fmt: skip

@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from typing import Any, BinaryIO
 
 from mslime.config.errors import ConfigError
-from mslime.extensions import load_function
+from mslime.extensions import check_parameters, load_function
 from mslime.rollout.graders.limits import Interrupted, interrupted_after, limit_memory
 from mslime.rollout.verdict import Job, Verdict, checked, checked_group
 
@@ -64,6 +64,7 @@ async def serve(stdin: BinaryIO, out: BinaryIO) -> None:
     job: Job = read_frame(stdin)
     try:
         function = load_function(job.function, job.setting)
+        check_parameters(function, job.function, job.setting, "samples" if job.per_group else "sample")
     except ConfigError as error:
         out.write(encode(("error", error)))
         out.flush()

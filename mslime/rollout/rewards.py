@@ -16,11 +16,12 @@ from mslime.config.errors import ConfigError, RewardError
 from mslime.config.reward import GraderConfig, RewardPartConfig, ScoringConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
+from mslime.extensions import MOST_METRICS
 from mslime.rollout.graders import words
 from mslime.rollout.graders.labels import label_problem
 from mslime.rollout.http_reward import HttpGrader
 from mslime.rollout.reward_pool import WorkerPool
-from mslime.rollout.verdict import MOST_METRICS, Job, Verdict
+from mslime.rollout.verdict import Job, Verdict
 
 MATH_MEMORY = 2 * 2**30  # bytes that grading may take; a number of that size is nobody's answer
 _TEXT: dict[str, Callable[[str, Any], float]] = {"exact": words.exact, "letters": words.letters, "f1": words.f1}

@@ -6,12 +6,11 @@ A module of its own, because verdicts travel between a worker process, where its
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
-MOST_METRICS = 64  # extra numbers of one sample
+from mslime.extensions import checked_metrics
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def checked(value: Any, length: int) -> Verdict:
         if "reward" not in value or unknown:
             wrong = f"with the keys {', '.join(unknown)} besides" if unknown else "without the key 'reward'"
             return Verdict(0.0, f"returned an object {wrong}; it may hold 'reward' and 'metrics'")
-        found = _checked_metrics(value.get("metrics") or {})
+        found = checked_metrics(value.get("metrics") or {})
         if isinstance(found, str):
             return Verdict(0.0, found)
         value, metrics = value["reward"], found
@@ -97,17 +96,3 @@ def _checked_steps(steps: Any, length: int) -> tuple[tuple[int, float], ...] | s
     if wrong is not None:
         return f"returned the process reward {wrong}: not finite, or beyond the {length} tokens"
     return pairs
-
-
-def _checked_metrics(metrics: Any) -> dict[str, float] | str:
-    """Extra numbers, or what is wrong with them."""
-    if not isinstance(metrics, Mapping):
-        return f"returned metrics {metrics!r:.80}, which are not an object of names and numbers"
-    if len(metrics) > MOST_METRICS:
-        return f"returned {len(metrics)} metrics; {MOST_METRICS} are the most"
-    for name, number in metrics.items():
-        if not isinstance(name, str) or re.fullmatch(r"[\w.@+-]+", name) is None:
-            return f"returned a metric named {name!r:.80}; a name is letters, digits and _ . @ + -"
-        if isinstance(number, str) or not isinstance(number, SupportsFloat) or not math.isfinite(float(number)):
-            return f"returned the metric {name} = {number!r:.80}, which is not a finite number"
-    return {name: float(number) for name, number in metrics.items()}

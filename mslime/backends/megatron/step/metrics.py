@@ -20,6 +20,10 @@ def over_all_ranks(statistics: LossStatistics, group: dist.ProcessGroup | None =
     """Summed and maximised over `group` (default: all trainer ranks), in place. A collective."""
     dist.all_reduce(statistics.sums, group=group)
     dist.all_reduce(statistics.maxima, op=dist.ReduceOp.MAX, group=group)
+    if statistics.reports_user_metrics:  # on every rank, or on none
+        names: list[tuple[str, ...] | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(names, statistics.user_names, group=group)
+        statistics.user_names = next(found for found in names if found)
     return statistics
 
 
