@@ -11,7 +11,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -138,8 +138,9 @@ def with_loss_defaults(values: dict[str, object]) -> dict[str, object]:
     base, given = defaults.get("correction"), values.get("correction")
     if isinstance(given, str):
         given = merged["correction"] = {"preset": given}
-    if isinstance(base, dict) and isinstance(given, dict) and not given.get("function"):
-        merged["correction"] = {**base, **given}
+    if isinstance(base, dict) and isinstance(given, dict):
+        asked = cast("dict[str, object]", given)
+        merged["correction"] = asked if asked.get("function") else {**base, **asked}
     return merged
 
 

@@ -142,11 +142,13 @@ class RolloutActor:
         from mslime.control.assemble import SourceNames
         from mslime.data.source import PromptSource
         from mslime.data.tokenizer import load_tokenizer
+        from mslime.preflight.seams import check_seams
         from mslime.rollout.protocols import ModelInfo
         from mslime.rollout.rewards import RewardScorer
         from mslime.rollout.service import RolloutService
 
         config, model = self._config, self._run.model
+        check_seams(config, "rollout service")
         self._layers = layers
         hide(*(key for a in (*addresses, *teachers) for key in (a.keys.api, a.keys.admin)))
         _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))

@@ -47,8 +47,10 @@ class TrainerActor(RankActor):
         """Build the model and optimizer; returns this rank's MoE layers."""
         from mslime.backends.megatron.step.critic import MegatronCritic
         from mslime.backends.megatron.step.trainer import MegatronTrainer
+        from mslime.preflight.seams import check_seams
 
         config = self._config
+        check_seams(config, "trainer")  # this machine may lack a module that the driver's has
         with phase(_log, f"starting at {rendezvous}"):
             self._trainer = MegatronTrainer(policy_spec(config), self._rank, config.layout.world_size, rendezvous)
             self._trainer.on_micro_batch = self._report

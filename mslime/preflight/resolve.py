@@ -19,6 +19,7 @@ from mslime.convert.hf import HFCheckpoint
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 from mslime.planner.flops import quadratic_tokens
 from mslime.preflight.data import check_data, check_supervised_data
+from mslime.preflight.seams import check_seams
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class ResolvedRun:
 def resolve(config: RunConfig, parts: Parts = WHOLE) -> ResolvedRun:
     """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake."""
     check_machines(config, parts)
+    check_seams(config)
     _check_paths(config)
     hf_config, checkpoint = _read_model(config, config.model.path)
     family = get_family(hf_config)

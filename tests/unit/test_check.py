@@ -71,6 +71,25 @@ def test_a_meaningless_combination_is_warned_of_and_still_checks(
     assert "warning" not in check(capsys, checkpoint, prompts)[1]
 
 
+@pytest.mark.parametrize(
+    ("setting", "function", "said"),
+    [
+        ("algorithm.advantage", "takes_two", r"called with (rewards)"),
+        ("algorithm.loss", "tis_agian", "has no function 'tis_agian' did you mean 'tis_again'"),
+        ("algorithm.loss", "grpo_again", "(batch, algorithm)"),
+        ("algorithm.correction.function", "too_few", "(log_ratio, batch)"),
+        ("rollout.dynamic_filter", "takes_two", "(group)"),
+    ],
+)
+def test_a_users_function_that_the_run_could_not_call_is_refused(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, setting: str, function: str, said: str
+) -> None:
+    status, _, err = check(
+        capsys, checkpoint, prompts, f"--{setting.replace('_', '-')}", f"tests.unit.user_functions:{function}"
+    )
+    assert status == 2 and f"{setting} = 'tests.unit.user_functions:{function}'" in err and said in err, err
+
+
 def test_where_the_teacher_is_gets_said_and_one_of_other_words_is_refused(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,77 @@
+"""Losses, advantages and corrections as users write them, good and bad."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mslime.algorithms.advantages import GroupRewards
+from mslime.algorithms.policies import TokenLoss
+from mslime.algorithms.token_batch import TokenBatch
+from mslime.config.algorithm import AlgorithmConfig
+
+
+def ppo_again(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
+    """The built-in ppo, written once more, which also tells of the ratio."""
+    ratio = torch.exp(batch.log_ratio)
+    plain = -ratio * batch.advantages
+    bounded = -ratio.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high) * batch.advantages
+    cut = bounded > plain
+    below, above = cut & (batch.advantages < 0), cut & (batch.advantages > 0)
+    return TokenLoss(torch.maximum(plain, bounded), below, above, {"ratio": ratio, "twice": 2 * ratio})
+
+
+def bare_reinforce(batch: TokenBatch, algorithm: AlgorithmConfig) -> Tensor:
+    """Only a tensor, and nonsense outside the mask."""
+    loss = -torch.exp(batch.log_ratio.detach()) * batch.advantages * batch.log_probs
+    return torch.where(batch.mask, loss, torch.nan)
+
+
+def summed(batch: TokenBatch, algorithm: AlgorithmConfig) -> Tensor:
+    return batch.log_probs.sum()
+
+
+def text(batch: TokenBatch, algorithm: AlgorithmConfig) -> str:
+    return "0.3"
+
+
+def raising(batch: TokenBatch, algorithm: AlgorithmConfig) -> Tensor:
+    raise KeyError("no such column")
+
+
+def per_half(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
+    never = torch.zeros_like(batch.mask)
+    return TokenLoss(batch.log_probs, never, never, {"half": batch.log_probs[::2]})
+
+
+def grpo_again(rewards: GroupRewards) -> np.ndarray:
+    centred = rewards.rewards - rewards.means[rewards.group]
+    centred[rewards.zero_variance[rewards.group]] = 0.0
+    variance = np.bincount(rewards.group, weights=centred**2) / (rewards.sizes - 1)
+    return centred / (np.sqrt(variance)[rewards.group] + 1e-6)
+
+
+def too_few(rewards: GroupRewards) -> np.ndarray:
+    return rewards.rewards[1:]
+
+
+def not_finite(rewards: GroupRewards) -> np.ndarray:
+    return rewards.rewards / 0 * 0
+
+
+def takes_two(rewards: GroupRewards, more: float) -> np.ndarray:
+    return rewards.rewards * more
+
+
+def tis_again(log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    return torch.exp(log_ratio).clamp(max=2.0), batch.mask
+
+
+def mis_again(log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    rho = torch.exp(log_ratio)
+    return rho, (rho >= 0.5) & (rho <= 2.0)
+
+
+def weights_alone(log_ratio: Tensor, batch: TokenBatch) -> Tensor:
+    return torch.exp(log_ratio)
