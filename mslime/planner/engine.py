@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mslime.config.schema import RunConfig
+from mslime.config.engines import SGLangConfig
 from mslime.convert.kinds import FusedQKV
 from mslime.convert.table import Rule, RuleTable
 from mslime.planner.activations import Widths
@@ -47,25 +47,25 @@ class EngineMemory:
 
 
 def engine_memory(
-    config: RunConfig, table: RuleTable, widths: Widths, num_layers: int, dtype: str, bucket: int, gpu_bytes: int
+    engine: SGLangConfig, table: RuleTable, widths: Widths, num_layers: int, dtype: str, bucket: int, gpu_bytes: int
 ) -> EngineMemory:
-    """Memory of one GPU of an engine of `sglang.tp_size`.
+    """Memory of one GPU of an engine of `engine.tp_size`.
 
     Args:
         dtype: of the engine's weights, as torch names it.
         bucket: bytes of the largest bucket of a weight update.
         gpu_bytes: of one GPU.
     """
-    tp, width = config.sglang.tp_size, DTYPE_BYTES[dtype]
+    tp, width = engine.tp_size, DTYPE_BYTES[dtype]
     weights = sum(_held(rule, tp) * (DTYPE_BYTES[rule.dtype] if rule.dtype else width) for rule in table.rules)
-    static = int(static_fraction(config, gpu_bytes) * gpu_bytes)
-    token_bytes = cache_bytes_per_token(config, widths, num_layers, width)
+    static = int(static_fraction(engine, gpu_bytes) * gpu_bytes)
+    token_bytes = cache_bytes_per_token(engine, widths, num_layers, width)
     state_bytes = _state_bytes(widths, tp, width)
     left = max(static - weights, 0)
     # Hybrid models share the rest between states and cache (SGLang's mamba_full_memory_ratio, default 0.9).
-    ratio = float(str(config.sglang.extra.get("mamba_full_memory_ratio") or 0.9)) if state_bytes else 0.0
+    ratio = float(str(engine.extra.get("mamba_full_memory_ratio") or 0.9)) if state_bytes else 0.0
     cache = int(left / (1 + ratio))
-    tokens = min(cache // token_bytes, config.sglang.max_total_tokens or cache // token_bytes)
+    tokens = min(cache // token_bytes, engine.max_total_tokens or cache // token_bytes)
     return EngineMemory(
         weights, tokens * token_bytes, left - cache if state_bytes else 0, gpu_bytes - static, bucket, token_bytes,
         state_bytes, tokens,
@@ -90,34 +90,34 @@ def _held(rule: Rule, tp: int) -> int:
     return number * math.prod(kind.full_shape) // (1 if kind.tp_axis is None else tp)
 
 
-def static_fraction(config: RunConfig, gpu_bytes: int) -> float:
+def static_fraction(engine: SGLangConfig, gpu_bytes: int) -> float:
     """`sglang.mem_fraction_static`, or SGLang 0.5.23's own choice (`handle_gpu_memory_settings`).
 
     Its reserve in MiB: 512 + 1.5 a prefill token + tp/8 x 1024 + 2 a request of the largest decode graph, at least
     10 GiB on GPUs above 60 GiB. Graph reserves of prefill are left out.
     """
-    if config.sglang.mem_fraction_static is not None:
-        return config.sglang.mem_fraction_static
-    prefill, tp = int(str(config.sglang.extra.get("chunked_prefill_size") or 8192)), config.sglang.tp_size
+    if engine.mem_fraction_static is not None:
+        return engine.mem_fraction_static
+    prefill, tp = int(str(engine.extra.get("chunked_prefill_size") or 8192)), engine.tp_size
     reserve = 512 + 1.5 * max(prefill, 2048) + tp / 8 * 1024 + 2 * (256 if tp < 4 else 512)
     if gpu_bytes > 60 * 1024 * MIB:
         reserve = max(reserve, 10 * 1024)
     return max(0.0, round((gpu_bytes - reserve * MIB) / gpu_bytes, 3))
 
 
-def cache_bytes_per_token(config: RunConfig, w: Widths, num_layers: int, width: int) -> int:
+def cache_bytes_per_token(engine: SGLangConfig, w: Widths, num_layers: int, width: int) -> int:
     """Keys and values of one token on one GPU.
 
     Grouped-query attention: 2 x head_dim for each key-value head that the GPU holds, at least one. Multi-latent
     attention: the compressed vector and the rotary key, on every GPU (SGLang's MLATokenToKVPool). Sliding-window layers
     are counted like full ones.
     """
-    if "fp8" in str(config.sglang.extra.get("kv_cache_dtype", "auto")):
+    if "fp8" in str(engine.extra.get("kv_cache_dtype", "auto")):
         width = 1
     layers = num_layers - len(w.linear_layers)
     if w.latent:
         return layers * (w.key_value_rank + w.rope_dim) * width
-    return layers * max(1, w.groups // config.sglang.tp_size) * (w.head_dim + w.value_dim) * width
+    return layers * max(1, w.groups // engine.tp_size) * (w.head_dim + w.value_dim) * width
 
 
 def _state_bytes(w: Widths, tp: int, width: int) -> int:

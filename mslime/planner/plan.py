@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mslime.config.dtypes import engine_dtype, export_dtype
+from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
+from mslime.config.training import PolicySpec, TrainingSpec, critic_spec, policy_spec
 from mslime.convert.families import get_family
 from mslime.convert.families.family import ModelFields
 from mslime.convert.kinds import padded_vocab_size
@@ -166,27 +168,32 @@ def make_plan(
     """
     family = get_family(hf_config)
     model, table = family.model_fields(hf_config), family.rules(hf_config)
-    layout, gpu_bytes = config.layout, int(config.cluster.gpu_memory_gb * GIB * USABLE)
-    serves = config.train.task == "rl"
+    spec, gpu_bytes = policy_spec(config), int(config.cluster.gpu_memory_gb * GIB * USABLE)
+    layout, limit, serves = spec.layout, longest_sequence(config), spec.train.task == "rl"
+    table.check_layout(layout)
     wire = engine_dtype(config, hf_config) if serves else export_dtype(hf_config)
     bucket = int(config.weights.bucket_mib * 2**20)
     flat = [[layer for chunk in stage for layer in chunk] for stage in config.megatron.stage_layers(model.num_layers)]
     sync = build_plan(table, layout, flat, wire, bucket) if serves else WeightPlan(layout, ())
-    stages = _stages(config, hf_config, sync, gpu_bytes, values=False)
+    stages = _stages(spec, hf_config, limit, sync, gpu_bytes, values=False)
     apart: tuple[StagePlan, ...] = ()
     beside: tuple[StagePlan, ...] = ()
     if config.has_critic:
-        apart = _stages(config, critic or hf_config, WeightPlan(layout, ()), gpu_bytes, values=True)
+        unsent = WeightPlan(layout, ())
+        apart = _stages(critic_spec(config), critic or hf_config, limit, unsent, gpu_bytes, values=True)
         if config.critic.placement == "shared":
             pairs = zip(stages, apart, strict=True)
             stages = tuple(replace(one, memory=one.memory.beside(other.memory)) for one, other in pairs)
             apart, beside = (), apart
-    host = host_memory(config, [stage.held for stage in stages], [stage.held for stage in beside])
+    per_node = config.cluster.gpus_per_node
+    host = host_memory(spec, per_node, [stage.held for stage in stages], [stage.held for stage in beside])
     largest = max((each.hf_bytes for each in sync.buckets), default=0)
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
-    engine = engine_memory(config, table, widths, model.num_layers, wire, largest, gpu_bytes) if serves else None
+    engine = engine_memory(config.sglang, table, widths, model.num_layers, wire, largest, gpu_bytes) if serves else None
     engines = config.sglang.gpus if serves else 0
-    responses, micro_batches = _tokens(config, model)
+    nodes, idle = _machines(per_node, layout.world_size + config.critic_ranks, engines, config.sglang, config.teacher)
+    longest = min(model.max_positions, limit)
+    responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
     chunks_of_step = micro_batches * layout.vpp
     return RunPlan(
         model=family.architecture,
@@ -196,7 +203,7 @@ def make_plan(
         gpu_bytes=gpu_bytes,
         trainer_gpus=layout.world_size,
         engine_gpus=engines,
-        nodes=_nodes(config, engines),
+        nodes=nodes,
         stages=stages,
         critic_stages=apart,
         engine=engine,
@@ -209,92 +216,97 @@ def make_plan(
         host=host,
         network=network_bytes_per_second(config.cluster),
         problems=(
-            *_trainer_problems(config, "trainer", stages, gpu_bytes),
-            *_trainer_problems(config, "critic", apart, gpu_bytes),
-            *_engine_problems(config, model, engine, gpu_bytes),
-            *_host_problems(config, host),
+            *_trainer_problems(spec, "trainer", stages, gpu_bytes),
+            *_trainer_problems(spec, "critic", apart, gpu_bytes),
+            *_engine_problems(config.sglang, spec.weights.bucket_mib, longest, engine, gpu_bytes),
+            *_host_problems(spec, config.cluster.host_memory_gb, host),
         ),
-        remarks=tuple(_remarks(config, model, engines)),
+        remarks=tuple(_remarks(layout, model, per_node, idle)),
     )
 
 
 def _stages(
-    config: RunConfig, hf_config: Mapping[str, object], sync: WeightPlan, gpu_bytes: int, *, values: bool
+    spec: TrainingSpec, hf_config: Mapping[str, object], limit: int, sync: WeightPlan, gpu_bytes: int, *, values: bool
 ) -> tuple[StagePlan, ...]:
-    """The stages of the policy, or of a critic with a value head."""
-    family, layout = get_family(hf_config), config.layout
+    """The stages of the policy, or of a critic with a value head; sequences have at most `limit` tokens."""
+    family, layout = get_family(hf_config), spec.layout
     fields, model, table = (
         family.transformer_fields(hf_config), family.model_fields(hf_config), family.rules(hf_config),
     )  # fmt: skip
     table.check_layout(layout)
-    check_model(config.megatron, config.cluster.device, fields)
+    check_model(spec.megatron, spec.device, fields)
     widths = read_widths(fields, model.moe_layer_ids)
-    chunks = config.megatron.stage_layers(model.num_layers)
+    chunks = spec.megatron.stage_layers(model.num_layers)
     held = stage_parameters(table, layout, chunks, widths.hidden + 1 if values else 0)
     rows = 0 if values else padded_vocab_size(model.vocab_size, layout.tp) // layout.tp
     work = [work_per_token(stage, layout, model.top_k, model.num_experts) for stage in held]
-    mean, tokens = sum(work) / len(work), micro_batch_tokens(config, model.max_positions)
+    mean = sum(work) / len(work)
+    tokens = micro_batch_tokens(spec.train, layout.cp, min(model.max_positions, limit))
     return tuple(
-        StagePlan(stage, trainer_memory(config, widths, tokens, rows, stage, sync, gpu_bytes), each / mean)
+        StagePlan(stage, trainer_memory(spec, widths, tokens, rows, stage, sync, gpu_bytes), each / mean)
         for stage, each in zip(held, work, strict=True)
     )
 
 
-def _nodes(config: RunConfig, engine_gpus: int) -> int:
-    """Machines: trainer and critic fill them in order; engines and teachers lie within one or over whole ones."""
-    per_node, trained = config.cluster.gpus_per_node, config.layout.world_size + config.critic_ranks
+def _machines(
+    per_node: int, trained: int, engine_gpus: int, engine: SGLangConfig, teacher: TeacherConfig
+) -> tuple[int, int]:
+    """(machines, GPUs of the last ones that nothing uses).
+
+    Trainer and critic, `trained` ranks, fill them in order; engines and teachers lie within one or over whole ones.
+    """
     nodes, free = -(-trained // per_node), -trained % per_node
-    engines = (engine_gpus // config.sglang.tp_size, config.sglang.tp_size)
-    for servers, tp in (engines, (config.teacher.launched, config.teacher.tp_size)):
+    for servers, tp in ((engine_gpus // engine.tp_size, engine.tp_size), (teacher.launched, teacher.tp_size)):
         if tp > per_node:
             nodes += servers * -(-tp // per_node)
             continue
         rest = max(servers - free // tp, 0)
         more = -(-rest // (per_node // tp))
         nodes, free = nodes + more, free + more * per_node - servers * tp
-    return nodes
+    return nodes, nodes * per_node - trained - engine_gpus - teacher.launched * teacher.tp_size
 
 
-def _remarks(config: RunConfig, model: ModelFields, engine_gpus: int) -> list[str]:
-    layout, per_node, said = config.layout, config.cluster.gpus_per_node, list[str]()
-    group = layout.expert_size
+def _remarks(layout: ParallelLayout, model: ModelFields, per_node: int, idle: int) -> list[str]:
+    group, said = layout.expert_size, list[str]()
     if model.num_experts and layout.ep > 1 and layout.world_size > per_node and (group > per_node or per_node % group):
         said.append(
             f"expert-parallel groups of {group} ranks (EP{layout.ep} ETP{layout.etp}) lie over several machines of "
             f"{per_node}: the all-to-all of every layer goes over the network"
         )
-    idle = _nodes(config, engine_gpus) * per_node - layout.world_size - config.critic_ranks - engine_gpus
-    idle -= config.teacher.launched * config.teacher.tp_size
     if idle and layout.world_size >= per_node:
         said.append(f"{idle} GPUs of the last machines are not used")
     return said
 
 
-def _host_problems(config: RunConfig, host: HostMemory) -> list[Problem]:
-    memory = config.cluster.host_memory_gb
+def _host_problems(spec: PolicySpec, memory: float | None, host: HostMemory) -> list[Problem]:
+    """`memory`: of a machine, in GiB."""
     has = None if memory is None else int(memory * GIB * HOST_USABLE)
     if has is None or host.total <= has:
         return []
-    more = f"spread it over more machines: raise cluster.trainer_ranks ({config.layout.world_size})"
+    more = f"spread it over more machines: raise cluster.trainer_ranks ({spec.layout.world_size})"
     if host.optimizer >= host.copies:
-        share = offloaded_share(config.megatron.extra)
+        share = offloaded_share(spec.megatron.extra)
         return [Problem("trainer machine, host memory", host.total, has, "optimizer",
                         f"lower megatron.optimizer_offload_fraction ({share:g}), or {more}")]  # fmt: skip
     return [Problem("trainer machine, host memory", host.total, has, "copies",
                     f"do without algorithm.kl_coef or model.teacher_path, or {more}")]  # fmt: skip
 
 
-def _tokens(config: RunConfig, model: ModelFields) -> tuple[tuple[int, int], int]:
-    """Responses of an optimizer step on the emptiest and fullest data-parallel rank; micro-batches at full length."""
-    r, t = config.rollout, config.train
-    step = r.groups_per_step * r.group_size // t.optimizer_steps_per_rollout if t.task == "rl" else t.sft_batch_size
-    few, many = step // config.layout.dp, -(-step // config.layout.dp)
-    longest = longest_sequence(config, model.max_positions)
-    budget = t.max_tokens_per_micro_batch * config.layout.cp
+def _tokens(spec: TrainingSpec, responses: int, longest: int) -> tuple[tuple[int, int], int]:
+    """Responses of an optimizer step on the emptiest and fullest data-parallel rank; micro-batches at full length.
+
+    Args:
+        responses: of a rollout.
+        longest: tokens of one, with its prompt.
+    """
+    t, dp = spec.train, spec.layout.dp
+    step = responses // t.optimizer_steps_per_rollout if t.task == "rl" else t.sft_batch_size
+    few, many = step // dp, -(-step // dp)
+    budget = t.max_tokens_per_micro_batch * spec.layout.cp
     return (few, many), max(1, -(-many * longest // max(budget, longest)))
 
 
-def _trainer_problems(config: RunConfig, who: str, stages: tuple[StagePlan, ...], gpu_bytes: int) -> list[Problem]:
+def _trainer_problems(spec: PolicySpec, who: str, stages: tuple[StagePlan, ...], gpu_bytes: int) -> list[Problem]:
     if not stages:
         return []
     worst = max(stages, key=lambda stage: stage.memory.peak)
@@ -306,17 +318,17 @@ def _trainer_problems(config: RunConfig, who: str, stages: tuple[StagePlan, ...]
         del sizes["sync"]
     component = max(sizes, key=lambda name: sizes[name])
     where = f"{who}, stage {worst.held.stage}"
-    return [Problem(where, memory.peak, gpu_bytes, component, _way_out(config, component))]
+    return [Problem(where, memory.peak, gpu_bytes, component, _way_out(spec, component))]
 
 
-def _way_out(config: RunConfig, component: str) -> str:
-    m, layout = config.megatron, config.layout
+def _way_out(spec: PolicySpec, component: str) -> str:
+    m, layout = spec.megatron, spec.layout
     grid = (
         f"raise the expert-parallel size ({layout.ep}), pipeline stages ({layout.pp}) or "
         f"tensor-parallel size ({layout.tp}) under megatron.*"
     )
     full = "set megatron.recompute_granularity: full" if m.recompute_granularity != "full" else ""
-    tokens = f"lower train.max_tokens_per_micro_batch ({config.train.max_tokens_per_micro_batch})"
+    tokens = f"lower train.max_tokens_per_micro_batch ({spec.train.max_tokens_per_micro_batch})"
     sharing = "set megatron.use_distributed_optimizer" if not m.use_distributed_optimizer else (
         f"share it over more data-parallel ranks: raise cluster.trainer_ranks ({layout.world_size})"
     )  # fmt: skip
@@ -328,17 +340,17 @@ def _way_out(config: RunConfig, component: str) -> str:
         "working": f"{tokens}, or raise megatron.tensor_model_parallel_size ({layout.tp})",
         "logits": f"{tokens}, or raise megatron.tensor_model_parallel_size ({layout.tp})",
         "critic": f"set critic.placement: separate ({layout.world_size} more GPUs)",
-        "sync": f"lower weights.bucket_mib ({config.weights.bucket_mib:g})",
+        "sync": f"lower weights.bucket_mib ({spec.weights.bucket_mib:g})",
     }[component]
 
 
 def _engine_problems(
-    config: RunConfig, model: ModelFields, engine: EngineMemory | None, gpu_bytes: int
+    settings: SGLangConfig, bucket_mib: float, longest: int, engine: EngineMemory | None, gpu_bytes: int
 ) -> list[Problem]:
+    """`bucket_mib`: of a weight update; `longest`: tokens of a response with its prompt."""
     if engine is None:
         return []
     problems: list[Problem] = []
-    longest = longest_sequence(config, model.max_positions)
     if engine.tokens < longest:
         component = "weights" if engine.cache < engine.weights else "cache"
         problems.append(
@@ -347,7 +359,7 @@ def _engine_problems(
                 engine.weights + longest * engine.token_bytes + engine.runtime,
                 gpu_bytes,
                 component,
-                f"raise sglang.tp_size ({config.sglang.tp_size}) or sglang.mem_fraction_static: "
+                f"raise sglang.tp_size ({settings.tp_size}) or sglang.mem_fraction_static: "
                 f"the cache has room for {engine.tokens:,} tokens, and one response may have {longest:,}",
             )
         )
@@ -358,7 +370,7 @@ def _engine_problems(
                 engine.bucket + RUNTIME_BYTES,
                 engine.runtime,
                 "bucket",
-                f"lower sglang.mem_fraction_static, or weights.bucket_mib ({config.weights.bucket_mib:g})",
+                f"lower sglang.mem_fraction_static, or weights.bucket_mib ({bucket_mib:g})",
             )
         )
     return problems

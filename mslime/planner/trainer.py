@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields, replace
 
 from mslime.config.dtypes import trainer_dtype
 from mslime.config.layout import ParallelLayout
-from mslime.config.schema import RunConfig
+from mslime.config.schema import RunConfig, TrainConfig
+from mslime.config.training import ModelSpec, PolicySpec
 from mslime.planner.activations import Widths, chunks_in_flight, kept_elements, working_elements
 from mslime.planner.parameters import StageParameters
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
@@ -80,9 +81,9 @@ class TrainerMemory:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def params_bytes(config: RunConfig) -> int:
-    """Bytes of a parameter; `cluster.device: auto` counts as GPUs."""
-    return DTYPE_BYTES[trainer_dtype(config.megatron, cpu=config.cluster.device == "cpu")]
+def params_bytes(spec: ModelSpec) -> int:
+    """Bytes of a parameter; the device `auto` counts as GPUs."""
+    return DTYPE_BYTES[trainer_dtype(spec.megatron, cpu=spec.device == "cpu")]
 
 
 def optimizer_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> float:
@@ -125,24 +126,26 @@ def offloaded_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> fl
     return offloaded_share(extra) * (main + 8 + gradient + given * PINNED_ROUNDING)
 
 
-def longest_sequence(config: RunConfig, max_positions: int) -> int:
-    """Tokens of the longest prompt and response; for supervised rows without a limit, a full micro-batch."""
+def longest_sequence(config: RunConfig) -> int:
+    """Tokens of the longest prompt and response, whatever positions the model has.
+
+    Of supervised rows without a limit: a full micro-batch.
+    """
     r = config.rollout
     if r.max_total_tokens is not None:
-        return min(max_positions, r.max_total_tokens)
+        return r.max_total_tokens
     if config.train.task == "sft":
-        return min(max_positions, config.train.max_tokens_per_micro_batch * config.layout.cp)
-    return min(max_positions, (config.data.max_prompt_tokens or UNBOUNDED_PROMPT) + r.max_response_tokens)
+        return config.train.max_tokens_per_micro_batch * config.layout.cp
+    return (config.data.max_prompt_tokens or UNBOUNDED_PROMPT) + r.max_response_tokens
 
 
-def micro_batch_tokens(config: RunConfig, max_positions: int) -> int:
+def micro_batch_tokens(train: TrainConfig, cp: int, longest: int) -> int:
     """Tokens of the largest micro-batch on a context-parallel rank: a sequence over the budget gets one of its own."""
-    longest = -(-longest_sequence(config, max_positions) // config.layout.cp)
-    return max(config.train.max_tokens_per_micro_batch, longest)
+    return max(train.max_tokens_per_micro_batch, -(-longest // cp))
 
 
 def trainer_memory(
-    config: RunConfig,
+    spec: ModelSpec,
     widths: Widths,
     tokens: int,
     vocab_rows: int,
@@ -160,14 +163,14 @@ def trainer_memory(
         sync: the plan of the weight sync; one without buckets for supervised training.
         gpu_bytes: of one GPU.
     """
-    layout, width = config.layout, params_bytes(config)
-    how = config.megatron.recompute
+    layout, width = spec.layout, params_bytes(spec)
+    how = spec.megatron.recompute
     kept = kept_elements(widths, layout, held.chunks, how) * chunks_in_flight(layout, held.stage)
-    gradient_width = 4 if config.megatron.extra.get("grad_reduce_in_fp32", True) else 2
+    gradient_width = 4 if spec.megatron.extra.get("grad_reduce_in_fp32", True) else 2
     return TrainerMemory(
-        weights=parameter_bytes(config, held) + held.buffers * 4,
+        weights=parameter_bytes(spec, held) + held.buffers * 4,
         gradients=held.trained * gradient_width,
-        optimizer=optimizer_bytes(config, layout, held),
+        optimizer=optimizer_bytes(spec, held),
         activations=int(kept * tokens * width),
         working=int(working_elements(widths, layout, held.layers, how) * tokens * width),
         logits=_output_bytes(tokens, vocab_rows, widths.hidden, width) if held.stage == layout.pp - 1 else 0,
@@ -176,32 +179,29 @@ def trainer_memory(
     )
 
 
-def parameter_bytes(config: RunConfig, held: StageParameters) -> int:
+def parameter_bytes(spec: ModelSpec, held: StageParameters) -> int:
     """Bytes of one rank's parameters, buffers left out; what a real rank's tensors add up to."""
-    return (held.trained - held.float32) * params_bytes(config) + held.float32 * 4
+    return (held.trained - held.float32) * params_bytes(spec) + held.float32 * 4
 
 
-def optimizer_bytes(config: RunConfig, layout: ParallelLayout, held: StageParameters) -> int:
+def optimizer_bytes(spec: ModelSpec, held: StageParameters) -> int:
     """Optimizer state of one rank: the mean over the ranks that share it out.
 
     The distributed optimizer cuts buffers into equal runs, so that a rank's share differs from the mean by the padding
     of its buckets (at most 64 elements a parameter).
     """
-    return _of_own_share(config, layout, held, optimizer_bytes_per_parameter)
+    return _of_own_share(spec, held, optimizer_bytes_per_parameter)
 
 
 def _of_own_share(
-    config: RunConfig,
-    layout: ParallelLayout,
-    held: StageParameters,
-    per_parameter: Callable[[int, Mapping[str, object]], float],
+    spec: ModelSpec, held: StageParameters, per_parameter: Callable[[int, Mapping[str, object]], float]
 ) -> int:
     """`per_parameter(width, extra)` of all parameters that one rank updates."""
-    sharded = config.megatron.use_distributed_optimizer
+    layout, sharded = spec.layout, spec.megatron.use_distributed_optimizer
     dense_ranks, expert_ranks = (layout.dp * layout.cp, layout.edp) if sharded else (1, 1)
     usual = held.expert / expert_ranks + (held.dense - held.float32) / dense_ranks
-    each = per_parameter(params_bytes(config), config.megatron.extra)
-    return int(each * usual + per_parameter(4, config.megatron.extra) * held.float32 / dense_ranks)
+    each = per_parameter(params_bytes(spec), spec.megatron.extra)
+    return int(each * usual + per_parameter(4, spec.megatron.extra) * held.float32 / dense_ranks)
 
 
 def _output_bytes(tokens: int, vocab_rows: int, hidden: int, width: int) -> int:
@@ -235,20 +235,21 @@ class HostMemory:
 
 
 def host_memory(
-    config: RunConfig, held: Sequence[StageParameters], critic: Sequence[StageParameters] = ()
+    spec: PolicySpec, gpus_per_node: int, held: Sequence[StageParameters], critic: Sequence[StageParameters] = ()
 ) -> HostMemory:
     """Host memory of the machine that needs most: one full of ranks of the largest stage.
 
     Args:
+        spec: the policy's; a critic has its layout and settings of megatron-core.
         held: of a rank of each stage.
         critic: likewise, of a critic on the same GPUs.
     """
-    ranks = min(config.cluster.gpus_per_node, config.layout.world_size)
-    others = (config.algorithm.kl_coef > 0) + (config.model.teacher_path is not None)
-    each = max(parameter_bytes(config, stage) for stage in held)
-    copies = (others + 1) * ranks * each if others and config.train.task == "rl" else 0
+    ranks = min(gpus_per_node, spec.layout.world_size)
+    others = (spec.reference is not None) + (spec.teacher is not None)
+    each = max(parameter_bytes(spec, stage) for stage in held)
+    copies = (others + 1) * ranks * each if others else 0
     updated = [
-        max((_of_own_share(config, config.layout, stage, offloaded_bytes_per_parameter) for stage in stages), default=0)
+        max((_of_own_share(spec, stage, offloaded_bytes_per_parameter) for stage in stages), default=0)
         for stages in (held, critic)
     ]
     return HostMemory(copies, ranks * sum(updated))

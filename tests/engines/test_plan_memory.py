@@ -19,7 +19,7 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout, stage_layers
 from mslime.config.schema import RunConfig
-from mslime.config.training import critic_spec
+from mslime.config.training import critic_spec, policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.planner.activations import chunks_in_flight, kept_elements, read_widths
 from mslime.planner.parameters import StageParameters, stage_parameters
@@ -174,12 +174,12 @@ def compare(config: RunConfig, found: list[dict[str, Any]], planned: tuple[Stage
         ranks = found[stage * per_stage : (stage + 1) * per_stage]
         for rank in ranks:
             assert rank["layers"] == list(held.layers)
-            assert rank["parameters"] == parameter_bytes(config, held)
+            assert rank["parameters"] == parameter_bytes(policy_spec(config), held)
             assert rank["gradients"] == held.trained * 4
             # The buffer pads every parameter to 64 elements and every bucket to 128 and the ranks that share it.
             assert 0 <= rank["buffers"] - rank["gradients"] <= (64 * rank["tensors"] + 128 * 4) * 4
         each = [rank["optimizer"] for rank in ranks]
-        assert sum(each) == optimizer_bytes(config, config.layout, held) * per_stage
+        assert sum(each) == optimizer_bytes(policy_spec(config), held) * per_stage
         assert max(each) - min(each) <= 12 * 64 * ranks[0]["tensors"] + 12 * 128
 
 

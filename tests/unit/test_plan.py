@@ -252,7 +252,7 @@ def test_the_default_share_of_an_engine_is_sglang_s_own() -> None:
     """SGLang 0.5.23 on an H100: 1.5 MiB for each of 8,192 prefill tokens, a GiB for TP8, a GiB of decode graphs."""
     config = plan_config({"model": {"path": "m"}, "sglang": {"tp_size": 8}})
     reserved = 512 + 8192 * 1.5 + 1024 + 2 * 512
-    assert static_fraction(config, 80 * GIB) == pytest.approx((80 * 1024 - reserved) / (80 * 1024), abs=1e-3)
+    assert static_fraction(config.sglang, 80 * GIB) == pytest.approx((80 * 1024 - reserved) / (80 * 1024), abs=1e-3)
 
 
 def test_a_weight_sync_moves_every_trained_parameter_once_to_every_engine_gpu() -> None:
@@ -401,6 +401,12 @@ def test_planning_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_experts_that_the_layout_does_not_divide_are_refused_by_name() -> None:
+    megatron, cluster = {"expert_model_parallel_size": 8}, {"trainer_ranks": 8}
+    with pytest.raises(ConfigError, match="must divide the model's 60 experts"):
+        planned("qwen1.5-moe-A2.7B", megatron=megatron, cluster=cluster, train={"replay": "off"})
 
 
 def test_uneven_stages_say_which_size_would_work() -> None:
