@@ -55,6 +55,10 @@ class RewardError(UserError):
     """A reward function raised, ran out of time, or returned something that is not a finite number."""
 
 
+class RolloutError(UserError):
+    """A rollout function raised, or did to its sample what it may not."""
+
+
 class EngineError(UserError):
     """A generation engine lacks a feature, did not start, died, or refused a request."""
 

@@ -300,8 +300,9 @@ def _sampling(config: RunConfig) -> None:
         )
 
 
-def _filters(config: RunConfig) -> None:
+def _named_functions(config: RunConfig) -> None:
     check_choice("rollout.dynamic_filter", config.rollout.dynamic_filter, ("none", "zero_variance"))
+    check_choice("rollout.function", config.rollout.function, ("single_turn",))
 
 
 def _steps(config: RunConfig) -> None:
@@ -420,7 +421,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     check_teacher,
     _critic,
     _sampling,
-    _filters,
+    _named_functions,
     check_reward,
     _steps,
     _sets,

@@ -104,6 +104,11 @@ class RolloutConfig(Section):
 
     groups_per_step: int = Field(default=32, le=1_000_000, ge=1, description="Prompt groups of one training step.")
     group_size: int = Field(default=8, le=1_000_000, ge=1, description="Responses per prompt.")
+    function: Literal["single_turn"] | str = Field(
+        default="single_turn",
+        description="What a rollout does: one response to its prompt, or an async `module:function`(task, engine) of "
+        "several turns, for training and evaluation (docs/extending.md).",
+    )
     max_staleness: int = Field(
         default=0,
         le=1_000_000,

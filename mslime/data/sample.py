@@ -134,6 +134,11 @@ class Sample:
         return self.tokens[self.prompt_length :]
 
     @property
+    def sampled_tokens(self) -> int:
+        """Tokens that a policy sampled, trained or not."""
+        return sum(s.end - s.start for s in self.segments if s.version is not None)
+
+    @property
     def trainable_tokens(self) -> int:
         """Tokens that may enter the loss."""
         return int(self.loss_mask.sum())

@@ -23,6 +23,7 @@ from mslime.rollout.filters import load_filter
 from mslime.rollout.graders.labels import alternatives, label_problem, math_labels
 from mslime.rollout.http_reward import token_of
 from mslime.rollout.rewards import RewardScorer
+from mslime.rollout.workflow import load_workflow
 
 READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
 SHOWN = 60
@@ -36,9 +37,10 @@ def check_rewards(config: RunConfig, sources: Mapping[str, PromptSource], tokeni
 
     Raises:
         DataError: a row's label cannot be graded.
-        ConfigError: a reward function or the filter cannot be imported, or the token of a served reward is not set.
+        ConfigError: a function of reward, filter or rollout cannot be used, or the token of a served reward is not set.
     """
     load_filter(config.rollout.dynamic_filter)
+    load_workflow(config.rollout.function)
     notes: list[str] = []
     own = {s.name: (f"data.eval_sets[{i}].reward", s.reward) for i, s in enumerate(config.data.eval_sets)}
     sizes = {"": config.rollout.group_size} | {s.name: s.samples_per_prompt for s in config.data.eval_sets}

@@ -11,7 +11,7 @@ Nothing here waits: there is no asyncio, no engine and no clock, so any order of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,7 @@ class Books:
         ledger: the fate of every generated token.
         counters: of what happened to groups and responses.
         next_group_id: groups that were begun.
+        on_discard: told of every sample whose response is thrown away.
     """
 
     def __init__(self, config: RunConfig, taught: bool = False) -> None:
@@ -111,6 +112,7 @@ class Books:
         self.version = self.next_group_id = 0
         self.running, self.partial, self.accepted = dict[int, Group](), list[Group](), list[Group]()
         self.ledger, self.counters = Ledger(), StepCounters()
+        self.on_discard: Callable[[Sample], None] = lambda sample: None
         self._base_version: int | None = None
         self._taken_count = 0
         self._taken: _Taken | None = None
@@ -148,10 +150,11 @@ class Books:
     def generated(self, sample: Sample, tokens: int) -> None:
         """An engine returned `tokens` more of a sample, which are in it."""
         self.ledger.generate(tokens)
-        if sample.status is SampleStatus.ABORTED:
-            self.counters.add("aborted")
-        elif sample.status.finished:
-            self.counters.add("done")
+        self.counters.add("aborted", sample.status is SampleStatus.ABORTED)
+
+    def begin_again(self, sample: Sample) -> None:
+        """A running sample loses its response: what made it cannot go on in the middle."""
+        self._restart([sample], "restarted")
 
     def put_back(self, group: Group) -> None:
         """A running group rests as it is, until it is continued."""
@@ -160,7 +163,7 @@ class Books:
     def interrupted(self, group: Group) -> None:
         """A running group is interrupted and rests; without partial rollouts it begins again from its prompt."""
         if not self._rollout.partial:
-            self.ledger.drop(sum(s.restart() for s in group.samples), "aborted")
+            self._restart(group.samples, "aborted")
         self.put_back(group)
 
     def complete(self, group: Group) -> None:
@@ -218,8 +221,15 @@ class Books:
                 return False
         return True
 
+    def _restart(self, samples: Sequence[Sample], reason: str) -> None:
+        self.ledger.drop(sum(s.restart() for s in samples), reason)
+        for sample in samples:
+            self.on_discard(sample)
+
     def _drop(self, group: Group, reason: str) -> None:
         self.ledger.drop(trainable([group]), reason)
+        for sample in group.samples:
+            self.on_discard(sample)
 
     # ---------------------------------------------------------------------------------------------- the age test
 
@@ -257,7 +267,7 @@ class Books:
             self._drop(group, "stale")
             self.counters.add("stale_groups")
             return False
-        self.ledger.drop(sum(s.restart() for s in stale), "stale")
+        self._restart(stale, "stale")
         return True
 
     # ------------------------------------------------------------------------------------------------- the trainer

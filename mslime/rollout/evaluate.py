@@ -1,14 +1,16 @@
-"""What a held-out set says: accuracy, pass@k and response lengths."""
+"""A held-out set: its prompts are answered by the rollout function, and scored; accuracy, pass@k and lengths."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mslime.data.sample import Sample, SampleStatus
+from mslime.data.sample import Group, Sample, SampleStatus
+from mslime.rollout.protocols import Scorer
 
 RIGHT_ABOVE = 0.5
 
@@ -79,3 +81,31 @@ def summarise(name: str, groups: Sequence[Sequence[Sample]], seconds: float) -> 
         seconds,
         next(iter(versions), None),
     )
+
+
+async def answer(groups: Sequence[Group], roll: Callable[[Sample], Awaitable[None]], scorer: Scorer) -> None:
+    """Finish and score all samples of `groups`. Raises the first error; the others are cancelled then.
+
+    Args:
+        roll: brings a sample to its end.
+    """
+
+    async def run(sample: Sample) -> None:
+        await roll(sample)
+        if not scorer.per_group and sample.reward is None:
+            sample.reward = await scorer.score(sample)
+
+    async def score(group: Group) -> None:
+        rewards = await scorer.score_group(group.samples)
+        for sample, reward in zip(group.samples, rewards, strict=True):
+            sample.reward = reward
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for sample in (s for g in groups for s in g.samples):
+                tasks.create_task(run(sample))
+        async with asyncio.TaskGroup() as tasks:
+            for group in groups if scorer.per_group else []:
+                tasks.create_task(score(group))
+    except ExceptionGroup as errors:  # the first failure cancelled the others
+        raise errors.exceptions[0] from None

@@ -12,18 +12,18 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mslime.backends.sglang.client import EngineBusy, EngineDied
 from mslime.backends.sglang.endings import Endings
-from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.backends.sglang.generating import Finish, GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError, reading
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.routes import Routes
-from mslime.data.sample import Sample, SampleStatus
+from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.protocols import Engines, ModelInfo, living
 
@@ -33,7 +33,7 @@ class Sampling:
     """How responses are drawn.
 
     Attributes:
-        max_response_tokens: over all continuations of a response.
+        max_response_tokens: that the model may add to a sample, over all turns and continuations.
         max_total_tokens: prompt and response together.
         want_routes: ask for routed experts.
         refused_input: see `ModelInfo`.
@@ -76,7 +76,7 @@ class Sampling:
         """Tokens that may still be added to `sample`; 0 where no engine would take what there is of it."""
         if len(sample) >= self.longest_input:
             return 0
-        return min(self.max_response_tokens - sample.response_length, self.max_total_tokens - len(sample))
+        return min(self.max_response_tokens - sample.sampled_tokens, self.max_total_tokens - len(sample))
 
 
 @dataclass
@@ -90,6 +90,19 @@ class Traffic:
 
     open: bool = False
     in_flight: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one request added to a sample.
+
+    Attributes:
+        tokens: how many.
+        finish: why it ended; None when nothing was sent.
+    """
+
+    tokens: int
+    finish: Finish | None
 
 
 class Generator:
@@ -117,7 +130,8 @@ class Generator:
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
         self._version, self._on_request = version, on_request
-        self._endings = Endings(model.end_ids | set(config.rollout.stop_token_ids), config.rollout.stop, tokenizer)
+        self._end_ids, self._stop = model.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
+        self._endings = Endings(self._end_ids, self._stop, tokenizer)
         self._slots = asyncio.Semaphore(config.rollout.concurrency * len(engines.clients))
         self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run
         self._numbers = itertools.count()
@@ -125,35 +139,57 @@ class Generator:
         self.ready = asyncio.Event()
         self.ready.set()
 
-    async def advance(self, sample: Sample, sampling: Sampling, session: str, traffic: Traffic) -> int:
-        """Continue `sample` by one request and set its status; return how many tokens were added.
+    async def advance(
+        self,
+        sample: Sample,
+        sampling: Sampling,
+        session: str,
+        traffic: Traffic,
+        *,
+        start: int,
+        most: int | None = None,
+        stop: tuple[str, ...] = (),
+    ) -> Step:
+        """Continue `sample` by one request.
 
         Args:
             session: requests of one session prefer one engine.
             traffic: whose request this is; a closed one leaves the sample as it is.
+            start: first token of the turn that is continued.
+            most: tokens to be added; fewer where the sample has less room.
+            stop: texts that end the turn, beside those of the configuration.
 
         Raises:
             EngineError: no engine is left, or the last one tried refused; the sample keeps what it had.
         """
         async with self._slots:
-            room = sampling.room(sample)
+            room = sampling.room(sample) if most is None else min(most, sampling.room(sample))
             if room <= 0:
-                self._finish(sample, SampleStatus.TRUNCATED)
-                return 0
+                return Step(0, "length")
             if sampling.want_routes and sample.routes is None:
                 sample.routes = Routes.empty(self._model.moe_layer_ids, self._model.top_k, self._model.num_experts)
             oldest = self._version()
-            result = await self._answer(self._compose(sample, sampling, room, session), traffic)
+            result = await self._answer(self._compose(sample, sampling, room, session, stop), traffic)
         if result is None:
-            return 0
+            return Step(0, None)
         self.cached_tokens += result.cached_tokens
+        endings = self._endings if not stop else Endings(self._end_ids, self._stop + stop, self._tokenizer)
         which = f"group {sample.group_id}, response {sample.index}"
         with reading(EngineError, result.engine, f"{which}: an answer that does not add up", "read the engine's log"):
-            return self._absorb(sample, self._endings.settled(sample.response_tokens, result), oldest)
+            return self._absorb(sample, endings.settled(sample.tokens[start:], result), oldest)
 
-    def _compose(self, sample: Sample, sampling: Sampling, room: int, session: str) -> GenerateRequest:
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text that is not the beginning of a sequence."""
+        return self._tokenizer.encode(text, special_tokens=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        return self._tokenizer.decode(tokens)
+
+    def _compose(
+        self, sample: Sample, sampling: Sampling, room: int, session: str, stop: tuple[str, ...]
+    ) -> GenerateRequest:
         """The request that continues `sample` by at most `room` tokens."""
-        rollout = self._config.rollout
         return GenerateRequest(
             rid=f"{self._run}-{session}-{sample.index}-{next(self._numbers)}",
             input_ids=sample.tokens,
@@ -161,8 +197,8 @@ class Generator:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            stop=tuple(rollout.stop),
-            stop_token_ids=tuple(rollout.stop_token_ids),
+            stop=self._stop + stop,
+            stop_token_ids=tuple(self._config.rollout.stop_token_ids),
             seed=zlib.crc32(f"{self._config.seed}/{session}/{sample.index}/{len(sample)}".encode()) & 0x7FFFFFFF,
             want_routes=sampling.want_routes,
             routes_start=len(sample.routes) if sampling.want_routes and sample.routes is not None else 0,
@@ -200,9 +236,8 @@ class Generator:
         self._on_request(result.engine, start, time.time())
         return result
 
-    def _absorb(self, sample: Sample, result: GenerateResult, oldest: int) -> int:
-        """Add an answer to its sample, if it names weights that the engines may have served since `oldest`; return how
-        many tokens were added."""
+    def _absorb(self, sample: Sample, result: GenerateResult, oldest: int) -> Step:
+        """Add an answer to its sample, if it names weights that the engines may have served since `oldest`."""
         if len(result.output_ids):
             versions = [version for version, _, _ in result.versions]
             possible = oldest <= min(versions) and max(versions) <= self._version()
@@ -216,13 +251,5 @@ class Generator:
                 routes=routes,
                 supports=result.supports,
             )
-        if result.finish == "abort":
-            sample.status = SampleStatus.ABORTED
-            sample.aborts += 1
-        else:
-            self._finish(sample, SampleStatus.COMPLETED if result.finish == "stop" else SampleStatus.TRUNCATED)
-        return len(result.output_ids)
-
-    def _finish(self, sample: Sample, status: SampleStatus) -> None:
-        sample.status = status
-        sample.response = self._tokenizer.decode(sample.response_tokens.tolist())
+        sample.aborts += result.finish == "abort"
+        return Step(len(result.output_ids), result.finish)

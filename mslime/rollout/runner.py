@@ -1,26 +1,77 @@
-"""Runs groups: generates and scores their samples, and tells the books where each group then belongs.
+"""Runs groups: calls the rollout function of each sample, scores it, and tells the books where a group then belongs.
 
-A group's task ends when all its samples are scored, when it was interrupted, or when something failed. The first
-failure is kept for whoever waits for groups. All methods belong to one event loop.
+A group runs until all its samples are scored, until it was interrupted, or until something failed. An interrupted group
+rests: its functions wait inside `generate`, or go on with what they do beside the engines, until the group is
+continued. The first failure is kept for whoever waits for groups. All methods belong to one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.errors import UserError
+from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.rollout.books import Books
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.scoring import Scoring
+from mslime.rollout.turns import Door, Rollout
+from mslime.rollout.workflow import Workflow, single_turn
+
+
+@dataclass
+class _LiveGroup:
+    """A group with rollouts under way, whether it runs or rests.
+
+    Attributes:
+        rollouts: by index of their samples, with the task of each.
+    """
+
+    group: Group
+    door: Door
+    rollouts: dict[int, tuple[Rollout, asyncio.Task[None]]] = field(
+        default_factory=dict[int, tuple[Rollout, asyncio.Task[None]]]
+    )
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether nothing of the group is at an engine or scored, and nothing will be before it is continued."""
+        going = [rollout for rollout, task in self.rollouts.values() if not task.done()]
+        if any(r.busy for r in going):
+            return False
+        return not going or not self.door.traffic.open or any(r.waiting for r in going)
+
+    @property
+    def ended(self) -> bool:
+        """Whether all rollouts have come to their end."""
+        return all(task.done() for _, task in self.rollouts.values())
+
+    def admit(self) -> None:
+        """Let those who wait go on."""
+        for rollout, _ in self.rollouts.values():
+            rollout.waiting = False
+        self.door.admit()
+
+    def rest(self) -> None:
+        """Keep the rollouts that can go on."""
+        self.door.admitted = False
+        self.rollouts = {i: (r, task) for i, (r, task) in self.rollouts.items() if not task.done()}
+
+    def errors(self) -> list[BaseException]:
+        """Of the rollouts that ended by one."""
+        ended = [task for _, task in self.rollouts.values() if task.done()]
+        cancelled: list[BaseException] = [asyncio.CancelledError() for task in ended if task.cancelled()]
+        return cancelled + [e for task in ended if not task.cancelled() and (e := task.exception()) is not None]
 
 
 class GroupRunner:
     """Runs the groups of training.
 
     Args:
+        workflow: the function of `rollout.function`.
         on_response: called after each finished response.
         on_end: called when a group has ended or rests, so that another may be submitted.
 
@@ -32,6 +83,8 @@ class GroupRunner:
 
     def __init__(
         self,
+        config: RunConfig,
+        workflow: Workflow,
         books: Books,
         generator: Generator,
         sampling: Sampling,
@@ -39,18 +92,32 @@ class GroupRunner:
         on_response: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
+        self._seed, self._spec, self._workflow = config.seed, config.rollout.function, workflow
         self._books, self._generator, self._sampling, self._scoring = books, generator, sampling, scoring
         self._on_response, self._on_end = on_response, on_end
+        self._live: dict[int, _LiveGroup] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.traffic, self.moved = Traffic(), asyncio.Event()
         self.failure: BaseException | None = None
         self._forgiven: set[int] = set()  # groups in flight when a failure was raised: theirs is the same one
+        books.on_discard = self._end_rollout
 
     def start(self, group: Group) -> None:
-        """Run a group that the books call running."""
-        task = asyncio.create_task(self._run(group), name=f"group {group.group_id}")
+        """Run a group that the books call running: begin its rollouts, or let them go on."""
+        live = self._live.setdefault(group.group_id, _LiveGroup(group, Door(self.traffic)))
+        for sample in group.samples:
+            if sample.index not in live.rollouts:
+                self._begin_rollout(live, sample)
+        live.admit()
+        task = asyncio.create_task(self._run(live), name=f"group {group.group_id}")
         self._tasks[group.group_id] = task
         task.add_done_callback(self._notice_crash)
+
+    def stop_traffic(self) -> None:
+        """Send nothing more. Groups that are not at an engine rest at once."""
+        self.traffic.open = False
+        for group_id in self._tasks:
+            self._live[group_id].door.moved.set()
 
     def fail(self, error: BaseException) -> None:
         """Remember the first failure, and wake who waits for groups."""
@@ -70,48 +137,95 @@ class GroupRunner:
         if settling:
             await asyncio.wait(settling, timeout=seconds)
 
+    def outside(self) -> int:
+        """Rollouts whose function works on something else than generation now."""
+        rollouts = [r for live in self._live.values() for r, task in live.rollouts.values() if not task.done()]
+        return sum(not r.busy and not r.waiting for r in rollouts)
+
     async def close(self) -> None:
         """Cancel what runs; its groups rest."""
         self.traffic.open = False
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *(task for live in self._live.values() for _, task in live.rollouts.values())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, group: Group) -> None:
-        """Generate and score all samples of a group, and put it where it then belongs."""
-        outcomes: list[BaseException | None] = []
+    # ------------------------------------------------------------------------------------------------- one rollout
+
+    def _begin_rollout(self, live: _LiveGroup, sample: Sample) -> None:
+        """Begin a sample, or continue what an earlier process has of it if the function can."""
+        unfinished = not sample.status.finished and sample.response_length > 0
+        if unfinished and self._workflow is not single_turn:
+            self._books.begin_again(sample)
+        session = f"g{sample.group_id}"
+        rollout = Rollout(
+            sample, session, self._spec, self._generator, self._sampling, live.door, self._books.generated
+        )
+        task = asyncio.create_task(self._roll(rollout), name=f"rollout {session}-{sample.index}")
+        task.add_done_callback(lambda _: live.door.moved.set())
+        live.rollouts[sample.index] = rollout, task
+
+    async def _roll(self, rollout: Rollout) -> None:
+        """Bring a sample to its end and score it."""
+        sample = rollout.sample
+        if not sample.status.finished:
+            await rollout.run(self._workflow, rollout.task(self._seed, evaluation=False))
+            self._books.counters.add("done")
+            self._on_response()
+        if sample.status is not SampleStatus.FAILED:
+            await rollout.admitted()
+            try:
+                await self._scoring.sample_finished(sample)
+            finally:
+                rollout.busy = False
+
+    def _end_rollout(self, sample: Sample) -> None:
+        """A response was thrown away, so the function that made it stops."""
+        live = self._live.get(sample.group_id)
+        if live is not None and sample.index in live.rollouts:
+            rollout, task = live.rollouts.pop(sample.index)
+            rollout.end()
+            task.cancel()
+            if not live.rollouts and sample.group_id not in self._tasks:
+                del self._live[sample.group_id]
+
+    # --------------------------------------------------------------------------------------------------- one group
+
+    async def _run(self, live: _LiveGroup) -> None:
+        """Wait until a group's rollouts have ended or were interrupted, and put it where it then belongs."""
+        group = live.group
         try:
-            runs = [self._run_sample(s, f"g{group.group_id}") for s in group.samples]
-            generated = await asyncio.gather(*runs, return_exceptions=True)
-            if group.finished and not any(generated):
-                generated += await asyncio.gather(self._scoring.group_finished(group), return_exceptions=True)
-            outcomes = generated
-        finally:
-            del self._tasks[group.group_id]
-            errors = [e for e in outcomes if e is not None]
-            if not outcomes:  # the task was cancelled
-                self._books.put_back(group)
-            elif errors:
-                self._failed(group, errors)
-            elif group.finished:
-                self._complete(group)
-            else:
-                self._books.interrupted(group)
-            self._forgiven.discard(group.group_id)
-            self.moved.set()
+            while not live.at_rest:
+                live.door.moved.clear()
+                await live.door.moved.wait()
+            errors = live.errors()
+            if group.finished and live.ended and not errors:
+                errors += await self._score_group(group)
+        except asyncio.CancelledError:
+            self._ended(live, self._books.put_back)
+            raise
+        if errors:
+            self._ended(live, lambda group: self._failed(group, errors))
+        elif group.finished and live.ended:
+            self._ended(live, self._complete)
+        else:
+            self._ended(live, self._books.interrupted)
         self._on_end()
 
-    async def _run_sample(self, sample: Sample, session: str) -> None:
-        """Bring a sample to its end and score it; stop early when the traffic closes."""
-        while self.traffic.open and not sample.status.finished:
-            sample.status = SampleStatus.PENDING
-            added = await self._generator.advance(sample, self._sampling, session, self.traffic)
-            self._books.generated(sample, added)
-            if sample.status.finished:
-                self._on_response()
-        if sample.status.finished and sample.status is not SampleStatus.FAILED:
-            await self._scoring.sample_finished(sample)
+    async def _score_group(self, group: Group) -> list[BaseException]:
+        (error,) = await asyncio.gather(self._scoring.group_finished(group), return_exceptions=True)
+        return [] if error is None else [error]
+
+    def _ended(self, live: _LiveGroup, then: Callable[[Group], None]) -> None:
+        """A group does not run any more."""
+        group_id = live.group.group_id
+        del self._tasks[group_id]
+        live.rest()
+        then(live.group)
+        if not live.rollouts:
+            self._live.pop(group_id, None)
+        self._forgiven.discard(group_id)
+        self.moved.set()
 
     def _complete(self, group: Group) -> None:
         """Accept a scored group, or drop it."""

@@ -25,7 +25,7 @@ from mslime.data.sample import Group, Sample
 from mslime.data.source import Prompt, PromptSource
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.books import Books, new_group
-from mslime.rollout.evaluate import EvalResult, summarise
+from mslime.rollout.evaluate import EvalResult, answer, summarise
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.protocols import (
     Engines,
@@ -42,6 +42,8 @@ from mslime.rollout.runner import GroupRunner
 from mslime.rollout.scoring import Scoring
 from mslime.rollout.state import Columns, Stored, open_state, save_state, state_bytes
 from mslime.rollout.statistics import batch_metrics
+from mslime.rollout.turns import Door, Rollout
+from mslime.rollout.workflow import load_workflow
 
 POLL_S = 0.01
 ABORT_EVERY_S = 0.25  # a request can slip past an abort that reaches the engine before it does
@@ -85,7 +87,10 @@ class RolloutService:
         self._generator = Generator(config, engines, tokenizer, model, lambda: self.version, self._request_done)
         self._sampling = Sampling.for_training(config, model)
         scoring = Scoring(config, scorer, teacher, self._teaching)
-        self._runner = GroupRunner(self.books, self._generator, self._sampling, scoring, self._report, self._pump)
+        self._workflow = load_workflow(config.rollout.function)
+        self._runner = GroupRunner(
+            config, self._workflow, self.books, self._generator, self._sampling, scoring, self._report, self._pump
+        )
         self._works_ahead = config.rollout.max_staleness > 0  # generates while the trainer works
         self._pause_mode: PauseMode = config.rollout.pause_mode if self._works_ahead else "abort"
         self._step = 0
@@ -167,7 +172,7 @@ class RolloutService:
             EngineError: an engine holds on to its requests for longer than `deadlines.engine_control_s`.
         """
         traffic, limit_s = self._runner.traffic, self._config.deadlines.engine_control_s
-        traffic.open = False
+        self._runner.stop_traffic()
         deadline, next_abort = time.monotonic() + limit_s, 0.0
         while traffic.in_flight:
             if time.monotonic() > deadline:
@@ -190,29 +195,14 @@ class RolloutService:
         rows = PromptSource([eval_set.path], self._config.data, self._tokenizer, self._config.seed, shuffle=False)
         sampling = Sampling.for_evaluation(self._config, self._model, eval_set)
         groups = [new_group(i, prompt, eval_set.samples_per_prompt) for i, prompt in enumerate(rows)]
+        door = Door(Traffic(open=True), admitted=True)
 
-        scorer, traffic = self._eval_scorers.get(eval_set.name, self._scorer), Traffic(open=True)
+        async def roll(sample: Sample) -> None:
+            session = f"{eval_set.name}-{sample.group_id}"
+            rollout = Rollout(sample, session, self._config.rollout.function, self._generator, sampling, door)
+            await rollout.run(self._workflow, rollout.task(self._config.seed, evaluation=True))
 
-        async def run(sample: Sample) -> None:
-            while not sample.status.finished:
-                await self._generator.advance(sample, sampling, f"{eval_set.name}-{sample.group_id}", traffic)
-            if not scorer.per_group:
-                sample.reward = await scorer.score(sample)
-
-        async def score(group: Group) -> None:
-            rewards = await scorer.score_group(group.samples)
-            for sample, reward in zip(group.samples, rewards, strict=True):
-                sample.reward = reward
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for sample in (s for g in groups for s in g.samples):
-                    tasks.create_task(run(sample))
-            async with asyncio.TaskGroup() as tasks:
-                for group in groups if scorer.per_group else []:
-                    tasks.create_task(score(group))
-        except ExceptionGroup as errors:  # the first failure cancelled the others
-            raise errors.exceptions[0] from None
+        await answer(groups, roll, self._eval_scorers.get(eval_set.name, self._scorer))
         self._span("rollout", "evaluate", started, step)
         if self._on_evaluated is not None:
             self._on_evaluated(eval_set.name, groups)
@@ -300,7 +290,7 @@ class RolloutService:
             if (failure := self._runner.take_failure()) is not None:
                 if living(self._engines):
                     await self.drain()
-                self._runner.traffic.open = False
+                self._runner.stop_traffic()
                 raise failure
             if self.books.enough:
                 return
@@ -330,6 +320,7 @@ class RolloutService:
             f"rollout of step {step}",
             f"{len(books.accepted)} of {self._config.rollout.groups_per_step} groups",
             f"not complete within {self._config.deadlines.rollout_step_s:g} s ({len(books.running)} groups running, "
+            f"{self._runner.outside()} rollouts busy with something else than generation, "
             f"{books.counters.since_mark('filtered_groups')} refused by the dynamic filter, "
             f"{books.counters.since_mark('truncated_groups')} truncated and masked whole, "
             f"{living(self._engines)} engines alive)",

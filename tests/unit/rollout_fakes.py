@@ -48,7 +48,8 @@ class FakeTokenizer:
 
 
 class FakeSlowEngine:
-    """Generates one token a tick, until a length that depends on the prompt and the sample alone.
+    """Generates one token a tick, until a turn has a length that depends on the prompt and the sample alone. A turn
+    begins after the last token below 100.
 
     The token at position t is 100 + t, its log-prob -t/1000 - version, its experts (t + layer) % 8 and (t + 1) % 8, so
     that a test can tell what was kept and what was made again.
@@ -81,8 +82,8 @@ class FakeSlowEngine:
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         _, *group, index, _ = request.rid.split("-")
         start, aborts = len(request.input_ids), self._aborts
-        prompt = next(i for i, t in enumerate([*request.input_ids, 100]) if t >= 100)
-        goal = prompt + self.lengths("-".join(group), int(index))
+        turn = next((i for i in range(start, 0, -1) if request.input_ids[i - 1] < 100), 0)
+        goal = turn + self.lengths("-".join(group), int(index))
         versions: list[int] = []
         while start + len(versions) < goal and len(versions) < request.max_new_tokens and aborts == self._aborts:
             await asyncio.sleep(self.tick_s)

@@ -1,0 +1,149 @@
+"""What a rollout does, as a function of a task and an engine: `rollout.function: module:function`.
+
+    async def rollout(task: Task, engine: Engine) -> Sample | None
+
+The function may take several turns, call tools and wait for them. It knows nothing of Ray, SGLang, weight updates or
+ages: `engine.generate` waits while the engines take new weights, and continues what was interrupted. It runs in the
+rollout service's process, in one event loop with all others, so it awaits what takes long. The same function serves
+training and evaluation. `single_turn` is the built-in one.
+
+A function lives in its process only. After a resume, or when it raised, an unfinished rollout begins anew, and the
+tokens it had are in the ledger as dropped (`restarted`); `single_turn` continues its response instead.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.config.errors import ConfigError
+from mslime.data.sample import Sample
+from mslime.extensions import check_parameters, load_function
+
+SETTING = "rollout.function"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rollout is asked to do.
+
+    Attributes:
+        prompt: [prompt] int32 token ids, in the chat template if there is one.
+        label, metadata: of the prompt's row; the function may add to `sample.metadata`, in JSON values.
+        group_id, index: of the prompt, and of the rollout among those of the prompt.
+        evaluation: whether this is for a held-out set, and nothing is trained.
+        seed: the same at every try of this rollout, and another for every other rollout of the run.
+        decode: text of token ids.
+    """
+
+    prompt: NDArray[np.int32]
+    label: Any
+    metadata: Mapping[str, Any]
+    group_id: int
+    index: int
+    evaluation: bool
+    seed: int
+    decode: Callable[[Sequence[int]], str]
+
+    @property
+    def text(self) -> str:
+        """What the prompt says, without special tokens."""
+        return self.decode(self.prompt.tolist())
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one `generate` added to a sample.
+
+    Attributes:
+        tokens: [n] int32 ids, the one that ended the turn included.
+        finish: stop: the model ended its turn, or a stop text came. length: a limit was reached.
+        decode: text of token ids.
+    """
+
+    tokens: NDArray[np.int32]
+    finish: Literal["stop", "length"]
+    decode: Callable[[Sequence[int]], str]
+
+    @property
+    def text(self) -> str:
+        """What was said, without special tokens."""
+        return self.decode(self.tokens.tolist())
+
+
+class Engine(Protocol):
+    """The engines as one rollout sees them."""
+
+    def new_sample(self) -> Sample:
+        """The sample of this rollout. It holds the prompt, and grows in `generate` and `append` only.
+
+        Raises:
+            RolloutError: at the second call. One rollout is one sample so far.
+        """
+        ...
+
+    async def generate(self, sample: Sample, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+        """Let the model go on after what the sample holds, and add what it says.
+
+        Waits while the engines take new weights. A response that is interrupted by that goes on afterwards; each token
+        keeps the weight version that sampled it. Without room for another token it returns an empty turn at once.
+
+        Args:
+            max_tokens: of this turn; the limits of the run hold as well.
+            stop: texts that end this turn, beside `rollout.stop`; they are part of the turn.
+
+        Raises:
+            EngineError: no engine is left, or one refused.
+        """
+        ...
+
+    def append(self, sample: Sample, added: str | Sequence[int]) -> None:
+        """Add what the environment says, as text or token ids. It is never trained.
+
+        Raises:
+            NoRoomError: it does not fit. Where the function lets this through, the rollout ends as truncated.
+        """
+        ...
+
+    def room(self, sample: Sample) -> int:
+        """Tokens that the model may still add."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens at its beginning. Those that are written out in it are read."""
+        ...
+
+
+Workflow = Callable[[Task, Engine], Awaitable[Sample | list[Sample] | None]]
+"""None and a list of the one sample stand for the sample of `new_sample`."""
+
+
+class NoRoomError(Exception):
+    """What the environment said does not fit into the sample any more."""
+
+
+async def single_turn(task: Task, engine: Engine) -> Sample:
+    """One response to the prompt."""
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    return sample
+
+
+def load_workflow(spec: str) -> Workflow:
+    """The function of `rollout.function`.
+
+    Raises:
+        ConfigError: it cannot be found, takes other arguments, or is not async.
+    """
+    if spec == "single_turn":
+        return single_turn
+    function = load_function(spec, SETTING)
+    check_parameters(function, spec, SETTING, "task", "engine")
+    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+        raise ConfigError(SETTING, spec, "must be async: it waits for the engine", "write it as async def")
+    return function

@@ -1,0 +1,404 @@
+"""Rollout functions of several turns: what they record, how they wait, how they end, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mslime.config.errors import ConfigError, RolloutError
+from mslime.config.schema import EvalSetConfig
+from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
+from mslime.data.source import Prompt
+from mslime.rollout.service import RolloutService
+from mslime.rollout.workflow import Task, load_workflow
+from tests.unit import user_rollouts
+from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, publish, run_config
+
+DEADLINE_S = 30
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    user_rollouts.forget()
+    yield
+    user_rollouts.forget()
+
+
+def run(work: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+def named(function: str) -> str:
+    return f"tests.unit.user_rollouts:{function}"
+
+
+def short(group: str, index: int) -> int:
+    return 3 + index
+
+
+def check_turns(sample: Sample, environment: list[int]) -> None:
+    """Sampled tokens are FakeSlowEngine's at their positions, all others are the environment's and are not trained."""
+    check_invariants(sample)
+    said = sample.tokens[sample.prompt_length :].tolist()
+    assert [t for t in said if t < 100] == environment
+    for segment in sample.segments[1:]:
+        t = np.arange(segment.start, segment.end)
+        if segment.version is None:
+            assert not segment.trainable and not sample.loss_mask[t].any() and not sample.log_probs[t].any()
+        else:
+            assert sample.tokens[t].tolist() == (100 + t).tolist()
+            np.testing.assert_allclose(sample.log_probs[t], -t / 1000 - segment.version, rtol=1e-5)
+    assert sample.routes is not None and len(sample.routes) == len(sample) - 1, "routes of the environment's tokens too"
+
+
+def test_two_turns_are_one_sample_whose_environment_is_not_trained(tmp_path: Path) -> None:
+    async def work() -> None:
+        engine = FakeSlowEngine(short)
+        service = make_service(run_config(tmp_path, function=named("two_turns")), engine)
+        for step in range(2):
+            batch = await service.take(step)
+            for sample in batch.samples:
+                check_turns(sample, [ord("O"), ord("K")])
+                assert sample.trainable_tokens == 2 * short("", sample.index) and len(sample.segments) == 4
+                assert sample.status is SampleStatus.COMPLETED and sample.response
+                assert batch.metrics["ledger/trained_tokens"] == 4 * 2 * (3 + 4)
+            await publish(service, engine, step + 1)
+        assert set(user_rollouts.calls.values()) == {1} and len(user_rollouts.calls) == 16
+        assert {finish for _, finish in user_rollouts.turns} == {"stop"}
+        assert user_rollouts.turns[0][0].split() == ["102", "103", "104"], "the text of one turn"
+
+    run(work)
+
+
+def test_a_held_out_set_is_answered_by_the_same_function(tmp_path: Path) -> None:
+    async def work() -> None:
+        config = run_config(tmp_path, function=named("two_turns"))
+        seen: list[Group] = []
+        service = make_service(config, FakeSlowEngine(short), on_evaluated=lambda name, groups: seen.extend(groups))
+        result = await service.evaluate(EvalSetConfig(name="e", path=f"{config.data.prompts[0]}@[:3]"))
+        assert result.prompts == 3 and result.response_len_mean == 3 + 2 + 3
+        assert all(
+            s.segments[2].version is None and s.status is SampleStatus.COMPLETED for g in seen for s in g.samples
+        )
+        assert service.ledger.generated == 0
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "rollout", [{"over_sampling": 1.5}, {"max_staleness": 1}, {"max_staleness": 1, "pause_mode": "in_place"}]
+)
+def test_an_interruption_in_the_second_turn_is_continued_within_the_turn(
+    tmp_path: Path, rollout: dict[str, object]
+) -> None:
+    """The function is called once, and its turn has the tokens of both weight versions."""
+
+    async def work() -> None:
+        engine = FakeSlowEngine(lambda group, index: 25 if int(group[1:]) % 3 == 1 else 4)
+        config = run_config(tmp_path, function=named("two_turns"), on_stale="keep", groups_per_step=2, **rollout)
+        service = make_service(config, engine)
+        crossed: list[Sample] = []
+        for step in range(8):
+            for sample in (await service.take(step)).samples:
+                check_turns(sample, [ord("O"), ord("K")])
+                last = next(i for i, s in enumerate(sample.segments) if i and s.version is None)
+                if len({s.version for s in sample.segments[last + 1 :]}) > 1:
+                    crossed.append(sample)
+            await publish(service, engine, step + 1)
+        assert crossed, "no second turn was interrupted"
+        assert all(s.status is SampleStatus.COMPLETED for s in crossed)
+        assert set(user_rollouts.calls.values()) == {1}, "a function was begun again"
+        assert "restarted" not in service.ledger.dropped
+        lengths = {len(text.split()) for text, _ in user_rollouts.turns}
+        assert lengths <= {4, 25}, "a turn was given to the function in parts"
+        await service.close()
+
+    run(work)
+
+
+class Tool:
+    """A tool that answers group 1 when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked, self.may = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, task: Task) -> None:
+        if task.group_id == 1:
+            self.asked.set()
+            await self.may.wait()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_tool_may_take_longer_than_several_steps(tmp_path: Path, max_staleness: int) -> None:
+    async def work() -> None:
+        engine, tool = FakeSlowEngine(short), Tool()
+        user_rollouts.told["tool"] = tool
+        config = run_config(
+            tmp_path, function=named("with_a_tool"), max_staleness=max_staleness, over_sampling=2.0, on_stale="keep"
+        )
+        service = make_service(config, engine)
+        for step in range(3):
+            batch = await service.take(step)
+            assert 1 not in [g.group_id for g in batch.groups]
+            await publish(service, engine, step + 1)
+        assert tool.asked.is_set() and user_rollouts.calls[1, 0] == 1
+        tool.may.set()
+        found: list[Sample] = []
+        for step in range(3, 7):
+            found += [s for s in (await service.take(step)).samples if s.group_id == 1]
+            await publish(service, engine, step + 1)
+        assert len(found) == 2 and user_rollouts.calls[1, 0] == 1
+        for sample in found:
+            check_turns(sample, [1, 2, 3])
+            versions = [s.version for s in sample.segments[1:]]
+            assert versions[0] == 0 and versions[1] is None and versions[2] is not None and versions[2] >= 3
+        await service.close()
+
+    run(work)
+
+
+def test_a_function_that_ends_while_its_group_rests_is_scored_when_the_group_goes_on(tmp_path: Path) -> None:
+    async def work() -> None:
+        engine, may, scorer = FakeSlowEngine(short), asyncio.Event(), FakeScorer()
+
+        async def at_the_end(task: Task) -> None:
+            if task.group_id == 1:
+                await may.wait()
+
+        user_rollouts.told["tool"] = at_the_end
+        config = run_config(tmp_path, function=named("tool_last"), over_sampling=2.0, on_stale="keep")
+        service = make_service(config, engine, scorer)
+        await service.take(0)
+        resting = next(g for g in service.books.partial if g.group_id == 1)
+        may.set()
+        while not resting.finished:
+            await asyncio.sleep(0)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert all(s.reward is None for s in resting.samples), "scored while it rests"
+        await publish(service, engine, 1)
+        batch = await service.take(1)
+        assert resting in batch.groups and all(s.reward is not None for s in resting.samples)
+        assert user_rollouts.calls[1, 0] == 1
+        await service.close()
+
+    run(work)
+
+
+def test_a_function_that_fails_while_its_group_rests_is_told_when_the_group_goes_on(tmp_path: Path) -> None:
+    async def work() -> None:
+        engine, may = FakeSlowEngine(short), asyncio.Event()
+
+        async def breaks(task: Task) -> None:
+            if task.group_id == 1:
+                await may.wait()
+                raise OSError("the tool is gone")
+
+        user_rollouts.told["tool"] = breaks
+        config = run_config(tmp_path, function=named("with_a_tool"), over_sampling=2.0)
+        service = make_service(config, engine)
+        await service.take(0)
+        may.set()
+        await publish(service, engine, 1)
+        with pytest.raises(
+            RolloutError, match=r"with_a_tool = 'group 1, response \d': raised OSError: the tool is gone"
+        ):
+            await service.take(1)
+        await service.close()
+
+    run(work)
+
+
+def test_a_resume_begins_an_unfinished_rollout_anew_and_books_its_tokens(tmp_path: Path) -> None:
+    async def work() -> None:
+        engine, tool = FakeSlowEngine(short), Tool()
+        user_rollouts.told["tool"] = tool
+        config = run_config(tmp_path, function=named("with_a_tool"), over_sampling=2.0)
+        service = make_service(config, engine)
+        await service.take(0)
+        await publish(service, engine, 1)
+        await service.checkpoint(tmp_path / "s.npz")
+        unfinished = [s for g in service.books.held() for s in g.samples if not s.status.finished]
+        lost = sum(s.trainable_tokens for s in unfinished if s.group_id == 1)
+        assert lost == 3 + 4
+        await service.close()
+
+        tool.may.set()
+        resumed = make_service(config, FakeSlowEngine(short), version=1)
+        resumed.load(tmp_path / "s.npz")
+        batch = await resumed.take(1)
+        assert 1 in [g.group_id for g in batch.groups]
+        assert user_rollouts.calls[1, 0] == 2 and batch.metrics["ledger/dropped/restarted_tokens"] >= lost
+        for sample in batch.samples:
+            check_turns(sample, [1, 2, 3])
+        await resumed.close()
+
+    run(work)
+
+
+def test_a_response_continued_after_a_resume_ends_at_a_stop_text_that_began_before(tmp_path: Path) -> None:
+    async def work() -> None:
+        config = run_config(tmp_path, stop=["104 105"], groups_per_step=1)
+        before = make_service(config, FakeSlowEngine(lambda group, index: 9))
+        before.books.open_gate()
+        group = before.books.begin(Prompt([80, 48], "0", {}, "p:1"))
+        for sample in group.samples:
+            t = np.arange(2, 5)
+            sample.extend(100 + t, log_probs=-t / 1000, versions=[(0, 0, 3)], engine="fake")
+            before.books.generated(sample, 3)
+        before.books.put_back(group)
+        before.save(tmp_path / "s.npz")
+        after = make_service(config, FakeSlowEngine(lambda group, index: 9))
+        after.load(tmp_path / "s.npz")
+        for sample in (await after.take(0)).samples:
+            assert sample.response_tokens.tolist() == [102, 103, 104, 105], "it went on beyond its end"
+            assert sample.status is SampleStatus.COMPLETED
+
+    run(work)
+
+
+def test_a_stale_rollout_that_is_generated_again_calls_its_function_again(tmp_path: Path) -> None:
+    async def work() -> None:
+        engine = FakeSlowEngine(lambda group, index: 12 if group == "g1" else 4)
+        config = run_config(
+            tmp_path, function=named("two_turns"), over_sampling=2.0, groups_per_step=2, on_stale="reroll"
+        )
+        service = make_service(config, engine)
+        await service.take(0)
+        await publish(service, engine, 1)
+        engine.lengths = lambda group, index: 4
+        batch = await service.take(1)
+        group = next(g for g in batch.groups if g.group_id == 1)
+        for sample in group.samples:
+            check_turns(sample, [ord("O"), ord("K")])
+            assert {s.version for s in sample.segments} == {None, 1}
+        assert user_rollouts.calls[1, 0] == 2
+        assert not [t for t in asyncio.all_tasks() if t.get_name().startswith("rollout g1-")], "the first one lives on"
+        await service.close()
+
+    run(work)
+
+
+def test_a_closed_service_leaves_no_function_behind(tmp_path: Path) -> None:
+    async def work() -> None:
+        tool = Tool()
+        user_rollouts.told["tool"] = tool
+        config = run_config(tmp_path, function=named("with_a_tool"), over_sampling=2.0)
+        service = make_service(config, FakeSlowEngine(short))
+        await service.take(0)
+        await service.close()
+        assert not [t for t in asyncio.all_tasks() if t.get_name().startswith(("rollout", "group"))]
+
+    run(work)
+
+
+def test_turns_have_limits_of_their_own_and_room_is_of_sampled_tokens(tmp_path: Path) -> None:
+    async def work() -> None:
+        config = run_config(tmp_path, function=named("short_turns"))
+        batch = await make_service(config, FakeSlowEngine(lambda group, index: 50)).take(0)
+        for sample in batch.samples:
+            check_turns(sample, [])
+            assert sample.response_length == 6 and sample.status is SampleStatus.TRUNCATED
+        assert {(len(text.split()), finish) for text, finish in user_rollouts.turns} == {(2, "length")}
+
+        config = run_config(tmp_path, function=named("until_full"), max_response_tokens=10, max_total_tokens=40)
+        for sample in (await make_service(config, FakeSlowEngine(lambda group, index: 4)).take(0)).samples:
+            assert sample.trainable_tokens == 10 and sample.response_length == 10 + 3 * len("MORE")
+
+    run(work)
+
+
+def test_an_environment_that_says_too_much_ends_the_rollout_as_truncated(tmp_path: Path) -> None:
+    async def work() -> None:
+        batch = await make_service(run_config(tmp_path, function=named("talks_too_much")), FakeSlowEngine(short)).take(
+            0
+        )
+        assert all(
+            s.status is SampleStatus.TRUNCATED and s.trainable_tokens == s.response_length for s in batch.samples
+        )
+
+    run(work)
+
+
+def test_a_function_may_set_the_reward_and_note_what_it_saw(tmp_path: Path) -> None:
+    async def work() -> None:
+        scorer = FakeScorer()
+        service = make_service(run_config(tmp_path, function=named("sets_its_reward")), FakeSlowEngine(short), scorer)
+        batch = await service.take(0)
+        assert [s.reward for s in batch.samples] == [10.0, 11.0] * 4 and scorer.scored == 0
+        assert all(s.metadata["seen"] for s in batch.samples) and all(s.response_length == 2 for s in batch.samples)
+
+    run(work)
+
+
+def test_a_list_of_the_one_sample_is_that_sample(tmp_path: Path) -> None:
+    async def work() -> None:
+        service = make_service(run_config(tmp_path, function=named("one_in_a_list")), FakeSlowEngine(short))
+        assert len((await service.take(0)).groups) == 4
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("raises", r"raised KeyError: 'no such tool'"),
+        ("returns_two", r"returned 2 samples"),
+        ("returns_another", r"returned Sample\("),
+        ("returns_text", r"returned 'done'"),
+        ("says_nothing", r"returned without generating"),
+        ("takes_two_samples", r"called new_sample\(\) a second time"),
+        ("changes_tokens", r"changed tokens of its sample"),
+        ("changes_log_probs", r"left a broken sample: log-probs"),
+        ("bad_reward", r"set the reward nan"),
+        ("cancels_itself", r"was cancelled from within"),
+    ],
+)
+def test_what_a_function_does_wrong_names_it_with_the_group_and_the_response(
+    tmp_path: Path, function: str, told: str
+) -> None:
+    async def work() -> None:
+        service = make_service(run_config(tmp_path, function=named(function)), FakeSlowEngine(short))
+        expected = rf"(?s)rollout.function {named(function)} = 'group \d, response \d': {told}.*way out: "
+        with pytest.raises(RolloutError, match=expected):
+            await service.take(0)
+        await service.close()
+
+    run(work)
+
+
+def test_a_group_whose_function_fails_twice_is_dropped_and_the_others_go_on(tmp_path: Path) -> None:
+    async def work() -> None:
+        service = make_service(run_config(tmp_path, function=named("raises_for_one")), FakeSlowEngine(short))
+        with pytest.raises(RolloutError, match="group 2"):
+            await service.take(0)
+        batch = await service.take(0)
+        assert [g.group_id for g in batch.groups] == [0, 1, 3, 4]
+        assert batch.metrics["rollout/failed_groups"] == 1
+        await service.close()
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("not_async", "must be async"),
+        ("three_arguments", r"called with \(task, engine\)"),
+        ("no_such", "no function 'no_such'"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_before_the_run(function: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_workflow(named(function))
+    assert caught.value.field == "rollout.function"
+
+
+def test_the_service_is_made_with_the_function_of_the_configuration(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be async"):
+        make_service(run_config(tmp_path, function=named("not_async")), FakeSlowEngine(short))
+    assert isinstance(make_service(run_config(tmp_path), FakeSlowEngine(short)), RolloutService)

@@ -1,0 +1,155 @@
+"""Rollout functions as users write them, good and bad. What they do at a certain point is told by `told`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from mslime.data.sample import Sample
+from mslime.rollout.workflow import Engine, NoRoomError, Task
+
+calls: Counter[tuple[int, int]] = Counter()
+"""How often each (group, response) was begun."""
+turns: list[tuple[str, str]] = []
+"""(text, finish) of every turn that ended."""
+told: dict[str, Callable[[Task], Awaitable[None]]] = {}
+"""What happens in a tool call of `with_a_tool`."""
+
+
+def forget() -> None:
+    """Begin a test."""
+    calls.clear()
+    turns.clear()
+    told.clear()
+
+
+async def two_turns(task: Task, engine: Engine) -> Sample:
+    calls[task.group_id, task.index] += 1
+    sample = engine.new_sample()
+    for message in ("OK", ""):
+        turn = await engine.generate(sample)
+        turns.append((turn.text, turn.finish))
+        if message:
+            engine.append(sample, message)
+    return sample
+
+
+async def with_a_tool(task: Task, engine: Engine) -> None:
+    calls[task.group_id, task.index] += 1
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    await told["tool"](task)
+    engine.append(sample, [1, 2, 3])
+    await engine.generate(sample)
+
+
+async def one_in_a_list(task: Task, engine: Engine) -> list[Sample]:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    return [sample]
+
+
+async def sets_its_reward(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    sample.metadata["seen"] = task.text
+    await engine.generate(sample, max_tokens=2)
+    sample.reward = 10.0 + task.index
+
+
+async def short_turns(task: Task, engine: Engine) -> None:
+    """Three turns of two tokens without anything between them."""
+    sample = engine.new_sample()
+    for _ in range(3):
+        turn = await engine.generate(sample, max_tokens=2)
+        turns.append((turn.text, turn.finish))
+
+
+async def talks_too_much(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    engine.append(sample, "X" * 1000)
+
+
+async def until_full(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    while engine.room(sample):
+        await engine.generate(sample)
+        try:
+            engine.append(sample, "MORE")
+        except NoRoomError:
+            break
+
+
+async def raises(task: Task, engine: Engine) -> None:
+    await engine.generate(engine.new_sample())
+    raise KeyError("no such tool")
+
+
+async def raises_for_one(task: Task, engine: Engine) -> None:
+    await engine.generate(engine.new_sample())
+    if task.group_id == 2:
+        raise KeyError("no such tool")
+
+
+async def returns_two(task: Task, engine: Engine) -> list[Sample]:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    return [sample, sample]
+
+
+async def returns_another(task: Task, engine: Engine) -> Sample:
+    await engine.generate(engine.new_sample())
+    return Sample.from_prompt(task.group_id, task.index, [1])
+
+
+async def returns_text(task: Task, engine: Engine) -> str:
+    await engine.generate(engine.new_sample())
+    return "done"
+
+
+async def says_nothing(task: Task, engine: Engine) -> None:
+    engine.new_sample()
+
+
+async def takes_two_samples(task: Task, engine: Engine) -> None:
+    engine.new_sample()
+    engine.new_sample()
+
+
+async def changes_tokens(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    sample.tokens = sample.tokens + 1
+    await engine.generate(sample)
+
+
+async def changes_log_probs(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    sample.log_probs = sample.log_probs + 100
+
+
+async def bad_reward(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    sample.reward = float("nan")
+
+
+async def cancels_itself(task: Task, engine: Engine) -> None:
+    await engine.generate(engine.new_sample())
+    raise asyncio.CancelledError
+
+
+def not_async(task: Task, engine: Engine) -> None:
+    pass
+
+
+async def three_arguments(task: Task, engine: Engine, tools: object) -> None:
+    pass
+
+
+async def tool_last(task: Task, engine: Engine) -> None:
+    calls[task.group_id, task.index] += 1
+    await engine.generate(engine.new_sample())
+    await told["tool"](task)
