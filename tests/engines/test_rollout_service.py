@@ -28,6 +28,7 @@ from mslime.rollout.service import RolloutService
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.engines.test_sglang_generate import Reference, log_softmax
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+from tests.unit import user_rollouts
 
 DEADLINE_S = 240
 MODEL = ModelInfo((0, 1, 2, 3), 8, 2, 2048)
@@ -130,14 +131,14 @@ def assert_scored(sample: Sample, by_version: dict[int, Reference], routes_befor
     assert sample.routes is not None and len(sample.routes) == len(sample) - 1 and sample.routes.mask.all()
     held = np.sort(sample.routes.experts.astype(np.int64), -1)
     expected = {version: scores(reference, sample) for version, reference in by_version.items()}
-    for segment in sample.segments[1:]:
-        assert segment.version is not None
+    sampled = [s for s in sample.segments[1:] if s.version is not None]  # all but what an environment said
+    for segment in sampled:
         log_probs, _ = expected[segment.version]
         span = slice(segment.start, segment.end)
         np.testing.assert_allclose(sample.log_probs[span], log_probs[segment.start - 1 : segment.end - 1], atol=2e-5)
     # Row t is made when token t is read, by the weights that sampled token t + 1.
     for t in range(len(held)):
-        maker = next(s.version for s in sample.segments[1:] if t + 1 < s.end)
+        maker = next(s.version for s in sampled if t + 1 < s.end)
         assert maker is not None
         version = maker if routes_before is None else max(maker, routes_before)
         np.testing.assert_array_equal(held[t], expected[version][1][t], err_msg=f"row {t}, version {version}")
@@ -314,3 +315,33 @@ def test_an_engine_killed_in_mid_generation_hands_over_and_loses_nothing_held(
         run(work)
     finally:
         doomed.process.stop()
+
+
+def test_two_turns_with_an_environment_between_them_are_those_of_one_pass(
+    fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, tmp_path: Path
+):
+    """Log-probs and routes of both turns, with second turns that an abort met; the function notices nothing of that."""
+
+    async def work() -> None:
+        user_rollouts.forget()
+        config = config_for(
+            fresh, tmp_path, stop_ids=6, max_response_tokens=600, over_sampling=3.0, groups_per_step=2, group_size=2,
+            function="tests.unit.user_rollouts:two_turns",
+        )  # fmt: skip
+        said = tokenizer.encode("OK", special_tokens=False)
+        async with service_for(config, tokenizer, fresh) as (service, pool):
+            continued = 0
+            for step in range(3):
+                for sample in (await service.take(step)).samples:
+                    spoken = [s for s in sample.segments[1:] if s.version is None]
+                    assert [sample.tokens[s.start : s.end].tolist() for s in spoken] == [said]
+                    second = [s.version for s in sample.segments if s.start >= spoken[0].end]
+                    continued += len(second) > 1
+                    assert sample.trainable_tokens == sum(s.end - s.start for s in sample.segments if s.trainable)
+                    assert not sample.loss_mask[spoken[0].start : spoken[0].end].any()
+                    assert_scored(sample, dict.fromkeys(range(step + 1), reference))
+                await publish(service, pool, step + 1)
+            assert continued, "no second turn was interrupted and continued"
+            assert set(user_rollouts.calls.values()) == {1}, "a function was begun again"
+
+    run(work)
