@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass
 
 from mslime.config.engines import SGLangConfig
+from mslime.convert.engine import engine_vocabulary
 from mslime.convert.kinds import FusedQKV
 from mslime.convert.table import Rule, RuleTable
 from mslime.planner.activations import Widths
 from mslime.planner.parameters import copies
-from mslime.weights.plan import DTYPE_BYTES, engine_vocabulary
+from mslime.weights.plan import DTYPE_BYTES
 
 MIB = 2**20
 RUNTIME_BYTES = 4 * 2**30

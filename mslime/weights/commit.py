@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mslime.config.layout import EngineLayout
 from mslime.weights.errors import sync_error
 from mslime.weights.http import EngineHttp, EngineInfo, in_thread
-from mslime.weights.image import EngineLayout
 
 Digests = Sequence[Mapping[str, str]]
 

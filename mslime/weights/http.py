@@ -16,8 +16,8 @@ from typing import Any, ParamSpec, TypeVar
 import httpx
 
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
+from mslime.config.layout import EngineLayout
 from mslime.weights.errors import sync_error
-from mslime.weights.image import EngineLayout
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

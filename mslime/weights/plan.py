@@ -20,17 +20,6 @@ from mslime.convert.table import BoundRule, RuleTable
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Unit = tuple[tuple[BoundRule, ...], ...]
 """What must travel in one bucket: slots, each with the rule of every expert-parallel rank."""
-_ENGINE_VOCABULARY = 64
-
-
-def engine_vocabulary(rows: int, tp: int) -> int:
-    """Rows that an engine of `tp` ranks holds of a vocabulary, zeros included.
-
-    A multiple of 64, or of 64 x TP where that does not divide (sglang's VocabParallelEmbedding).
-    """
-    unit = _ENGINE_VOCABULARY
-    padded = -(-rows // unit) * unit
-    return padded if padded % tp == 0 else -(-rows // (unit * tp)) * unit * tp
 
 
 @dataclass(frozen=True)

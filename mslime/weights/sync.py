@@ -20,15 +20,18 @@ import torch.distributed as dist
 from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError
 from mslime.config.keys import Endpoint
+from mslime.config.layout import EngineLayout
+from mslime.convert.engine import EngineParameter
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
 from mslime.weights.buckets import TORCH_DTYPES, convert, gather, named_tensors, pack
 from mslime.weights.commit import Digests
+from mslime.weights.digest import engine_digest
 from mslime.weights.errors import WeightSyncError, sync_error
+from mslime.weights.expected import ExpectedDigests
 from mslime.weights.groups import SyncGroups
 from mslime.weights.http import EngineHttp, EngineInfo
-from mslime.weights.image import EngineImage, EngineLayout
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.transport import BroadcastTransport, Pending, Transport
 from mslime.weights.untrained import Untrained
@@ -47,8 +50,7 @@ class SyncOptions:
         bucket_bytes: upper bound on a bucket.
         backend: of the group with the engines: `nccl` or `gloo`.
         deadline_s: for every phase.
-        kv_heads: key-value heads of the model, for the expected digests.
-        engine_float32: ends of the names that engines hold in float32 whatever their dtype is, for the same.
+        engine_parameters: what the engines keep of the model (`Family.engine_parameters`), for the expected digests.
         name: unique among the runs that share an engine.
     """
 
@@ -56,8 +58,7 @@ class SyncOptions:
     bucket_bytes: int
     backend: str
     deadline_s: float
-    kv_heads: int
-    engine_float32: tuple[str, ...] = ()
+    engine_parameters: tuple[EngineParameter, ...] = ()
     name: str = "mslime"
     export_dtype: str | None = None
 
@@ -203,9 +204,9 @@ class WeightSender:
         for stage in range(self._groups.layout.pp):
             failure: Exception | None = None
             if stage == self._groups.stage:
-                images = [self._image(stage, layout) for layout in layouts] if self._groups.is_leader else []
-                failure = self._send_stage(params, images, started)
-                digests = {layout: image.digests for layout, image in zip(layouts, images, strict=False)}
+                found = [self._expected(stage, layout) for layout in layouts] if self._groups.is_leader else []
+                failure = self._send_stage(params, found, started)
+                digests = {layout: each.digests for layout, each in zip(layouts, found, strict=False)}
             self._raise_together("send", failure)
         everyone = self._exchange((time.monotonic() - started, digests))
         expected = {
@@ -216,12 +217,12 @@ class WeightSender:
         seconds = max(elapsed for elapsed, _ in everyone)
         return SendReport(version, self.plan.total_bytes, len(self.plan.buckets), seconds, expected)
 
-    def _image(self, stage: int, layout: EngineLayout) -> EngineImage:
-        shapes = {entry.name: entry.shape for bucket in self.plan.stage_buckets(stage) for entry in bucket.entries}
-        return EngineImage(shapes, self._options.kv_heads, layout, self._options.engine_float32)
+    def _expected(self, stage: int, layout: EngineLayout) -> ExpectedDigests:
+        names = {entry.name for bucket in self.plan.stage_buckets(stage) for entry in bucket.entries}
+        return ExpectedDigests(names, self._options.engine_parameters, layout, engine_digest)
 
     def _send_stage(
-        self, params: Mapping[str, torch.Tensor], images: Sequence[EngineImage], started: float
+        self, params: Mapping[str, torch.Tensor], expected: Sequence[ExpectedDigests], started: float
     ) -> WeightSyncError | None:
         """Gather and send this stage's buckets; the first failure to send is returned after all gathers are over."""
         buckets = self.plan.stage_buckets(self._groups.stage)
@@ -236,9 +237,9 @@ class WeightSender:
             if flat is None or failure is not None:
                 continue
             assert self._transport is not None, "connect comes before send"
-            for image in images:
+            for each in expected:
                 for name, tensor in named_tensors(bucket, flat):
-                    image.add(name, tensor)
+                    each.add(name, tensor)
             try:
                 if pending is not None:
                     pending.wait()

@@ -31,7 +31,7 @@ FACTS = {
     ),
     "recompute's defaults": (r'"core_attn"[,}\]]', {"config/megatron.py"}),
     "parameters that stay in float32": (r"\.self_attention\.A_log", {"convert/families/delta.py"}),
-    "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"weights/plan.py"}),
+    "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"convert/engine.py"}),
     "estimates of the KL": (r"expm1", {"algorithms/kl.py"}),
     "whose routes are followed": (
         r'replay [!=]= "r3"', {"preflight/resolve.py", "rollout/generation.py", "rollout/groups.py"},

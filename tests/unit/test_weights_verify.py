@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from mslime.config.layout import EngineLayout
+from mslime.convert.engine import EngineParameter, engine_parameters
+from mslime.convert.families import get_family
+from mslime.convert.families.gqa import Attention, attention_rules
+from mslime.convert.kinds import FusedGatedMLP, GatedMLP, Replicated
+from mslime.convert.table import Rule, RuleTable
 from mslime.weights.commit import compare
 from mslime.weights.digest import engine_digest, sha_hash, tiled_hash
 from mslime.weights.errors import WeightSyncError
-from mslime.weights.image import EngineImage, EngineLayout, engine_parameter, engine_parameters
+from mslime.weights.expected import ExpectedDigests
 from tests.unit.weights_world import moe_table, whole_tensors
 
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
@@ -79,6 +90,16 @@ def test_one_bit_changes_the_digest(digest: Any) -> None:
     assert digest(tensor) != before
 
 
+def digests_of(
+    parameters: Iterable[EngineParameter], whole: Mapping[str, torch.Tensor], layout: EngineLayout
+) -> list[dict[str, str]]:
+    """What is expected of each rank when these tensors arrive in this order."""
+    expected = ExpectedDigests(whole.keys(), parameters, layout, engine_digest)
+    for name, tensor in whole.items():
+        expected.add(name, tensor)
+    return expected.digests
+
+
 def engine_reference(whole: dict[str, torch.Tensor], layout: EngineLayout, rank: int) -> dict[str, np.ndarray]:
     """What SGLang's loaders leave on one rank, by hand, for the model of `weights_world` (2 KV heads of 4)."""
     w = {name: tensor.numpy() for name, tensor in whole.items()}
@@ -122,84 +143,107 @@ def engine_reference(whole: dict[str, torch.Tensor], layout: EngineLayout, rank:
 @pytest.mark.parametrize(
     "layout", [EngineLayout(), EngineLayout(2, 1), EngineLayout(2, 2), EngineLayout(4, 2)], ids=str
 )
-def test_the_image_of_every_engine_rank_equals_sglangs_loaders(layout: EngineLayout) -> None:
+def test_what_is_expected_of_every_engine_rank_equals_sglangs_loaders(layout: EngineLayout) -> None:
     whole = whole_tensors(moe_table())
-    image = EngineImage(moe_table().hf_shapes(), 2, layout)
-    for name in sorted(whole, key=lambda n: hashlib.md5(n.encode()).digest()):  # any order
-        image.add(name, whole[name])
+    in_any_order = dict(sorted(whole.items(), key=lambda item: hashlib.md5(item[0].encode()).digest()))
+    found = digests_of(engine_parameters(moe_table()), in_any_order, layout)
     for rank in range(layout.tp):
         expected = engine_reference(whole, layout, rank)
         digests = {name: engine_digest(torch.from_numpy(array.copy())) for name, array in expected.items()}
-        assert image.digests[rank] == digests
+        assert found[rank] == digests
 
 
 @pytest.mark.parametrize("joint", [True, False])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_norms_of_all_heads_go_with_their_heads_and_norms_of_each_head_to_every_rank(tp: int, joint: bool) -> None:
-    at, kv_heads, head_dim = "model.layers.0.self_attn.", 2, 4
-    rows = {"q": 4 * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
-    whole = {f"{at}{part}_proj.weight": torch.randn(n, 8) for part, n in rows.items()}
-    q, k = (torch.randn(rows[part] if joint else head_dim) for part in "qk")
-    whole |= {f"{at}q_norm.weight": q, f"{at}k_norm.weight": k}
-    image = EngineImage({name: tuple(tensor.shape) for name, tensor in whole.items()}, kv_heads, EngineLayout(tp))
-    for name, tensor in whole.items():
-        image.add(name, tensor)
+    at, heads, kv_heads, head_dim = "model.layers.0.self_attn.", 4, 2, 4
+    attention = Attention(8, heads, kv_heads, head_dim, norm="projection" if joint else "head")
+    table = RuleTable(attention_rules(attention, [0]))
+    whole = whole_tensors(table)
+    q, k = whole[f"{at}q_norm.weight"], whole[f"{at}k_norm.weight"]
+    digests = digests_of(engine_parameters(table), whole, EngineLayout(tp))
     for rank in range(tp):
         own_q = q.view(tp, -1)[rank] if joint else q
         own_k = k.view(min(tp, kv_heads), -1)[rank * min(tp, kv_heads) // tp] if joint else k
-        found = [image.digests[rank][f"{at}{part}_norm.weight"] for part in "qk"]
+        found = [digests[rank][f"{at}{part}_norm.weight"] for part in "qk"]
         assert found == [engine_digest(own_q.clone()), engine_digest(own_k.clone())]
 
 
 def test_one_tensor_of_gate_and_up_projections_is_cut_like_two() -> None:
     gate, up = torch.randn(6, 4), torch.randn(6, 4)
-    layout, name = EngineLayout(2), "model.layers.0.mlp.{}_proj.weight"
-    two = EngineImage({name.format("gate"): (6, 4), name.format("up"): (6, 4)}, 2, layout)
-    one = EngineImage({name.format("gate_up"): (12, 4)}, 2, layout)
-    two.add(name.format("gate"), gate), two.add(name.format("up"), up)
-    one.add(name.format("gate_up"), torch.cat([gate, up]))
-    assert one.digests == two.digests and one.digests[0] != one.digests[1]
+    name = "decoder.layers.{layer}.mlp.linear_fc1.weight"
+    two = RuleTable((Rule(name, ("a.gate_proj.weight", "a.up_proj.weight"), GatedMLP(6, 4), (0,)),))
+    one = RuleTable((Rule(name, ("a.gate_up_proj.weight",), FusedGatedMLP(6, 4), (0,)),))
+    apart = {"a.gate_proj.weight": gate, "a.up_proj.weight": up}
+    of_two = digests_of(engine_parameters(two), apart, EngineLayout(2))
+    of_one = digests_of(engine_parameters(one), {"a.gate_up_proj.weight": torch.cat([gate, up])}, EngineLayout(2))
+    assert of_one == of_two and of_one[0] != of_one[1] and list(of_one[0]) == ["a.gate_up_proj.weight"]
 
 
 def test_what_engines_hold_in_float32_is_compared_in_float32() -> None:
-    gate, norm = torch.randn(4, 8).bfloat16(), torch.randn(8).bfloat16()
-    shapes = {"model.layers.0.mlp.gate.weight": (4, 8), "model.norm.weight": (8,)}
-    image = EngineImage(shapes, 2, EngineLayout(), (".mlp.gate.weight",))
-    for name, tensor in zip(shapes, (gate, norm), strict=True):
-        image.add(name, tensor)
-    expected = dict(zip(shapes, (engine_digest(gate.float()), engine_digest(norm)), strict=True))
-    assert image.digests == [expected]
+    name, rows = "model.layers.0.mlp.gate.weight", Replicated((4, 8))
+    table = RuleTable((Rule("router", (name,), rows), Rule("norm", ("model.norm.weight",), Replicated((8,)))))
+    whole = {name: torch.randn(4, 8).bfloat16(), "model.norm.weight": torch.randn(8).bfloat16()}
+    parameters = engine_parameters(table, (".mlp.gate.weight",))
+    expected = {
+        name: engine_digest(whole[name].float()),
+        "model.norm.weight": engine_digest(whole["model.norm.weight"]),
+    }
+    assert digests_of(parameters, whole, EngineLayout()) == [expected]
 
 
 def test_a_buffer_may_be_reused_while_its_tensors_wait_for_others() -> None:
     whole = whole_tensors(moe_table())
-    image, reused = (
-        EngineImage(moe_table().hf_shapes(), 2, EngineLayout()),
-        EngineImage(moe_table().hf_shapes(), 2, EngineLayout()),
-    )
+    parameters, layout = engine_parameters(moe_table()), EngineLayout()
+    reused = ExpectedDigests(whole.keys(), parameters, layout, engine_digest)
     for name, tensor in whole.items():
-        image.add(name, tensor)
         buffer = tensor.clone()
         reused.add(name, buffer)
         buffer.zero_()
-    assert image.digests == reused.digests
+    assert reused.digests == digests_of(parameters, whole, layout)
 
 
-def test_every_hf_tensor_belongs_to_one_engine_parameter() -> None:
-    assert engine_parameter("model.layers.0.mlp.experts.12.up_proj.weight") == "model.layers.0.mlp.experts.w13_weight"
-    assert engine_parameter("model.layers.0.mlp.experts.12.down_proj.weight") == "model.layers.0.mlp.experts.w2_weight"
-    assert engine_parameter("model.layers.0.self_attn.k_proj.weight") == "model.layers.0.self_attn.qkv_proj.weight"
-    assert engine_parameter("model.layers.0.mlp.up_proj.weight") == "model.layers.0.mlp.gate_up_proj.weight"
-    assert engine_parameter("model.layers.0.self_attn.k_norm.weight") == "model.layers.0.self_attn.k_norm.weight"
+def test_a_stage_expects_its_own_parameters_only_and_refuses_to_leave_a_tensor_out() -> None:
+    parameters = engine_parameters(moe_table())
+    whole = whole_tensors(moe_table())
+    stage = {name for name in whole if ".layers.1." in name}
+    expected = ExpectedDigests(stage, parameters, EngineLayout(), engine_digest)
+    for name in stage:
+        expected.add(name, whole[name])
+    assert all(".layers.1." in name for name in expected.digests[0]) and len(expected.digests[0]) == 9
+    with pytest.raises(AssertionError, match="self_attn.k_proj"):
+        ExpectedDigests(stage - {"model.layers.1.self_attn.q_proj.weight"}, parameters, EngineLayout(), engine_digest)
 
 
-def test_latent_attention_fuses_its_down_projections_only_where_the_query_has_one() -> None:
+def test_latent_attention_joins_its_down_projections_only_where_the_query_has_one() -> None:
     a, both = "model.layers.0.self_attn.", ("kv_a_proj_with_mqa.weight", "kv_b_proj.weight", "o_proj.weight")
-    latent = engine_parameters(f"{a}{name}" for name in ("q_a_proj.weight", "q_b_proj.weight", *both))
-    assert latent.pop(f"{a}fused_qkv_a_proj_with_mqa.weight") == [f"{a}q_a_proj.weight", f"{a}{both[0]}"]
-    assert latent == {name: [name] for name in (f"{a}q_b_proj.weight", f"{a}{both[1]}", f"{a}{both[2]}")}
-    direct = engine_parameters(f"{a}{name}" for name in ("q_proj.weight", *both))
-    assert direct == {name: [name] for name in direct} and f"{a}q_proj.weight" in direct
+    latent = latent_attention({"q_lora_rank": 4})
+    assert latent[f"{a}fused_qkv_a_proj_with_mqa.weight"] == (f"{a}q_a_proj.weight", f"{a}{both[0]}")
+    assert f"{a}q_a_proj.weight" not in latent and f"{a}{both[0]}" not in latent
+    direct = latent_attention({"q_lora_rank": None})
+    for name in ("q_proj.weight", *both):
+        assert direct[a + name] == (a + name,)
+
+
+def latent_attention(changes: dict[str, object]) -> dict[str, tuple[str, ...]]:
+    """The tensors of each engine parameter of DeepSeek-V2-Lite."""
+    config = json.loads((CONFIGS / "deepseek-v2-lite" / "config.json").read_text()) | changes
+    family = get_family(config)
+    return {parameter.name: parameter.parts for parameter in family.engine_parameters(family.rules(config))}
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["deepseek-v2-lite", "glm4-9b", "gpt-oss-20b", "mixtral-8x7B", "olmoe-1B-7B", "qwen2.5-0.5B", "qwen3.5-35B-A3B"],
+)
+def test_every_sent_tensor_belongs_to_one_engine_parameter(model: str) -> None:
+    config = json.loads((CONFIGS / model / "config.json").read_text())
+    family = get_family(config)
+    table = family.rules(config)
+    parameters = family.engine_parameters(table)
+    sent = Counter(name for parameter in parameters for name in parameter.parts)
+    assert sent.keys() == {name for rule in table.bound.values() if rule.exported for name in rule.hf_names}
+    assert set(sent.values()) == {1} and len({parameter.name for parameter in parameters}) == len(parameters)
 
 
 def answer(tp_rank: int, checksums: dict[str, str]) -> dict[str, Any]:

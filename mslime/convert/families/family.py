@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal, cast
 
 from mslime.config.errors import CheckpointError
+from mslime.convert.engine import EngineParameter, engine_parameters
 from mslime.convert.table import RuleTable
 
 HFConfig = Mapping[str, object]
@@ -119,6 +120,16 @@ class Family(ABC):
     @abstractmethod
     def rules(self, hf_config: HFConfig) -> RuleTable:
         """The conversion table of this model. Raises like `transformer_fields`."""
+
+    def engine_parameters(self, table: RuleTable) -> tuple[EngineParameter, ...]:
+        """What SGLang keeps of the trained tensors, for the comparison after a weight sync (`weights.verify`).
+
+        The rules give it. A family overrides this where SGLang joins tensors that Megatron keeps apart.
+
+        Args:
+            table: of this model.
+        """
+        return engine_parameters(table, self.engine_float32)
 
 
 HARMLESS = frozenset({

@@ -167,19 +167,18 @@ class MegatronTrainer(TrainedModel):
             on_bucket: called on stage leaders with (buckets sent, buckets of the stage).
         """
         spec, backend = self.spec, dist.get_backend()
-        exported = export_dtype(self.hf_config)
+        exported, family = export_dtype(self.hf_config), get_family(self.hf_config)
+        rules, synced = family.rules(self.hf_config), spec.train.task == "rl"
         options = SyncOptions(
-            dtype=self._engine_dtype() if spec.train.task == "rl" else exported,
+            dtype=self._engine_dtype() if synced else exported,
             export_dtype=exported,
             bucket_bytes=int(spec.weights.bucket_mib * (1 << 20)),
             backend=backend,
             deadline_s=spec.deadlines.weight_sync_s,
-            kv_heads=self.transformer.num_query_groups or self.transformer.num_attention_heads,
-            engine_float32=get_family(self.hf_config).engine_float32,
+            engine_parameters=family.engine_parameters(rules) if synced else (),
             name=spec.name,
         )
         groups = make_groups(spec.layout, backend, spec.deadlines.weight_sync_s)
-        rules = get_family(self.hf_config).rules(self.hf_config)
         return WeightSender(rules, groups, self.named_local_params, options, on_bucket)
 
     def close(self) -> None:
