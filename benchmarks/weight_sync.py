@@ -20,20 +20,23 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import httpx
 import torch
 import torch.distributed as dist
 
-from mslime.config.keys import Endpoint, EngineKeys
+from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
 from mslime.config.layout import ParallelLayout
+from mslime.config.schema import DeadlineConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.table import RuleTable
+from mslime.weights.broadcast import BroadcastTransport, in_thread
 from mslime.weights.buckets import convert, named_tensors, pack
-from mslime.weights.commit import Commit
-from mslime.weights.http import EngineHttp, EngineInfo, in_thread
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
-from mslime.weights.transport import BroadcastTransport
+from mslime.weights.transport import Link
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.fixtures.engine_calls import with_pool
 from tests.fixtures.stand_in_engine import StandInEngine
 
 DEADLINE_S = 300.0
@@ -54,13 +57,14 @@ def synthetic_config(args: argparse.Namespace) -> dict[str, object]:
 class Ways:
     """The three ways to bring the same weights to the engine."""
 
-    def __init__(self, table: RuleTable, plan: WeightPlan, engine: EngineInfo, http: EngineHttp) -> None:
-        self.table, self.plan, self.engine, self.http = table, plan, engine, http
+    def __init__(self, table: RuleTable, plan: WeightPlan, engine: EngineInfo, receivers: SGLangReceivers) -> None:
+        self.table, self.plan, self.engine = table, plan, engine
+        self.http = httpx.Client(base_url=engine.url, timeout=DEADLINE_S, headers=engine.keys.headers("/weights"))
         self.params = {
             name: torch.randn(rule.local_shape(1)).to(getattr(torch, plan.buckets[0].dtype))
             for name, rule in table.bound.items()
         }
-        self.transport = BroadcastTransport("benchmark", "gloo", http, DEADLINE_S)
+        self.transport = BroadcastTransport(Link("benchmark", "gloo", DEADLINE_S, receivers))
         self.transport.connect([engine])
         assert self.transport._group is not None
         self.group = self.transport._group
@@ -86,27 +90,26 @@ class Ways:
         for bucket in self.plan.buckets:
             tensors = named_tensors(bucket, self._fill(bucket))
             if answer is not None:
-                answer.result()
+                answer.result().raise_for_status()
             body = {
                 "names": [name for name, _ in tensors], "dtypes": [bucket.dtype] * len(tensors),
                 "shapes": [list(tensor.shape) for _, tensor in tensors], "group_name": "benchmark",
                 "flush_cache": False,
             }  # fmt: skip
-            path = "/update_weights_from_distributed"
-            answer = in_thread(self.http.post, self.engine, path, body, "send")
+            answer = in_thread(self.http.post, "/update_weights_from_distributed", json=body)
             works = [dist.broadcast(tensor, group=self.group, group_src=0, async_op=True) for _, tensor in tensors]
             for work in works:
                 work.wait()
         assert answer is not None
-        answer.result()
+        answer.result().raise_for_status()
 
     def raw(self) -> None:
         """Nothing but broadcasts of buffers as large as the buckets, and one request over a connection that is open."""
         body = {"group_name": "benchmark", "sizes": [flat.nbytes for flat in self.filled]}
-        answer = in_thread(self.http.post, self.engine, "/raw", body, "raw")
+        answer = in_thread(self.http.post, "/raw", json=body)
         for flat in self.filled:
             dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0)
-        answer.result()
+        answer.result().raise_for_status()
 
 
 def measure(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
@@ -151,19 +154,19 @@ def main() -> None:
     with TemporaryDirectory() as directory:
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
         url = stand_in.url if stand_in else args.engine
-        http = EngineHttp([url], DEADLINE_S)
-        engine = http.describe(Endpoint(url, EngineKeys(args.api_key, args.api_key)))
-        session = Commit((engine,), DEADLINE_S)
-        ways = Ways(table, plan, engine, http)
+        receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
+        engine = receivers.describe(Endpoint(url, EngineKeys(args.api_key, args.api_key)))
+        ways = Ways(table, plan, engine, receivers)
         chosen: dict[str, Callable[[], None]] = {"flat": ways.flat, "per tensor": ways.per_tensor}
         if stand_in:
             chosen["raw"] = ways.raw
         else:
-            session.begin()
+            with_pool((engine,), lambda pool: pool.begin_update())
         medians = measure(chosen, args.rounds)
         if not stand_in:
-            session.end()
+            with_pool((engine,), lambda pool: pool.end_update())
         ways.transport.disconnect()
+        receivers.close()
         dist.destroy_process_group()
     if stand_in:
         stand_in.stop()

@@ -63,8 +63,23 @@ class EngineError(UserError):
     """A generation engine lacks a feature, did not start, died, or refused a request."""
 
 
+class WeightSyncError(EngineError):
+    """A phase of the weight sync failed or missed its deadline.
+
+    `field` is `weights.<phase>`; `value` says where: the rank, the bucket and the tensor where they are known. The
+    version stamped on the engines is still the old one, but engines load bucket by bucket in place: after a failure in
+    `send` their weights may be a mixture until the next whole send, so generation must not resume.
+    """
+
+
 class TrainerError(UserError):
     """A trainer rank failed, or missed a deadline."""
+
+
+def sync_error(phase: str, where: str, what: str, way_out: str = "") -> WeightSyncError:
+    """A `WeightSyncError` of this phase; the default way out is to look at the engine's log and restart it."""
+    default = "read the engine's log, restart the engine and send again; generation must not resume before a whole send"
+    return WeightSyncError(f"weights.{phase}", where, what, way_out or default)
 
 
 @contextmanager

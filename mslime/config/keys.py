@@ -15,6 +15,7 @@ from typing import Annotated
 from pydantic import AfterValidator, PlainSerializer, SecretStr
 
 from mslime.config.errors import ConfigError
+from mslime.config.layout import EngineLayout
 
 REDACTED = "(redacted)"
 FORMS = ("env:", "file:")
@@ -79,6 +80,25 @@ class Endpoint:
 
     url: str
     keys: EngineKeys = NO_KEYS
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """A server that receives weights: its URL, its parallel layout (every tensor-parallel rank receives) and keys."""
+
+    url: str
+    layout: EngineLayout = field(default_factory=EngineLayout)
+    keys: EngineKeys = NO_KEYS
+
+    @property
+    def ranks(self) -> int:
+        """Processes that join the weight-update group."""
+        return self.layout.tp
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What a client of its HTTP interface needs."""
+        return Endpoint(self.url, self.keys)
 
 
 def read_secret(setting: SecretStr, name: str) -> str:

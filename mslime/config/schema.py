@@ -236,6 +236,10 @@ class WeightsConfig(Section):
     verify: Literal["first", "always", "never"] = Field(
         default="first", description="Bit-exact comparison of engine and trainer."
     )
+    transport: str = Field(
+        default="broadcast",
+        description="How buckets reach the engines: broadcast, or your own as module:function.",
+    )
 
 
 class CheckpointConfig(Section):

@@ -11,14 +11,14 @@ import json
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
+from mslime.backends.sglang.client import EngineClient, blocking
 from mslime.config.errors import EngineError, UserError
 from mslime.config.keys import Endpoint
-from mslime.config.schema import RunConfig
-from mslime.weights.errors import WeightSyncError
-from mslime.weights.http import EngineHttp
-from mslime.weights.sync import group_name
+from mslime.config.schema import DeadlineConfig, RunConfig
+from mslime.weights.transport import group_name
 
 RECORD = "weight_groups.json"
 LEAVE_SECONDS = 15.0
@@ -39,7 +39,7 @@ class AttachedEngines:
 
     def __init__(self, config: RunConfig, engines: Sequence[Endpoint], group: str) -> None:
         self._engines = tuple(engines)
-        self._deadline_s = config.deadlines.engine_control_s
+        self._deadlines = config.deadlines
         self._record = config.run_dir / RECORD
         self._groups = [group_name(group, stage) for stage in range(config.layout.pp)]
 
@@ -51,7 +51,7 @@ class AttachedEngines:
         """
         left = _recorded(self._record)
         for engine in self._engines:
-            self._reset(engine, left, self._deadline_s, _refuse_silence)
+            self._reset(engine, left, self._deadlines.engine_control_s, _refuse_silence)
         self._record.parent.mkdir(parents=True, exist_ok=True)
         self._record.write_text(json.dumps(sorted({*left, *self._groups})))
 
@@ -69,39 +69,34 @@ class AttachedEngines:
         if not silent:
             self._record.unlink(missing_ok=True)
 
-    @staticmethod
     def _reset(
-        engine: Endpoint, groups: Iterable[str], deadline_s: float, failed: Callable[[Endpoint, WeightSyncError], None]
+        self,
+        engine: Endpoint,
+        groups: Iterable[str],
+        deadline_s: float,
+        failed: Callable[[Endpoint, EngineError], None],
     ) -> None:
-        """An engine that generates, and knows no requests, updates or groups of ours.
-
-        What there is nothing of is refused with HTTP 400, which is as good.
-        """
-        http = EngineHttp([engine.url], deadline_s)
-        calls: list[tuple[str, dict[str, object]]] = [
-            ("/abort_request", {"abort_all": True}),
-            ("/end_weight_update", {}),
-            *(("/destroy_weights_update_group", {"group_name": name}) for name in groups),
-            ("/continue_generation", {}),
-        ]
+        """An engine that generates, and knows no requests, updates or groups of ours."""
+        limits = {"engine_control_s": deadline_s, "weight_sync_s": deadline_s}
         try:
-            for path, body in calls:
-                _tried(http, engine, path, body)
-        except WeightSyncError as error:
+            blocking(_reset(engine, groups, self._deadlines.model_copy(update=limits)))
+        except EngineError as error:
             failed(engine, error)
-        finally:
-            http.close()
 
 
-def _tried(http: EngineHttp, engine: Endpoint, path: str, body: dict[str, object]) -> None:
-    try:
-        http.post(engine, path, body, "take over")
-    except WeightSyncError as error:
-        if "HTTP 400" not in error.rule:
-            raise
+async def _reset(engine: Endpoint, groups: Iterable[str], deadlines: DeadlineConfig) -> None:
+    """What there is nothing of is refused with HTTP 400, which is as good. Raises EngineError for all else."""
+    async with EngineClient(engine.url, engine.url, deadlines, keys=engine.keys) as client:
+        leave = [partial(client.leave_group, name) for name in groups]
+        for undo in (client.abort, client.end_weight_update, *leave, client.resume):
+            try:
+                await undo()
+            except EngineError as error:
+                if "HTTP 400" not in error.rule:
+                    raise
 
 
-def _refuse_silence(engine: Endpoint, error: WeightSyncError) -> None:
+def _refuse_silence(engine: Endpoint, error: EngineError) -> None:
     if "HTTP 401" in error.rule or "HTTP 403" in error.rule:
         raise EngineError(
             "sglang.urls", engine.url, "the server asks for a key, or for another one",

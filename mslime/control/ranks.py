@@ -44,7 +44,7 @@ class RankActor:
 
     def address(self) -> str:
         """`tcp://host:port` that the other ranks can reach: the rendezvous, asked of rank 0."""
-        from mslime.weights.transport import open_store
+        from mslime.weights.broadcast import open_store
 
         host, world = own_host(self._config), self._config.layout.world_size
         # Open from now on, so that nobody else can take the port; torch's rendezvous in this process finds it there.

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -265,13 +265,30 @@ class RolloutActor:
     async def count_as(self, version: int) -> None:
         """Let the weights that the engines serve count as `version`."""
         await self._service.pause_for_update()
-        await self._pool.set_version(version)
+        await self._pool.stamp(version)
         await self._service.resume_after_update(version)
 
     async def pause(self) -> None:
         """Hold the engines for a weight update."""
         with phase(_log, "pausing the engines"):
             await self._service.pause_for_update()
+
+    async def begin_update(self) -> None:
+        """Let the paused engines take weights; see `EnginePool`, as for the next three."""
+        await self._pool.begin_update()
+
+    async def compare(self, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:
+        """How many parameters of all engine ranks were compared with the digests that the trainer expects."""
+        with phase(_log, "comparing the engines' weights with the trainer's"):
+            return await self._pool.compare(expected)
+
+    async def end_update(self) -> None:
+        """All weights are there."""
+        await self._pool.end_update()
+
+    async def stamp(self, version: int) -> None:
+        """Let the engines report a version."""
+        await self._pool.stamp(version)
 
     async def resume(self, version: int) -> None:
         """Go on under new weights."""
@@ -408,6 +425,22 @@ class RolloutHandle:
         """See `RolloutActor.pause`."""
         self._control("pause engines", self._actor.pause.remote())
 
+    def begin_update(self) -> None:
+        """See `RolloutActor.begin_update`."""
+        self._update("begin", self._actor.begin_update.remote())
+
+    def compare(self, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:
+        """See `RolloutActor.compare`."""
+        return self._update("compare", self._actor.compare.remote(expected))
+
+    def end_update(self) -> None:
+        """See `RolloutActor.end_update`."""
+        self._update("end", self._actor.end_update.remote())
+
+    def stamp(self, version: int) -> None:
+        """See `RolloutActor.stamp`."""
+        self._control("weight version", self._actor.stamp.remote(version))
+
     def resume(self, version: int) -> None:
         """See `RolloutActor.resume`."""
         self._control("resume engines", self._actor.resume.remote(version))
@@ -430,6 +463,9 @@ class RolloutHandle:
         """End the actor, politely first."""
         ray.wait([self._actor.stop.remote()], timeout=5)
         ray.kill(self._actor, no_restart=True)
+
+    def _update(self, what: str, ref: ray.ObjectRef) -> Any:
+        return self._call(f"weight sync: {what}", ref, self._config.deadlines.weight_sync_s + 30)
 
     def _control(self, what: str, ref: ray.ObjectRef) -> Any:
         return self._call(what, ref, self._config.deadlines.engine_control_s + 30)

@@ -29,7 +29,6 @@ from mslime.observe.progress import open_progress, summary_line
 from mslime.observe.rows import are_scores, over_optimizer_steps
 from mslime.observe.timeline import STEP, Timeline
 from mslime.preflight.resolve import ResolvedRun
-from mslime.weights.commit import Commit
 
 Shards = Sequence[Sequence[Any]]
 """[ranks][optimizer steps] of TrainShard, or of Ray references to them."""
@@ -145,9 +144,7 @@ class Session(Started):
         self._rollouts = RolloutHandle(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
         self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
-        engines = self._trainers.connect(endpoints, group)
-        self._commit = Commit(engines, self.config.deadlines.weight_sync_s)
-        self._stack.callback(self._commit.close)
+        self._trainers.connect(endpoints, group)
 
     def _worth_waiting(self) -> None:
         """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""
@@ -217,7 +214,9 @@ class Session(Started):
     def publish_weights(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's weights under a new version; generation goes on under it afterwards.
 
-        No trainer rank enters a collective before every engine has confirmed its pause.
+        The rollout service has the engines: every step on their side is a call to it. No trainer rank enters a
+        collective before every engine has confirmed its pause. The version is stamped last, so an engine that was left
+        in the middle never claims the new one; the comparison comes before the end, while parameters lie as loaded.
         """
         self._at_rest()
         assert self._evaluating is None, "an evaluation still draws from the weights that would be replaced"
@@ -227,14 +226,14 @@ class Session(Started):
         verify = mode == "always" or (mode == "first" and not self._verified)
         self._rollouts.pause()
         paused = time.monotonic()
-        self._commit.begin()
+        self._rollouts.begin_update()
         sent, spans = self._trainers.send_weights(version, verify, self.progress.weights)
         if verify:
-            compared = self._commit.check(sent.expected)
+            compared = self._rollouts.compare(sent.expected)
             self._verified = True
             self.progress.note(f"version {version}: {compared} engine parameters equal the trainer's, bit for bit")
-        self._commit.end()
-        self._commit.stamp(version)
+        self._rollouts.end_update()
+        self._rollouts.stamp(version)
         self._rollouts.resume(version)
         end = time.monotonic()
         self._record_ranks("send weights", spans)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from mslime.backends.megatron.step.critic import MegatronCritic
     from mslime.config.layout import ParallelLayout
     from mslime.data.shard import TrainShard
-    from mslime.weights.http import EngineInfo
     from mslime.weights.sync import SendReport
 
 _log = logging.getLogger(__name__)
@@ -47,6 +46,7 @@ class TrainerActor(RankActor):
         """Build the model and optimizer; returns this rank's MoE layers."""
         from mslime.backends.megatron.step.critic import MegatronCritic
         from mslime.backends.megatron.step.trainer import MegatronTrainer
+        from mslime.backends.sglang.receivers import SGLangReceivers
         from mslime.preflight.seams import check_seams
 
         config = self._config
@@ -54,7 +54,8 @@ class TrainerActor(RankActor):
         with phase(_log, f"starting at {rendezvous}"):
             self._trainer = MegatronTrainer(policy_spec(config), self._rank, config.layout.world_size, rendezvous)
             self._trainer.on_micro_batch = self._report
-            self._sender = self._trainer.weight_sender(self._report_bucket)
+            receivers = SGLangReceivers(config.deadlines)
+            self._sender = self._trainer.weight_sender(receivers, self._report_bucket)
             self._critic: MegatronCritic | None = None
             if config.has_critic and config.critic.placement == "shared":
                 self._critic = MegatronCritic(critic_spec(config), self._rank, config.layout.world_size, None)
@@ -113,12 +114,11 @@ class TrainerActor(RankActor):
         """(weight buckets sent, of how many) of the sync in progress; answered beside the work."""
         return self._sent, self._buckets
 
-    def connect(self, engines: Sequence[Endpoint], group: str) -> tuple[EngineInfo, ...]:
-        """Meet the engines; returns what they are."""
+    def connect(self, engines: Sequence[Endpoint], group: str) -> None:
+        """Meet the engines."""
         hide(*(key for engine in engines for key in (engine.keys.api, engine.keys.admin)))
         with phase(_log, f"connecting to {', '.join(engine.url for engine in engines)}"):
             self._sender.connect(engines, group)
-        return self._sender.engines
 
     def disconnect(self) -> None:
         """Leave the engines."""
@@ -272,11 +272,10 @@ class TrainerGroup:
         rows = [a | b for a, b in zip(of_policy[0]["metrics"], of_critic[0]["metrics"], strict=True)]
         return rows, _spans("trainer", of_policy) | _spans("critic", of_critic)
 
-    def connect(self, engines: Sequence[Endpoint], group: str) -> tuple[EngineInfo, ...]:
-        """Meet the engines in process groups whose names begin with `group`; returns what they are."""
+    def connect(self, engines: Sequence[Endpoint], group: str) -> None:
+        """Meet the engines in process groups whose names begin with `group`."""
         met = list(engines)
-        what = "weight sync: connect"
-        return self._trainers.all(what, self._sync_deadline, lambda a, _: a.connect.remote(met, group))[0]
+        self._trainers.all("weight sync: connect", self._sync_deadline, lambda a, _: a.connect.remote(met, group))
 
     def disconnect(self, deadline_s: float) -> None:
         """Leave the engines. Raises TrainerError when a rank is gone, or does not answer in time."""

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from mslime.config.errors import sync_error
 from mslime.convert.table import RuleTable
-from mslime.weights.errors import sync_error
 from mslime.weights.plan import Bucket
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -18,22 +18,18 @@ import torch
 import torch.distributed as dist
 
 from mslime.config.dtypes import declared_dtype
-from mslime.config.errors import CheckpointError
-from mslime.config.keys import Endpoint
+from mslime.config.errors import CheckpointError, WeightSyncError, sync_error
+from mslime.config.keys import Endpoint, EngineInfo
 from mslime.config.layout import EngineLayout
 from mslime.convert.engine import EngineParameter
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
 from mslime.weights.buckets import TORCH_DTYPES, convert, gather, named_tensors, pack
-from mslime.weights.commit import Digests
-from mslime.weights.digest import engine_digest
-from mslime.weights.errors import WeightSyncError, sync_error
 from mslime.weights.expected import ExpectedDigests
 from mslime.weights.groups import SyncGroups
-from mslime.weights.http import EngineHttp, EngineInfo
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
-from mslime.weights.transport import BroadcastTransport, Pending, Transport
+from mslime.weights.transport import Link, Pending, Receivers, Transport, find_transport, group_name
 from mslime.weights.untrained import Untrained
 
 _T = TypeVar("_T")
@@ -52,6 +48,7 @@ class SyncOptions:
         deadline_s: for every phase.
         engine_parameters: what the engines keep of the model (`Family.engine_parameters`), for the expected digests.
         name: unique among the runs that share an engine.
+        transport: as `weights.transport` says.
     """
 
     dtype: str
@@ -61,6 +58,7 @@ class SyncOptions:
     engine_parameters: tuple[EngineParameter, ...] = ()
     name: str = "mslime"
     export_dtype: str | None = None
+    transport: str = "broadcast"
 
 
 @dataclass(frozen=True)
@@ -72,14 +70,14 @@ class SendReport:
         bytes: on the wire, to each engine rank.
         buckets: number of broadcasts.
         seconds: of the whole send, on the slowest rank.
-        expected: where asked for, the digests every engine rank must report, by engine layout.
+        expected: where asked for, the digests that every rank of an engine must report, by the engine's URL.
     """
 
     version: int
     bytes: int
     buckets: int
     seconds: float
-    expected: Mapping[EngineLayout, Digests]
+    expected: Mapping[str, Sequence[Mapping[str, str]]]
 
 
 class WeightSender:
@@ -90,10 +88,12 @@ class WeightSender:
         groups: from `make_groups`.
         params: gives this rank's parameters by canonical name; called anew for every sync.
         options: how to send.
+        receivers: the engines; None where nothing is sent, only exported. The sender closes them.
         on_bucket: called on leaders with (buckets of the stage sent, buckets of the stage), for progress.
 
     Raises:
         CheckpointError: the model's parameters and the rules do not match.
+        ConfigError: there is no such transport.
     """
 
     def __init__(
@@ -102,13 +102,14 @@ class WeightSender:
         groups: SyncGroups,
         params: NamedParams,
         options: SyncOptions,
+        receivers: Receivers | None = None,
         on_bucket: Callable[[int, int], None] | None = None,
     ) -> None:
         self._table, self._groups, self._params, self._options = table, groups, params, options
-        self._on_bucket = on_bucket
+        self._receivers, self._on_bucket = receivers, on_bucket
+        self._make_transport = find_transport(options.transport)
         self._transport: Transport | None = None
         self._sent = False
-        self._http: EngineHttp | None = None
         self.engines: tuple[EngineInfo, ...] = ()
         self.plan = self._make_plan(options.dtype)
 
@@ -166,28 +167,30 @@ class WeightSender:
         Raises:
             WeightSyncError: on every rank, naming the engine and its answer.
         """
-        options = self._options
+        assert self._receivers is not None, "a sender without receivers only exports"
         for stage in range(self._groups.layout.pp):
             failure: WeightSyncError | None = None
             if self._groups.is_leader:
                 try:
-                    if self._http is None:
-                        self._http = EngineHttp([engine.url for engine in engines], options.deadline_s)
-                    self.engines = self.engines or tuple(map(self._http.describe, engines))
+                    self.engines = self.engines or tuple(map(self._receivers.describe, engines))
                     if stage == self._groups.stage:
-                        name = group_name(group or f"{options.name}-{uuid.uuid4().hex[:8]}", stage)
-                        self._transport = BroadcastTransport(name, options.backend, self._http, options.deadline_s)
-                        self._transport.connect(self.engines)
+                        self._meet(self._receivers, group, stage)
                 except WeightSyncError as error:
                     failure = error
             self._raise_together("connect", failure)
         self.engines = self._exchange(self.engines)[0]
 
+    def _meet(self, receivers: Receivers, group: str | None, stage: int) -> None:
+        options = self._options
+        name = group_name(group or f"{options.name}-{uuid.uuid4().hex[:8]}", stage)
+        self._transport = self._make_transport(Link(name, options.backend, options.deadline_s, receivers))
+        self._transport.connect(self.engines)
+
     def send(self, version: int, verify: bool = False) -> SendReport:
         """Send every parameter to every engine. Collective; the engines' sessions must be open.
 
         Args:
-            version: recorded in the report; the engines learn it from `Commit.stamp`.
+            version: recorded in the report; the engines learn it when they are stamped.
             verify: also work out the digests that the engines must report.
 
         Raises:
@@ -209,17 +212,19 @@ class WeightSender:
                 digests = {layout: each.digests for layout, each in zip(layouts, found, strict=False)}
             self._raise_together("send", failure)
         everyone = self._exchange((time.monotonic() - started, digests))
-        expected = {
+        by_layout = {
             layout: [_merged(stages, rank) for rank in range(layout.tp)]
             for layout in layouts
             for stages in [[found[layout] for _, found in everyone if layout in found]]
         }
+        expected = {engine.url: by_layout[engine.layout] for engine in self.engines if verify}
         seconds = max(elapsed for elapsed, _ in everyone)
         return SendReport(version, self.plan.total_bytes, len(self.plan.buckets), seconds, expected)
 
     def _expected(self, stage: int, layout: EngineLayout) -> ExpectedDigests:
         names = {entry.name for bucket in self.plan.stage_buckets(stage) for entry in bucket.entries}
-        return ExpectedDigests(names, self._options.engine_parameters, layout, engine_digest)
+        assert self._receivers is not None
+        return ExpectedDigests(names, self._options.engine_parameters, layout, self._receivers.digest)
 
     def _send_stage(
         self, params: Mapping[str, torch.Tensor], expected: Sequence[ExpectedDigests], started: float
@@ -342,9 +347,8 @@ class WeightSender:
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.disconnect()
-        if self._http is not None:
-            self._http.close()
-        self._http = None
+        if self._receivers is not None:
+            self._receivers.close()
         self.engines = ()
 
 
@@ -352,11 +356,6 @@ def _give_back_memory() -> None:
     """Free what torch keeps of the GPU for itself: the first sync makes NCCL's buffers, outside of torch's memory."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def group_name(group: str, stage: int) -> str:
-    """The name of the process group of a stage's leader with the engines."""
-    return f"{group}-stage{stage}"
 
 
 def _merged(stages: Sequence[Sequence[Mapping[str, str]]], rank: int) -> dict[str, str]:

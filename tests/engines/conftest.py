@@ -23,6 +23,7 @@ from mslime.backends.sglang.server import EngineAddress, ServerProcess
 from mslime.config.keys import Endpoint
 from mslime.config.schema import DeadlineConfig, RunConfig
 from mslime.convert.families import get_family
+from tests.fixtures.engine_calls import load_from_disk
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 DEADLINES = {"engine_start_s": 240, "engine_request_s": 60, "engine_control_s": 30, "weight_sync_s": 60}
@@ -80,7 +81,7 @@ class SharedServer:
 
         async def load() -> None:
             async with self.client() as client:
-                await client.update_weights_from_disk(self.checkpoint, 0)
+                await load_from_disk(client, self.checkpoint, 0)
 
         asyncio.run(load())
 

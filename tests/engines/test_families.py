@@ -23,7 +23,7 @@ from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
 from mslime.convert.hf import HFCheckpoint
 from tests.engines.conftest import serve
-from tests.engines.test_weight_sync import engine_log_probs, publish
+from tests.engines.test_weight_sync import engine_log_probs, publish, sender_of
 from tests.engines.trainer_ranks import make_config, make_shard, run_trainers, shard_of
 from tests.fixtures.families import CASES
 from tests.fixtures.families.case import FamilyCase
@@ -256,7 +256,7 @@ def test_a_bfloat16_checkpoint_comes_back_bit_for_bit(ran: Ran, tmp_path: Path, 
 
 def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> None:
     """Change every parameter, send the weights to the engine and write them to disk."""
-    sender = trainer.weight_sender()
+    sender = sender_of(trainer)
     sender.connect([engine])
     change_every_parameter(trainer)
     publish(sender, 1, trainer.place.rank, check="cpu" in get_family(trainer.hf_config).support.compared_on)

@@ -27,6 +27,7 @@ from mslime.rollout.rewards import RewardScorer
 from mslime.rollout.service import RolloutService
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.engines.test_sglang_generate import Reference, log_softmax
+from tests.fixtures.engine_calls import drain, load_from_disk
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 from tests.unit import user_rollouts
 
@@ -57,7 +58,7 @@ def fresh(sglang_server: SharedServer) -> Iterator[SharedServer]:
     async def calm() -> None:
         async with sglang_server.client() as client:
             await client.resume()
-            await client.drain()
+            await drain(client)
 
     asyncio.run(calm())
     sglang_server.restore()
@@ -107,9 +108,9 @@ async def publish(service: RolloutService, pool: EnginePool, version: int, weigh
     """A weight update: new weights from disk, or only a new number for the old ones."""
     await service.pause_for_update()
     if weights is None:
-        await pool.set_version(version)
+        await pool.stamp(version)
     else:
-        await pool.broadcast(lambda client: client.update_weights_from_disk(weights, version))
+        await pool.broadcast(lambda client: load_from_disk(client, weights, version))
     await service.resume_after_update(version)
 
 
@@ -300,7 +301,7 @@ def test_an_engine_killed_in_mid_generation_hands_over_and_loses_nothing_held(
             config = config_for(fresh, tmp_path, stop_ids=0, groups_per_step=4, group_size=2)
             async with service_for(config, tokenizer, fresh, doomed) as (service, pool):
                 waiting = asyncio.create_task(service.take(0))
-                while min(pool.assigned.values()) == 0:
+                while min(slot.assigned for slot in pool._slots) == 0:
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.1)
                 for pid in doomed.process.pids:  # no time to answer what it is asked

@@ -15,6 +15,7 @@ from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer
+from tests.fixtures.engine_calls import load
 
 FLOAT32 = 2e-5
 """Log-probs of two float32 implementations, logits divided by 0.7: 1.1e-5 was seen."""
@@ -157,7 +158,7 @@ def test_an_abort_keeps_the_tokens_and_a_continuation_completes_the_routes(
 
     async def cut(client: EngineClient) -> GenerateResult:
         running = asyncio.create_task(client.generate(first))
-        while (await client.loads()).used_tokens < 60:
+        while await load(client, "used_tokens") < 60:
             await asyncio.sleep(0.02)
         await client.abort("cut")
         return await running
@@ -187,18 +188,18 @@ def test_a_pause_holds_requests_back_and_spans_show_the_version_change(
 
     async def pause(client: EngineClient) -> tuple[GenerateResult, GenerateResult, bool, bool]:
         running = asyncio.create_task(client.generate(request))
-        while (await client.loads()).used_tokens < 20:
+        while await load(client, "used_tokens") < 20:
             await asyncio.sleep(0.02)
         await client.pause(mode)
         late = asyncio.create_task(client.generate(GenerateRequest(f"late-{mode}", [1, 2], 3, ignore_eos=True)))
         await asyncio.sleep(0.3)
         held, ready = not late.done(), await client.ready()
-        await client.set_version(5)
+        await client.stamp(5)
         if mode != "in_place":
             await client.flush_cache()
         await client.resume()
         results = await running, await late
-        await client.set_version(0)
+        await client.stamp(0)
         return *results, held, ready
 
     result, late, held, ready = run(sglang_server, pause)
@@ -220,7 +221,7 @@ def test_a_pause_holds_requests_back_and_spans_show_the_version_change(
 def test_a_cache_in_use_is_not_flushed(sglang_server: SharedServer) -> None:
     async def flush(client: EngineClient) -> GenerateResult:
         running = asyncio.create_task(client.generate(GenerateRequest("busy", [5, 6], 200, ignore_eos=True)))
-        while (await client.loads()).running == 0:
+        while await load(client, "running") == 0:
             await asyncio.sleep(0.02)
         await client.pause("in_place")
         with pytest.raises(EngineError, match="flush_cache"):
@@ -235,7 +236,7 @@ def test_a_request_aborted_while_it_waits_returns_nothing(sglang_server: SharedS
     async def retract_and_abort(client: EngineClient) -> GenerateResult:
         request = GenerateRequest("waiting", [5, 6], 1500, want_routes=True, ignore_eos=True)
         running = asyncio.create_task(client.generate(request))
-        while (await client.loads()).used_tokens < 30:
+        while await load(client, "used_tokens") < 30:
             await asyncio.sleep(0.02)
         await client.pause("retract")
         await client.abort("waiting")
@@ -245,20 +246,6 @@ def test_a_request_aborted_while_it_waits_returns_nothing(sglang_server: SharedS
 
     result = run(sglang_server, retract_and_abort)
     assert result.finish == "abort" and len(result.output_ids) == 0 and result.versions == ()
-
-
-def test_drain_ends_every_request(sglang_server: SharedServer) -> None:
-    async def drain(client: EngineClient) -> tuple[list[GenerateResult], int]:
-        requests = [GenerateRequest(f"d{i}", [1, i], 1800, ignore_eos=True) for i in range(8)]
-        running = [asyncio.create_task(client.generate(r)) for r in requests]
-        while (await client.loads()).running < 8:
-            await asyncio.sleep(0.02)
-        await client.drain()
-        load = await client.loads()
-        return await asyncio.gather(*running), load.running + load.waiting
-
-    results, left = run(sglang_server, drain)
-    assert left == 0 and {r.finish for r in results} == {"abort"}
 
 
 def test_stop_ids_and_stop_strings_end_a_response(sglang_server: SharedServer) -> None:

@@ -28,6 +28,7 @@ from mslime.backends.sglang.process import SupervisedProcess
 from mslime.backends.sglang.server import ServerProcess
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer, cpu_run, serve
+from tests.fixtures.engine_calls import load
 
 ALL_NEEDS = Needs(routes=True, supports=True, architectures=("Qwen3MoeForCausalLM",))
 
@@ -84,7 +85,7 @@ def test_an_engine_killed_in_mid_generation_fails_its_requests_and_leaves_no_pro
         pool = EnginePool([server.client()], 8)
         requests = [GenerateRequest(f"k{i}", [1, 2, i], 1900, ignore_eos=True) for i in range(4)]
         running = [asyncio.create_task(pool.generate(r)) for r in requests]
-        while (await pool.clients[0].loads()).running < 4:
+        while await load(pool.clients[0], "running") < 4:
             await asyncio.sleep(0.02)
         os.kill(scheduler, signal.SIGKILL)
         started = time.monotonic()

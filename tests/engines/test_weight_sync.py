@@ -15,15 +15,16 @@ import torch
 import torch.distributed as dist
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint
 from mslime.network import free_port
-from mslime.weights.commit import Commit
-from mslime.weights.errors import WeightSyncError
 from mslime.weights.plan import Bucket
 from mslime.weights.sync import WeightSender
 from mslime.weights.transport import Pending, Transport
 from tests.engines.conftest import SharedServer
 from tests.engines.trainer_ranks import make_config, run_trainers
+from tests.fixtures.engine_calls import with_pool
 
 pytestmark = pytest.mark.timeout(240, func_only=True)  # the first test waits for the server
 
@@ -56,26 +57,31 @@ def change_weights(trainer: MegatronTrainer, amount: float) -> None:
 
 
 def publish(sender: WeightSender, version: int, rank: int, check: bool = True) -> int:
-    """begin, send, check, end, stamp, as control drives them; the number of parameters compared."""
-    commit, compared = Commit(sender.engines, 60), 0
+    """begin, send, compare, end, stamp, as control drives them; the number of parameters compared."""
+    engines, compared = sender.engines, 0
     if rank == 0:
-        commit.begin()
+        with_pool(engines, lambda pool: pool.begin_update())
     dist.barrier()
     try:
         report = sender.send(version, verify=check)
         if rank == 0 and check:
-            compared = commit.check(report.expected)
+            compared = with_pool(engines, lambda pool: pool.compare(report.expected))
     finally:
         if rank == 0:
-            commit.end()
+            with_pool(engines, lambda pool: pool.end_update())
     if rank == 0:
-        commit.stamp(version)
+        with_pool(engines, lambda pool: pool.stamp(version))
     return compared
+
+
+def sender_of(trainer: MegatronTrainer) -> WeightSender:
+    """As control makes it."""
+    return trainer.weight_sender(SGLangReceivers(trainer.config.deadlines))
 
 
 def sync_twice(trainer: MegatronTrainer, engine: Endpoint, version: int, export: Path) -> tuple[int, int]:
     """Two syncs over one connection, the second with newer weights, which are also exported; (compared, buckets)."""
-    rank, sender = trainer.place.rank, trainer.weight_sender()
+    rank, sender = trainer.place.rank, sender_of(trainer)
     sender.connect([engine])
     change_weights(trainer, 0.01)
     publish(sender, version - 1, rank, check=False)
@@ -162,7 +168,7 @@ FLIPPED = {
 
 def flip_and_repair(trainer: MegatronTrainer, engine: Endpoint) -> dict[str, str]:
     """What `check` says with one bit of each tensor broken in turn; at last everything is sent unbroken."""
-    sender = trainer.weight_sender()
+    sender = sender_of(trainer)
     sender.connect([engine])
     real, said = sender._transport, {}
     assert real is not None
@@ -188,7 +194,7 @@ def test_one_flipped_bit_in_one_tensor_is_found_and_the_version_is_not_stamped(
 
 def refused(trainer: MegatronTrainer, engine: Endpoint) -> tuple[str, float]:
     """Send without an open session, which SGLang refuses; then a whole sync on the same connection's successor."""
-    sender = trainer.weight_sender()
+    sender = sender_of(trainer)
     sender.connect([engine])
     begin = time.monotonic()
     with pytest.raises(WeightSyncError) as caught:
@@ -212,7 +218,7 @@ def test_a_refusal_is_raised_on_every_rank_with_the_engines_words_and_a_new_conn
 
 
 def unreachable(trainer: MegatronTrainer, engine: Endpoint) -> str:
-    sender = trainer.weight_sender()
+    sender = sender_of(trainer)
     with pytest.raises(WeightSyncError) as caught:
         sender.connect([engine])
     sender.disconnect()

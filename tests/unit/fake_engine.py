@@ -53,6 +53,7 @@ class FakeEngine:
         raw: what /generate answers instead of a result. endless: it goes on sending, without an end.
         drop_connections: /generate closes the connection instead of answering, always or for so many requests.
         routes_rows_off: rows of routes too many. scores_off: log-probs of given tokens too many.
+        ranks: the answer of /weights_checker.
         tokens: text -> ids, the answer of /tokenize.
         seen: (path, body) of every POST.
     """
@@ -71,6 +72,7 @@ class FakeEngine:
         self.delay_s, self.routes_rows_off, self.pause_works = 0.0, 0, True
         self.drop_connections: bool | int = False
         self.scores_off = 0
+        self.ranks: list[dict[str, Any]] = []
         self.tokens: Callable[[str], list[int]] = lambda text: [ord(c) for c in text]
         self.broken: set[str] = set()
         self.seen: list[tuple[str, dict[str, Any]]] = []
@@ -113,6 +115,8 @@ class FakeEngine:
             return web.json_response({"error": {"message": "told to fail"}}, status=500)
         if request.path == "/tokenize":
             return web.json_response({"tokens": [self.tokens(text) for text in body["prompt"]]})
+        if request.path == "/weights_checker":
+            return web.json_response({"success": True, "ranks": self.ranks})
         if request.path == "/pause_generation":
             self.paused = self.pause_works
         if request.path == "/continue_generation":

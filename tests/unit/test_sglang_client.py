@@ -219,10 +219,10 @@ def test_only_calls_that_may_be_repeated_are_retried(monkeypatch: pytest.MonkeyP
     assert calls == ["/generate", "/begin_weight_update"] + ["/abort_request"] * 3
 
 
-def test_set_version_leaves_running_requests_alone() -> None:
+def test_a_stamp_leaves_running_requests_alone() -> None:
     async def work() -> tuple[Any, int]:
         async with FakeEngine() as engine, client(engine.url) as asking:
-            await asking.set_version(12)
+            await asking.stamp(12)
             return engine.seen[-1], await asking.version()
 
     assert run(work()) == (("/update_weight_version", {"new_version": "12", "abort_all_requests": False}), 12)

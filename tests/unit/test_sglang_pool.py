@@ -13,7 +13,7 @@ import pytest
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest, ServedModel
 from mslime.backends.sglang.pool import EnginePool
-from mslime.config.errors import EngineError
+from mslime.config.errors import EngineError, WeightSyncError
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
 
@@ -29,6 +29,11 @@ def with_pool(work: Callable[[EnginePool, list[FakeEngine]], Awaitable[Any]], en
             return await work(pool, fakes)
 
     return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def kill(pool: EnginePool, name: str, error: EngineError) -> None:
+    """As a request does that finds the connection broken."""
+    next(slot for slot in pool._slots if slot.client.name == name).kill(error)
 
 
 def request(index: int, session: str = "") -> GenerateRequest:
@@ -58,7 +63,7 @@ def test_a_session_stays_on_its_engine() -> None:
 def test_a_session_moves_when_its_engine_dies() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[str, str]:
         first = (await pool.generate(request(0, "s"))).engine
-        pool.mark_dead(first, EngineError(first, "exit status 1", "ended", "read the log"))
+        kill(pool, first, EngineError(first, "exit status 1", "ended", "read the log"))
         return first, (await pool.generate(request(1, "s"))).engine
 
     first, second = with_pool(work)
@@ -80,7 +85,7 @@ def test_a_dead_engine_fails_running_and_waiting_requests_at_once() -> None:
         running = [asyncio.create_task(pool.generate(request(i))) for i in range(4)]
         await asyncio.sleep(0.2)
         started = time.monotonic()
-        pool.mark_dead("e0", EngineError("e0", "exit status -9", "the server ended", "read e0.log"))
+        kill(pool, "e0", EngineError("e0", "exit status -9", "the server ended", "read e0.log"))
         return await asyncio.gather(*running, return_exceptions=True), time.monotonic() - started
 
     failures, seconds = with_pool(work, engines=1, limit=2)
@@ -110,7 +115,7 @@ def test_a_refused_request_does_not_kill_its_engine() -> None:
 
 def test_without_a_live_engine_the_first_death_is_reported() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
-        pool.mark_dead("e0", EngineError("e0", "exit status 3", "the server ended", "read e0.log"))
+        kill(pool, "e0", EngineError("e0", "exit status 3", "the server ended", "read e0.log"))
         await pool.generate(request(0))
 
     with pytest.raises(EngineError, match="exit status 3"):
@@ -118,18 +123,18 @@ def test_without_a_live_engine_the_first_death_is_reported() -> None:
 
 
 def test_control_calls_reach_every_live_engine() -> None:
-    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[list[list[str]], dict[str, int]]:
-        pool.mark_dead("e2", EngineError("e2", "exit status 1", "ended", "read the log"))
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> list[list[str]]:
+        kill(pool, "e2", EngineError("e2", "exit status 1", "ended", "read the log"))
         await pool.pause("retract")
-        await pool.set_version(4)
+        await pool.stamp(4)
         await pool.flush_cache()
         await pool.resume()
         await pool.abort("r1")
-        return [[path for path, _ in fake.seen] for fake in fakes], await pool.versions()
+        return [[path for path, _ in fake.seen] for fake in fakes]
 
-    paths, versions = with_pool(work, engines=3)
+    paths = with_pool(work, engines=3)
     calls = ["/pause_generation", "/update_weight_version", "/flush_cache", "/continue_generation", "/abort_request"]
-    assert paths == [calls, calls, []] and versions == {"e0": 4, "e1": 4}
+    assert paths == [calls, calls, []]
 
 
 def test_a_failing_control_call_is_raised_after_all_have_answered() -> None:
@@ -143,13 +148,51 @@ def test_a_failing_control_call_is_raised_after_all_have_answered() -> None:
 
 
 def test_a_cancelled_request_frees_its_place() -> None:
-    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[dict[str, int], str]:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[int, str]:
         fakes[0].delay_s = 5.0
         task = asyncio.create_task(pool.generate(request(0)))
         await asyncio.sleep(0.1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         fakes[0].delay_s = 0.0
-        return pool.assigned, (await asyncio.wait_for(pool.generate(request(1)), 2)).engine
+        return pool._slots[0].assigned, (await asyncio.wait_for(pool.generate(request(1)), 2)).engine
 
-    assert with_pool(work, engines=1, limit=1) == ({"e0": 0}, "e0")
+    assert with_pool(work, engines=1, limit=1) == (0, "e0")
+
+
+def test_a_weight_update_begins_compares_ends_and_is_stamped_on_every_engine() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[int, list[list[str]], set[str]]:
+        for i, fake in enumerate(fakes):
+            fake.ranks = [{"checksums": {"a": f"{i}1", "b": "2"}, "parallelism_info": [{"tp_rank": 0}]}]
+        await pool.begin_update()
+        compared = await pool.compare({fake.url: [{"a": f"{i}1", "b": "2"}] for i, fake in enumerate(fakes)})
+        await pool.end_update()
+        await pool.stamp(7)
+        return compared, [[path for path, _ in f.seen] for f in fakes], {str(f.model["weight_version"]) for f in fakes}
+
+    compared, paths, versions = with_pool(work)
+    calls = ["/begin_weight_update", "/weights_checker", "/end_weight_update", "/update_weight_version"]
+    assert compared == 4 and paths == [calls, calls] and versions == {"7"}
+
+
+def test_a_parameter_that_differs_names_its_engine() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> str:
+        for fake in fakes:
+            fake.ranks = [{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0}]}]
+        with pytest.raises(WeightSyncError) as caught:
+            await pool.compare({fakes[0].url: [{"a": "1"}], fakes[1].url: [{"a": "5"}]})
+        return str(caught.value).replace(fakes[1].url, "the second")
+
+    assert "the second rank 0: a" in with_pool(work)
+
+
+def test_weights_are_not_sent_to_some_engines_only() -> None:
+    """The sender's process groups count the ranks of all engines, so one that is dead would be waited for."""
+
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> list[str]:
+        kill(pool, "e1", EngineError("e1", "exit status 1", "the server ended", "read e1.log"))
+        with pytest.raises(EngineError, match="the server ended"):
+            await pool.begin_update()
+        return [path for path, _ in fakes[0].seen]
+
+    assert with_pool(work) == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mslime.config.errors import WeightSyncError
 from mslime.weights.buckets import convert, named_tensors, pack
-from mslime.weights.errors import WeightSyncError
 from tests.unit.weights_world import LAYOUTS, gather_size, local_params, moe_table, plan_of, whole_tensors
 
 

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,15 +17,17 @@ import pytest
 import torch
 from torch.distributed.rendezvous import rendezvous
 
-from mslime.config.keys import Endpoint, EngineKeys
+from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.config.errors import ConfigError, WeightSyncError
+from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
+from mslime.config.schema import DeadlineConfig
 from mslime.network import ephemeral_ports
+from mslime.weights.broadcast import BroadcastTransport, PendingBroadcast, open_store
 from mslime.weights.buckets import convert, pack
-from mslime.weights.commit import Commit
-from mslime.weights.errors import WeightSyncError
-from mslime.weights.http import EngineHttp, EngineInfo
+from mslime.weights.contract import check_transport
 from mslime.weights.plan import Bucket
 from mslime.weights.sync import WeightSender
-from mslime.weights.transport import BroadcastTransport, open_store
+from mslime.weights.transport import Link, MakeTransport, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.unit.weights_world import LAYOUTS, local_params, moe_table, plan_of, whole_tensors
 
@@ -40,8 +42,13 @@ def filled(bucket: Bucket) -> torch.Tensor:
     return convert(bucket, [pack(bucket, local_params(TABLE, LAYOUTS["one rank"], 0, WHOLE), 0)], TABLE)
 
 
-def transport_to(engines: list[StandInEngine], name: str, deadline_s: float) -> BroadcastTransport:
-    return BroadcastTransport(name, "gloo", EngineHttp([e.url for e in engines], deadline_s), deadline_s)
+def receivers_within(deadline_s: float) -> SGLangReceivers:
+    limits = {"weight_sync_s": deadline_s, "engine_control_s": deadline_s}
+    return SGLangReceivers(DeadlineConfig.model_validate(limits))
+
+
+def transport_within(deadline_s: float, name: str) -> BroadcastTransport:
+    return BroadcastTransport(Link(name, "gloo", deadline_s, receivers_within(deadline_s)))
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +57,9 @@ def engines() -> Iterator[list[StandInEngine]]:
     yield started
     for engine in started:
         engine.stop()
+    for thread in threading.enumerate():  # ranks that wait for an engine until the deadline
+        if thread.name == "weights-join_group":
+            thread.join(20)
 
 
 @pytest.fixture
@@ -57,7 +67,7 @@ def transport(engines: list[StandInEngine]) -> Iterator[BroadcastTransport]:
     """Connected to both engines, with a short deadline."""
     for engine in engines:
         engine.set_mode("obey")
-    transport = transport_to(engines, "test", 20)
+    transport = transport_within(20, "test")
     transport.connect([EngineInfo(engine.url) for engine in engines])
     yield transport
     transport.disconnect()
@@ -100,7 +110,7 @@ def test_a_refusal_ends_the_wait_also_while_the_communicator_is_still_being_made
 def test_a_silent_engine_is_given_up_at_the_deadline(engines: list[StandInEngine]) -> None:
     for engine in engines:
         engine.set_mode("obey")
-    transport = transport_to(engines, "silent", 2)
+    transport = transport_within(2, "silent")
     transport.connect([EngineInfo(engine.url) for engine in engines])
     engines[0].set_mode("silent")
     begin = time.monotonic()
@@ -114,7 +124,7 @@ def test_a_silent_engine_is_given_up_at_the_deadline(engines: list[StandInEngine
 def test_an_engine_that_does_not_join_is_named(engines: list[StandInEngine], mode: str, says: str) -> None:
     engines[0].set_mode("obey")
     engines[1].set_mode(mode)
-    transport = transport_to(engines, f"join-{mode}", 2)
+    transport = transport_within(2, f"join-{mode}")
     begin = time.monotonic()
     with pytest.raises(WeightSyncError, match=rf"(?s)weights\.connect.*{says}"):
         transport.connect([EngineInfo(engine.url) for engine in engines])
@@ -124,7 +134,7 @@ def test_an_engine_that_does_not_join_is_named(engines: list[StandInEngine], mod
 
 def test_an_engine_that_dies_in_the_middle_is_named() -> None:
     engine = StandInEngine()
-    transport = transport_to([engine], "dies", 20)
+    transport = transport_within(20, "dies")
     transport.connect([EngineInfo(engine.url)])
     engine.set_mode("die")
     begin = time.monotonic()
@@ -138,11 +148,11 @@ def test_an_engine_that_dies_in_the_middle_is_named() -> None:
 @pytest.mark.parametrize("sizes", [{"dp_size": 2}, {"pp_size": 4}])
 def test_an_engine_with_several_stages_or_replicas_is_refused(sizes: dict[str, int]) -> None:
     with answering({"tp_size": 2, "ep_size": 2, "pp_size": 1, "dp_size": 1, **sizes}) as (url, _):
-        http = EngineHttp([url], 5)
+        receivers = receivers_within(5)
         (name, size), *_ = sizes.items()
         with pytest.raises(WeightSyncError, match=f"{name} = {size}"):
-            http.describe(Endpoint(url))
-        http.close()
+            receivers.describe(Endpoint(url))
+        receivers.close()
 
 
 @contextmanager
@@ -175,27 +185,27 @@ def answering(answer: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str
     server.server_close()
 
 
-def test_all_calls_of_a_sync_share_a_connection_and_carry_the_key_that_each_path_needs() -> None:
+def test_all_requests_of_a_sender_share_a_connection_and_carry_the_key_that_each_path_needs() -> None:
     with answering({"success": True}) as (url, asked):
-        commit = Commit((EngineInfo(url, keys=EngineKeys("the-api", "the-admin")),), 5)
-        commit.begin()
-        commit.end()
-        commit.stamp(3)
-        http = EngineHttp([url], 5)
-        with pytest.raises(KeyError):
-            http.describe(Endpoint(url, EngineKeys("the-api", "the-admin")))
-        commit.close()
-        http.close()
-    assert len({port for _, _, port in asked[:3]}) == 1, asked
+        receivers, keys = receivers_within(5), EngineKeys("the-api", "the-admin")
+        bucket = receivers.announce(["a"], "float32", [[2]], "group")
+        for _ in range(3):
+            receivers.receive(EngineInfo(url, keys=keys), bucket).result()
+        with pytest.raises(WeightSyncError, match="does not describe itself"):
+            receivers.describe(Endpoint(url, keys))
+        receivers.close()
+    assert len({port for _, _, port in asked}) == 1, asked
     assert {key for _, key, _ in asked[:3]} == {"Bearer the-admin"} and asked[3][1] == "Bearer the-api"
 
 
-def test_plain_http_makes_no_tls_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a TLS context for http")
-
-    monkeypatch.setattr("ssl.create_default_context", refuse)
-    EngineHttp(["http://127.0.0.1:1"], 5).close()
+def test_connections_are_opened_again_after_they_were_closed() -> None:
+    with answering({"success": True}) as (url, asked):
+        receivers = receivers_within(5)
+        for _ in range(2):
+            receivers.leave(EngineInfo(url), "group").result()
+            receivers.close()
+            receivers.close()
+    assert len({port for _, _, port in asked}) == 2, asked
 
 
 def test_a_store_listens_on_its_own_address_only() -> None:
@@ -213,12 +223,12 @@ def test_the_rendezvous_of_this_process_uses_the_store_that_is_open_already() ->
     assert met.get("said") == b"here"
 
 
-def test_session_calls_name_an_engine_that_cannot_be_reached() -> None:
+def test_requests_name_an_engine_that_cannot_be_reached() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         closed = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    with pytest.raises(WeightSyncError, match=r"(?s)weights\.begin.*cannot be reached"):
-        Commit((EngineInfo(closed),), 5).begin()
+    with pytest.raises(WeightSyncError, match=rf"(?s)weights\.connect.*{closed}.*unreachable"):
+        receivers_within(5).describe(Endpoint(closed))
 
 
 def test_memory_that_torch_keeps_is_given_back_once_before_the_first_sync(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,3 +246,65 @@ def test_memory_that_torch_keeps_is_given_back_once_before_the_first_sync(monkey
     for _ in range(2):
         with pytest.raises(RuntimeError, match="freed 1 times"):
             sender.send(1)
+
+
+def link_within(deadline_s: float, name: str) -> Link:
+    return Link(name, "gloo", deadline_s, receivers_within(deadline_s))
+
+
+def check(engines: list[StandInEngine], make: MakeTransport, name: str) -> list[str]:
+    for engine in engines:
+        engine.set_mode("obey")
+    infos = [EngineInfo(engine.url) for engine in engines]
+    return check_transport(make, link_within(5, name), infos, lambda: [engine.held() for engine in engines])
+
+
+def test_the_broadcast_keeps_the_contract(engines: list[StandInEngine]) -> None:
+    said = check(engines, find_transport("broadcast"), "contract")
+    assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
+
+
+class Broken(BroadcastTransport):
+    """Breaks one promise."""
+
+    promise = ""
+
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
+        wrong = flat.clone()
+        if self.promise == "bits":
+            wrong.view(torch.uint8)[0] ^= 1
+        pending = super().start(bucket, wrong)
+        if self.promise == "buffer":
+            flat.neg_()
+        return pending
+
+    def connect(self, engines: Sequence[EngineInfo]) -> None:
+        try:
+            super().connect(engines)
+        except WeightSyncError:
+            if self.promise != "errors":
+                raise
+
+
+@pytest.mark.parametrize(
+    ("promise", "says"),
+    [("bits", "received another a.weight"), ("buffer", "wrote to the buffer"), ("errors", "is not there")],
+)
+def test_a_transport_that_breaks_a_promise_is_found(engines: list[StandInEngine], promise: str, says: str) -> None:
+    kind = type("Mine", (Broken,), {"promise": promise})
+    with pytest.raises(AssertionError, match=says):
+        check(engines, kind, f"breaks-{promise}")
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("broadcst", "must be one of broadcast, or module:function.*did you mean.*broadcast"),
+        ("no_such_module:connect", "cannot be imported"),
+        ("tests.unit.user_transport:nothing", "no function 'nothing'"),
+        ("tests.unit.user_transport:of_two", r"it is called with \(link\)"),
+    ],
+)
+def test_a_transport_that_cannot_be_made_is_refused_by_name(spec: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)weights\.transport.*{says}"):
+        find_transport(spec)

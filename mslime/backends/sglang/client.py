@@ -1,9 +1,9 @@
 """A typed asynchronous client of one SGLang server (0.5.23) over HTTP.
 
-Everything but the weights themselves (`mslime.weights.transport`) goes through `EngineClient`: generation, abort,
-pause and resume, versions. It parses, checks lengths and never repairs: an answer that does not add up
-is an `EngineError` that names the engine and its log. Every request has a deadline; only calls that may be repeated
-without harm are retried: when the connection failed, or the engine said that it is too busy (HTTP 429 and 503).
+Every request to an engine goes through `EngineClient`: generation, abort, pause and resume, weight updates, versions.
+It parses, checks lengths and never repairs: an answer that does not add up is an `EngineError` that names the engine
+and its log. Every request has a deadline; only calls that may be repeated without harm are retried: when the connection
+failed, or the engine said that it is too busy (HTTP 429 and 503).
 
 Everything that an engine sends is foreign. It passes one border, `EngineClient.reading`, which turns whatever a reader
 raises about it into an EngineError; answers longer than they can be are not read to their end.
@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
 import numpy as np
@@ -41,6 +41,7 @@ from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.schema import DeadlineConfig
 
+T = TypeVar("T")
 KEEPALIVE_S = 2.0
 """After so long an idle connection is given up. The server closes it after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a
 request sent into a connection that is just being closed fails as if the engine were dead."""
@@ -58,13 +59,10 @@ class EngineBusy(EngineError):
     """The engine took no request for the moment (HTTP 429 or 503): the same one may be sent again later."""
 
 
-@dataclass(frozen=True)
-class EngineLoad:
-    """Work on an engine: requests running and waiting, tokens held in its cache."""
-
-    running: int
-    waiting: int
-    used_tokens: int
+def blocking(call: Coroutine[Any, Any, T]) -> T:
+    """The result of `call`, waited for: for callers without an event loop, or within somebody else's (a notebook's)."""
+    with ThreadPoolExecutor(1, "engine call") as thread:
+        return thread.submit(asyncio.run, call).result()
 
 
 class EngineClient:
@@ -178,20 +176,6 @@ class EngineClient:
                     raise
             await asyncio.sleep(0.05)
 
-    async def drain(self, poll_s: float = 0.05) -> None:
-        """Abort everything, again and again until nothing runs or waits: late arrivals slip past a single abort."""
-        deadline = time.monotonic() + self.deadlines.engine_control_s
-        while True:
-            await self.abort()
-            load = await self.loads()
-            if load.running + load.waiting == 0:
-                return
-            if time.monotonic() > deadline:
-                raise self.error(
-                    "abort", f"{load.running} requests still run after {self.deadlines.engine_control_s} s"
-                )
-            await asyncio.sleep(poll_s)
-
     # --------------------------------------------------------------------------------------------------- weights
 
     async def begin_weight_update(self) -> None:
@@ -202,13 +186,28 @@ class EngineClient:
         """Close the session: the engine finishes its own layout (quantised or packed weights)."""
         await self._control("/end_weight_update", {}, self.deadlines.weight_sync_s)
 
-    async def update_weights_from_disk(self, path: Path | str, version: int) -> None:
-        """Load a Hugging Face checkpoint that the server can read, and stamp its version."""
-        body = {"model_path": str(path), "weight_version": format_version(version)}
-        await self._control("/update_weights_from_disk", body, self.deadlines.weight_sync_s)
+    async def join_group(self, host: str, port: int, rank: int, world_size: int, name: str, backend: str) -> None:
+        """Let the engine's ranks, numbered from `rank` on, join a process group whose store is at `host`."""
+        body = {"master_address": host, "master_port": port, "rank_offset": rank, "world_size": world_size,
+                "group_name": name, "backend": backend}  # fmt: skip
+        await self._once("/init_weights_update_group", body)
 
-    async def set_version(self, version: int) -> None:
-        """Stamp the weights; running requests go on, and their spans show the change."""
+    async def receive_bucket(self, description: bytes) -> None:
+        """Let the engine take part in a broadcast (see `bucket_description`); returns when it has loaded the bucket."""
+        await self._once("/update_weights_from_distributed", description)
+
+    async def leave_group(self, name: str) -> None:
+        """Let the engine's ranks leave a process group."""
+        await self._once("/destroy_weights_update_group", {"group_name": name})
+
+    async def weight_digests(self) -> list[dict[str, Any]]:
+        """What every rank holds: `checksums` by the engine's own names, and `parallelism_info`."""
+        answer = await self._control("/weights_checker", {"action": "checksum"}, self.deadlines.weight_sync_s, True)
+        with self.reading("/weights_checker"):
+            return [dict(rank) for rank in answer["ranks"]]
+
+    async def stamp(self, version: int) -> None:
+        """Let the weights count as `version`; running requests go on, and their spans show the change."""
         body = {"new_version": format_version(version), "abort_all_requests": False}
         await self._control("/update_weight_version", body, retry=True)
 
@@ -219,15 +218,6 @@ class EngineClient:
             return parse_version(str(text))
         except ValueError as error:
             raise self.error("weight version", f"{text!r} was not stamped by mslime") from error
-
-    async def checksum(self) -> dict[str, str]:
-        """Checksums of every tensor under the engine's own names; `rank<i>/` is prefixed when it has several ranks."""
-        answer = await self._control("/weights_checker", {"action": "checksum"}, self.deadlines.weight_sync_s, True)
-        with self.reading("/weights_checker"):
-            of_ranks = [dict(rank["checksums"]) for rank in answer["ranks"]]
-            if len(of_ranks) == 1:
-                return of_ranks[0]
-            return {f"rank{i}/{name}": value for i, held in enumerate(of_ranks) for name, value in held.items()}
 
     # ------------------------------------------------------------------------------------------------- questions
 
@@ -257,13 +247,6 @@ class EngineClient:
     async def openapi(self) -> dict[str, Any]:
         """GET /openapi.json: every route and the fields of its body."""
         return await self._question("/openapi.json")
-
-    async def loads(self) -> EngineLoad:
-        """Requests running and waiting, summed over data-parallel ranks."""
-        answer = await self._question("/v1/loads")
-        with self.reading("/v1/loads"):
-            fields = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
-            return EngineLoad(*(sum(int(rank[name]) for rank in answer["loads"]) for name in fields))
 
     # ------------------------------------------------------------------------------------------------- transport
 
@@ -298,9 +281,16 @@ class EngineClient:
     ) -> dict[str, Any]:
         timeout_s = timeout_s or self.deadlines.engine_control_s
         answer = await self._retrying("POST", path, body, timeout_s, connection=retry)
+        self._refuse(path, answer)
+        return answer
+
+    async def _once(self, path: str, body: dict[str, Any] | bytes) -> None:
+        """A step of a weight update, which is never repeated: a peer waits for it in a collective."""
+        self._refuse(path, await self._call("POST", path, body, self.deadlines.weight_sync_s))
+
+    def _refuse(self, path: str, answer: dict[str, Any]) -> None:
         if answer.get("success") is False:
             raise self.error(path, f"refused: {answer.get('message')}")
-        return answer
 
     async def _retrying(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float, connection: bool = True
@@ -325,14 +315,15 @@ class EngineClient:
         return await retrying(self._call, method, path, body, timeout_s)
 
     async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float, limit: int = LARGEST_ANSWER
+        self, method: str, path: str, body: dict[str, Any] | bytes | None, timeout_s: float, limit: int = LARGEST_ANSWER
     ) -> dict[str, Any]:
         """One HTTP exchange; `{}` for empty and plain-text answers. Raises EngineError for all that goes wrong.
 
         Args:
+            body: bytes are sent as they are.
             limit: bytes that an answer may have.
         """
-        data = None if body is None else orjson.dumps(body)
+        data = orjson.dumps(body) if isinstance(body, dict) else body
         try:
             async with self._open().request(
                 method,
@@ -345,7 +336,7 @@ class EngineClient:
         except TimeoutError as error:
             raise self.error(path, f"no answer within {timeout_s:g} s", EngineDied) from error
         except aiohttp.ClientError as error:
-            rule = f"the connection broke ({error!r}); the server is dead or unreachable"
+            rule = f"the connection broke ({str(error) or repr(error)}); the server is dead or unreachable"
             raise self.error(path, rule, EngineDied) from error
         if content is None:
             raise self.error(path, f"an answer of more than {limit:,} bytes, which is more than it can have")
@@ -354,6 +345,24 @@ class EngineClient:
             raise self.error(path, f"HTTP {status}: {_message(content)}", kind)
         with self.reading(path):
             return load_answer(content)
+
+
+def bucket_description(names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], group: str) -> bytes:
+    """The request for a bucket: one flat buffer that holds these tensors, in order, broadcast in a group.
+
+    Args:
+        dtype: of all of them, as torch names it.
+    """
+    return orjson.dumps(
+        {
+            "names": list(names),
+            "dtypes": [dtype] * len(names),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
+        }
+    )
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes | None:

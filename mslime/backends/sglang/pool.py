@@ -1,4 +1,5 @@
-"""Several engines as one: who gets a request, how many run at once, and what happens when an engine dies.
+"""Several engines as one: who gets a request, how many run at once, what happens when an engine dies, and the weight
+update of them all.
 
 SGLang's own router drops `return_routed_experts`, so mslime balances over the servers itself: the least busy engine
 takes a new session, later requests of a session follow it (its prefix is cached there), and a dead engine fails its
@@ -9,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.comparison import Digests, compare
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.choices import PauseMode
@@ -69,15 +71,6 @@ class EnginePool:
         """Dead engines by name, with what killed them."""
         return {slot.client.name: slot.error for slot in self._slots if slot.error is not None}
 
-    @property
-    def assigned(self) -> dict[str, int]:
-        """Requests per engine, running or waiting for their turn."""
-        return {slot.client.name: slot.assigned for slot in self._slots}
-
-    def mark_dead(self, name: str, error: EngineError) -> None:
-        """Whoever supervises the processes says that an engine has ended; its requests fail with `error` now."""
-        next(slot for slot in self._slots if slot.client.name == name).kill(error)
-
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Run a request on the engine of its session, or on the least busy one.
 
@@ -95,10 +88,6 @@ class EnginePool:
         """Stop one request, wherever it runs, or all."""
         await self.broadcast(lambda client: client.abort(rid))
 
-    async def drain(self) -> None:
-        """Abort until no engine has work left."""
-        await self.broadcast(lambda client: client.drain())
-
     async def pause(self, mode: PauseMode) -> None:
         """Pause every engine."""
         await self.broadcast(lambda client: client.pause(mode))
@@ -111,14 +100,50 @@ class EnginePool:
         """Forget cached prefixes everywhere."""
         await self.broadcast(lambda client: client.flush_cache())
 
-    async def set_version(self, version: int) -> None:
-        """Stamp every engine's weights."""
-        await self.broadcast(lambda client: client.set_version(version))
+    # --------------------------------------------------------------------------------------------- weight update
+    #
+    # pause -> begin_update -> the trainer sends -> [compare] -> end_update -> stamp -> flush_cache, resume
+    #
+    # A version is stamped last, so an engine that was left in the middle never claims the new one. The comparison comes
+    # before `end_update`, while the parameters lie as they were loaded.
 
-    async def versions(self) -> dict[str, int]:
-        """Weight version of every live engine by name."""
-        found = await self.broadcast(lambda client: client.version())
-        return {slot.client.name: version for slot, version in zip(self._live(), found, strict=True)}
+    async def begin_update(self) -> None:
+        """Open a weight-update session on every engine.
+
+        Raises:
+            EngineError: one of them is dead, whose ranks the sender's process groups cannot do without.
+        """
+        for error in self.dead.values():
+            raise error
+        await self.broadcast(lambda client: client.begin_weight_update())
+
+    async def compare(self, expected: Mapping[str, Digests]) -> int:
+        """Compare every bit of every parameter of every engine rank with what the trainer exports.
+
+        Args:
+            expected: by the engine's URL.
+
+        Returns:
+            Number of parameters compared, over all ranks of all engines.
+
+        Raises:
+            WeightSyncError: naming the engine, its rank and the first parameter that differs.
+        """
+
+        async def one(client: EngineClient) -> int:
+            reported = await client.weight_digests()
+            with client.reading("/weights_checker"):
+                return compare(client.url, reported, expected[client.url])
+
+        return sum(await self.broadcast(one))
+
+    async def end_update(self) -> None:
+        """Close the session: engines finish their own layout (quantised or packed weights)."""
+        await self.broadcast(lambda client: client.end_weight_update())
+
+    async def stamp(self, version: int) -> None:
+        """Let every engine report `version` for what it samples from now on."""
+        await self.broadcast(lambda client: client.stamp(version))
 
     async def broadcast(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
         """One call to every live engine at the same time. The first failure is raised, after all have answered."""

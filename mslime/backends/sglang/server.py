@@ -1,25 +1,22 @@
 """An SGLang server as a supervised child process: started, waited for, watched, and ended without leftovers.
 
 The server runs under `guard`, in a session of its own: signals of our terminal do not reach it, and it ends when this
-process does, whatever ends this process. Nothing here talks to the engine beyond asking whether it is ready; that is
-`client`'s part.
+process does, whatever ends this process. All that is asked of the engine here is whether it is ready.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mslime.backends.cpu.sglang import check_version
+from mslime.backends.sglang.client import EngineClient, blocking
 from mslime.backends.sglang.flags import command_line, environment, server_fields
 from mslime.backends.sglang.guard import descendants
 from mslime.backends.sglang.launch import ADMIN_KEY_VARIABLE, KEY_VARIABLE
@@ -196,8 +193,9 @@ class ServerProcess:
                 error = process.died()
                 self.stop()
                 raise error
-            if _is_ready(address.url):
-                return _identity(address) == address.identity
+            ready, identity = blocking(_ready_as(address))
+            if ready:
+                return identity == address.identity
             if time.monotonic() - self._started > limit:
                 self.stop()
                 raise EngineError(
@@ -218,27 +216,13 @@ class ServerProcess:
         )
 
 
-def _get(url: str, headers: dict[str, str]) -> tuple[int, bytes]:
-    """Status and body of an answer, status 0 when there is none; never through a proxy."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(urllib.request.Request(url, headers=headers), timeout=5) as response:
-            return response.status, response.read()
-    except urllib.error.HTTPError as error:
-        return error.code, b""
-    except (urllib.error.URLError, OSError):  # refused while it loads
-        return 0, b""
-
-
-def _is_ready(url: str) -> bool:
-    return _get(url + "/ready", {})[0] == 200  # 503 while it warms up
-
-
-def _identity(address: EngineAddress) -> str | None:
-    """The name under which whoever answers there serves its model; None when it does not let us in."""
-    status, body = _get(address.url + "/model_info", address.keys.headers("/model_info"))
-    try:
-        answer: Any = json.loads(body) if status == 200 else {}
-    except ValueError:
-        return None
-    return answer.get("served_model_name") if isinstance(answer, dict) else None
+async def _ready_as(address: EngineAddress) -> tuple[bool, str | None]:
+    """Whether somebody serves there (503 while it warms up), and the name under which it serves its model; None when it
+    does not let us in."""
+    async with EngineClient(address.url, address.name, keys=address.keys) as client:
+        if not await client.ready():
+            return False, None
+        try:
+            return True, (await client.model_info()).get("served_model_name")
+        except EngineError:
+            return True, None

@@ -38,6 +38,7 @@ from mslime.data.shard import TrainShard
 from mslime.logs import phase
 from mslime.weights.groups import make_groups
 from mslime.weights.sync import SyncOptions, WeightSender
+from mslime.weights.transport import Receivers
 
 _log = logging.getLogger(__name__)
 
@@ -160,10 +161,13 @@ class MegatronTrainer(TrainedModel):
         self.sync_params()
         return named_local_params(self.chunks, tied_copies=False)
 
-    def weight_sender(self, on_bucket: Callable[[int, int], None] | None = None) -> WeightSender:
+    def weight_sender(
+        self, receivers: Receivers | None = None, on_bucket: Callable[[int, int], None] | None = None
+    ) -> WeightSender:
         """This rank's part in weight syncs and Hugging Face exports; call it once.
 
         Args:
+            receivers: the engines; None where weights are only exported.
             on_bucket: called on stage leaders with (buckets sent, buckets of the stage).
         """
         spec, backend = self.spec, dist.get_backend()
@@ -177,9 +181,10 @@ class MegatronTrainer(TrainedModel):
             deadline_s=spec.deadlines.weight_sync_s,
             engine_parameters=family.engine_parameters(rules) if synced else (),
             name=spec.name,
+            transport=spec.weights.transport,
         )
         groups = make_groups(spec.layout, backend, spec.deadlines.weight_sync_s)
-        return WeightSender(rules, groups, self.named_local_params, options, on_bucket)
+        return WeightSender(rules, groups, self.named_local_params, options, receivers, on_bucket)
 
     def close(self) -> None:
         """Leave the process groups."""

@@ -1,0 +1,132 @@
+"""SGLang servers as a trainer rank sees them: what receives its weights. Blocking calls, and futures of calls.
+
+A rank's own work is synchronous, and SGLang answers a request about weights only when they have arrived, which takes a
+broadcast by the rank that waits for the answer. So requests run on an event loop in a thread, by the one client that
+everything else here uses, over connections that are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import torch
+
+from mslime.backends.sglang.client import EngineClient, bucket_description
+from mslime.backends.sglang.digest import engine_digest
+from mslime.config.errors import MALFORMED, EngineError, sync_error
+from mslime.config.keys import Endpoint, EngineInfo
+from mslime.config.layout import EngineLayout
+from mslime.config.schema import DeadlineConfig
+
+_T = TypeVar("_T")
+CLOSE_SECONDS = 10.0
+
+
+class SGLangReceivers:
+    """Engines that receive weights (`weights.transport.Receivers`). For one rank; any of its threads may call.
+
+    Args:
+        deadlines: `weight_sync_s` is that of each call.
+    """
+
+    def __init__(self, deadlines: DeadlineConfig) -> None:
+        self._deadlines = deadlines
+        self._clients: dict[str, EngineClient] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def describe(self, engine: Endpoint) -> EngineInfo:
+        """Ask a running server for the number of processes that receive weights.
+
+        Raises:
+            WeightSyncError: it cannot be reached, or it runs pipeline- or data-parallel replicas, whose ranks SGLang
+                0.5.23 does not count in a weight-update group.
+        """
+        client = self._client(engine)
+        info = self._submit(client.server_info(), "connect", engine.url).result()
+        try:
+            sizes = {name: int(info[name]) for name in ("tp_size", "ep_size", "pp_size", "dp_size")}
+        except MALFORMED as error:
+            raise sync_error("connect", engine.url, f"the engine does not describe itself: {error!r}") from error
+        for name in ("pp_size", "dp_size"):
+            if sizes[name] != 1:
+                raise sync_error(
+                    "connect", engine.url,
+                    f"{name} = {sizes[name]}; weights can be sent to engines with {name} 1 only",
+                    "start more engines instead",
+                )  # fmt: skip
+        return EngineInfo(engine.url, EngineLayout(sizes["tp_size"], sizes["ep_size"]), engine.keys)
+
+    def join(
+        self, engine: EngineInfo, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str
+    ) -> Future[None]:
+        """Let an engine's ranks join a process group; done when they have.
+
+        Args:
+            host, port: of the group's store.
+            rank: of the engine's first process.
+            name: of the group.
+        """
+        call = self._client(engine.endpoint).join_group(host, port, rank, world_size, name, backend)
+        return self._submit(call, "connect", engine.url)
+
+    def announce(self, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], group: str) -> bytes:
+        """The request for a bucket, which is the same at every sync and for every engine: see `receive`.
+
+        Args:
+            names, shapes: of the tensors in the flat buffer, in order.
+            dtype: of them all, as torch names it.
+        """
+        return bucket_description(names, dtype, shapes, group)
+
+    def receive(self, engine: EngineInfo, announcement: bytes) -> Future[None]:
+        """Let an engine take part in the broadcast of a bucket; done when it has loaded it."""
+        return self._submit(self._client(engine.endpoint).receive_bucket(announcement), "send", engine.url)
+
+    def leave(self, engine: EngineInfo, name: str) -> Future[None]:
+        """Let an engine's ranks leave a process group."""
+        return self._submit(self._client(engine.endpoint).leave_group(name), "disconnect", engine.url)
+
+    def digest(self, tensor: torch.Tensor) -> str:
+        """What an engine on the same kind of device reports for this tensor."""
+        return engine_digest(tensor)
+
+    def close(self) -> None:
+        """Close the connections; the next call opens new ones."""
+        loop, self._loop = self._loop, None
+        clients, self._clients = self._clients, {}
+        if loop is None:
+            return
+
+        async def close_all() -> None:
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()  # of an engine that no longer answers
+            for client in clients.values():
+                await client.close()
+
+        asyncio.run_coroutine_threadsafe(close_all(), loop).result(CLOSE_SECONDS)
+        loop.call_soon_threadsafe(loop.stop)
+
+    def _client(self, engine: Endpoint) -> EngineClient:
+        if engine.url not in self._clients:
+            self._clients[engine.url] = EngineClient(engine.url, engine.url, self._deadlines, keys=engine.keys)
+        return self._clients[engine.url]
+
+    def _submit(self, call: Coroutine[Any, Any, _T], phase: str, where: str) -> Future[_T]:
+        async def named() -> _T:
+            try:
+                return await call
+            except EngineError as error:
+                raise sync_error(phase, where, error.rule) from error
+
+        return asyncio.run_coroutine_threadsafe(named(), self._running())
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            # A daemon: an abandoned wait must not keep the process from ending.
+            threading.Thread(target=self._loop.run_forever, daemon=True, name="weight requests").start()
+        return self._loop

@@ -1,0 +1,202 @@
+"""The transport `broadcast`: one flat broadcast a bucket, over a process group of the sender with the engines.
+
+The group spans one sender (rank 0) and every rank of every engine, and belongs to no trainer group: it is made the way
+the engines make their end (`init_custom_process_group`), so that both meet in the same store under the same names.
+Every wait has a deadline, and an engine that answers with an error ends the wait at once, with the engine's own words.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar, cast
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
+
+from mslime.config.errors import WeightSyncError, sync_error
+from mslime.config.keys import EngineInfo
+from mslime.network import listen
+from mslime.weights.plan import Bucket
+from mslime.weights.transport import Link
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def in_thread(call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
+    """`call(*args)` in a daemon thread: an abandoned wait must not keep the process from ending, as a pool's would."""
+    future: Future[_R] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=f"weights-{call.__name__}").start()
+    return future
+
+
+def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:
+    """A rendezvous store that this process serves on `host` alone: by itself, torch's listens on every address.
+
+    Args:
+        multi_tenant: `torch.distributed.rendezvous` at the same port in this process uses this store.
+    """
+    server = listen(host)
+    port = server.getsockname()[1]
+    return TCPStore(
+        host, port, world_size, True, timeout,
+        wait_for_workers=False, multi_tenant=multi_tenant, master_listen_fd=server.detach(),
+    )  # fmt: skip
+
+
+def own_address(engine_url: str) -> str:
+    """The local address from which this machine reaches an engine: where the engine finds our store."""
+    url = urlsplit(engine_url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((url.hostname, url.port or 80))
+        return probe.getsockname()[0]
+
+
+def join_group(
+    store: Store, backend: str, world_size: int, rank: int, name: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group outside torch's default one, met by the engines' `init_custom_process_group` of the same name.
+
+    Torch has no public way to make one beside an existing default group; the private helper is what engines call too.
+    """
+    make: Callable[..., tuple[dist.ProcessGroup, Store]] = cast(Any, c10d)._new_process_group_helper
+    group, _ = make(
+        world_size, rank, [], c10d.Backend(backend), PrefixStore(name, store), group_name=name, timeout=timeout
+    )  # fmt: skip
+    cast(Any, c10d)._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group
+
+
+def enter_broadcast(flat: torch.Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream | None) -> dist.Work:
+    """Begin to broadcast `flat` from this rank; for a thread, whose current device and stream are its own.
+
+    Args:
+        stream: on which `flat` was filled, None on a CPU.
+    """
+    with torch.cuda.stream(stream):  # type: ignore[arg-type]  # takes None, and then does nothing
+        return cast("dist.Work", dist.broadcast(flat.view(torch.uint8), group=group, group_src=0, async_op=True))
+
+
+class BroadcastTransport:
+    """One flat broadcast a bucket to all engines at once."""
+
+    def __init__(self, link: Link) -> None:
+        self._name, self._backend, self._deadline_s = link.name, link.backend, link.deadline_s
+        self._receivers = link.receivers
+        self._engines: tuple[EngineInfo, ...] = ()
+        self._announced: dict[int, bytes] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._entered: Future[dist.Work] | None = None
+        self._store: Store | None = None
+
+    def connect(self, engines: Sequence[EngineInfo]) -> None:
+        """Make the process group: every engine is asked to join while this rank waits in it.
+
+        Raises:
+            WeightSyncError: an engine refused, or did not come before the deadline.
+        """
+        assert self._group is None, "connected already"
+        self._engines = tuple(engines)
+        world_size = 1 + sum(engine.ranks for engine in engines)
+        timeout = timedelta(seconds=self._deadline_s)
+        host = own_address(engines[0].url)
+        store = open_store(host, world_size, timeout)
+        joins: list[Future[None]] = []
+        rank = 1
+        for engine in engines:
+            joins.append(self._receivers.join(engine, host=host, port=store.port, rank=rank, world_size=world_size,
+                                              name=self._name, backend=self._backend))  # fmt: skip
+            rank += engine.ranks
+        self._store = store
+        # In a thread of its own, so that an engine's refusal is heard while this rank still waits for it.
+        joined = in_thread(join_group, store, self._backend, world_size, 0, self._name, timeout)
+        self._await([joined, *joins], "connect", f"{len(engines)} engines", self._deadline_s)
+        self._group = joined.result()
+
+    @staticmethod
+    def _await(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s: float) -> None:
+        done, waiting = wait(futures, timeout=deadline_s, return_when=FIRST_EXCEPTION)
+        # An engine's own words first: a broken collective is only their echo.
+        failures = [error for future in done if (error := future.exception()) is not None]
+        for error in sorted(failures, key=lambda e: not isinstance(e, WeightSyncError)):
+            if isinstance(error, WeightSyncError):
+                raise error
+            raise sync_error(phase, where, f"{type(error).__name__}: {error}") from error
+        if waiting:
+            raise sync_error(phase, where, f"not finished within {deadline_s:.0f} s")
+
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
+        """Ask every engine to receive the bucket, and broadcast it."""
+        assert self._group is not None, "not connected"
+        announcement = self._announce(bucket)
+        answers = [self._receivers.receive(engine, announcement) for engine in self._engines]
+        # In a thread of its own: over NCCL the first broadcast makes the communicator, and waits in it for every engine
+        # without a deadline. Engines make their end when they receive the first bucket, so not in `connect`.
+        stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+        self._entered = in_thread(enter_broadcast, flat, self._group, stream)
+        return PendingBroadcast(bucket, flat, self._entered, answers, self._deadline_s)
+
+    def _announce(self, bucket: Bucket) -> bytes:
+        """The request for a bucket, which is the same at every sync."""
+        if bucket.index not in self._announced:
+            names, shapes = [entry.name for entry in bucket.entries], [entry.shape for entry in bucket.entries]
+            self._announced[bucket.index] = self._receivers.announce(names, bucket.dtype, shapes, self._name)
+        return self._announced[bucket.index]
+
+    def disconnect(self) -> None:
+        """Destroy the group at both ends. An engine that no longer answers is left alone."""
+        group, self._group = self._group, None
+        leaving = [self._receivers.leave(engine, self._name) for engine in self._engines] if group is not None else []
+        # A broadcast that was never met holds the group's lock.
+        if group is not None and (self._entered is None or self._entered.done()):
+            dist.destroy_process_group(group)
+        wait(leaving, timeout=self._deadline_s)
+        self._store = None
+
+
+@dataclass
+class PendingBroadcast:
+    """One bucket in flight: the broadcast on our side, an HTTP answer from every engine."""
+
+    bucket: Bucket
+    flat: torch.Tensor
+    entered: Future[dist.Work]
+    answers: Sequence[Future[None]]
+    deadline_s: float
+
+    def wait(self) -> None:
+        """Return when the broadcast is done and every engine has loaded the bucket.
+
+        Raises:
+            WeightSyncError: from the engine that refused it, or when the deadline passes.
+        """
+        waiting: set[Future[Any]] = {self.entered, *self.answers}
+        while waiting:  # each request keeps the deadline; the first that fails ends the wait for all
+            done, waiting = wait(waiting, return_when=FIRST_EXCEPTION)
+            for answer in done:
+                if (error := answer.exception()) is not None:
+                    raise self._name_bucket(error)
+        try:
+            self.entered.result().wait(timedelta(seconds=self.deadline_s))
+        except RuntimeError as error:
+            raise sync_error("send", self.bucket.describe(), f"the broadcast broke: {error}") from error
+
+    def _name_bucket(self, error: BaseException) -> WeightSyncError:
+        rule = error.rule if isinstance(error, WeightSyncError) else repr(error)
+        where = error.value if isinstance(error, WeightSyncError) else "engine"
+        return sync_error("send", f"{self.bucket.describe()} to {where}", rule)

@@ -1,0 +1,124 @@
+"""What a sender does with a transport, done with a user's: does it keep what `transport.Transport` promises?"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from mslime.config.errors import WeightSyncError
+from mslime.config.keys import EngineInfo
+from mslime.weights.buckets import TORCH_DTYPES, named_tensors
+from mslime.weights.plan import Bucket, Entry
+from mslime.weights.transport import Link, MakeTransport, Transport
+
+Received = Callable[[], Sequence[Mapping[str, torch.Tensor]]]
+"""Gives what each engine holds by now: tensors by name."""
+
+SHAPES = (
+    ("float32", {"a.weight": (5, 3), "a.bias": (5,), "b.weight": (1, 7)}),
+    ("bfloat16", {"c.weight": (3, 3)}),
+    ("float32", {"d.weight": (2, 2, 2)}),
+)
+"""The buckets that are sent: odd sizes, two dtypes, one tensor and several."""
+
+GRACE_S = 10.0
+"""How much later than its deadline a transport may give up."""
+
+
+def check_transport(make: MakeTransport, link: Link, engines: Sequence[EngineInfo], received: Received) -> list[str]:
+    """Take a transport through the life that a sender gives it.
+
+    Args:
+        make: the transport, as `weights.transport` names it.
+        link: what it is made with. `deadline_s` should be a few seconds.
+        engines: that receive, or what stands in for them in your test.
+        received: what these hold by now.
+
+    Returns:
+        What was tried, one line each.
+
+    Raises:
+        AssertionError: saying what the transport broke.
+        WeightSyncError: it could not send to these engines.
+    """
+    buckets = _buckets()
+    first = make(link)
+    first.disconnect()  # before it has met anybody
+    first.connect(engines)
+    for version in (1, 2):
+        _send(first, buckets, version)
+        _compare(buckets, version, received())
+    first.disconnect()
+    first.disconnect()
+    again = make(replace(link, name=f"{link.name}-again"))
+    again.connect(engines)
+    _send(again, buckets, 3)
+    _compare(buckets, 3, received())
+    again.disconnect()
+    _gives_up(make, replace(link, name=f"{link.name}-nobody", deadline_s=min(link.deadline_s, 2.0)))
+    return [
+        f"{len(buckets)} buckets reached {len(engines)} engine(s) bit for bit, twice over one connection",
+        "it left, twice, and a new connection worked",
+        "an engine that is not there was named in a WeightSyncError",
+    ]
+
+
+def _buckets() -> list[Bucket]:
+    found: list[Bucket] = []
+    for index, (dtype, shapes) in enumerate(SHAPES):
+        entries: list[Entry] = []
+        at = 0
+        for name, shape in shapes.items():
+            entries.append(Entry(name, shape, at))
+            at += math.prod(shape)
+        found.append(Bucket(index, 0, False, dtype, (), tuple(entries), tuple(entries)))
+    return found
+
+
+def _filled(bucket: Bucket, version: int) -> torch.Tensor:
+    numbers = torch.randn(bucket.hf_numel, generator=torch.Generator().manual_seed(100 * version + bucket.index))
+    return numbers.to(TORCH_DTYPES[bucket.dtype])
+
+
+def _send(transport: Transport, buckets: Sequence[Bucket], version: int) -> None:
+    for bucket in buckets:
+        flat = _filled(bucket, version)
+        transport.start(bucket, flat).wait()
+        assert torch.equal(flat, _filled(bucket, version)), f"it wrote to the buffer of {bucket.describe()}"
+        flat.zero_()  # the sender's to write to again
+
+
+def _compare(buckets: Sequence[Bucket], version: int, received: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    for number, held in enumerate(received):
+        for bucket in buckets:
+            for name, sent in named_tensors(bucket, _filled(bucket, version)):
+                assert name in held, f"engine {number} never received {name} of {bucket.describe()}"
+                assert held[name].dtype == sent.dtype, f"engine {number} received {name} as {held[name].dtype}"
+                assert torch.equal(held[name].cpu(), sent), f"engine {number} received another {name} than was sent"
+
+
+def _gives_up(make: MakeTransport, link: Link) -> None:
+    """Nobody listens at a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        nobody = EngineInfo(f"http://127.0.0.1:{probe.getsockname()[1]}")
+    transport, begin, before = make(link), time.monotonic(), threading.enumerate()
+    try:
+        transport.connect([nobody])
+    except WeightSyncError:
+        pass
+    else:
+        raise AssertionError("connect returned although the engine is not there")
+    finally:
+        transport.disconnect()
+    late = time.monotonic() - begin - link.deadline_s
+    assert late < GRACE_S, f"it gave up {late:.0f} s after its deadline of {link.deadline_s:.0f} s"
+    for thread in threading.enumerate():  # that wait until the deadline; a process that ends meanwhile is aborted
+        if thread not in before:
+            thread.join(link.deadline_s + 1)
