@@ -33,6 +33,10 @@ Kept = Literal["some", "all", "none"]
 """How many of the responses are written to files."""
 
 
+TRANSPORT_NAMES = ("broadcast",)
+"""Ways for weights to the engines that mslime brings along; `weights.transport` says where each is."""
+
+
 def is_function(value: str) -> bool:
     """Whether a text names a function, `module:function`, and not one of a setting's choices."""
     return ":" in value

@@ -14,7 +14,16 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from mslime.config.algorithm import AlgorithmConfig, CriticConfig
 from mslime.config.base import Section
-from mslime.config.choices import Kept, PauseMode, ProgressMode, ReplayMode, Resume, SftLossOn
+from mslime.config.choices import (
+    TRANSPORT_NAMES,
+    Kept,
+    PauseMode,
+    ProgressMode,
+    ReplayMode,
+    Resume,
+    SftLossOn,
+    check_choice,
+)
 from mslime.config.cluster import ClusterConfig
 from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.errors import ConfigError
@@ -240,6 +249,11 @@ class WeightsConfig(Section):
         default="broadcast",
         description="How buckets reach the engines: broadcast, or your own as module:function.",
     )
+
+    @model_validator(mode="after")
+    def _check_names(self) -> WeightsConfig:
+        check_choice("weights.transport", self.transport, TRANSPORT_NAMES)
+        return self
 
 
 class CheckpointConfig(Section):

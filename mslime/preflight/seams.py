@@ -43,6 +43,7 @@ def seams_of(config: RunConfig) -> list[Seam]:
         ("algorithm.advantage", algorithm.advantage, ("rewards",), "rollout service"),
         ("algorithm.loss", algorithm.loss, ("batch", "algorithm"), "trainer"),
         ("algorithm.correction.function", algorithm.correction.function, ("log_ratio", "batch"), "trainer"),
+        ("weights.transport", config.weights.transport, ("link",), "trainer"),
     ]
     return [
         Seam(setting, named, parameters, process)

@@ -6,12 +6,11 @@ says whether it keeps what is promised here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from mslime.config.errors import ConfigError, nearest
 from mslime.config.keys import Endpoint, EngineInfo
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
@@ -19,7 +18,7 @@ from mslime.weights.plan import Bucket
 if TYPE_CHECKING:
     import torch
 
-TRANSPORTS = {"broadcast": "mslime.weights.broadcast:BroadcastTransport"}
+TRANSPORTS: Mapping[str, str] = {"broadcast": "mslime.weights.broadcast:BroadcastTransport"}
 """Transports by the name that `weights.transport` gives them, and where each is: imported when it is used."""
 
 
@@ -121,14 +120,8 @@ def find_transport(spec: str) -> MakeTransport:
     """What makes the transport that `weights.transport` names.
 
     Raises:
-        ConfigError: there is none of that name, or the function cannot be imported or takes other arguments.
+        ConfigError: the function cannot be imported, or takes other arguments.
     """
-    if ":" not in spec and spec not in TRANSPORTS:
-        raise ConfigError(
-            "weights.transport", spec,
-            f"must be one of {', '.join(TRANSPORTS)}, or module:function {nearest(spec, TRANSPORTS)}".rstrip(),
-            "leave it out for broadcast",
-        )  # fmt: skip
     make = load_function(TRANSPORTS.get(spec, spec), "weights.transport")
     check_parameters(make, spec, "weights.transport", "link")
     return make

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.config.choices import TRANSPORT_NAMES
 from mslime.config.errors import ConfigError, WeightSyncError
 from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
 from mslime.config.schema import DeadlineConfig
@@ -27,7 +28,7 @@ from mslime.weights.buckets import convert, pack
 from mslime.weights.contract import check_transport
 from mslime.weights.plan import Bucket
 from mslime.weights.sync import WeightSender
-from mslime.weights.transport import Link, MakeTransport, find_transport
+from mslime.weights.transport import TRANSPORTS, Link, MakeTransport, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.unit.weights_world import LAYOUTS, local_params, moe_table, plan_of, whole_tensors
 
@@ -296,10 +297,15 @@ def test_a_transport_that_breaks_a_promise_is_found(engines: list[StandInEngine]
         check(engines, kind, f"breaks-{promise}")
 
 
+def test_every_transport_that_the_settings_offer_is_there() -> None:
+    assert set(TRANSPORT_NAMES) == set(TRANSPORTS)
+    assert find_transport("broadcast") is BroadcastTransport
+
+
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("broadcst", "must be one of broadcast, or module:function.*did you mean.*broadcast"),
+        ("pigeons", "a function is named"),
         ("no_such_module:connect", "cannot be imported"),
         ("tests.unit.user_transport:nothing", "no function 'nothing'"),
         ("tests.unit.user_transport:of_two", r"it is called with \(link\)"),
