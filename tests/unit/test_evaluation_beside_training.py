@@ -35,11 +35,16 @@ class FakeEvaluation(Evaluation):
 
 
 class FakeRollouts:
-    """Takes nothing and evaluates at once. `events` is what the run did, in order; a hook may end it there."""
+    """Takes nothing and evaluates at once. `events` is what the run did, in order; a hook may end it there.
+
+    Attributes:
+        update: what was done to the engines' weights, in order.
+    """
 
     def __init__(self, events: list[str], hook: Callable[[str], None]) -> None:
         self.version, self._events, self._hook = -1, events, hook
         self.done = True
+        self.update: list[str] = []
 
     def tell(self, event: str) -> None:
         self._events.append(event)
@@ -51,9 +56,24 @@ class FakeRollouts:
 
     def pause(self) -> None:
         self.tell("pause")
+        self.update.append("pause")
+
+    def begin_update(self) -> None:
+        self.update.append("begin")
+
+    def compare(self, expected: object) -> int:
+        self.update.append("compare")
+        return 1
+
+    def end_update(self) -> None:
+        self.update.append("end")
+
+    def stamp(self, version: int) -> None:
+        self.update.append(f"stamp {version}")
 
     def resume(self, version: int) -> None:
         self.version = version
+        self.update.append(f"resume {version}")
 
     def begin_evaluation(self, step: int) -> Evaluation:
         self.tell(f"evaluate {step}")
@@ -70,8 +90,8 @@ class FakeRollouts:
 class FakeTrainers:
     """Ranks that learn nothing and save quickly."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    def __init__(self, rollouts: FakeRollouts) -> None:
+        self._tell, self._update = rollouts.tell, rollouts.update
 
     def train(
         self, shards: object, on_progress: object, policy: bool, step: int
@@ -81,7 +101,8 @@ class FakeTrainers:
 
     def send_weights(self, version: int, verify: bool, on_progress: object) -> tuple[Any, dict[str, Any]]:
         self._tell(f"send {version}")
-        return SimpleNamespace(bytes=1, seconds=1.0, buckets=1), {"trainer 0": (1.0, 2.0)}
+        self._update.append("send, verified" if verify else "send")
+        return SimpleNamespace(bytes=1, seconds=1.0, buckets=1, expected={}), {"trainer 0": (1.0, 2.0)}
 
     def save(self, directory: Path, extra: dict[str, Any], others: dict[str, FileSum], deadline_s: float) -> None:
         complete(saving_directory(directory), directory, "tp1", 1, extra, others)
@@ -100,10 +121,17 @@ class FakeParts(Session):
 
     def _start(self) -> None:
         self._open_records()
-        self._rollouts, self._trainers = cast("Any", self.fake), cast("Any", FakeTrainers(self.fake.tell))
-        silent = SimpleNamespace(begin=lambda: None, end=lambda: None, stamp=lambda version: None)
-        self._commit = cast("Any", silent)
+        self._rollouts, self._trainers = cast("Any", self.fake), cast("Any", FakeTrainers(self.fake))
         self._engines = cast("Any", SimpleNamespace(addresses=[SimpleNamespace(name="engine 0")]))
+
+
+def test_weights_are_compared_before_the_update_ends_and_stamped_last(tmp_path: Path) -> None:
+    with session(tmp_path, 0) as run:
+        run._run = cast("Any", SimpleNamespace(config=run.config, weight_check="first"))
+        for version in (1, 2):
+            run.publish_weights(version)
+    first = ["pause", "begin", "send, verified", "compare", "end", "stamp 1", "resume 1"]
+    assert run.fake.update == [*first, "pause", "begin", "send", "end", "stamp 2", "resume 2"]
 
 
 def nothing(event: str) -> None:
