@@ -45,7 +45,18 @@ def filled(bucket: Bucket) -> torch.Tensor:
 
 def receivers_within(deadline_s: float) -> SGLangReceivers:
     limits = {"weight_sync_s": deadline_s, "engine_control_s": deadline_s}
-    return SGLangReceivers(DeadlineConfig.model_validate(limits))
+    OPENED.append(SGLangReceivers(DeadlineConfig.model_validate(limits)))
+    return OPENED[-1]
+
+
+OPENED: list[SGLangReceivers] = []
+
+
+@pytest.fixture(autouse=True)
+def close_receivers() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()
 
 
 def transport_within(deadline_s: float, name: str) -> BroadcastTransport:
@@ -263,6 +274,15 @@ def check(engines: list[StandInEngine], make: MakeTransport, name: str) -> list[
 def test_the_broadcast_keeps_the_contract(engines: list[StandInEngine]) -> None:
     said = check(engines, find_transport("broadcast"), "contract")
     assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
+
+
+def test_the_example_of_the_docs_keeps_the_contract_and_logs_every_bucket(
+    engines: list[StandInEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "examples.extending.transport")
+    check(engines, find_transport("examples.extending.transport:timed"), "example")
+    assert len(caplog.messages) == 9 and "bucket 1 (stage 0, 1 tensors" in caplog.messages[1]
+    assert ": 18 bytes in 0." in caplog.messages[1]
 
 
 class Broken(BroadcastTransport):

@@ -1,0 +1,36 @@
+"""A way of your own for weights to reach the engines: `weights.transport: examples.extending.transport:timed`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from mslime.weights.broadcast import BroadcastTransport
+from mslime.weights.plan import Bucket
+from mslime.weights.transport import Link, Pending, Transport
+
+log = logging.getLogger(__name__)
+
+
+def timed(link: Link) -> Transport:
+    """mslime's broadcast, with a line in the sending rank's log for each bucket."""
+    return TimedBroadcast(link)
+
+
+class TimedBroadcast(BroadcastTransport):
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
+        return Timed(bucket, super().start(bucket, flat), time.monotonic())
+
+
+@dataclass
+class Timed:
+    bucket: Bucket
+    pending: Pending
+    begin: float
+
+    def wait(self) -> None:
+        self.pending.wait()
+        log.info("%s: %d bytes in %.3f s", self.bucket.describe(), self.bucket.hf_bytes, time.monotonic() - self.begin)
