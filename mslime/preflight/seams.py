@@ -39,6 +39,7 @@ def seams_of(config: RunConfig) -> list[Seam]:
         return []
     algorithm = config.algorithm
     every: list[tuple[str, str | None, tuple[str, ...], Process]] = [
+        ("rollout.function", config.rollout.function, ("task", "engine"), "rollout service"),
         ("rollout.dynamic_filter", config.rollout.dynamic_filter, ("group",), "rollout service"),
         ("algorithm.advantage", algorithm.advantage, ("rewards",), "rollout service"),
         ("algorithm.loss", algorithm.loss, ("batch", "algorithm"), "trainer"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import traceback
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -157,7 +158,9 @@ class Rollout:
                 raise
             raise self._error("was cancelled from within", "catch CancelledError in it") from error
         except Exception as error:  # a user's function may raise anything
-            raise self._error(f"raised {type(error).__name__}: {error}", "mend the function") from error
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            told = f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            raise self._error(told, "mend the function") from error
         self._check_returned(returned)
         self.sample.status = SampleStatus.COMPLETED if self._finish == "stop" else SampleStatus.TRUNCATED
         self.sample.response = self._generator.decode(self.sample.response_tokens.tolist())

@@ -18,6 +18,7 @@ from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.loader import build
 from mslime.data.sample import Group, Sample
 from mslime.preflight.seams import check_seams, seams_of
+from mslime.rollout.contract import check_workflow
 from mslime.rollout.verdict import checked
 
 from .algorithms_reference import random_tokens
@@ -58,6 +59,15 @@ def test_the_reward_says_what_the_table_says() -> None:
         verdict = checked(reward.close_to_label(sample(response, "1 2 3")), 2)
         assert verdict.reward == pytest.approx(worth) and not verdict.error
         assert verdict.metrics == {"exact": exact, "empty": float(not response)}
+
+
+def test_the_rollout_makes_the_sample_of_the_table() -> None:
+    made = check_workflow("examples.extending.rollout:with_calculator", replies=["<sum>2+3</sum>", "5"])
+    assert made.response == "<sum>2+3</sum>=5\n5"
+    trained = ["".join(chr(t) for t in made.tokens[s.start : s.end] if t) for s in made.segments if s.trainable]
+    assert "".join(trained) == "<sum>2+3</sum>5"
+    (said,) = [s for s in made.segments[1:] if not s.trainable]
+    assert "".join(map(chr, made.tokens[said.start : said.end])) == "=5\n"
 
 
 def test_the_filter_keeps_groups_of_both_kinds() -> None:

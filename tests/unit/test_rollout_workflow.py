@@ -13,6 +13,7 @@ from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.schema import EvalSetConfig
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
+from mslime.rollout.contract import check_workflow
 from mslime.rollout.service import RolloutService
 from mslime.rollout.workflow import Task, load_workflow
 from tests.unit import user_rollouts
@@ -402,3 +403,27 @@ def test_the_service_is_made_with_the_function_of_the_configuration(tmp_path: Pa
     with pytest.raises(ConfigError, match="must be async"):
         make_service(run_config(tmp_path, function=named("not_async")), FakeSlowEngine(short))
     assert isinstance(make_service(run_config(tmp_path), FakeSlowEngine(short)), RolloutService)
+
+
+def test_the_contract_returns_what_a_function_makes_of_the_replies() -> None:
+    sample = check_workflow(named("two_turns"), replies=["first", "second"])
+    assert sample.response == "firstOKsecond" and sample.aborts == 2
+    assert [(s.version, s.trainable) for s in sample.segments[1:]] == [
+        (0, True), (1, True), (None, False), (1, True), (2, True),
+    ]  # fmt: skip
+    cut = check_workflow(named("short_turns"), replies=["long", "longer", "longest"])
+    assert cut.response == "lololo" and cut.status is SampleStatus.TRUNCATED
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        ("raises", r"raised KeyError: 'no such tool' \(.*user_rollouts.py:\d+\)"),
+        ("returns_two", "returned 2 samples"),
+        ("blocks", "held up the event loop"),
+        ("notes_an_object", "metadata that is not JSON"),
+    ],
+)
+def test_the_contract_refuses_what_a_run_would_trip_over(function: str, told: str) -> None:
+    with pytest.raises(RolloutError, match=f"(?s){told}.*way out"):
+        check_workflow(named(function))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -153,3 +154,14 @@ async def tool_last(task: Task, engine: Engine) -> None:
     calls[task.group_id, task.index] += 1
     await engine.generate(engine.new_sample())
     await told["tool"](task)
+
+
+async def blocks(task: Task, engine: Engine) -> None:
+    await engine.generate(engine.new_sample())
+    time.sleep(1.1)
+
+
+async def notes_an_object(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    sample.metadata["tool"] = object()

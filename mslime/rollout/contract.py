@@ -1,0 +1,143 @@
+"""What a rollout function must hold to, tried without a model: for the tests of whoever writes one.
+
+from mslime.rollout.contract import check_workflow
+
+def test_my_agent():
+    sample = check_workflow("my_project.rollouts:agent", replies=["<calc>2+3</calc>", "5"])
+    assert sample.response.endswith("5")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.config.choices import PauseMode
+from mslime.config.errors import DataError, EngineError, RolloutError
+from mslime.config.loader import build
+from mslime.data.sample import Group, Sample
+from mslime.rollout.generation import Generator, Sampling, Traffic
+from mslime.rollout.protocols import ModelInfo
+from mslime.rollout.state import pack_groups, state_bytes
+from mslime.rollout.turns import Door, Rollout
+from mslime.rollout.workflow import SETTING, load_workflow
+
+LONGEST_BLOCK_S = 1.0
+
+
+class _Characters:
+    """A tokenizer whose tokens are characters; 0 ends a turn."""
+
+    eos_token_id, vocab_size, special_ids = 0, 0x110000, frozenset({0})
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        return "".join(chr(i) for i in ids if i)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        return "".join(f"{m['content']}\n" for m in messages)
+
+    def marks(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+        return None
+
+
+class _Script:
+    """An engine that says one reply after the other, and interrupts each in its middle, as a weight update does."""
+
+    def __init__(self, replies: Sequence[str]) -> None:
+        self.clients: list[object] = [self]
+        self.dead: dict[str, EngineError] = {}
+        self.version, self.said = 0, list[int]()
+        self._replies: Iterator[str] = iter(replies)
+        self._rest: list[int] | None = None
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        await asyncio.sleep(0)
+        if self._rest is None:
+            reply = [ord(c) for c in next(self._replies, "")]
+            now, self._rest = reply[: len(reply) // 2], [*reply[len(reply) // 2 :], 0]
+        else:
+            now, self._rest = self._rest, None
+        now, finish = now[: request.max_new_tokens], "abort" if self._rest is not None else "stop"
+        if len(now) == request.max_new_tokens:
+            self._rest, finish = None, "length"
+        spans, self.version = ((self.version, 0, len(now)),) if now else (), self.version + (finish == "abort")
+        self.said += now
+        log_probs = np.full(len(now), -1.0, np.float32)
+        return GenerateResult(np.asarray(now, np.int32), log_probs, finish, spans, None, None, 0, "", "script")
+
+    async def abort(self) -> None: ...
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def flush_cache(self) -> None: ...
+
+
+def check_workflow(
+    function: str, replies: Sequence[str] = ("A reply.",), *, prompt: str = "What is 2 + 3?", label: Any = "5"
+) -> Sample:
+    """Call a rollout function once on an engine that only pretends; tokens are characters.
+
+    Args:
+        function: `module:function`.
+        replies: what the engine says, turn by turn, each interrupted once in its middle; empty turns after the last.
+
+    Returns:
+        The finished sample, not scored.
+
+    Raises:
+        ConfigError: the function cannot be found or called.
+        RolloutError: it raised, did to its sample what it may not, holds up other rollouts, or leaves metadata that
+            cannot be saved.
+    """
+    return asyncio.run(_tried(function, replies, prompt, label))
+
+
+async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any) -> Sample:
+    tokenizer, script = _Characters(), _Script(replies)
+    config = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "rollout": {"function": function}})
+    model = ModelInfo((), 0, 0, 1 << 20)
+    generator = Generator(config, script, tokenizer, model, lambda: script.version, lambda *request: None)
+    sample = Sample.from_prompt(0, 0, tokenizer.encode(prompt, special_tokens=True), label)
+    door, sampling = Door(Traffic(open=True), admitted=True), Sampling.for_training(config, model)
+    rollout = Rollout(sample, "g0", function, generator, sampling, door)
+    watch = asyncio.create_task(_longest_block())
+    await asyncio.sleep(0)
+    try:
+        await rollout.run(load_workflow(function), rollout.task(config.seed, evaluation=False))
+    finally:
+        watch.cancel()
+        (blocked,) = await asyncio.gather(watch)
+    where = f"{SETTING} {function}"
+    if blocked > LONGEST_BLOCK_S:
+        raise RolloutError(where, f"{blocked:.1f} s", "held up the event loop that all rollouts share",
+                           "await what takes long, or run it with asyncio.to_thread")  # fmt: skip
+    assert sample.tokens[sample.loss_mask].tolist() == script.said, "trained tokens are those that the engine said"
+    try:
+        headers, columns = pack_groups([Group(0, [sample])])
+        state_bytes({"groups": headers}, columns)
+    except DataError as error:
+        raise RolloutError(where, str(sample.metadata)[:80], "left metadata that is not JSON, and cannot be saved",
+                           "keep text, numbers, lists and objects in it") from error  # fmt: skip
+    return sample
+
+
+async def _longest_block() -> float:
+    """Until it is cancelled: the longest time in seconds for which nothing else could run."""
+    longest, last = 0.0, time.monotonic()
+    try:
+        while True:
+            await asyncio.sleep(0.01)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+    except asyncio.CancelledError:
+        return max(longest, time.monotonic() - last)
