@@ -29,14 +29,15 @@ def trainer_dtype(megatron: MegatronConfig, *, cpu: bool) -> str:
 def engine_dtype(config: RunConfig, hf_config: Mapping[str, Any]) -> str:
     """The dtype that the run's engines hold weights in (`served_dtype`); `cluster.device: auto` counts as a GPU."""
     cpu = config.cluster.device == "cpu"
-    return served_dtype(config.sglang.dtype, hf_config, config.model.path, config.megatron, cpu=cpu)
+    trainer = trainer_dtype(config.megatron, cpu=False)
+    return served_dtype(config.sglang.dtype, hf_config, config.model.path, trainer, cpu=cpu)
 
 
 def served_dtype(
     asked: str,
     hf_config: Mapping[str, Any],
     checkpoint: Path,
-    megatron: MegatronConfig,
+    trainer: str,
     *,
     cpu: bool,
     trained: bool = True,
@@ -50,7 +51,7 @@ def served_dtype(
     Args:
         asked: `sglang.dtype`, or `teacher.dtype`.
         hf_config, checkpoint: config.json of the checkpoint that they start from, and its directory.
-        megatron: settings of the trainer that sends them weights.
+        trainer: dtype of the parameters of a trainer on a GPU (`trainer_dtype`), which sends them weights.
         cpu: whether they run on a CPU.
         trained: whether they are sent weights; a teacher is not, and keeps its checkpoint's float16.
 
@@ -63,7 +64,7 @@ def served_dtype(
         return "float32"
     named = checkpoint_dtype(hf_config)
     if named in (None, "float32"):
-        return trainer_dtype(megatron, cpu=False)
+        return trainer
     if named != "bfloat16" and trained:
         raise ConfigError(
             "sglang.dtype", "auto",

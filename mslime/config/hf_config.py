@@ -2,8 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
+
+from mslime.config.errors import CheckpointError, hub_download, reading
+
+
+def read_hf_config(directory: Path) -> dict[str, object]:
+    """config.json of a Hugging Face checkpoint directory.
+
+    Raises:
+        CheckpointError: it is missing or not a JSON object.
+    """
+    path = directory / "config.json"
+    try:
+        with reading(CheckpointError, str(path), "config.json is valid JSON", "download the file again"):
+            parsed: object = json.loads(path.read_text(encoding="utf-8"))
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise
+        raise CheckpointError(
+            str(path),
+            None,
+            "a checkpoint directory holds a config.json",
+            _fetched(directory) or "point model.path at a Hugging Face checkpoint",
+        ) from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(
+            str(path), type(parsed).__name__, "config.json is a JSON object", "download the file again"
+        )
+    return cast("dict[str, object]", parsed)
 
 
 def language_model(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -26,3 +56,9 @@ def eos_ids(section: Mapping[str, Any]) -> list[int]:
     """
     eos = section.get("eos_token_id")
     return [] if eos is None else [eos] if isinstance(eos, int) else [int(i) for i in eos]
+
+
+def _fetched(path: Path) -> str:
+    """For what looks like a name on the Hugging Face Hub: how to fetch it."""
+    command = hub_download(path)
+    return f"{command}, then --model.path {path.name}" if command else ""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import ray
 from ray.util.placement_group import (
@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from mslime.config.cluster import RAY_START, Parts, claims, worker_environment
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
+from mslime.config.serving import Role
 from mslime.control.placement import (
     check_tensor_groups,
     in_order,
@@ -33,9 +34,6 @@ from mslime.control.placement import (
     spots_of,
 )
 from mslime.control.sweeper import Sweeper
-
-if TYPE_CHECKING:
-    from mslime.backends.sglang.server import Role
 
 PLACEMENT_SECONDS = 120.0
 _KNOCK_SECONDS = 10.0

@@ -17,12 +17,13 @@ import ray
 
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.schema import RunConfig
+from mslime.config.serving import Role, ServerSpec, engine_spec, teacher_spec
 from mslime.control.calls import call, gather
 from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
 from mslime.logs import hide, log_process, phase
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.server import EngineAddress, Role
+    from mslime.backends.sglang.server import EngineAddress
     from mslime.preflight.resolve import ResolvedRun
 
 _log = logging.getLogger(__name__)
@@ -34,16 +35,19 @@ SAY_AGAIN_SECONDS = 30.0
 class EngineActor:
     """Launches one server and watches it. The server dies with this process, whatever ends it."""
 
-    def __init__(self, config: RunConfig, index: int, log_dir: str, role: Role, keys: EngineKeys, routes: bool) -> None:
-        redirect_output(Path(log_dir) / f"{role}{index}_actor.log")
-        log_process(f"{role}{index} actor", config.observe.log_level)
+    def __init__(
+        self, config: RunConfig, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool
+    ) -> None:
+        name = f"{spec.role}{index}"
+        redirect_output(Path(log_dir) / f"{name}_actor.log")
+        log_process(f"{name} actor", config.observe.log_level)
         hide(keys.api, keys.admin)
         _log.info("placed on %s, process %d", socket.gethostname(), os.getpid())
         use_own_interface(config)
         from mslime.backends.sglang.server import ServerProcess
 
         host = own_host(config)
-        self._server = ServerProcess(config, index, Path(log_dir), host=host, role=role, keys=keys, routes=routes)
+        self._server = ServerProcess(spec, index, Path(log_dir), host=host, keys=keys, routes=routes)
 
     def start(self) -> EngineAddress:
         """Launch and wait until it serves."""
@@ -70,13 +74,9 @@ class EngineGroup:
     """
 
     def __init__(self, run: ResolvedRun, cluster: Cluster, log_dir: Path, role: Role = "engine") -> None:
-        from mslime.backends.sglang.flags import teacher_run
-
         config, routes = run.config, role == "engine" and bool(run.replayed_layers)
         settings = config.teacher if role == "teacher" else config.sglang
         count = config.teacher.launched if role == "teacher" else config.sglang.num_engines
-        if role == "teacher" and count:
-            config = teacher_run(config)
         self._config, self._urls = config, settings.urls
         self._role: Role = role
         self._keys = settings.keys() or (NO_KEYS if settings.urls else EngineKeys.random())
@@ -84,14 +84,14 @@ class EngineGroup:
         self._actors: list[Any] = []
         self.log_paths: dict[str, str] = {}
         self.addresses: list[EngineAddress] = []
-        if self._urls:
+        if self._urls or not count:
             return
         remote = remote_class(EngineActor, concurrency_groups={"progress": 1})
-        common = (str(log_dir), role, self._keys, routes)
+        spec = teacher_spec(config) if role == "teacher" else engine_spec(config)
         for index in range(count):
             self.log_paths[self._name(index)] = str(log_dir / f"{role}{index}.log")
             options = cluster.engine_options(index, role)
-            self._actors.append(remote.options(**options).remote(config, index, *common))
+            self._actors.append(remote.options(**options).remote(config, spec, index, str(log_dir), self._keys, routes))
 
     def begin_start(self) -> dict[str, ray.ObjectRef]:
         """Start all servers without waiting, so that trainers can start beside them."""

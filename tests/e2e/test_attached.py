@@ -14,6 +14,7 @@ import pytest
 
 from mslime.backends.sglang.server import EngineAddress, ServerProcess
 from mslime.config.keys import EngineKeys
+from mslime.config.serving import engine_spec
 from mslime.control.attached import RECORD
 from tests.e2e.harness import Run, start_run
 from tests.e2e.test_run import START_S, STEP_S, prompts, settings
@@ -56,7 +57,7 @@ def test_an_engine_of_a_run_that_was_killed_in_a_sync_serves_the_next_one(
     key = tmp_path / "key"
     key.write_text("the-admin-key\n")
     keys = EngineKeys("the-key", "the-admin-key")
-    server = ServerProcess(cpu_run(tiny_qwen3_moe), 0, tmp_path, keys=keys, routes=True)
+    server = ServerProcess(engine_spec(cpu_run(tiny_qwen3_moe)), 0, tmp_path, keys=keys, routes=True)
     engine = server.start()
     try:
         sglang = {"urls": [engine.url], "api_key": "the-key", "admin_api_key": f"file:{key}"}

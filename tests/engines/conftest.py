@@ -22,6 +22,7 @@ from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.server import EngineAddress, ServerProcess
 from mslime.config.keys import Endpoint
 from mslime.config.schema import DeadlineConfig, RunConfig
+from mslime.config.serving import engine_spec
 from mslime.convert.families import get_family
 from tests.fixtures.engine_calls import load_from_disk
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
@@ -99,7 +100,7 @@ def serve(checkpoint: Path, log_dir: Path, **sections: Mapping[str, Any]) -> Sha
     routes = run.train.replay == "r3" and bool(get_family(config).model_fields(config).moe_layer_ids)
 
     def start() -> tuple[ServerProcess, EngineAddress]:
-        process = ServerProcess(run, 0, log_dir, routes=routes)
+        process = ServerProcess(engine_spec(run), 0, log_dir, routes=routes)
         return process, process.start()
 
     process, address = start()

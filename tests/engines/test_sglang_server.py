@@ -27,6 +27,7 @@ from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.process import SupervisedProcess
 from mslime.backends.sglang.server import ServerProcess
 from mslime.config.errors import EngineError
+from mslime.config.serving import engine_spec
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.fixtures.engine_calls import load
 
@@ -118,7 +119,7 @@ def test_an_engine_that_dies_at_start_says_why(tiny_qwen3_moe: Path, tmp_path: P
     config = json.loads((broken / "config.json").read_text())
     config["architectures"] = ["NoSuchModel"]
     (broken / "config.json").write_text(json.dumps(config))
-    process = ServerProcess(cpu_run(broken), 3, tmp_path)
+    process = ServerProcess(engine_spec(cpu_run(broken)), 3, tmp_path)
     with pytest.raises(EngineError, match="NoSuchModel") as caught:
         process.start()
     assert caught.value.field == "engine3" and str(tmp_path / "engine3.log") in caught.value.way_out
@@ -126,7 +127,7 @@ def test_an_engine_that_dies_at_start_says_why(tiny_qwen3_moe: Path, tmp_path: P
 
 
 def test_an_engine_that_misses_its_start_deadline_is_stopped(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
-    process = ServerProcess(cpu_run(tiny_qwen3_moe, deadlines={"engine_start_s": 0.5}), 0, tmp_path)
+    process = ServerProcess(engine_spec(cpu_run(tiny_qwen3_moe, deadlines={"engine_start_s": 0.5})), 0, tmp_path)
     with pytest.raises(EngineError, match="engine_start_s"):
         process.start()
     assert not process.alive and process.pids[1:] == []
@@ -148,7 +149,7 @@ def test_a_port_that_is_taken_between_choice_and_bind_is_replaced_at_once(
         return launch(self, port, identity)
 
     monkeypatch.setattr(ServerProcess, "_launch", launch_after_a_rival)
-    process = ServerProcess(cpu_run(tiny_qwen3_moe, deadlines={"engine_start_s": 150}), 0, tmp_path)
+    process = ServerProcess(engine_spec(cpu_run(tiny_qwen3_moe, deadlines={"engine_start_s": 150})), 0, tmp_path)
     address = process.start()
     try:
         log = process.log_path.read_text()

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from mslime.backends.sglang.flags import server_fields, teacher_run
+from mslime.backends.sglang.flags import server_fields
 from mslime.config.dtypes import declared_dtype, engine_dtype, export_dtype
 from mslime.config.errors import ConfigError
 from mslime.config.hf_config import checkpoint_dtype
 from mslime.config.schema import RunConfig
+from mslime.config.serving import engine_spec, teacher_spec
 from mslime.planner.command import plan_config
 from mslime.planner.plan import make_plan
 from tests.fixtures.full_size import CONFIGS, published_config
@@ -45,10 +46,10 @@ def test_engines_on_a_gpu_are_never_float16_by_themselves() -> None:
 
 def test_a_teacher_is_sent_nothing_and_may_keep_its_float16(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FP16))
-    teacher = teacher_run(on("cuda", teacher={"path": str(tmp_path)}, algorithm={"opd_coef": 1.0}))
-    assert server_fields(teacher, 0, "h", 1, cpu=False)["dtype"] == "float16"
+    teacher = teacher_spec(on("cuda", teacher={"path": str(tmp_path)}, algorithm={"opd_coef": 1.0}))
+    assert server_fields(teacher, 0, "h", 1)["dtype"] == "float16"
     (tmp_path / "config.json").write_text(json.dumps(FP32))
-    assert server_fields(teacher, 0, "h", 1, cpu=False)["dtype"] == "bfloat16"
+    assert server_fields(teacher, 0, "h", 1)["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -59,7 +60,7 @@ def test_server_flag_and_plan_agree_with_the_wire(tmp_path: Path, device: str, n
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
     config = on(device, model={"path": str(tmp_path)})
     wire = engine_dtype(config, hf_config)
-    assert server_fields(config, 0, "h", 1, cpu=device == "cpu")["dtype"] == wire
+    assert server_fields(engine_spec(config), 0, "h", 1)["dtype"] == wire
     planned = plan_config({"model": {"path": str(CONFIGS / "qwen3-30B-A3B")}, "cluster": {"device": device}})
     assert make_plan(planned, hf_config).engine_dtype == wire
 

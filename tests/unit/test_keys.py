@@ -18,6 +18,7 @@ from mslime.config.keys import REDACTED, EngineKeys
 from mslime.config.loader import build
 from mslime.config.passthrough import sglang_fields
 from mslime.config.schema import RunConfig
+from mslime.config.serving import engine_spec
 from mslime.control.run_directory import write_resolved
 
 LITERAL = "sk-very-secret"
@@ -77,7 +78,7 @@ def test_no_key_stands_in_a_servers_command_line(tmp_path: Path) -> None:
     config = build(
         {"model": {"path": str(tmp_path)}, "data": {"prompts": ["x"]}, "sglang": {"api_key": LITERAL}, "cluster": {}}
     )
-    assert LITERAL not in " ".join(command_line(server_fields(config, 0, "h", 1, cpu=True)))
+    assert LITERAL not in " ".join(command_line(server_fields(engine_spec(config), 0, "h", 1)))
     hidden = HiddenKey(LITERAL)
     assert LITERAL not in f"server_args={ {'api_key': hidden} }" and hidden == LITERAL
     assert pickle.loads(pickle.dumps(hidden)) == LITERAL

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ import psutil
 import pytest
 
 from mslime.backends.cpu.sglang import SITE_DIR
-from mslime.backends.sglang.flags import command_line, environment, read_model_config, server_fields
+from mslime.backends.sglang.flags import command_line, environment, server_fields
 from mslime.backends.sglang.process import SupervisedProcess, log_tail
 from mslime.backends.sglang.server import ServerProcess, attach
-from mslime.config.errors import CheckpointError, EngineError
+from mslime.config.errors import EngineError
 from mslime.config.schema import RunConfig
+from mslime.config.serving import engine_spec
 from mslime.network import ephemeral_ports, free_port, own_ports, port_in_use
 
 ROOT = Path(__file__).parents[2]
@@ -241,7 +243,7 @@ def test_a_port_in_use_is_an_error_that_names_it(tiny_run: RunConfig, tmp_path: 
         port = taken.getsockname()[1]
         assert port_in_use("127.0.0.1", port)
         with pytest.raises(EngineError, match=f"127.0.0.1:{port}.*another process listens"):
-            ServerProcess(tiny_run, 0, tmp_path, port=port).start()
+            ServerProcess(engine_spec(tiny_run), 0, tmp_path, port=port).start()
     assert not port_in_use("127.0.0.1", free_port())
 
 
@@ -279,7 +281,7 @@ def test_a_port_that_is_somebody_elses_is_replaced_by_another_at_once(
         "mslime.backends.sglang.server.command_line",
         lambda f: [sys.executable, "-c", STAND_IN, str(count), first, str(f["port"]), f["served_model_name"]],
     )
-    server = ServerProcess(tiny_run, 0, tmp_path)
+    server = ServerProcess(engine_spec(tiny_run), 0, tmp_path)
     address = server.start()
     assert server.alive and count.read_text() == "xx" and address.identity.startswith("engine0-")
     assert int(address.url.rpartition(":")[2]) in own_ports()
@@ -325,7 +327,7 @@ def test_the_ports_that_are_ours_follow_from_the_kernels(
     ],
 )
 def test_the_phase_of_a_start_is_read_off_the_log(tiny_run: RunConfig, tmp_path: Path, logged: str, phase: str) -> None:
-    server = ServerProcess(tiny_run, 0, tmp_path)
+    server = ServerProcess(engine_spec(tiny_run), 0, tmp_path)
     server._process = supervise(tmp_path, f"print({logged!r}, flush=True)")
     assert wait_for(lambda: not server.alive)
     assert server.phase().startswith(phase) and server.phase().endswith(" s")
@@ -362,7 +364,7 @@ def tiny_run(tmp_path: Path) -> RunConfig:
 
 def test_every_flag_is_known_to_the_installed_server_and_keeps_its_value(tiny_run: RunConfig) -> None:
     """Parsed by SGLang's own parser, in a process with the CPU platform."""
-    fields = server_fields(tiny_run, 2, "127.0.0.1", 3333, cpu=True)
+    fields = server_fields(engine_spec(tiny_run), 2, "127.0.0.1", 3333)
     fields |= {
         "fp8_gemm_runner_backend": "auto",
         "lora_strict_loading": False,
@@ -405,20 +407,12 @@ print("\\n" + json.dumps([vars(parser.parse_args(sys.argv[1:])), negatable, odd]
 
 
 def test_the_server_s_fields_follow_the_run(tiny_run: RunConfig) -> None:
-    fields = server_fields(tiny_run, 2, "127.0.0.1", 3333, cpu=True)
+    fields = server_fields(engine_spec(tiny_run), 2, "127.0.0.1", 3333)
     assert fields["random_seed"] == 12 and fields["weight_version"] == "0" and fields["watchdog_timeout"] == 60.0
     assert fields["dtype"] == "float32" and fields["sleep_on_idle"] and not fields["enable_return_routed_experts"]
-    assert server_fields(tiny_run, 2, "h", 1, cpu=True, routes=True)["enable_return_routed_experts"]
-    on_gpu = server_fields(tiny_run, 0, "127.0.0.1", 3333, cpu=False)
+    assert server_fields(engine_spec(tiny_run), 2, "h", 1, routes=True)["enable_return_routed_experts"]
+    on_gpu = server_fields(replace(engine_spec(tiny_run), device="cuda"), 0, "127.0.0.1", 3333)
     assert on_gpu["dtype"] == "bfloat16" and on_gpu["device"] == "cuda" and on_gpu["max_total_tokens"] is None
-
-
-def test_a_checkpoint_without_a_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
-        read_model_config(tmp_path)
-    (tmp_path / "config.json").write_text('{"a": 1,\n')
-    with pytest.raises(CheckpointError, match="not JSON"):
-        read_model_config(tmp_path)
 
 
 def test_the_environment_carries_the_platform_on_cpu_only() -> None:

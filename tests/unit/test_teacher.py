@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.flags import server_fields, teacher_run
+from mslime.backends.sglang.flags import server_fields
 from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
@@ -24,6 +24,7 @@ from mslime.backends.sglang.teacher import Student, meet_teacher
 from mslime.config.errors import ConfigError, EngineError
 from mslime.config.loader import build
 from mslime.config.schema import DeadlineConfig, RunConfig
+from mslime.config.serving import teacher_spec
 from mslime.control.assemble import assemble
 from mslime.data.sample import Group, Sample, check_invariants
 from mslime.rollout.state import pack_groups, unpack_groups
@@ -82,7 +83,7 @@ def test_a_launched_teacher_runs_its_own_checkpoint_with_its_own_settings(tmp_pa
     settings = {"path": str(tmp_path), "tp_size": 4, "quantization": "fp8"}
     student = {"path": "s", "tokenizer_path": "u"}
     run_ = config(teacher=settings, model=student, cluster={"device": "cuda"}, **TAUGHT)
-    fields = server_fields(teacher_run(run_), 0, "h", 1, cpu=False)
+    fields = server_fields(teacher_spec(run_), 0, "h", 1)
     assert fields["model_path"] == fields["tokenizer_path"] == str(tmp_path) and fields["quantization"] == "fp8"
     assert fields["tp_size"] == 4 and not fields["enable_return_routed_experts"]
 

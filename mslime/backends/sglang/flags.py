@@ -1,4 +1,4 @@
-"""The command line and environment of an SGLang 0.5.23 server, from the run configuration. Pure; starts nothing."""
+"""The command line and environment of an SGLang 0.5.23 server, from its spec. Starts nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mslime.backends.cpu.sglang import SITE_DIR
-from mslime.config.dtypes import served_dtype
-from mslime.config.engines import TeacherConfig
-from mslime.config.errors import CheckpointError
-from mslime.config.schema import RunConfig
+from mslime.config.hf_config import read_hf_config
+from mslime.config.serving import ServerSpec
 
 CPU_MAX_TOTAL_TOKENS = 65536
 """Tokens in a CPU server's cache unless configured: its own default takes a share of the whole machine's memory."""
@@ -42,59 +40,32 @@ _NEGATABLE = {
 }
 
 
-def read_model_config(path: Path) -> dict[str, Any]:
-    """The checkpoint's config.json. Raises CheckpointError when it is missing or not JSON."""
-    file = path / "config.json"
-    try:
-        return json.loads(file.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(
-            "model.path", str(path), "there is no config.json in this directory", "give a Hugging Face checkpoint"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(
-            str(file), f"line {error.lineno}", f"is not JSON: {error.msg}", "download the checkpoint again"
-        ) from error
-
-
-def teacher_run(config: RunConfig) -> RunConfig:
-    """The run as the servers of its teacher see it: their checkpoint and their settings."""
-    teacher = config.teacher
-    assert teacher.path is not None, "there is nothing to launch"
-    return config.model_copy(
-        update={
-            "model": config.model.model_copy(update={"path": teacher.path, "tokenizer_path": None}),
-            "sglang": teacher,
-        }
-    )
-
-
 def server_fields(
-    config: RunConfig, index: int, host: str, port: int, cpu: bool, identity: str | None = None, routes: bool = False
+    spec: ServerSpec, index: int, host: str, port: int, identity: str | None = None, routes: bool = False
 ) -> dict[str, Any]:
-    """ServerArgs fields of engine `index`; what the user passed through wins over our defaults.
+    """ServerArgs fields of server `index`; what the user passed through wins over our defaults.
 
     Args:
         identity: name under which it serves its model, by which it is known from other servers.
         routes: whether it is to return the experts that every token was routed to.
+
+    Raises:
+        CheckpointError: there is no config.json that can be read.
     """
-    engine, model = config.sglang, config.model
-    hf_config = read_model_config(model.path)
+    engine, cpu = spec.settings, spec.device == "cpu"
     fields: dict[str, Any] = {
-        "model_path": str(model.path.resolve()),
-        "tokenizer_path": str((model.tokenizer_path or model.path).resolve()),
+        "model_path": str(spec.checkpoint.resolve()),
+        "tokenizer_path": str(spec.tokenizer.resolve()),
         "host": host,
         "port": port,
         "device": "cpu" if cpu else "cuda",
-        "dtype": served_dtype(
-            engine.dtype, hf_config, model.path, config.megatron, cpu=cpu, trained=not isinstance(engine, TeacherConfig)
-        ),
+        "dtype": spec.dtype(read_hf_config(spec.checkpoint)),
         "tp_size": engine.tp_size,
         "ep_size": engine.ep_size,
         "mem_fraction_static": engine.mem_fraction_static,
         "max_total_tokens": engine.max_total_tokens or (CPU_MAX_TOTAL_TOKENS if cpu else None),
         "max_running_requests": engine.max_running_requests,
-        "random_seed": config.seed + index,
+        "random_seed": spec.seed + index,
         "weight_version": "0",
         "served_model_name": identity,
         "log_level_http": "warning",

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from mslime.backends.cpu.sglang import check_version
 from mslime.backends.sglang.client import EngineClient, blocking
@@ -23,11 +22,8 @@ from mslime.backends.sglang.launch import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 from mslime.backends.sglang.process import SupervisedProcess, log_tail
 from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
-from mslime.config.schema import RunConfig
+from mslime.config.serving import Role, ServerSpec
 from mslime.network import free_port, port_in_use
-
-Role = Literal["engine", "teacher"]
-"""What a server is for: generating with the student's weights, or scoring with a teacher's."""
 
 PORT_ATTEMPTS = 5
 _PORT_TAKEN = re.compile(r"address already in use|port is already in use| at \d+ is not available", re.IGNORECASE)
@@ -80,38 +76,33 @@ class ServerProcess:
     """One SGLang server of a run.
 
     Args:
-        config: the run; `cluster.device` must have been decided.
-        index: which of the run's engines this is.
+        spec: how servers of its role are started; this one is called `<role><index>`.
+        index: which of them this is.
         log_dir: `<name>.log` is written there.
         host: address to listen on; loopback unless engines and rollout live on different machines.
         gpus: devices for this server; None takes what this process may see.
         port: fixed port; None picks a free one, and another one should somebody be quicker.
-        skip_patches: names of CPU patches to leave out (only tests do that).
-        role: the server is called `<role><index>`; a teacher's `config` is that of `flags.teacher_run`.
         keys: what it asks of its clients; default: a new random key.
         routes: whether it can return the experts that tokens were routed to.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        spec: ServerSpec,
         index: int,
         log_dir: Path,
         host: str = "127.0.0.1",
         gpus: Sequence[str] | None = None,
         port: int | None = None,
-        skip_patches: Sequence[str] = (),
-        role: Role = "engine",
         keys: EngineKeys | None = None,
         routes: bool = False,
     ) -> None:
-        self.config, self.index, self.host, self.gpus, self.port = config, index, host, gpus, port
-        self.name = f"{role}{index}"
+        self.spec, self.index, self.host, self.gpus, self.port = spec, index, host, gpus, port
+        self.name = f"{spec.role}{index}"
         self.log_path = Path(log_dir) / f"{self.name}.log"
-        assert config.cluster.device != "auto", "`control.cluster.resolved_device` decides it"
-        self.cpu = config.cluster.device == "cpu"
+        assert spec.device != "auto", "`control.cluster.resolved_device` decides it"
+        self.cpu = spec.device == "cpu"
         self.keys, self.routes = keys or EngineKeys.random(), routes
-        self._skip = tuple(skip_patches)
         self._process: SupervisedProcess | None = None
         self._started = time.monotonic()
 
@@ -170,11 +161,9 @@ class ServerProcess:
             self._process.stop()
 
     def _launch(self, port: int, identity: str) -> SupervisedProcess:
-        fields = server_fields(self.config, self.index, self.host, port, self.cpu, identity, self.routes)
-        env = environment(os.environ, cpu=self.cpu, ranks=self.config.sglang.tp_size, gpus=self.gpus)
+        fields = server_fields(self.spec, self.index, self.host, port, identity, self.routes)
+        env = environment(os.environ, cpu=self.cpu, ranks=self.spec.settings.tp_size, gpus=self.gpus)
         env |= {KEY_VARIABLE: self.keys.api, ADMIN_KEY_VARIABLE: self.keys.admin}
-        if self._skip:
-            env["MSLIME_SGLANG_SKIP"] = " ".join(self._skip)
         self._process = SupervisedProcess(self.name, command_line(fields), env, self.log_path)
         return self._process
 
@@ -184,7 +173,7 @@ class ServerProcess:
         Raises:
             EngineError: it died, or missed the deadline of the whole start (and was stopped).
         """
-        limit = self.config.deadlines.engine_start_s
+        limit = self.spec.start_s
         while True:
             running, log = process.poll() is None, process.log_text()  # in this order: a dead one writes no more
             if _PORT_TAKEN.search(log):

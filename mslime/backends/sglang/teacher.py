@@ -15,11 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.flags import read_model_config
 from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.errors import CheckpointError, EngineError
-from mslime.config.hf_config import language_model
+from mslime.config.hf_config import language_model, read_hf_config
 from mslime.data.tokenizer import Tokenizer, first_difference, probe_texts
 
 _PROBE = (1, 2, 3, 4)
@@ -83,7 +82,7 @@ async def _meet(client: EngineClient, student: Student) -> None:
 def embedding_rows(checkpoint: Path) -> int | None:
     """Token ids that a checkpoint's model embeds; None when its config.json cannot be read on this machine."""
     try:
-        config = read_model_config(checkpoint)
+        config = read_hf_config(checkpoint)
     except CheckpointError:
         return None
     return int(language_model(config)["vocab_size"])

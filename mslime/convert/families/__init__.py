@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 
-from mslime.config.errors import CheckpointError, hub_download, reading
+from mslime.config.errors import CheckpointError
+from mslime.config.hf_config import read_hf_config
 from mslime.convert.families.deepseek_v2 import DeepseekV2
 from mslime.convert.families.deepseek_v3 import DeepseekV3
 from mslime.convert.families.dots1 import Dots1
@@ -48,36 +47,3 @@ def get_family(hf_config: Mapping[str, object]) -> Family:
             "use a supported model, or add its file to mslime/convert/families",
         )  # fmt: skip
     return FAMILIES[architecture]
-
-
-def read_hf_config(directory: Path) -> dict[str, object]:
-    """config.json of a Hugging Face checkpoint directory.
-
-    Raises:
-        CheckpointError: it is missing or not a JSON object.
-    """
-    path = directory / "config.json"
-    try:
-        with reading(CheckpointError, str(path), "config.json is valid JSON", "download the file again"):
-            parsed: object = json.loads(path.read_text(encoding="utf-8"))
-    except CheckpointError as error:
-        if not isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
-            raise
-        raise CheckpointError(
-            str(path),
-            None,
-            "a checkpoint directory holds a config.json",
-            _fetched(directory) or "point model.path at a Hugging Face checkpoint",
-        ) from error
-    config = as_object(parsed)
-    if config is None:
-        raise CheckpointError(
-            str(path), type(parsed).__name__, "config.json is a JSON object", "download the file again"
-        )
-    return config
-
-
-def _fetched(path: Path) -> str:
-    """For what looks like a name on the Hugging Face Hub: how to fetch it."""
-    command = hub_download(path)
-    return f"{command}, then --model.path {path.name}" if command else ""

@@ -11,6 +11,6 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
     from mslime.config.errors import EngineError
 
     try:
-        platform.install(skip=os.environ.get("MSLIME_SGLANG_SKIP", "").split())
+        platform.install()
     except EngineError as error:
         raise SystemExit(str(error)) from error

@@ -31,7 +31,7 @@ from mslime.backends.megatron.step.passes import StepRunner
 from mslime.backends.megatron.step.pipeline import OnMicroBatch
 from mslime.backends.megatron.step.reference import ReferencePolicy
 from mslime.backends.megatron.step.trained_model import TrainedModel
-from mslime.config.dtypes import export_dtype, served_dtype
+from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
 from mslime.config.training import PolicySpec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.data.shard import TrainShard
@@ -192,7 +192,8 @@ class MegatronTrainer(TrainedModel):
 
     def _engine_dtype(self) -> str:
         spec, cpu = self.spec, self.device.type == "cpu"
-        return served_dtype(spec.asked_engine_dtype, self.hf_config, spec.checkpoint, spec.megatron, cpu=cpu)
+        trainer = trainer_dtype(spec.megatron, cpu=False)
+        return served_dtype(spec.asked_engine_dtype, self.hf_config, spec.checkpoint, trainer, cpu=cpu)
 
     def _with_log_probs(self, shard: TrainShard, index: int, steps: int) -> TrainShard:
         """The shard with its old, reference and teacher log-probs, as far as something needs them."""

@@ -1,0 +1,71 @@
+"""What an SGLang server is started with, resolved from the run's sections once: an engine of the run, or a teacher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mslime.config.choices import Device
+from mslime.config.dtypes import served_dtype, trainer_dtype
+from mslime.config.engines import SGLangConfig
+from mslime.config.schema import RunConfig
+
+Role = Literal["engine", "teacher"]
+"""What a server is for: generating with the policy's weights, or scoring with a teacher's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSpec:
+    """How the servers of one role are started.
+
+    Attributes:
+        settings: `sglang`, or `teacher`.
+        checkpoint, tokenizer: directories that they read.
+        device: of the servers, decided: not `auto`.
+        trainer_dtype: of the parameters of a trainer on a GPU, which an engine is sent.
+        seed: of the run; server i draws from `seed + i`.
+        start_s: seconds until a server answers.
+    """
+
+    role: Role
+    settings: SGLangConfig
+    checkpoint: Path
+    tokenizer: Path
+    device: Device
+    trainer_dtype: str
+    seed: int
+    start_s: float
+
+    def dtype(self, hf_config: dict[str, Any]) -> str:
+        """The dtype that the servers hold weights in (`config.dtypes.served_dtype`). Raises ConfigError."""
+        return served_dtype(
+            self.settings.dtype, hf_config, self.checkpoint, self.trainer_dtype,
+            cpu=self.device == "cpu", trained=self.role == "engine",
+        )  # fmt: skip
+
+
+def engine_spec(config: RunConfig) -> ServerSpec:
+    """The engines of a run."""
+    model = config.model
+    return _spec(config, "engine", config.sglang, model.path, model.tokenizer_path or model.path)
+
+
+def teacher_spec(config: RunConfig) -> ServerSpec:
+    """The servers of a run's teacher, which mslime launches."""
+    path = config.teacher.path
+    assert path is not None, "there is nothing to launch"
+    return _spec(config, "teacher", config.teacher, path, path)
+
+
+def _spec(config: RunConfig, role: Role, settings: SGLangConfig, checkpoint: Path, tokenizer: Path) -> ServerSpec:
+    return ServerSpec(
+        role=role,
+        settings=settings,
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        device=config.cluster.device,
+        trainer_dtype=trainer_dtype(config.megatron, cpu=False),
+        seed=config.seed,
+        start_s=config.deadlines.engine_start_s,
+    )
