@@ -303,6 +303,12 @@ def _sampling(config: RunConfig) -> None:
 def _named_functions(config: RunConfig) -> None:
     check_choice("rollout.dynamic_filter", config.rollout.dynamic_filter, ("none", "zero_variance"))
     check_choice("rollout.function", config.rollout.function, ("single_turn",))
+    for setting, named in (("data.source", config.data.source), ("hooks.step", config.hooks.step)):
+        if named is not None:
+            check_choice(setting, named, ())
+    if config.data.source is not None and config.train.task == "sft":
+        raise ConfigError("data.source", config.data.source, "supervised training reads files",
+                          "write the rows to a file, and name it in data.prompts")  # fmt: skip
 
 
 def _steps(config: RunConfig) -> None:
@@ -327,7 +333,7 @@ def _steps(config: RunConfig) -> None:
 
 
 def _sets(config: RunConfig) -> None:
-    if not config.data.prompts:
+    if not config.data.prompts and config.data.source is None:
         raise ConfigError(
             "data.prompts", [], "at least one file of prompts is needed", "name a .jsonl or .parquet file"
         )

@@ -73,7 +73,14 @@ class EvalSetConfig(Section):
 class DataConfig(Section):
     """Prompts in, in which order, and how they become tokens."""
 
-    prompts: list[str] = Field(description="JSONL or parquet files, each optionally sliced: `file@[a:b]`.")
+    prompts: list[str] = Field(
+        default_factory=list, description="JSONL or parquet files, each optionally sliced: `file@[a:b]`."
+    )
+    source: str | None = Field(
+        default=None,
+        description="rl: `module:function`(data, seed) -> an object that is iterated over for prompts, instead of the "
+        "files (docs/extending.md).",
+    )
     prompt_key: str = Field(default="prompt", description="A string, or a list of chat messages.")
     label_key: str | None = Field(default="label", description="Handed to the reward; null when there is none.")
     messages_key: str | None = Field(
@@ -377,6 +384,15 @@ class DeadlineConfig(Section):
     )
 
 
+class HooksConfig(Section):
+    """Functions of yours that a run calls beside its work (docs/extending.md)."""
+
+    step: str | None = Field(
+        default=None,
+        description="`module:function`(StepRecord) -> metrics or None, called in the driver after every step.",
+    )
+
+
 class RunConfig(Section):
     """Everything about one run."""
 
@@ -405,6 +421,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     observe: ObserveConfig = Field(default_factory=ObserveConfig)
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
+    hooks: HooksConfig = Field(default_factory=HooksConfig)
 
     @property
     def run_dir(self) -> Path:

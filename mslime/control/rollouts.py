@@ -140,8 +140,8 @@ class RolloutActor:
         from mslime.backends.sglang.handshake import Needs, handshake_all
         from mslime.backends.sglang.pool import EnginePool
         from mslime.control.assemble import SourceNames
-        from mslime.data.source import PromptSource
         from mslime.data.tokenizer import load_tokenizer
+        from mslime.data.user_source import open_prompts
         from mslime.preflight.seams import check_seams
         from mslime.rollout.protocols import ModelInfo
         from mslime.rollout.rewards import RewardScorer
@@ -164,7 +164,7 @@ class RolloutActor:
         refused_input = await handshake_all(clients, needs)
         self._pool = EnginePool(clients, config.rollout.concurrency)
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-        source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
+        source = open_prompts(config, tokenizer)
         self._source_name = SourceNames()
         self._scorer = RewardScorer(config.reward, tokenizer=tokenizer)
         self._eval_scorers = {

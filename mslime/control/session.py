@@ -16,6 +16,7 @@ from mslime.config.cluster import WHOLE, Parts
 from mslime.config.errors import CheckpointError, TrainerError
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup
+from mslime.control.hooks import call_step_hook
 from mslime.control.rollouts import Evaluation, RolloutHandle, StepShards
 from mslime.control.run_checkpoints import RunCheckpoints
 from mslime.control.started import Started
@@ -170,17 +171,24 @@ class Session(Started):
         self._close_row()
         self._at_rest()
 
-    def _close_row(self) -> None:
-        """Log the row of the step in progress, if that was trained."""
+    def _close_row(self, hook: bool = True) -> None:
+        """Log the row of the step in progress, if that was trained.
+
+        Args:
+            hook: call the user's hook first. When it raises, the row is logged without what it would have told.
+        """
         row, self._open = self._open, None
         if row is None or self._trained < self._step:
             return
         (begin, record), end = row, self._timeline.now()
         record |= {"version": self._step, "perf/step_seconds": end - begin}
-        self._last_row = self._metrics.log(self._step, record)
-        self.checkpoints.score(self._step, record)
-        self._timeline.record("driver", STEP, begin, end, self._step)
-        self.progress.step_done(self._step, record)
+        try:
+            record |= call_step_hook(self.config, self._step, record) if hook else {}
+        finally:
+            self._last_row = self._metrics.log(self._step, record)
+            self.checkpoints.score(self._step, record)
+            self._timeline.record("driver", STEP, begin, end, self._step)
+            self.progress.step_done(self._step, record)
 
     def take(self, step: int) -> StepShards:
         """Finished groups of a step as shards; waits for them."""
@@ -407,7 +415,7 @@ class Session(Started):
         self.progress.note(f"saving step {self._trained} before {reason}")
         try:
             self._trainers.rest(min(REST_S, self.config.deadlines.rescue_s))
-            self._close_row()
+            self._close_row(hook=False)  # the first error is the one that ends the run
             self._save(self._trained, rescue=True)
         except KeyboardInterrupt:
             self._lost("a second signal came")

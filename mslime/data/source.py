@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,71 @@ def _slice_error(spec: str) -> DataError:
                      "example train.jsonl@[:1000] or train.jsonl@[-200:]")  # fmt: skip
 
 
+class PromptStream(Protocol):
+    """What training prompts are drawn from, without an end.
+
+    Attributes:
+        skipped: prompts left out so far because they had more than `data.max_prompt_tokens` tokens.
+    """
+
+    skipped: int
+
+    def next(self) -> Prompt:
+        """The next prompt. Raises UserError when there is none."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values from which `load_state_dict` continues."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state` was taken. Raises UserError when it was of another source."""
+        ...
+
+
+def tokenised(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt:
+    """The prompt of a row. Raises DataError when it cannot be rendered or tokenised."""
+    with reading(DataError, row.where, "the tokenizer cannot encode the prompt", "mend or delete the row"):
+        if config.apply_chat_template:
+            text = tokenizer.render(as_messages(row.prompt), config.chat_template_kwargs)
+            tokens = tokenizer.encode(text, special_tokens=False)  # the template wrote special tokens
+        else:
+            text = cast("str", row.prompt)
+            tokens = tokenizer.encode(text, special_tokens=True)
+    if not tokens:
+        rule = "the prompt has no tokens"
+        raise DataError(row.where, row.prompt, rule, "delete the row, or write a prompt into it")
+    return Prompt(tokens, row.label, row.metadata, row.where, text)
+
+
+def fitting(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt | None:
+    """A row tokenised, or None when its prompt has more than `data.max_prompt_tokens` tokens."""
+    limit = config.max_prompt_tokens or math.inf
+    if _far_longer(row.prompt, limit):
+        return None
+    prompt = tokenised(row, config, tokenizer)
+    return prompt if len(prompt.tokens) <= limit else None
+
+
+def checked_row(row: Row, config: DataConfig) -> Row:
+    """A row whose prompt is text or chat messages, as the configuration has it, and whose label and metadata can be
+    saved; messages with their contents as text. Raises DataError."""
+    prompt, where = row.prompt, row.where
+    chat = config.apply_chat_template or config.messages_key is not None
+    if not (isinstance(prompt, str) and config.messages_key is None) and not (chat and is_chat(prompt)):
+        raise DataError(where, prompt, _kind_rule(config), "mend the row, or name another key: data.prompt_key, "
+                        "data.messages_key")  # fmt: skip
+    if not prompt:
+        raise DataError(where, prompt, "the prompt is empty", "delete the row, or write a prompt into it")
+    if isinstance(prompt, list):
+        prompt = [normalised(message, where) for message in prompt]
+    metadata = cast("object", row.metadata)
+    if not isinstance(metadata, dict):
+        raise DataError(where, metadata, f"{config.metadata_key or 'metadata'!r} must be an object", "mend the row")
+    plain([row.label, metadata], "labels and metadata", where)
+    return replace(row, prompt=prompt)
+
+
 class PromptSource:
     """Rows of several files, one epoch after the other, every row exactly once an epoch.
 
@@ -135,18 +200,7 @@ class PromptSource:
 
     def tokenised(self, row: Row) -> Prompt:
         """The prompt of a row. Raises DataError when it cannot be rendered or tokenised."""
-        way_out = "mend or delete the row"
-        with reading(DataError, row.where, "the tokenizer cannot encode the prompt", way_out):
-            if self._config.apply_chat_template:
-                text = self._tokenizer.render(as_messages(row.prompt), self._config.chat_template_kwargs)
-                tokens = self._tokenizer.encode(text, special_tokens=False)  # the template wrote special tokens
-            else:
-                text = cast("str", row.prompt)
-                tokens = self._tokenizer.encode(text, special_tokens=True)
-        if not tokens:
-            rule = "the prompt has no tokens"
-            raise DataError(row.where, row.prompt, rule, "delete the row, or write a prompt into it")
-        return Prompt(tokens, row.label, row.metadata, row.where, text)
+        return tokenised(row, self._config, self._tokenizer)
 
     def next(self) -> Prompt:
         """The next prompt; begins a new epoch when one ends. Prompts that are too long are skipped and counted."""
@@ -167,11 +221,7 @@ class PromptSource:
 
     def fitting(self, row: Row) -> Prompt | None:
         """A row tokenised, or None when its prompt has more than `data.max_prompt_tokens` tokens."""
-        limit = self._config.max_prompt_tokens or math.inf
-        if _far_longer(row.prompt, limit):
-            return None
-        prompt = self.tokenised(row)
-        return prompt if len(prompt.tokens) <= limit else None
+        return fitting(row, self._config, self._tokenizer)
 
     def all_too_long(self) -> DataError:
         """The error for files of which every prompt is too long."""
@@ -205,11 +255,12 @@ class PromptSource:
         """Continue where `state` was taken. Raises DataError when files, slices, seed or shuffle are others."""
         mine = self.state_dict()
         for key in ("files", "rows", "seed", "shuffle"):
-            if state[key] != mine[key] and not (key == "files" and _same_by_size(state[key], mine[key])):
+            saved = state.get(key)
+            if saved != mine[key] and not (key == "files" and saved and _same_by_size(saved, mine[key])):
                 raise DataError(
                     "data.prompts",
                     mine[key],
-                    f"the run was saved with other prompts or another order ({key} was {state[key]!r}), so the saved "
+                    f"the run was saved with other prompts or another order ({key} was {saved!r}), so the saved "
                     "position means nothing here",
                     "resume with the same files, slices, seed and shuffle, or start a run under another name",
                 )
@@ -230,25 +281,13 @@ class PromptSource:
         with reading(DataError, where, "the row cannot be read", "write the file again"):
             row = file[row_index]
         key = config.messages_key or config.prompt_key
-        prompt: object = plain(field_of(row, key, where), repr(key), where)
-        chat = config.apply_chat_template or config.messages_key is not None
-        if not (isinstance(prompt, str) and config.messages_key is None) and not (chat and is_chat(prompt)):
-            raise DataError(where, prompt, _kind_rule(config), "mend the row, or name another key: data.prompt_key, "
-                            "data.messages_key")  # fmt: skip
-        if not prompt:
-            raise DataError(where, prompt, "the prompt is empty", "delete the row, or write a prompt into it")
-        if isinstance(prompt, list):
-            prompt = [normalised(message, where) for message in cast("list[dict[str, Any]]", prompt)]
-        metadata: object = field_of(row, config.metadata_key, where) if config.metadata_key is not None else {}
-        if not isinstance(metadata, dict):
-            raise DataError(where, metadata, f"{config.metadata_key!r} must be an object", "mend the row")
+        prompt = cast("str | list[dict[str, Any]]", plain(field_of(row, key, where), repr(key), where))
+        metadata: Any = field_of(row, config.metadata_key, where) if config.metadata_key is not None else {}
         label: Any = None
         if config.label_key is not None and config.messages_key is None:
             label = field_of(row, config.label_key, where)
-        plain([label, metadata], "labels and metadata", where)
         tools = None if config.tools_key is None else tools_of(field_of(row, config.tools_key, where), where)
-        prompt = cast("str | list[dict[str, Any]]", prompt)
-        return Row(prompt, label, cast("dict[str, Any]", metadata), where, tools)
+        return checked_row(Row(prompt, label, metadata, where, tools), config)
 
 
 def _kind_rule(config: DataConfig) -> str:

@@ -5,7 +5,7 @@ All rows of small files are tried, and some thousands of large ones, spread over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,10 +16,13 @@ from mslime.data.messages import as_messages
 from mslime.data.source import Prompt, PromptSource, Row
 from mslime.data.supervised import SupervisedSource, refuse_unlabelled
 from mslime.data.tokenizer import Tokenizer
+from mslime.data.user_source import open_prompts
 from mslime.preflight.rewards import check_rewards
 
 Source = TypeVar("Source")
 TRIED = 2000
+DRAWN = 16
+"""Prompts that are drawn from `data.source`."""
 TRIED_CHARACTERS = 400
 """Of a rendered row, as far as it is shown."""
 
@@ -34,11 +37,13 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]
         return PromptSource(specs, config.data, tokenizer, config.seed, shuffle=shuffle)
 
     sources = _held_in_files(config, open_files)
-    notes = _check_prompts(config, sources[""], limit)
     for name, source in sources.items():
         if name:
             _check_held_out(config, source)
-    return notes + check_rewards(config, sources, tokenizer)
+    if config.data.source is not None:
+        drawn = DrawnPrompts(config, tokenizer)
+        return _check_drawn(config, drawn, limit) + check_rewards(config, {"": drawn, **sources}, tokenizer)
+    return _check_prompts(config, sources[""], limit) + check_rewards(config, sources, tokenizer)
 
 
 def check_supervised_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:
@@ -53,7 +58,7 @@ def check_supervised_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -
 
 def _held_in_files(config: RunConfig, open_files: Callable[[list[str], bool | None], Source]) -> dict[str, Source]:
     """The training rows, under "", and the held-out sets by name, opened. Raises DataError."""
-    sources = {"": open_files(config.data.prompts, None)}
+    sources = {} if config.data.source is not None else {"": open_files(config.data.prompts, None)}
     for index, eval_set in enumerate(config.data.eval_sets):
         try:
             sources[eval_set.name] = open_files([eval_set.path], False)
@@ -86,9 +91,7 @@ def _check_prompts(config: RunConfig, source: PromptSource, limit: int) -> list[
             continue
         longest = max(longest, n)
         if n >= limit:
-            raise DataError(prompt.where, f"{n} tokens", f"the model takes fewer than {limit + 1} tokens and needs "
-                            "room for a response", "leave the row out, set data.max_prompt_tokens, or raise "
-                            "rollout.max_total_tokens")  # fmt: skip
+            raise _no_room(prompt, limit)
     if skipped == tried:
         raise DataError("data.max_prompt_tokens", config.data.max_prompt_tokens, f"all {tried} prompts tried are "
                         "longer", "raise data.max_prompt_tokens, or give shorter prompts")  # fmt: skip
@@ -98,6 +101,45 @@ def _check_prompts(config: RunConfig, source: PromptSource, limit: int) -> list[
         f"prompts: {len(source):,} rows; {of} {len(source):,} tried, the longest has {longest:,} tokens, "
         f"{skipped:,} are skipped as longer than data.max_prompt_tokens",
     ]
+
+
+class DrawnPrompts:
+    """The first prompts of `data.source`, from an object of their own: those of the run begin anew."""
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        source = open_prompts(config, tokenizer)
+        self._prompts = [source.next() for _ in range(DRAWN)]
+        self.skipped = source.skipped
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def at(self, index: int) -> Prompt:
+        """The prompt that was drawn as number `index`."""
+        return self._prompts[index]
+
+    def labels(self) -> Iterator[tuple[str, Any]]:
+        """(where, label) of each."""
+        return ((prompt.where, prompt.label) for prompt in self._prompts)
+
+
+def _check_drawn(config: RunConfig, drawn: DrawnPrompts, limit: int) -> list[str]:
+    """`_check_prompts` of the first prompts of `data.source`."""
+    prompts = [drawn.at(index) for index in range(len(drawn))]
+    longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+    if len(longest.tokens) >= limit:
+        raise _no_room(longest, limit)
+    return [
+        f"the first prompt, as the model sees it: {_shown(prompts[0].text, len(prompts[0].tokens))}",
+        f"prompts: {config.data.source}; {len(drawn)} drawn, the longest has {len(longest.tokens):,} tokens, "
+        f"{drawn.skipped:,} were skipped as longer than data.max_prompt_tokens",
+    ]
+
+
+def _no_room(prompt: Prompt, limit: int) -> DataError:
+    return DataError(prompt.where, f"{len(prompt.tokens)} tokens", f"the model takes fewer than {limit + 1} tokens and "
+                     "needs room for a response", "leave the row out, set data.max_prompt_tokens, or raise "
+                     "rollout.max_total_tokens")  # fmt: skip
 
 
 def _check_held_out(config: RunConfig, source: PromptSource) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from mslime.config.errors import DataError
 from mslime.config.reward import RewardPartConfig, ScoringConfig
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample, SampleStatus
-from mslime.data.source import PromptSource
+from mslime.data.source import Prompt
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.filters import load_filter
 from mslime.rollout.graders.labels import alternatives, label_problem, math_labels
@@ -29,7 +30,21 @@ READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
 SHOWN = 60
 
 
-def check_rewards(config: RunConfig, sources: Mapping[str, PromptSource], tokenizer: Tokenizer) -> list[str]:
+class Prompts(Protocol):
+    """Rows that rewards are tried on: of files, or the first ones of `data.source`."""
+
+    def __len__(self) -> int: ...
+
+    def at(self, index: int) -> Prompt:
+        """Row `index`, tokenised."""
+        ...
+
+    def labels(self) -> Iterator[tuple[str, Any]]:
+        """(where, label) of every row."""
+        ...
+
+
+def check_rewards(config: RunConfig, sources: Mapping[str, Prompts], tokenizer: Tokenizer) -> list[str]:
     """Check labels and functions of training and of every held-out set; return what a person should know.
 
     Args:
@@ -61,7 +76,7 @@ def _check_tokens(scoring: ScoringConfig, place: str) -> None:
             token_of(part.http.auth_env, f"{place}.parts[{i}]" if scoring.parts else place)
 
 
-def _check_labels(source: PromptSource, scoring: ScoringConfig, label_key: str | None) -> list[str]:
+def _check_labels(source: Prompts, scoring: ScoringConfig, label_key: str | None) -> list[str]:
     kinds = sorted({g.kind for g in scoring.graders})
     for where, label in source.labels():
         for kind in kinds:
@@ -74,7 +89,7 @@ def _check_labels(source: PromptSource, scoring: ScoringConfig, label_key: str |
     return _unread_labels(source) if {"math", "answer_line"} & set(kinds) else []
 
 
-def _unread_labels(source: PromptSource) -> list[str]:
+def _unread_labels(source: Prompts) -> list[str]:
     """Which labels of kind math are no mathematics that can be read, and so are compared as text."""
     from mslime.rollout.graders.equality import understood
 
@@ -104,7 +119,7 @@ def _summary(unread: int, rows: int, first: str) -> list[str]:
 
 
 def _try_functions(
-    scoring: ScoringConfig, place: str, source: PromptSource, tokenizer: Tokenizer, group_size: int
+    scoring: ScoringConfig, place: str, source: Prompts, tokenizer: Tokenizer, group_size: int
 ) -> list[str]:
     """Import every custom function, and score the first row with its label as the response. Raises ConfigError.
 
@@ -139,7 +154,7 @@ async def _try_all(functions: list[tuple[RewardPartConfig, str]], sample: Sample
     return said
 
 
-def _answered_by_its_label(source: PromptSource, tokenizer: Tokenizer) -> Sample:
+def _answered_by_its_label(source: Prompts, tokenizer: Tokenizer) -> Sample:
     """The first row as a finished sample."""
     prompt = source.at(0)
     sample = Sample.from_prompt(0, 0, prompt.tokens, prompt.label)

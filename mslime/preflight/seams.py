@@ -35,10 +35,9 @@ class Seam:
 
 def seams_of(config: RunConfig) -> list[Seam]:
     """The functions that a run's settings name, in the order in which a step calls them."""
-    if config.train.task != "rl":
-        return []
     algorithm = config.algorithm
-    every: list[tuple[str, str | None, tuple[str, ...], Process]] = [
+    of_rl: list[tuple[str, str | None, tuple[str, ...], Process]] = [
+        ("data.source", config.data.source, ("data", "seed"), "rollout service"),
         ("rollout.function", config.rollout.function, ("task", "engine"), "rollout service"),
         ("rollout.dynamic_filter", config.rollout.dynamic_filter, ("group",), "rollout service"),
         ("algorithm.advantage", algorithm.advantage, ("rewards",), "rollout service"),
@@ -46,9 +45,10 @@ def seams_of(config: RunConfig) -> list[Seam]:
         ("algorithm.correction.function", algorithm.correction.function, ("log_ratio", "batch"), "trainer"),
         ("weights.transport", config.weights.transport, ("link",), "trainer"),
     ]
+    hook: tuple[str, str | None, tuple[str, ...], Process] = ("hooks.step", config.hooks.step, ("record",), "driver")
     return [
         Seam(setting, named, parameters, process)
-        for setting, named, parameters, process in every
+        for setting, named, parameters, process in [*(of_rl if config.train.task == "rl" else ()), hook]
         if named is not None and is_function(named)
     ]
 

@@ -22,7 +22,7 @@ from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.checksums import FileSum
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample
-from mslime.data.source import Prompt, PromptSource
+from mslime.data.source import Prompt, PromptSource, PromptStream
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.books import Books, new_group
 from mslime.rollout.evaluate import EvalResult, answer, summarise
@@ -69,7 +69,7 @@ class RolloutService:
         self,
         config: RunConfig,
         engines: Engines,
-        source: PromptSource,
+        source: PromptStream,
         tokenizer: Tokenizer,
         scorer: Scorer,
         model: ModelInfo,

@@ -65,6 +65,16 @@ def saved_step(run: Run) -> int:
     return read_manifest(saved).extra["next_step"]
 
 
+FUNCTIONS = "tests.e2e.functions"
+OWN: dict[str, Any] = {
+    "algorithm": {
+        "advantage": f"{FUNCTIONS}:centred", "loss": f"{FUNCTIONS}:ppo_that_tells",
+        "correction": f"{FUNCTIONS}:no_weights",
+    },
+    "hooks": {"step": f"{FUNCTIONS}:half_way"},
+}  # fmt: skip
+"""A run in which whatever can be is a user's."""
+
 TP2_EP2 = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}
 
 
@@ -109,7 +119,8 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
     values = settings(
         tiny_qwen3_moe_bf16, prompts, megatron=TP2_EP2, data=evals, checkpoint={"save_every": 1},
         observe={"save_rollouts": "all"},
-    )  # fmt: skip
+    ) | OWN  # fmt: skip
+    values["data"] = {"source": f"{FUNCTIONS}:Increments", **evals}
     first = start_run(values, tmp_path)
     runs.append(first)
     assert first.finish(START_S + 2 * STEP_S) == 0, first.text()
@@ -122,6 +133,8 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
         assert row["replay/coverage"] == 1.0 and row["replay/agreement"] == 1.0
         assert row["mismatch/abs_max"] < 1e-3 and row["mismatch/kl"] < 1e-7
         assert row["ledger/trained_tokens"] > 0 and row["staleness/max"] == 0
+        assert row["user/done"] == row["step"] / 2 and row["user/ratio"] == row["user/ratio_seen"]
+        assert row["user/ratio"] == pytest.approx(1, abs=1e-3) and row["correction/mean_weight"] == 1.0
         responses = list(read_samples(file_of(first.directory, row["step"])))
         rewards, advantages = ([response[key] for response in responses] for key in ("reward", "advantage"))
         assert len(responses) == 16 and sum(rewards) / 16 == pytest.approx(row["reward/mean"])
@@ -136,9 +149,11 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
     check_logs(first.directory / "logs", first.text())
 
     # Two pipeline stages instead of TP2 EP2: the checkpoint is resharded, the metrics go on.
-    resumed = settings(
-        tiny_qwen3_moe_bf16, prompts, megatron={"pipeline_model_parallel_size": 2}, data=evals, train={"num_steps": 3}
+    resumed = (
+        settings(tiny_qwen3_moe_bf16, prompts, megatron={"pipeline_model_parallel_size": 2}, train={"num_steps": 3})
+        | OWN
     )
+    resumed["data"] = values["data"]
     # This time by the example of docs/python.md, which is given a thread that is not the main one.
     example = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.DOTALL | re.MULTILINE)[0]
     in_a_thread = f"import threading\nthread = threading.Thread(target=exec, args=({example!r}, {{}}))\n"
@@ -149,6 +164,10 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
     said = ["4 layers, PP2", "fits", f"3 steps, reward {rows[-1]['reward/mean']:.3f}", "report.html"]
     assert all(text in line for text, line in zip(said, second.text().splitlines(), strict=True)), second.text()
     assert [r["step"] for r in rows] == [0, 1, 2, 3] and rows[-1]["replay/coverage"] == 1.0
+    assert rows[-1]["user/ratio"] == pytest.approx(1, abs=1e-3), "told by the last stage, and known on the first"
+    drawn = [response["prompt"] for step in (1, 2) for response in read_samples(file_of(first.directory, step))]
+    later = {response["prompt"] for response in read_samples(file_of(second.directory, 3))}
+    assert set(drawn) == {f"{i}+1=" for i in range(8)} and later <= {f"{i}+1=" for i in range(8, 12)}
     assert recorded_steps(second.directory) == [1, 2, 3] and 0 < len(telling(file_of(second.directory, 3))) < 16
     assert second.left_over() == []
 

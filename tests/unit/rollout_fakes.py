@@ -18,7 +18,7 @@ from mslime.config.errors import EngineError
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
-from mslime.data.source import PromptSource
+from mslime.data.user_source import open_prompts
 from mslime.rollout.protocols import ModelInfo
 from mslime.rollout.service import RolloutService
 
@@ -216,7 +216,7 @@ def make_service(
 ) -> RolloutService:
     """A service over pretended engines, at `version`."""
     tokenizer = FakeTokenizer()
-    source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
+    source = open_prompts(config, tokenizer)
     service = RolloutService(config, engines, source, tokenizer, scorer or FakeScorer(), model, **hooks)
     service.version = engines.version = version
     return service

@@ -171,3 +171,17 @@ def test_every_part_is_named_and_tried(check: Check):
     parts[1]["function"] = f"{USER}:lenght"
     status, said = check(["42"], "--reward.parts", json.dumps(parts))
     assert status == 2 and "reward.parts[1].function" in said
+
+
+def test_the_first_prompts_of_a_users_source_are_drawn_and_the_reward_is_tried_on_one(check: Check):
+    source = ["--data.source", "examples.extending.source:Sums"]
+    own = ["--reward.kind", "custom", "--reward.function", f"{USER}:length"]
+    status, said = check([], *source, *own)
+    assert status == 0, said
+    assert "the first prompt, as the model sees it: '" in said and " =', " in said
+    assert "prompts: examples.extending.source:Sums; 16 drawn, the longest has" in said
+    assert f"{USER}:length was tried on the first row with its label as the response: scores " in said
+    status, said = check([], *source, "--data.max-prompt-tokens", "1")
+    assert status == 2 and "the last 1000 prompts of examples.extending.source:Sums are longer" in said
+    status, said = check([], *source, "--reward.kind", "letters")
+    assert status == 2 and "examples.extending.source:Sums:0" in said and "letters cannot grade it" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -16,10 +17,14 @@ from mslime.algorithms.losses import policy_loss
 from mslime.algorithms.statistics import finalise
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.loader import build
+from mslime.config.schema import DataConfig
+from mslime.control.hooks import call_step_hook
 from mslime.data.sample import Group, Sample
+from mslime.data.user_source import UserSource
 from mslime.preflight.seams import check_seams, seams_of
 from mslime.rollout.contract import check_workflow
 from mslime.rollout.verdict import checked
+from tests.unit.rollout_fakes import FakeTokenizer
 
 from .algorithms_reference import random_tokens
 from .test_algorithms_layouts import LAYOUTS, step
@@ -106,3 +111,26 @@ def test_the_correction_fades_on_both_sides() -> None:
     log_ratio = torch.tensor([0.0, -1.0, 1.0, 3.5])
     weights, mask = correction.fading(log_ratio, None)  # pyright: ignore[reportArgumentType]
     assert torch.allclose(weights[:3], torch.exp(torch.tensor([0.0, -1.0, -1.0]))) and mask.tolist() == [1, 1, 1, 0]
+
+
+def test_the_prompts_are_sums_that_grow_and_resume() -> None:
+    data = DataConfig(source="examples.extending.source:Sums")
+    first, second = (UserSource(str(data.source), data, FakeTokenizer(), 3) for _ in range(2))
+    drawn = [first.next() for _ in range(300)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.next() == first.next()
+    for prompt in drawn:
+        a, b = map(int, re.findall(r"\d+", prompt.text))
+        assert prompt.label == str(a + b) and prompt.metadata == {"data_source": "sums"}
+    assert max(int(prompt.label) for prompt in drawn[200:]) > max(int(prompt.label) for prompt in drawn[:100])
+
+
+def test_the_hook_writes_a_line_and_tells_a_number(tmp_path: Path) -> None:
+    config = build({
+        "output_dir": str(tmp_path), "name": "r", "model": {"path": "m"}, "data": {"prompts": ["p"]},
+        "train": {"num_steps": 4}, "hooks": {"step": "examples.extending.hook:tell"},
+    })  # fmt: skip
+    config.run_dir.mkdir()
+    told = call_step_hook(config, 1, {"loss/tokens": 60.0, "rollout/responses": 20.0, "reward/mean": 0.5})
+    assert told == {"user/tokens_per_response": 3.0}
+    assert json.loads((config.run_dir / "progress.jsonl").read_text()) == {"done": 0.25, "reward": 0.5}

@@ -1,6 +1,9 @@
-"""Losses, advantages and corrections as users write them, good and bad."""
+"""Losses, advantages, corrections, prompt sources and hooks as users write them, good and bad."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +13,8 @@ from mslime.algorithms.advantages import GroupRewards
 from mslime.algorithms.policies import TokenLoss
 from mslime.algorithms.token_batch import TokenBatch
 from mslime.config.algorithm import AlgorithmConfig
+from mslime.config.schema import DataConfig
+from mslime.control.hooks import StepRecord
 
 
 def ppo_again(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
@@ -75,3 +80,56 @@ def mis_again(log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
 
 def weights_alone(log_ratio: Tensor, batch: TokenBatch) -> Tensor:
     return torch.exp(log_ratio)
+
+
+class Letters:
+    """Prompts A, B, C ... with their numbers as labels; `bad` names what to do wrong."""
+
+    bad = ""
+
+    def __init__(self, data: DataConfig, seed: int) -> None:
+        self.at, self.seed = 0, seed
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.bad != "ends" or self.at < 3:
+            number, self.at = self.at, self.at + 1
+            item: Any = {"prompt": chr(65 + number % 26) * (1 + number % 7), "label": number}
+            if number == 2 and self.bad == "raises":
+                raise OSError("no network")
+            yield {"text": {"text": "A"}, "a list": ["A"], "empty": {"prompt": ""}, "odd": {"prompt": "A", "lable": 1},
+                   "metadata": {"prompt": "A", "metadata": "m"}}.get(self.bad, item)  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": {1, 2} if self.bad == "state" else self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Forgetful(Letters):
+    """Counts after the yield, so that a resumed run draws its last prompt again."""
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield {"prompt": chr(65 + self.at % 26), "label": self.at}
+            self.at += 1
+
+
+def no_source(data: DataConfig, seed: int) -> list[dict[str, str]]:
+    return [{"prompt": "A"}]
+
+
+def share_of_steps(record: StepRecord) -> dict[str, float]:
+    return {"done": record.step / record.num_steps}
+
+
+def meddles(record: StepRecord) -> None:
+    record.metrics["reward/mean"] = 1.0  # pyright: ignore[reportIndexIssue]
+
+
+def tells_text(record: StepRecord) -> str:
+    return "all is well"
+
+
+def tells_of_kl(record: StepRecord) -> dict[str, float]:
+    return {"kl": float("nan")}

@@ -1,0 +1,58 @@
+"""What a user's module may hold beside rewards, for the end-to-end tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mslime.algorithms.advantages import GroupRewards
+from mslime.algorithms.policies import TokenLoss, ppo
+from mslime.algorithms.token_batch import TokenBatch
+from mslime.config.algorithm import AlgorithmConfig
+from mslime.config.schema import DataConfig
+from mslime.control.hooks import StepRecord
+
+
+class Increments:
+    """Prompts `0+1=`, `1+1=` and so on, without an end."""
+
+    def __init__(self, data: DataConfig, seed: int) -> None:
+        self.drawn = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            self.drawn += 1
+            yield {"prompt": f"{self.drawn - 1}+1=", "label": str(self.drawn)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many were drawn."""
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue there."""
+        self.drawn = state["drawn"]
+
+
+def centred(rewards: GroupRewards) -> NDArray[np.float64]:
+    """As reinforce_pp_baseline, without whitening."""
+    return rewards.centred
+
+
+def ppo_that_tells(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
+    """The built-in loss, with a number beside it."""
+    found = ppo(batch, algorithm)
+    return TokenLoss(found.loss, found.below, found.above, {"ratio": batch.log_ratio.exp()})
+
+
+def no_weights(log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Weight 1 for every token."""
+    return log_ratio * 0 + 1, batch.mask
+
+
+def half_way(record: StepRecord) -> dict[str, float]:
+    """How far the run is; fails where a row lacks what it should have."""
+    return {"done": record.step / record.num_steps, "ratio_seen": record.metrics["user/ratio"]}
