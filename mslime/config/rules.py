@@ -335,7 +335,10 @@ def _steps(config: RunConfig) -> None:
 def _sets(config: RunConfig) -> None:
     if not config.data.prompts and config.data.source is None:
         raise ConfigError(
-            "data.prompts", [], "at least one file of prompts is needed", "name a .jsonl or .parquet file"
+            "data.prompts",
+            [],
+            "at least one file of prompts is needed",
+            "name a .jsonl or .parquet file in the run's file, or give --data.prompts",
         )
     names = [s.name for s in config.data.eval_sets]
     twice = next((n for n in names if names.count(n) > 1), None)

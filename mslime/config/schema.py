@@ -407,7 +407,7 @@ class RunConfig(Section):
         description="Of the order of prompts, of sampling, and of weights that no checkpoint has.",
     )
     model: ModelConfig
-    data: DataConfig
+    data: DataConfig = Field(default_factory=DataConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     sglang: SGLangConfig = Field(default_factory=SGLangConfig)
