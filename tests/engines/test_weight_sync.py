@@ -76,7 +76,7 @@ def publish(sender: WeightSender, version: int, rank: int, check: bool = True) -
 
 def sender_of(trainer: MegatronTrainer) -> WeightSender:
     """As control makes it."""
-    return trainer.weight_sender(SGLangReceivers(trainer.config.deadlines))
+    return trainer.weight_sender(SGLangReceivers(trainer.spec.deadlines))
 
 
 def sync_twice(trainer: MegatronTrainer, engine: Endpoint, version: int, export: Path) -> tuple[int, int]:
