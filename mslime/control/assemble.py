@@ -175,7 +175,7 @@ def _packing_metrics(shards: Sequence[Sequence[TrainShard]], config: RunConfig) 
 
 def _quadratic_tokens(config: RunConfig) -> float | None:
     found = config.train.quadratic_tokens
-    assert found != "auto", "`check.resolve` counts train.quadratic_tokens from the model"
+    assert found != "auto", "`preflight.resolve` counts train.quadratic_tokens from the model"
     return found
 
 
