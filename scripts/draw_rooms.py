@@ -34,7 +34,7 @@ def floors() -> list[list[Room]]:
 
 def imports(rooms: Sequence[Room]) -> dict[Room, set[Room]]:
     """Which room imports which, imports for type checkers left out."""
-    graph = grimp.build_graph("mslime", exclude_type_checking_imports=True)
+    graph = grimp.build_graph("mslime", exclude_type_checking_imports=True, cache_dir=None)
     edges: dict[Room, set[Room]] = {room: set() for room in rooms}
     for module in graph.modules:
         importer = _room_of(module, rooms)

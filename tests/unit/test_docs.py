@@ -1,8 +1,9 @@
-"""The documents: nothing is missing from the index, and links lead somewhere."""
+"""The documents: nothing is missing from the index, links lead somewhere, and the picture is of this code."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,10 @@ def test_the_index_names_every_page() -> None:
     named = {(index.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(index.read_text())}
     pages = {path for path in PAGES if path.is_relative_to(ROOT / "docs")} - {index}
     assert {path.resolve() for path in pages} <= named
+
+
+def test_the_picture_of_the_rooms_is_drawn_from_what_the_code_imports() -> None:
+    drawing = runpy.run_path(str(ROOT / "scripts/draw_rooms.py"))
+    assert (ROOT / "docs/images/rooms.svg").read_text() == drawing["draw"](), "renew: python scripts/draw_rooms.py"
+    edges = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
+    assert drawing["without_shortcuts"](edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
