@@ -9,7 +9,7 @@ Torch is imported where tensors are made, so that declaring rules does not need 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+Run = tuple[int, int, int]
+"""Part, first row in it, number of rows."""
 
 
 class Sliceable(Protocol):
@@ -181,8 +183,80 @@ class Vocabulary(Kind):
         return [cat(shards, 0)[: self.vocab_size]]
 
 
+# Rows in another order
+
+
+class RowRuns(Kind):
+    """A parameter whose rows are runs of rows of its Hugging Face tensors, in another order on every rank.
+
+    `runs` is all that a kind says: both directions follow from it.
+    """
+
+    tp_axis: int | None = 0
+
+    @abstractmethod
+    def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
+        """The runs that make the shard of rank `tp_rank`, in order; over all ranks every row comes once."""
+
+    @property
+    def full_shape(self) -> Shape:
+        shapes = self.hf_shapes
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
+        return cat([parts[part][first : first + rows] for part, first, rows in _joined(self.runs(tp_rank, tp_size))])
+
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        found: list[list[tuple[int, Tensor]]] = [[] for _ in self.hf_shapes]
+        for rank, shard in enumerate(shards):
+            at = 0
+            for part, first, rows in self.runs(rank, len(shards)):
+                found[part].append((first, shard[at : at + rows]))
+                at += rows
+            assert at == shard.shape[0], f"{shard.shape[0]} rows, {at} expected"
+        return [cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]) for pieces in found]
+
+
+def _joined(runs: Iterator[Run]) -> Iterator[Run]:
+    """Runs that continue each other become one: fewer reads."""
+    last: Run | None = None
+    for part, first, rows in runs:
+        if last is not None and last[0] == part and last[1] + last[2] == first:
+            last = (part, last[1], last[2] + rows)
+            continue
+        if last is not None:
+            yield last
+        last = (part, first, rows)
+    if last is not None:
+        yield last
+
+
+def equal_shares(places: Sequence[Run], tp_rank: int, tp_size: int) -> Iterator[Run]:
+    """One rank's equal share of each of the places, in order."""
+    for part, first, rows in places:
+        assert rows % tp_size == 0, f"{rows} rows cannot be shared by {tp_size} ranks"
+        share = rows // tp_size
+        yield part, first + tp_rank * share, share
+
+
+def equal_cut(whole: Iterable[Run], rows: int, tp_rank: int, tp_size: int) -> Iterator[Run]:
+    """One rank's equal share of `rows` rows, which are `whole` in order; a run may be cut."""
+    mine, at = rank_range(rows, tp_rank, tp_size), 0
+    for part, first, size in whole:
+        start, stop = max(mine.start, at), min(mine.stop, at + size)
+        if start < stop:
+            yield part, first + start - at, stop - start
+        at += size
+
+
+def shared_groups(heads: int, groups: int, tp_size: int) -> dict[str, int]:
+    """What `tp_size` ranks must share evenly of grouped-query attention (`Kind.shared_out`)."""
+    whole_groups = groups % tp_size == 0 or tp_size % groups == 0
+    return {"attention heads": heads} | ({} if whole_groups else {"key-value groups": groups})
+
+
 @dataclass(frozen=True)
-class GatedMLP(Kind):
+class GatedMLP(RowRuns):
     """SwiGLU's first layer: gate and up projections [ffn, hidden]; every rank holds [its gate rows; its up rows].
 
     With `hidden` None, the biases [ffn] of the two.
@@ -190,84 +264,50 @@ class GatedMLP(Kind):
 
     ffn: int
     hidden: int | None
-    tp_axis: int | None = 0
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
         return (features(self.ffn, self.hidden), features(self.ffn, self.hidden))
 
-    @property
-    def full_shape(self) -> Shape:
-        return features(2 * self.ffn, self.hidden)
-
     def shared_out(self, tp_size: int) -> dict[str, int]:
         return {"MLP features": self.ffn}
 
-    def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        rows = rank_range(self.ffn, tp_rank, tp_size)
-        return cat([parts[0][rows], parts[1][rows]])
-
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        halves = [shard.chunk(2, 0) for shard in shards]
-        return [cat([gate for gate, _ in halves]), cat([up for _, up in halves])]
+    def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
+        yield from equal_shares(((0, 0, self.ffn), (1, 0, self.ffn)), tp_rank, tp_size)
 
 
 @dataclass(frozen=True)
-class FusedGatedMLP(Kind):
+class FusedGatedMLP(GatedMLP):
     """`GatedMLP` where the checkpoint holds gate and up projections as one tensor [2 * ffn, hidden], gate first."""
-
-    ffn: int
-    hidden: int
-    tp_axis: int | None = 0
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
-        return (self.full_shape,)
+        return (features(2 * self.ffn, self.hidden),)
 
-    @property
-    def full_shape(self) -> Shape:
-        return (2 * self.ffn, self.hidden)
-
-    def shared_out(self, tp_size: int) -> dict[str, int]:
-        return {"MLP features": self.ffn}
-
-    def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        rows = rank_range(self.ffn, tp_rank, tp_size)
-        return cat([parts[0][rows], parts[0][self.ffn + rows.start : self.ffn + rows.stop]])
-
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        halves = [shard.chunk(2, 0) for shard in shards]
-        return [cat([gate for gate, _ in halves] + [up for _, up in halves])]
+    def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
+        yield from equal_shares(((0, 0, self.ffn), (0, self.ffn, self.ffn)), tp_rank, tp_size)
 
 
 @dataclass(frozen=True)
-class Heads(Kind):
+class Heads(RowRuns):
     """A vector [heads * head_dim] that goes with attention heads, shared out by whole heads."""
 
     heads: int
     head_dim: int
-    tp_axis: int | None = 0
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
-        return (self.full_shape,)
-
-    @property
-    def full_shape(self) -> Shape:
-        return (self.heads * self.head_dim,)
+        return ((self.heads * self.head_dim,),)
 
     def shared_out(self, tp_size: int) -> dict[str, int]:
         return {"heads with a joint norm": self.heads}
 
-    def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        return parts[0][rank_range(self.heads * self.head_dim, tp_rank, tp_size)]
-
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [cat(shards)]
+    def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
+        yield from equal_shares(((0, 0, self.heads * self.head_dim),), tp_rank, tp_size)
 
 
 @dataclass(frozen=True)
-class FusedQKV(Kind):
+class FusedQKV(RowRuns):
     """Query, key and value projections, interleaved by key-value group: [q of group 0, k 0, v 0, q of group 1, ...].
 
     With `hidden` None, the three biases. Ranks take equal runs of rows. With more ranks than groups a run ends inside a
@@ -279,46 +319,76 @@ class FusedQKV(Kind):
     groups: int
     head_dim: int
     hidden: int | None
-    tp_axis: int | None = 0
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
         kv = features(self.groups * self.head_dim, self.hidden)
         return (features(self.heads * self.head_dim, self.hidden), kv, kv)
 
+    def shared_out(self, tp_size: int) -> dict[str, int]:
+        return shared_groups(self.heads, self.groups, tp_size)
+
+    def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
+        sizes = (self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim)
+        whole = ((part, group * size, size) for group in range(self.groups) for part, size in enumerate(sizes))
+        yield from equal_cut(whole, self.full_shape[0], tp_rank, tp_size)
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class InterleavedGatedMLP(Kind):
+    """A gated first layer in one tensor [hidden, 2 * ffn], gate and up features taking turns (GPT-OSS).
+
+    With `hidden` None, its bias [2 * ffn]. Every rank holds [its gate rows; its up rows].
+    """
+
+    ffn: int
+    hidden: int | None
+    tp_axis: int | None = 0
+
+    @property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return (tuple(reversed(self.full_shape)),)
+
     @property
     def full_shape(self) -> Shape:
-        return features((self.heads + 2 * self.groups) * self.head_dim, self.hidden)
+        return features(2 * self.ffn, self.hidden)
 
     def shared_out(self, tp_size: int) -> dict[str, int]:
-        whole_groups = self.groups % tp_size == 0 or tp_size % self.groups == 0
-        return {"attention heads": self.heads} | ({} if whole_groups else {"key-value groups": self.groups})
-
-    def _pieces(self) -> Iterator[tuple[int, slice]]:
-        """(part, rows of that part) in fused order; parts are 0 query, 1 key, 2 value."""
-        sizes = (self.heads // self.groups * self.head_dim, self.head_dim, self.head_dim)
-        for group in range(self.groups):
-            for part, size in enumerate(sizes):
-                yield part, slice(group * size, (group + 1) * size)
+        return {"MLP features": self.ffn}
 
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        wanted = rank_range(self.full_shape[0], tp_rank, tp_size)
-        taken: list[Tensor] = []
-        at = 0
-        for part, rows in self._pieces():
-            size = rows.stop - rows.start
-            low, high = max(wanted.start - at, 0), min(wanted.stop - at, size)
-            if low < high:
-                taken.append(parts[part][rows.start + low : rows.start + high])
-            at += size
-        return cat(taken)
+        mine = rank_range(2 * self.ffn, tp_rank, tp_size)
+        both = parts[0][mine if self.hidden is None else (slice(None), mine)]
+        return cat([both[..., 0::2].mT, both[..., 1::2].mT] if both.ndim == 2 else [both[0::2], both[1::2]])
 
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        fused = cat(shards, 0)
-        parts: list[list[Tensor]] = [[], [], []]
-        at = 0
-        for part, rows in self._pieces():
-            size = rows.stop - rows.start
-            parts[part].append(fused[at : at + size])
-            at += size
-        return [cat(pieces) for pieces in parts]
+        import torch
+
+        turns = [torch.stack(shard.chunk(2, 0), 1).flatten(0, 1) for shard in shards]
+        return [cat(turns).mT.contiguous() if self.hidden is not None else cat(turns)]
+
+
+@dataclass(frozen=True)
+class TransposedRow(Kind):
+    """A linear layer [out, in] whose input features are shared out, stored as [in, out] (GPT-OSS)."""
+
+    shape: Shape
+    tp_axis: int | None = 1
+
+    @property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return (tuple(reversed(self.shape)),)
+
+    @property
+    def full_shape(self) -> Shape:
+        return self.shape
+
+    def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
+        return parts[0][rank_range(self.shape[1], tp_rank, tp_size)].mT.contiguous()
+
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return [cat([shard.mT for shard in shards]).contiguous()]

@@ -6,60 +6,10 @@ parts grouped by key head. All kinds here are lists of row runs, from which both
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mslime.convert.kinds import Kind, Shape, Sliceable, cat
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Run = tuple[int, int, int]
-"""Part, first row in it, number of rows."""
-
-
-class RowRuns(Kind):
-    """A parameter whose rows are runs of rows of its Hugging Face tensors, in another order on every rank."""
-
-    tp_axis: int | None = 0
-
-    @abstractmethod
-    def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
-        """The runs that make the shard of rank `tp_rank`, in order; over all ranks every row comes once."""
-
-    @property
-    def full_shape(self) -> Shape:
-        shapes = self.hf_shapes
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-    def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
-        return cat([parts[part][first : first + rows] for part, first, rows in _joined(self.runs(tp_rank, tp_size))])
-
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        found: list[list[tuple[int, Tensor]]] = [[] for _ in self.hf_shapes]
-        for rank, shard in enumerate(shards):
-            at = 0
-            for part, first, rows in self.runs(rank, len(shards)):
-                found[part].append((first, shard[at : at + rows]))
-                at += rows
-            assert at == shard.shape[0], f"{shard.shape[0]} rows, {at} expected"
-        return [cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]) for pieces in found]
-
-
-def _joined(runs: Iterator[Run]) -> Iterator[Run]:
-    """Runs that continue each other become one: fewer reads."""
-    last: Run | None = None
-    for part, first, rows in runs:
-        if last is not None and last[0] == part and last[1] + last[2] == first:
-            last = (part, last[1], last[2] + rows)
-            continue
-        if last is not None:
-            yield last
-        last = (part, first, rows)
-    if last is not None:
-        yield last
+from mslime.convert.kinds import RowRuns, Run, Shape, equal_cut, equal_shares, shared_groups
 
 
 @dataclass(frozen=True)
@@ -82,17 +32,10 @@ class GatedQKV(RowRuns):
         return ((2 * self.heads * self.head_dim, self.hidden), kv, kv)
 
     def shared_out(self, tp_size: int) -> dict[str, int]:
-        whole_groups = self.groups % tp_size == 0 or tp_size % self.groups == 0
-        return {"attention heads": self.heads} | ({} if whole_groups else {"key-value groups": self.groups})
+        return shared_groups(self.heads, self.groups, tp_size)
 
     def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
-        size, at = self.full_shape[0] // tp_size, 0
-        low, high = tp_rank * size, (tp_rank + 1) * size
-        for part, first, rows in self._whole():
-            start, stop = max(low, at), min(high, at + rows)
-            if start < stop:
-                yield part, first + start - at, stop - start
-            at += rows
+        yield from equal_cut(self._whole(), self.full_shape[0], tp_rank, tp_size)
 
     def _whole(self) -> Iterator[Run]:
         d, per_group = self.head_dim, self.heads // self.groups
@@ -158,7 +101,7 @@ class DeltaParts(RowRuns):
             (0, 0, h.all_keys), (0, h.all_keys, h.all_keys), (0, 2 * h.all_keys, h.all_values),
             (1, 0, h.all_values), (2, 0, h.values), (3, 0, h.values),
         )  # fmt: skip
-        yield from _rank_runs(places, tp_rank, tp_size)
+        yield from equal_shares(places, tp_rank, tp_size)
 
 
 @dataclass(frozen=True)
@@ -208,12 +151,4 @@ class DeltaConv(RowRuns):
     def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
         h = self.heads
         places = ((0, 0, h.all_keys), (0, h.all_keys, h.all_keys), (0, 2 * h.all_keys, h.all_values))
-        yield from _rank_runs(places, tp_rank, tp_size)
-
-
-def _rank_runs(places: Sequence[Run], tp_rank: int, tp_size: int) -> Iterator[Run]:
-    """One rank's equal share of each of the places, in order."""
-    for part, first, rows in places:
-        assert rows % tp_size == 0, f"{rows} rows cannot be shared by {tp_size} ranks"
-        share = rows // tp_size
-        yield part, first + tp_rank * share, share
+        yield from equal_shares(places, tp_rank, tp_size)

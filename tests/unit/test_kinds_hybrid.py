@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from mslime.convert.kinds import Kind
+from mslime.convert.kinds import FusedGatedMLP, InterleavedGatedMLP, Kind, TransposedRow
 from mslime.convert.kinds_delta import DeltaByKeyHead, DeltaConv, DeltaHeads, DeltaParts, GatedQKV
-from mslime.convert.kinds_experts import InterleavedGatedMLP, JoinedGatedMLP, TransposedRow
 
 HEADS = DeltaHeads(keys=4, values=12, key_dim=3, value_dim=2, hidden=5)
 KINDS: list[Kind] = [
@@ -17,7 +16,7 @@ KINDS: list[Kind] = [
     DeltaParts(HEADS),
     DeltaByKeyHead(HEADS),
     DeltaConv(HEADS, width=4),
-    JoinedGatedMLP(ffn=8, hidden=5),
+    FusedGatedMLP(ffn=8, hidden=5),
     InterleavedGatedMLP(ffn=8, hidden=5),
     InterleavedGatedMLP(ffn=8, hidden=None),
     TransposedRow((5, 8)),
@@ -93,7 +92,7 @@ def test_experts_projections_compute_the_same_as_in_the_file(ranks: int) -> None
     """GPT-OSS: x @ W with gate and up features in turn; Qwen3.5: W x with all gates before all ups."""
     x = torch.randn(7, 5)
     (turns,), (bias,) = parts_of(InterleavedGatedMLP(8, 5)), parts_of(InterleavedGatedMLP(8, None))
-    (joined,), (down,) = parts_of(JoinedGatedMLP(8, 5)), parts_of(TransposedRow((5, 8)))
+    (joined,), (down,) = parts_of(FusedGatedMLP(8, 5)), parts_of(TransposedRow((5, 8)))
     hidden = torch.randn(7, 8)
     summed = torch.zeros(7, 5)
     for rank in range(ranks):
@@ -103,7 +102,7 @@ def test_experts_projections_compute_the_same_as_in_the_file(ranks: int) -> None
         torch.testing.assert_close(ours, torch.cat([both[..., 0], both[..., 1]], -1))
         gates, ups = (x @ joined.T).chunk(2, -1)
         expected = torch.cat([gates.chunk(ranks, -1)[rank], ups.chunk(ranks, -1)[rank]], -1)
-        torch.testing.assert_close(x @ JoinedGatedMLP(8, 5).shard([joined], rank, ranks).T, expected)
+        torch.testing.assert_close(x @ FusedGatedMLP(8, 5).shard([joined], rank, ranks).T, expected)
         summed += hidden.chunk(ranks, -1)[rank] @ TransposedRow((5, 8)).shard([down], rank, ranks).T
     torch.testing.assert_close(summed, hidden @ down)
 
@@ -111,4 +110,4 @@ def test_experts_projections_compute_the_same_as_in_the_file(ranks: int) -> None
 def test_a_layout_that_does_not_divide_is_named_before_anything_is_read() -> None:
     assert DeltaByKeyHead(HEADS).shared_out(8) == {"linear-attention key heads": 4}
     assert GatedQKV(8, 3, 4, 5).shared_out(2) == {"attention heads": 8, "key-value groups": 3}
-    assert InterleavedGatedMLP(8, 5).shared_out(3) == JoinedGatedMLP(8, 5).shared_out(3) == {"MLP features": 8}
+    assert InterleavedGatedMLP(8, 5).shared_out(3) == FusedGatedMLP(8, 5).shared_out(3) == {"MLP features": 8}

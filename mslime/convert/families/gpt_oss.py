@@ -22,8 +22,7 @@ from mslime.convert.families.family import (
     rotary,
 )
 from mslime.convert.families.gqa import Attention, Decoder, attention_rules, mlp_norm_rules, read_attention, whole_model
-from mslime.convert.kinds import Column, Replicated
-from mslime.convert.kinds_experts import InterleavedGatedMLP, TransposedRow
+from mslime.convert.kinds import Column, InterleavedGatedMLP, Replicated, TransposedRow
 from mslime.convert.table import Rule, RuleTable
 
 _M, _H = "decoder.layers.{layer}.", "model.layers.{layer}."

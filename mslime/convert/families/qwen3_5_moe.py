@@ -25,9 +25,8 @@ from mslime.convert.families.family import (
 )
 from mslime.convert.families.gqa import Attention
 from mslime.convert.families.qwen3_next import NOT_SERVED, Qwen3Next
-from mslime.convert.kinds import Kind, Replicated, Row, Shape
+from mslime.convert.kinds import FusedGatedMLP, Kind, Replicated, Row, Shape
 from mslime.convert.kinds_delta import DeltaParts
-from mslime.convert.kinds_experts import JoinedGatedMLP
 from mslime.convert.table import Rule, RuleTable
 
 _M, _H = "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.", "model.layers.{layer}.mlp.experts."
@@ -61,7 +60,7 @@ class Qwen35MoeText(Qwen3Next):
         if "quantization_config" in hf_config:
             return experts.rules(hidden)  # published one by one in FP8
         at, number = experts.layers, experts.number
-        joined, down = JoinedGatedMLP(experts.ffn, hidden), Row((hidden, experts.ffn))
+        joined, down = FusedGatedMLP(experts.ffn, hidden), Row((hidden, experts.ffn))
         return (
             *(rule for rule in experts.rules(hidden) if not rule.experts),
             Rule(f"{_M}linear_fc1.weight", (f"{_H}gate_up_proj",), joined, at, number),
