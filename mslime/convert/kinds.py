@@ -277,12 +277,18 @@ class GatedMLP(RowRuns):
 
 
 @dataclass(frozen=True)
-class FusedGatedMLP(GatedMLP):
+class FusedGatedMLP(RowRuns):
     """`GatedMLP` where the checkpoint holds gate and up projections as one tensor [2 * ffn, hidden], gate first."""
+
+    ffn: int
+    hidden: int
 
     @property
     def hf_shapes(self) -> tuple[Shape, ...]:
-        return (features(2 * self.ffn, self.hidden),)
+        return ((2 * self.ffn, self.hidden),)
+
+    def shared_out(self, tp_size: int) -> dict[str, int]:
+        return {"MLP features": self.ffn}
 
     def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
         yield from equal_shares(((0, 0, self.ffn), (0, self.ffn, self.ffn)), tp_rank, tp_size)
