@@ -27,8 +27,7 @@ from mslime.backends.megatron.parallel import Place, start_process_groups, stop_
 from mslime.backends.megatron.replay.routing import Routing
 from mslime.backends.megatron.step.advantages import with_token_advantages
 from mslime.backends.megatron.step.metrics import normalising_scale
-from mslime.backends.megatron.step.passes import StepRunner
-from mslime.backends.megatron.step.pipeline import OnMicroBatch
+from mslime.backends.megatron.step.pipeline import OnMicroBatch, StepRunner
 from mslime.backends.megatron.step.reference import ReferencePolicy
 from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
