@@ -12,7 +12,8 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,17 +80,41 @@ class Sampling:
         return min(self.max_response_tokens - sample.sampled_tokens, self.max_total_tokens - len(sample))
 
 
-@dataclass
 class Traffic:
     """Requests of one purpose.
 
     Attributes:
         open: whether new requests may be sent.
-        in_flight: requests at the engines now.
     """
 
-    open: bool = False
-    in_flight: int = 0
+    def __init__(self, open: bool = False) -> None:
+        self.open = open
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests at the engines now."""
+        return self._in_flight
+
+    async def idle(self, seconds: float) -> bool:
+        """Wait until no request is at an engine, or so long; whether there is none."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        return self._idle.is_set()
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """One request is at an engine inside."""
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
 
 
 @dataclass(frozen=True)
@@ -228,11 +253,8 @@ class Generator:
     async def _send(self, request: GenerateRequest, traffic: Traffic) -> GenerateResult:
         """One exchange with an engine. The engine client keeps the deadline."""
         start = time.time()
-        traffic.in_flight += 1
-        try:
+        with traffic.request():
             result = await self._engines.generate(request)
-        finally:
-            traffic.in_flight -= 1
         self._on_request(result.engine, start, time.time())
         return result
 

@@ -45,7 +45,7 @@ from mslime.rollout.statistics import batch_metrics
 from mslime.rollout.turns import Door, Rollout
 from mslime.rollout.workflow import load_workflow
 
-POLL_S = 0.01
+SETTLE_S = 0.01
 ABORT_EVERY_S = 0.25  # a request can slip past an abort that reaches the engine before it does
 
 
@@ -173,16 +173,14 @@ class RolloutService:
         """
         traffic, limit_s = self._runner.traffic, self._config.deadlines.engine_control_s
         self._runner.stop_traffic()
-        deadline, next_abort = time.monotonic() + limit_s, 0.0
+        deadline = time.monotonic() + limit_s
         while traffic.in_flight:
-            if time.monotonic() > deadline:
+            await self._everywhere(self._engines.abort)
+            left = deadline - time.monotonic()
+            if not await traffic.idle(min(ABORT_EVERY_S, max(left, 0.0))) and left <= ABORT_EVERY_S:
                 raise EngineError("abort", f"{traffic.in_flight} requests", f"the engines did not stop them within "
                                   f"{limit_s:g} s", "read the engines' logs")  # fmt: skip
-            if time.monotonic() > next_abort:
-                await self._everywhere(self._engines.abort)
-                next_abort = time.monotonic() + ABORT_EVERY_S
-            await asyncio.sleep(POLL_S)
-        await self._runner.settle(POLL_S)
+        await self._runner.settle(SETTLE_S)
 
     async def evaluate(self, eval_set: EvalSetConfig) -> EvalResult:
         """Accuracy, pass@k and lengths on a held-out set, with the weights that the engines serve now.
