@@ -17,7 +17,7 @@ from mslime.config.loader import build
 from mslime.data.sample import Group, SampleStatus, check_invariants
 from mslime.rollout.books import Books
 from mslime.rollout.service import RolloutService
-from tests.unit.rollout_fakes import MODEL, FakeSlowEngine, make_service, publish, run_config
+from tests.unit.rollout_fakes import MODEL, FakeSlowEngine, make_service, publish, run_config, ticks
 
 DEADLINE_S = 30
 
@@ -59,7 +59,7 @@ async def _steps(service: RolloutService, engine: FakeSlowEngine, steps: int) ->
             check_invariants(sample)
             if sample.group_id == 1:
                 trained[sample.index] = [sample.response_length, sample.trainable_tokens]
-        await asyncio.sleep(0.01)
+        await ticks(10)
         await publish(service, engine, step + 1)
     return trained, oldest
 
@@ -163,7 +163,7 @@ def test_what_waits_for_a_busy_engine_does_not_hold_up_a_weight_update(tmp_path:
         engine = FakeBusyEngine(lambda group, index: 3, refusals=10**6)
         service = make_service(run_config(tmp_path, max_staleness=1), engine)
         taking = asyncio.create_task(service.take(0))
-        await asyncio.sleep(0.05)
+        await ticks(50)
         await service.pause_for_update()
         engine.refusals = 0
         await service.resume_after_update(0)

@@ -25,6 +25,7 @@ from tests.unit.rollout_fakes import (
     make_service,
     publish,
     run_config,
+    ticks,
 )
 
 DEADLINE_S = 30
@@ -199,7 +200,7 @@ def test_asynchronous_steps_work_ahead_within_the_gate_and_train_nothing_older(t
             ages.append(batch.metrics["staleness/max"])
             for sample in batch.samples:
                 check_sample(sample)
-            await asyncio.sleep(0.05)  # the trainer works, and so do the engines
+            await ticks(50)  # the trainer works, and so do the engines
             await publish(service, engine, step + 1)
         assert max(ages) == max_staleness, ages
         await service.close()
@@ -213,13 +214,13 @@ def test_a_weight_update_interrupts_with_pause_mode_abort_and_spans_versions_wit
         config = run_config(tmp_path, max_staleness=1, pause_mode=mode, groups_per_step=2)
         service = make_service(config, engine)
         batch = await service.take(0)
-        await asyncio.sleep(0.01)
+        await ticks(10)
         await service.pause_for_update()
         assert engine.paused == ("retract" if mode == "abort" else mode)
         assert (engine.running == 0) == (mode == "abort")
         before = len(engine.requests)
         engine.version = 1
-        await asyncio.sleep(0.01)
+        await ticks(10)
         assert len(engine.requests) == before, "no request reaches a paused engine"
         await service.resume_after_update(1)
         assert engine.flushes == (0 if mode == "in_place" else 1)
@@ -273,7 +274,7 @@ def test_a_stale_group_that_is_scored_while_the_step_is_closed_is_masked_too(tmp
                 await super().abort()
                 if self.version == 1:
                     closing.set()
-                    await asyncio.sleep(0.02)
+                    await ticks(20)
 
         class FakeLateScorer(FakeScorer):
             async def score(self, sample: Sample) -> float | None:
@@ -435,9 +436,13 @@ def test_an_engine_that_ignores_aborts_is_reported(tmp_path: Path):
         async def abort(self) -> None:
             return None
 
+        async def before_token(self, request: GenerateRequest) -> None:
+            if "-g5-" in request.rid:
+                await asyncio.Event().wait()
+
     async def work() -> None:
-        config = run_config(tmp_path, over_sampling=1.5, max_response_tokens=5000, deadlines={"engine_control_s": 0.2})
-        service = make_service(config, FakeDeafEngine(lambda group, index: 4000 if group == "g5" else 3))
+        config = run_config(tmp_path, over_sampling=1.5, deadlines={"engine_control_s": 0.2})
+        service = make_service(config, FakeDeafEngine(short))
         with pytest.raises(EngineError, match=r"2 requests.*did not stop"):
             await service.take(0)
         assert len(service.books.accepted) >= 4
@@ -471,7 +476,7 @@ def test_a_resumed_service_continues_with_every_group_and_the_same_prompts(tmp_p
         service = make_service(config, engine)
         taken = await service.take(0)
         await publish(service, engine, 1)
-        await asyncio.sleep(0.01)
+        await ticks(10)
         await service.checkpoint(tmp_path / "rollouts.npz")
         held = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in service.books.held()}
         assert held and any(s.response_length for g in service.books.held() for s in g.samples)
@@ -554,7 +559,7 @@ def test_a_batch_that_was_ready_says_nothing_of_the_engines_speed(tmp_path: Path
         service = make_service(run_config(tmp_path, max_staleness=2), engine)
         await service.take(0)
         while service.books.running:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
         generated, ready = (await service.take(1)).metrics, (await service.take(2)).metrics
         assert generated["rollout/tokens_per_s"] > 0 and "batch was ready" not in summary_line(generated)
         assert ready["ledger/generated_tokens"] == 0 and "rollout/tokens_per_s" not in ready
@@ -573,7 +578,7 @@ def test_an_evaluation_waits_for_a_weight_update(tmp_path: Path):
         evaluation = asyncio.create_task(
             service.evaluate(EvalSetConfig(name="e", path=f"{config.data.prompts[0]}@[:3]"))
         )
-        await asyncio.sleep(0.02)
+        await ticks(20)
         assert not engine.requests, "no request reaches a paused engine"
         await service.resume_after_update(1)
         assert (await evaluation).prompts == 3 and service.ledger.generated == 0

@@ -334,7 +334,7 @@ def test_groups_of_a_run_without_a_teacher_are_scored_before_they_are_trained(tm
         before = make_service(settings, engine)
         await before.take(0)
         while len(before.books.accepted) < 4:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
         before.save(tmp_path / "state.npz")
         await before.close()
         asked, teacher = len(engine.requests), FakeTeacher()
