@@ -1,7 +1,7 @@
 """Filling a bucket: every rank packs its shards, one gather brings them to the stage leader, which converts them.
 
-The result is one flat buffer in the order of the bucket's entries: SGLang's `flattened_bucket` layout, in which
-tensors follow each other without gaps (`sglang/srt/weight_sync/tensor_bucket.py`).
+The result is one flat buffer in the order of the bucket's entries, in which tensors follow each other without gaps:
+engines call it a flattened bucket.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The trainer's side of a sync: one `WeightSender` on every trainer rank, driven phase by phase by control.
 
-All ranks call the same method at the same time. Stages send one after the other (SGLang takes one bucket at a time);
+All ranks call the same method at the same time. Stages send one after the other (an engine takes one bucket at a time);
 within a stage the leader converts bucket k + 1 while the engines load bucket k. A failure on any rank is raised on
 every rank, with the culprit's words: a leader that cannot send goes on gathering, so that nobody waits for it.
 """
@@ -160,7 +160,7 @@ class WeightSender:
         """Meet the engines: one group for each stage leader. Collective.
 
         Args:
-            engines: running SGLang servers.
+            engines: running servers.
             group: what the groups' names begin with (see `group_name`); default: a new one. An engine refuses a name
                 that it knows already, also from a run that was killed.
 

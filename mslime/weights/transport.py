@@ -23,7 +23,7 @@ TRANSPORTS: Mapping[str, str] = {"broadcast": "mslime.weights.broadcast:Broadcas
 
 
 class Receivers(Protocol):
-    """The engines, as far as a sender needs them; `backends.sglang.receivers.SGLangReceivers` is one.
+    """The engines, as far as a sender needs them. Control hands it in: this room knows no engine by name.
 
     Calls about weights are futures, because an engine answers when the weights have arrived. They raise
     WeightSyncError, in the engine's own words.

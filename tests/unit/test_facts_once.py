@@ -31,6 +31,12 @@ FACTS = {
     ),
     "recompute's defaults": (r'"core_attn"[,}\]]', {"config/megatron.py"}),
     "parameters that stay in float32": (r"\.self_attention\.A_log", {"convert/families/delta.py"}),
+    "what engines are asked for weights": (
+        r'"/(begin_weight|end_weight|init_weights|update_weights|update_weight_|destroy_weights|weights_checker)',
+        {"backends/sglang/client.py", "backends/sglang/handshake.py"},
+    ),
+    "how engines join tensors": (r"qkv_proj\.|w13'", {"convert/engine.py"}),
+    "how engines are spoken to": (r"import (httpx|requests|urllib\.request)", set[str]()),
     "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"convert/engine.py"}),
     "estimates of the KL": (r"expm1", {"algorithms/kl.py"}),
     "whose routes are followed": (
@@ -51,3 +57,9 @@ def test_a_fact_has_one_home(fact: str) -> None:
     found = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if re.search(pattern, path.read_text("utf-8"))}
     assert found <= homes, f"{fact} is decided a second time in {sorted(found - homes)}"
     assert homes <= found, f"{sorted(homes - found)} has nothing to do with it any more"
+
+
+def test_the_weights_room_names_no_engine() -> None:
+    """Ranks that send are handed the engines (`weights.transport.Receivers`); what they are is the engine room's."""
+    naming = [path.name for path in (ROOT / "weights").glob("*.py") if "sglang" in path.read_text("utf-8").lower()]
+    assert not naming

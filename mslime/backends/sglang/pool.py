@@ -132,7 +132,7 @@ class EnginePool:
 
         async def one(client: EngineClient) -> int:
             reported = await client.weight_digests()
-            with client.reading("/weights_checker"):
+            with client.reading("digests of its weights"):
                 return compare(client.url, reported, expected[client.url])
 
         return sum(await self.broadcast(one))
