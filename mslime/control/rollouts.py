@@ -144,7 +144,7 @@ class RolloutActor:
         from mslime.data.user_source import open_prompts
         from mslime.preflight.seams import check_seams
         from mslime.rollout.protocols import ModelInfo
-        from mslime.rollout.rewards import RewardScorer
+        from mslime.rollout.rewards.scorer import RewardScorer
         from mslime.rollout.service import RolloutService
 
         config, model = self._config, self._run.model

@@ -21,9 +21,9 @@ from mslime.data.sample import Sample, SampleStatus
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.filters import load_filter
-from mslime.rollout.graders.labels import alternatives, label_problem, math_labels
-from mslime.rollout.http_reward import token_of
-from mslime.rollout.rewards import RewardScorer
+from mslime.rollout.rewards.graders.labels import alternatives, label_problem, math_labels
+from mslime.rollout.rewards.http import token_of
+from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.workflow import load_workflow
 
 READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
@@ -91,7 +91,7 @@ def _check_labels(source: Prompts, scoring: ScoringConfig, label_key: str | None
 
 def _unread_labels(source: Prompts) -> list[str]:
     """Which labels of kind math are no mathematics that can be read, and so are compared as text."""
-    from mslime.rollout.graders.equality import understood
+    from mslime.rollout.rewards.graders.equality import understood
 
     known: dict[str, bool] = {}
     rows, unread, first = 0, 0, ""

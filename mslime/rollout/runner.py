@@ -17,7 +17,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.rollout.books import Books
 from mslime.rollout.generation import Generator, Sampling, Traffic
-from mslime.rollout.scoring import Scoring
+from mslime.rollout.rewards.scoring import Scoring
 from mslime.rollout.turns import Door, Rollout
 from mslime.rollout.workflow import Workflow, single_turn
 

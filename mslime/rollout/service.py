@@ -38,8 +38,8 @@ from mslime.rollout.protocols import (
     Teacher,
     living,
 )
+from mslime.rollout.rewards.scoring import Scoring
 from mslime.rollout.runner import GroupRunner
-from mslime.rollout.scoring import Scoring
 from mslime.rollout.state import Columns, Stored, open_state, save_state, state_bytes
 from mslime.rollout.statistics import batch_metrics
 from mslime.rollout.turns import Door, Rollout

@@ -23,7 +23,7 @@ from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
 from mslime.rollout.protocols import ModelInfo
-from mslime.rollout.rewards import RewardScorer
+from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.service import RolloutService
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.engines.test_sglang_generate import Reference, log_softmax

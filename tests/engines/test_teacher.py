@@ -18,7 +18,7 @@ from mslime.control.assemble import assemble
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
-from mslime.rollout.rewards import RewardScorer
+from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.service import RolloutService
 from mslime.rollout.teacher import ServedTeacher
 from tests.engines.conftest import SharedServer

@@ -15,9 +15,9 @@ from mslime.config.errors import ConfigError, RewardError
 from mslime.config.loader import build
 from mslime.config.reward import RewardConfig, ScoringConfig
 from mslime.data.sample import Sample
-from mslime.rollout.graders.labels import label_problem
-from mslime.rollout.graders.words import chosen_letter, exact, f1, letters
-from mslime.rollout.rewards import RewardScorer
+from mslime.rollout.rewards.graders.labels import label_problem
+from mslime.rollout.rewards.graders.words import chosen_letter, exact, f1, letters
+from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.statistics import score_metrics
 
 USER = "tests.unit.user_rewards"
@@ -311,9 +311,9 @@ def test_a_server_that_is_not_there_is_named():
 
 
 def test_an_endless_body_is_cut_off(monkeypatch: pytest.MonkeyPatch):
-    from mslime.rollout import http_reward
+    from mslime.rollout.rewards import http
 
-    monkeypatch.setattr(http_reward, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(http, "MOST_BYTES", 10_000)
 
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

@@ -11,11 +11,11 @@ import pytest
 from mslime.config.errors import RewardError
 from mslime.config.reward import RewardConfig
 from mslime.data.sample import Sample
-from mslime.rollout.graders.labels import label_problem
-from mslime.rollout.graders.limits import Interrupted, interrupted_after
-from mslime.rollout.graders.numbers import Plain, close, read_number
-from mslime.rollout.math_reward import UngradedError, graded_answer_line, graded_math, math_equivalent
-from mslime.rollout.rewards import RewardScorer
+from mslime.rollout.rewards.graders.labels import label_problem
+from mslime.rollout.rewards.graders.limits import Interrupted, interrupted_after
+from mslime.rollout.rewards.graders.numbers import Plain, close, read_number
+from mslime.rollout.rewards.mathematics import UngradedError, graded_answer_line, graded_math, math_equivalent
+from mslime.rollout.rewards.scorer import RewardScorer
 from tests.fixtures.math_answers import EQUAL, RESPONSES, TOWERS, UNEQUAL
 
 
@@ -160,8 +160,8 @@ def test_towers_and_ordinary_answers_side_by_side_end_no_run_and_cost_nobody_els
 
 def test_an_answer_that_takes_too_much_memory_or_time_is_worth_nothing_and_counted():
     """Kind custom stands in for an answer that is not caught before: the same limits are put on every math worker."""
-    from mslime.rollout.reward_pool import WorkerPool
-    from mslime.rollout.verdict import Job, Verdict
+    from mslime.rollout.rewards.pool import WorkerPool
+    from mslime.rollout.rewards.verdict import Job, Verdict
 
     async def ask(function: str) -> Verdict:
         pool = WorkerPool(Job(f"tests.unit.user_rewards:{function}", "reward.kind", 0.5, 2**28, interrupt=True), 1)

@@ -14,7 +14,7 @@ from mslime.config.loader import read_yaml
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import check_vocabulary, load_tokenizer
-from mslime.rollout.rewards import exact_match
+from mslime.rollout.rewards.scorer import exact_match
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 sys.path.insert(0, str(EXAMPLE))

@@ -16,9 +16,9 @@ from mslime.config.schema import RewardConfig
 from mslime.data.sample import Group, Sample
 from mslime.rollout.evaluate import pass_at_k, summarise
 from mslime.rollout.filters import load_filter
-from mslime.rollout.reward_pool import Worker, WorkerLostError, end_process
-from mslime.rollout.rewards import RewardScorer
-from mslime.rollout.verdict import Job
+from mslime.rollout.rewards.pool import Worker, WorkerLostError, end_process
+from mslime.rollout.rewards.scorer import RewardScorer
+from mslime.rollout.rewards.verdict import Job
 
 USER = "tests.unit.user_rewards"
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
-from mslime.rollout.graders.answers import boxed_answers, candidates
-from mslime.rollout.graders.latex import balanced, clean
+from mslime.rollout.rewards.graders.answers import boxed_answers, candidates
+from mslime.rollout.rewards.graders.latex import balanced, clean
 
 MANY_WORDS = 12  # a label of more is a worked solution, and its answer is looked for as in a response
 NEED_LABEL = frozenset({"exact", "math", "answer_line", "letters", "f1"})

@@ -1,7 +1,7 @@
 """Reward functions in processes of their own: started, asked, killed when they hang, and replaced when they end.
 
 A user's function may raise, hang, print, fork or take its process down; none of that reaches the rollout, and no sample
-pays for what another one did. The process's side is `reward_worker`.
+pays for what another one did. The process's side is `worker`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from mslime.config.errors import ConfigError
 from mslime.data.sample import Sample
-from mslime.rollout.reward_worker import HEADER, encode
-from mslime.rollout.verdict import Job, Verdict
+from mslime.rollout.rewards.verdict import Job, Verdict
+from mslime.rollout.rewards.worker import HEADER, encode
 
 START_SECONDS = 120.0  # importing a user's module may load a model
 GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
@@ -59,7 +59,7 @@ class Worker:
         """Start a process and wait until it has imported the function. Raises ConfigError when it cannot."""
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "mslime.rollout.reward_worker",
+            sys.executable, "-m", "mslime.rollout.rewards.worker",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
         )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None

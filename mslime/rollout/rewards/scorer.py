@@ -1,7 +1,7 @@
 """Rewards: which grader scores a sample, how several become one number, and what an error means for the run.
 
-Graders of plain text run here; mathematics and users' functions run in processes that can be killed (`reward_pool`),
-served reward models are asked over HTTP (`http_reward`). An answer that kind math cannot grade in time is the answer's
+Graders of plain text run here; mathematics and users' functions run in processes that can be killed (`pool`),
+served reward models are asked over HTTP (`http`). An answer that kind math cannot grade in time is the answer's
 fault: it scores 0, is counted, and never ends a run. What any other error means is `reward.on_error`.
 """
 
@@ -17,17 +17,17 @@ from mslime.config.reward import GraderConfig, RewardPartConfig, ScoringConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import MOST_METRICS
-from mslime.rollout.graders import words
-from mslime.rollout.graders.labels import label_problem
-from mslime.rollout.http_reward import HttpGrader
-from mslime.rollout.reward_pool import WorkerPool
-from mslime.rollout.verdict import Job, Verdict
+from mslime.rollout.rewards.graders import words
+from mslime.rollout.rewards.graders.labels import label_problem
+from mslime.rollout.rewards.http import HttpGrader
+from mslime.rollout.rewards.pool import WorkerPool
+from mslime.rollout.rewards.verdict import Job, Verdict
 
 MATH_MEMORY = 2 * 2**30  # bytes that grading may take; a number of that size is nobody's answer
 _TEXT: dict[str, Callable[[str, Any], float]] = {"exact": words.exact, "letters": words.letters, "f1": words.f1}
 _MATH = {
-    "math": "mslime.rollout.math_reward:graded_math",
-    "answer_line": "mslime.rollout.math_reward:graded_answer_line",
+    "math": "mslime.rollout.rewards.mathematics:graded_math",
+    "answer_line": "mslime.rollout.rewards.mathematics:graded_answer_line",
 }
 
 

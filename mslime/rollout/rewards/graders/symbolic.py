@@ -21,7 +21,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import parse
 from math_verify.parser import LatexExtractionConfig
 
-from mslime.rollout.graders.numbers import Plain, close
+from mslime.rollout.rewards.graders.numbers import Plain, close
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 

@@ -14,7 +14,7 @@ from mslime.config.errors import ConfigError
 from mslime.config.reward import HttpRewardConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
-from mslime.rollout.verdict import Verdict, checked
+from mslime.rollout.rewards.verdict import Verdict, checked
 
 MOST_BYTES = 64 * 2**20  # of an answer
 AGAIN = (408, 425, 429)  # and every 5xx

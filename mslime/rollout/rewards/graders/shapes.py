@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from mslime.rollout.graders.latex import bracket_at, key, split_top
+from mslime.rollout.rewards.graders.latex import bracket_at, key, split_top
 
 Kind = Literal["list", "set", "()", "[]", "[)", "(]", "union"]
 

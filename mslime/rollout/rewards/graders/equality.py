@@ -14,10 +14,10 @@ from fractions import Fraction
 from math_verify import parse, verify
 from sympy import Basic, MatrixBase
 
-from mslime.rollout.graders.latex import CLOSING, OPENING, clean, key, words
-from mslime.rollout.graders.numbers import Measured, Plain, comparable, read_number, same_number, without_unit
-from mslime.rollout.graders.shapes import Leaf, Many, Matrix, Region, Relation, Shape, as_region, read_shape
-from mslime.rollout.graders.symbolic import (
+from mslime.rollout.rewards.graders.latex import CLOSING, OPENING, clean, key, words
+from mslime.rollout.rewards.graders.numbers import Measured, Plain, comparable, read_number, same_number, without_unit
+from mslime.rollout.rewards.graders.shapes import Leaf, Many, Matrix, Region, Relation, Shape, as_region, read_shape
+from mslime.rollout.rewards.graders.symbolic import (
     NoValueError,
     equals_number,
     exact,

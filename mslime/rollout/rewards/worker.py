@@ -1,4 +1,4 @@
-"""A process that runs one reward function for its parent: `python -m mslime.rollout.reward_worker`.
+"""A process that runs one reward function for its parent: `python -m mslime.rollout.rewards.worker`.
 
 Frames (four bytes of length, then a pickle) arrive on standard input and leave on a private copy of standard output;
 what the function prints goes to standard error. The first frame is the job; afterwards every frame is
@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 
 from mslime.config.errors import ConfigError
 from mslime.extensions import check_parameters, load_function
-from mslime.rollout.graders.limits import Interrupted, interrupted_after, limit_memory
-from mslime.rollout.verdict import Job, Verdict, checked, checked_group
+from mslime.rollout.rewards.graders.limits import Interrupted, interrupted_after, limit_memory
+from mslime.rollout.rewards.verdict import Job, Verdict, checked, checked_group
 
 HEADER = struct.Struct("<I")
 

@@ -7,8 +7,8 @@ import string
 from collections import Counter
 from typing import Any
 
-from mslime.rollout.graders.answers import boxes, final_part
-from mslime.rollout.graders.labels import alternatives, letter_of
+from mslime.rollout.rewards.graders.answers import boxes, final_part
+from mslime.rollout.rewards.graders.labels import alternatives, letter_of
 
 _IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|textit|mathit)\s*\{([^{}]*)\}")
 _MARKED = re.compile(
