@@ -146,6 +146,10 @@ def _add_check(parser: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--markdown", action="store_true", help="with --fields: as the page docs/settings.md")
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of RUN.yaml, for editors")
+    parser.add_argument(
+        "--try", action="store_true", dest="try_functions",
+        help="also call the functions of yours that the settings name, on made-up input (docs/extending.md)",
+    )  # fmt: skip
 
 
 def _add_plan(parser: Any) -> None:
@@ -211,7 +215,23 @@ def _check(args: argparse.Namespace) -> int:
     from mslime.preflight.describe import describe
     from mslime.preflight.resolve import resolve
 
-    Console().print(describe(resolve(_load(args))))
+    run = resolve(_load(args))
+    Console().print(describe(run))
+    return _try_functions(run.config) if args.try_functions else 0
+
+
+def _try_functions(config: RunConfig) -> int:
+    from rich.console import Console
+
+    from mslime.preflight.contracts import as_table, failed, try_run
+
+    tried = try_run(config)
+    if not tried:
+        print("the settings name no function of yours: nothing to try")
+        return 0
+    Console().print(as_table(tried))
+    if error := failed(tried):
+        raise error
     return 0
 
 
