@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from mslime.control.hooks import StepRecord
+from mslime.observe.hooks import StepRecord
 
 
 def tell(record: StepRecord) -> dict[str, float]:

@@ -16,7 +16,6 @@ from mslime.config.cluster import WHOLE, Parts
 from mslime.config.errors import CheckpointError, TrainerError
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup
-from mslime.control.hooks import call_step_hook
 from mslime.control.rollouts import Evaluation, RolloutHandle, StepShards
 from mslime.control.run_checkpoints import RunCheckpoints
 from mslime.control.started import Started
@@ -25,6 +24,7 @@ from mslime.control.supervised import SupervisedRows
 from mslime.control.trainers import TrainerGroup
 from mslime.data.checkpoints import CRITIC, OUTLINE, ROLLOUTS, begin, critic_directory, saving_directory
 from mslime.data.checksums import FileSum, write_summed
+from mslime.observe.hooks import call_step_hook
 from mslime.observe.metrics import FILE_NAME, MetricsLogger, read_metrics
 from mslime.observe.progress import open_progress, summary_line
 from mslime.observe.rows import are_scores, over_optimizer_steps

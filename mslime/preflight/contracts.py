@@ -39,6 +39,9 @@ from mslime.data.sample import Group, Sample
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import Tokenizer, load_tokenizer
 from mslime.data.user_source import UserSource, open_prompts
+from mslime.observe.hooks import call_step_hook
+from mslime.observe.names import METRICS
+from mslime.preflight.seams import seams_of
 from mslime.rollout.contract import check_workflow
 from mslime.rollout.filters import load_filter
 
@@ -309,9 +312,6 @@ def check_source(function: str, data: DataConfig, tokenizer: Tokenizer, seed: in
 
 def check_hook(function: str, metrics: Mapping[str, float] | None = None) -> list[str]:
     """Try a hook after a step, in a directory that is removed afterwards. It is really called, whatever it does."""
-    from mslime.control.hooks import call_step_hook
-    from mslime.observe.names import METRICS
-
     made_up = dict.fromkeys((name for name in METRICS if "{" not in name), 1.0) if metrics is None else metrics
     with tempfile.TemporaryDirectory() as directory:
         config = RunConfig.model_validate({
@@ -334,8 +334,6 @@ def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> li
     Args:
         prompt: one of the run's, for the functions that see prompts.
     """
-    from mslime.preflight.seams import seams_of
-
     algorithm, size = config.algorithm, config.rollout.group_size
     contracts: dict[str, Callable[[str], list[str]]] = {
         "data.source": lambda f: check_source(f, config.data, tokenizer, config.seed),

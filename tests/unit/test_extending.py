@@ -18,9 +18,9 @@ from mslime.algorithms.statistics import finalise
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.loader import build
 from mslime.config.schema import DataConfig
-from mslime.control.hooks import call_step_hook
 from mslime.data.sample import Group, Sample
 from mslime.data.user_source import UserSource
+from mslime.observe.hooks import call_step_hook
 from mslime.preflight.seams import check_seams, seams_of
 from mslime.rollout.contract import check_workflow
 from mslime.rollout.rewards.verdict import checked

@@ -9,7 +9,7 @@ import pytest
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig
-from mslime.control.hooks import call_step_hook
+from mslime.observe.hooks import call_step_hook
 
 USER = "tests.unit.user_functions"
 METRICS = {"reward/mean": 0.5, "user/kl": 0.1}

@@ -14,7 +14,7 @@ from mslime.algorithms.policies import TokenLoss
 from mslime.algorithms.token_batch import TokenBatch
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.schema import DataConfig
-from mslime.control.hooks import StepRecord
+from mslime.observe.hooks import StepRecord
 
 
 def ppo_again(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
