@@ -36,6 +36,11 @@ def timeless(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != "time" and not name.startswith("perf/")}
 
 
+def replayed(directory: Path) -> list[dict[str, Any]]:
+    lines = (directory / "run-replay" / "metrics.jsonl").read_text().splitlines()
+    return [timeless(json.loads(line)) for line in lines]
+
+
 @pytest.mark.timeout(1200)
 def test_parts_of_a_run_alone_do_what_they_do_in_it(tiny_qwen3_moe: Path, tmp_path: Path, runs: list[Run]) -> None:
     values = settings(tiny_qwen3_moe, tmp_path)
@@ -63,13 +68,9 @@ def test_parts_of_a_run_alone_do_what_they_do_in_it(tiny_qwen3_moe: Path, tmp_pa
 
     # The live run's first step, and a second one of groups that no trainer has seen.
     shutil.copy(live.directory / "groups" / "step_1.npz", groups / "step_1.npz")
-    replays: list[list[dict[str, Any]]] = []
-    for _ in range(2):
-        finished("train", "--replay", str(groups), train={"num_steps": 5, "lr": 1e-3})
-        lines = (tmp_path / "run-replay" / "metrics.jsonl").read_text().splitlines()
-        replays.append([timeless(json.loads(line)) for line in lines])
-    assert replays[0] == replays[1] and [row["step"] for row in replays[0]] == [1, 2]
-    first, second = replays[0]
+    finished("train", "--replay", str(groups), train={"num_steps": 5, "lr": 1e-3})
+    first, second = replayed(tmp_path)
+    assert (first["step"], second["step"]) == (1, 2)
     for name in ("loss/total", "loss/policy", "grad_norm", "mismatch/kl", "replay/agreement", "reward/mean", "lr"):
         assert first[name] == pytest.approx(trained[name], rel=1e-6, abs=1e-12), name
     of_engines = ("weights", "eval", "ledger", "rollout", "data")
@@ -86,6 +87,23 @@ def test_parts_of_a_run_alone_do_what_they_do_in_it(tiny_qwen3_moe: Path, tmp_pa
         n: v for n, v in scores.items() if not n.endswith("seconds")
     }
     assert "held_out" in evaluated.text() and not list((tmp_path / "run-eval").glob("exported-*"))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_two_replays_of_the_same_groups_are_equal_bit_for_bit(
+    tiny_qwen3_moe: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    values, groups, found = settings(tiny_qwen3_moe, tmp_path), tmp_path / "groups", []
+    for command, flags in (
+        ("rollout", ("--out", str(groups))),
+        ("train", ("--replay", str(groups))),
+        ("train", ("--replay", str(groups))),
+    ):
+        runs.append(start_run(values, tmp_path, *flags, command=command))
+        assert runs[-1].finish(START_S) == 0, runs[-1].text()
+        found += [replayed(tmp_path)] if command == "train" else []
+    assert found[0] == found[1] and found[0][0]["grad_norm"] > 0
 
 
 @pytest.mark.nightly
