@@ -44,7 +44,6 @@ from mslime.observe.progress import open_progress
 from mslime.preflight.environment import refuse_without_gpu
 from mslime.preflight.resolve import ResolvedRun, resolve
 from mslime.rollout.groups import fitted, group_files, read_groups
-from mslime.rollout.protocols import ModelInfo
 from mslime.rollout.statistics import batch_metrics
 
 EVAL_FILE = "eval.json"
@@ -181,8 +180,7 @@ class Replay(Session):
         """The groups of a file as shards."""
         begin, path, model, config = self._timeline.now(), self._files[step + 1], self._run.model, self.config
         stored = read_groups(path)
-        info = ModelInfo(model.moe_layer_ids, model.num_experts, model.top_k, model.max_positions)
-        groups = fitted(stored, path, config, info, model.vocab_size)
+        groups = fitted(stored, path, config, model)
         work = assemble(groups, config, stored.version, self._source_name)
         shards = references(work.shards, config.layout, self._layers)
         end = self._timeline.now()

@@ -136,14 +136,13 @@ class RolloutActor:
         """
         from mslime.backends.sglang.client import EngineClient
         from mslime.backends.sglang.endings import end_ids
-        from mslime.backends.sglang.generating import ServedModel
         from mslime.backends.sglang.handshake import Needs, handshake_all
         from mslime.backends.sglang.pool import EnginePool
         from mslime.control.assemble import SourceNames
         from mslime.data.tokenizer import load_tokenizer
         from mslime.data.user_source import open_prompts
         from mslime.preflight.seams import check_seams
-        from mslime.rollout.protocols import ModelInfo
+        from mslime.rollout.protocols import EngineLimits
         from mslime.rollout.rewards.scorer import RewardScorer
         from mslime.rollout.service import RolloutService
 
@@ -152,9 +151,8 @@ class RolloutActor:
         self._layers = layers
         hide(*(key for a in (*addresses, *teachers) for key in (a.keys.api, a.keys.admin)))
         _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
-        served = ServedModel(model.num_layers, model.top_k, model.vocab_size, model.num_experts)
         clients = [
-            EngineClient(a.url, a.name, config.deadlines, served, a.log_path, a.keys, a.identity) for a in addresses
+            EngineClient(a.url, a.name, config.deadlines, model, a.log_path, a.keys, a.identity) for a in addresses
         ]
         architectures = (self._run.family.architecture,)
         needs = Needs(
@@ -174,21 +172,14 @@ class RolloutActor:
         }
         for scorer in (self._scorer, *self._eval_scorers.values()):
             await scorer.start()
-        info = ModelInfo(
-            self._run.replayed_layers,
-            model.num_experts,
-            model.top_k,
-            model.max_positions,
-            refused_input,
-            end_ids(config.model.path, tokenizer),
-        )
         self._service = RolloutService(
             config,
             self._pool,
             source,
             tokenizer,
             self._scorer,
-            info,
+            model,
+            EngineLimits(refused_input, end_ids(config.model.path, tokenizer)),
             teacher=await self._meet_teachers(teachers, tokenizer),
             eval_scorers=self._eval_scorers,
             on_progress=self._on_progress,
@@ -207,7 +198,7 @@ class RolloutActor:
         """The teacher behind these servers, which are checked; None when there are none."""
         from mslime.backends.sglang.client import EngineClient
         from mslime.backends.sglang.pool import EnginePool
-        from mslime.backends.sglang.teacher import Student, meet_teachers
+        from mslime.backends.sglang.teacher import meet_teachers
         from mslime.rollout.teacher import ServedTeacher
 
         if not addresses:
@@ -218,7 +209,7 @@ class RolloutActor:
         clients = [
             EngineClient(a.url, a.name, config.deadlines, None, a.log_path, a.keys, a.identity) for a in addresses
         ]
-        await meet_teachers(clients, Student(tokenizer, model.vocab_size, longest))
+        await meet_teachers(clients, tokenizer, model.vocab_size, longest)
         self._teachers = EnginePool(clients, config.teacher.concurrency)
         return ServedTeacher(self._teachers)
 

@@ -20,9 +20,10 @@ from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.choices import PauseMode
 from mslime.config.errors import DataError, EngineError, RolloutError
 from mslime.config.loader import build
+from mslime.config.model_facts import ModelFacts
 from mslime.data.sample import Group, Sample
 from mslime.rollout.generation import Generator, Sampling, Traffic
-from mslime.rollout.protocols import ModelInfo
+from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.state import pack_groups, state_bytes
 from mslime.rollout.turns import Door, Rollout
 from mslime.rollout.workflow import SETTING, load_workflow
@@ -105,10 +106,14 @@ def check_workflow(
 async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any) -> Sample:
     tokenizer, script = _Characters(), _Script(replies)
     config = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "rollout": {"function": function}})
-    model = ModelInfo((), 0, 0, 1 << 20)
-    generator = Generator(config, script, tokenizer, model, lambda: script.version, lambda *request: None)
+    model = ModelFacts(
+        vocab_size=1 << 20, max_positions=1 << 20, num_layers=0, moe_layer_ids=(), num_experts=0, top_k=0
+    )
+    generator = Generator(
+        config, script, tokenizer, model, EngineLimits(), lambda: script.version, lambda *request: None
+    )
     sample = Sample.from_prompt(0, 0, tokenizer.encode(prompt, special_tokens=True), label)
-    door, sampling = Door(Traffic(open=True), admitted=True), Sampling.for_training(config, model)
+    door, sampling = Door(Traffic(open=True), admitted=True), Sampling.for_training(config, model, EngineLimits())
     rollout = Rollout(sample, "g0", function, generator, sampling, door)
     watch = asyncio.create_task(_longest_block())
     await asyncio.sleep(0)

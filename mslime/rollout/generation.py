@@ -22,11 +22,12 @@ from mslime.backends.sglang.client import EngineBusy, EngineDied
 from mslime.backends.sglang.endings import Endings
 from mslime.backends.sglang.generating import Finish, GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError, reading
+from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
-from mslime.rollout.protocols import Engines, ModelInfo, living
+from mslime.rollout.protocols import EngineLimits, Engines, living
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Sampling:
         max_response_tokens: that the model may add to a sample, over all turns and continuations.
         max_total_tokens: prompt and response together.
         want_routes: ask for routed experts.
-        refused_input: see `ModelInfo`.
+        refused_input: see `EngineLimits`.
     """
 
     temperature: float
@@ -49,19 +50,21 @@ class Sampling:
     refused_input: int = sys.maxsize
 
     @classmethod
-    def for_training(cls, config: RunConfig, model: ModelInfo) -> Sampling:
+    def for_training(cls, config: RunConfig, model: ModelFacts, limits: EngineLimits) -> Sampling:
         """As `rollout` says; with routes when they are replayed."""
         r = config.rollout
         total = r.max_total_tokens or model.max_positions
         replay = config.train.replay == "r3" and bool(model.moe_layer_ids)
-        return cls(r.temperature, r.top_p, r.top_k, r.max_response_tokens, total, replay, model.refused_input)
+        return cls(r.temperature, r.top_p, r.top_k, r.max_response_tokens, total, replay, limits.refused_input)
 
     @classmethod
-    def for_evaluation(cls, config: RunConfig, model: ModelInfo, eval_set: EvalSetConfig) -> Sampling:
+    def for_evaluation(
+        cls, config: RunConfig, model: ModelFacts, limits: EngineLimits, eval_set: EvalSetConfig
+    ) -> Sampling:
         """As the held-out set says; unrestricted draws without routes."""
         total = config.rollout.max_total_tokens or model.max_positions
         length = eval_set.max_response_tokens or config.rollout.max_response_tokens
-        return cls(eval_set.temperature, 1.0, -1, length, total, False, model.refused_input)
+        return cls(eval_set.temperature, 1.0, -1, length, total, False, limits.refused_input)
 
     @property
     def restricted(self) -> bool:
@@ -149,13 +152,14 @@ class Generator:
         config: RunConfig,
         engines: Engines,
         tokenizer: Tokenizer,
-        model: ModelInfo,
+        model: ModelFacts,
+        limits: EngineLimits,
         version: Callable[[], int],
         on_request: Callable[[str, float, float], None],
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
         self._version, self._on_request = version, on_request
-        self._end_ids, self._stop = model.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
+        self._end_ids, self._stop = limits.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
         self._endings = Endings(self._end_ids, self._stop, tokenizer)
         self._slots = asyncio.Semaphore(config.rollout.concurrency * len(engines.clients))
         self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run

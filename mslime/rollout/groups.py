@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mslime.config.errors import DataError, reading
+from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, Sample
-from mslime.rollout.protocols import ModelInfo
 from mslime.rollout.state import check_stored, open_state, pack_groups, save_state, unpack_groups
 
 _NAME = re.compile(r"step_(\d+)\.npz")
@@ -75,11 +75,11 @@ def read_groups(path: Path) -> StepGroups:
     return StepGroups(step, version, groups)
 
 
-def fitted(stored: StepGroups, path: Path, config: RunConfig, model: ModelInfo, vocab_size: int) -> list[Group]:
+def fitted(stored: StepGroups, path: Path, config: RunConfig, model: ModelFacts) -> list[Group]:
     """The groups as this run trains them: without routes or a teacher's scores that it does not use.
 
     Args:
-        model: of the trainer; all its MoE layers, whether they are replayed or not.
+        model: of the trainer.
 
     Raises:
         DataError: they are of another model, or lack what the run needs.
@@ -94,16 +94,16 @@ def fitted(stored: StepGroups, path: Path, config: RunConfig, model: ModelInfo, 
             raise _refusal(path, "0 tokens", "has nothing to train on", "look at rollout.mask_truncated and the reward")
         groups = [replace(g, samples=[_used(s, config) for s in g.samples]) for g in stored.groups]
         for sample in (s for g in groups for s in g.samples):
-            _check_model(sample, path, model, vocab_size)
+            _check_model(sample, path, model)
             _check_complete(sample, path, config)
     return groups
 
 
-def _check_model(sample: Sample, path: Path, model: ModelInfo, vocab_size: int) -> None:
+def _check_model(sample: Sample, path: Path, model: ModelFacts) -> None:
     where = f"group {sample.group_id}, response {sample.index}"
     other = "name the run's model in model.path, or write the groups with this model"
-    if (largest := int(sample.tokens.max())) >= vocab_size:
-        raise _refusal(path, f"token {largest} ({where})", f"the model has {vocab_size} tokens", other)
+    if (largest := int(sample.tokens.max())) >= model.vocab_size:
+        raise _refusal(path, f"token {largest} ({where})", f"the model has {model.vocab_size} tokens", other)
     if len(sample) > model.max_positions:
         raise _refusal(path, f"{len(sample)} tokens ({where})", f"the model has {model.max_positions} positions", other)
     routes = sample.routes

@@ -107,21 +107,14 @@ class EvaluatedHook(Protocol):
 
 
 @dataclass(frozen=True)
-class ModelInfo:
-    """What generation must know of the model.
+class EngineLimits:
+    """Where engines end a sequence, beside the model's own length.
 
     Attributes:
-        moe_layer_ids: global ids of the layers that route; empty for a dense model.
-        num_experts, top_k: 0 for a dense model.
-        max_positions: longest sequence, in tokens.
         refused_input: an engine refuses to continue so many tokens, or more (6 fewer than its context holds).
         end_ids: tokens that end a response at the engines.
     """
 
-    moe_layer_ids: tuple[int, ...]
-    num_experts: int
-    top_k: int
-    max_positions: int
     refused_input: int = sys.maxsize
     end_ids: frozenset[int] = frozenset()
 

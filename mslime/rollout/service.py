@@ -18,6 +18,7 @@ from typing import Any
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.choices import PauseMode
 from mslime.config.errors import DataError, EngineError, UserError
+from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.checksums import FileSum
 from mslime.data.ledger import Ledger
@@ -28,9 +29,9 @@ from mslime.rollout.books import Books, new_group
 from mslime.rollout.evaluate import EvalResult, answer, summarise
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.protocols import (
+    EngineLimits,
     Engines,
     EvaluatedHook,
-    ModelInfo,
     ProgressHook,
     Scorer,
     SpanHook,
@@ -72,7 +73,8 @@ class RolloutService:
         source: PromptStream,
         tokenizer: Tokenizer,
         scorer: Scorer,
-        model: ModelInfo,
+        model: ModelFacts,
+        limits: EngineLimits,
         *,
         teacher: Teacher | None = None,
         eval_scorers: Mapping[str, Scorer] | None = None,
@@ -81,11 +83,12 @@ class RolloutService:
         on_evaluated: EvaluatedHook | None = None,
     ) -> None:
         self._config, self._engines, self._source, self._tokenizer = config, engines, source, tokenizer
-        self._scorer, self._model, self._on_progress, self._on_span = scorer, model, on_progress, on_span
+        self._scorer, self._model, self._limits = scorer, model, limits
+        self._on_progress, self._on_span = on_progress, on_span
         self._eval_scorers, self._on_evaluated = eval_scorers or {}, on_evaluated
         self.books = Books(config, taught=teacher is not None)
-        self._generator = Generator(config, engines, tokenizer, model, lambda: self.version, self._request_done)
-        self._sampling = Sampling.for_training(config, model)
+        self._generator = Generator(config, engines, tokenizer, model, limits, lambda: self.version, self._request_done)
+        self._sampling = Sampling.for_training(config, model, limits)
         scoring = Scoring(config, scorer, teacher, self._teaching)
         self._workflow = load_workflow(config.rollout.function)
         self._runner = GroupRunner(
@@ -191,7 +194,7 @@ class RolloutService:
         """
         started, step = time.time(), self._step
         rows = PromptSource([eval_set.path], self._config.data, self._tokenizer, self._config.seed, shuffle=False)
-        sampling = Sampling.for_evaluation(self._config, self._model, eval_set)
+        sampling = Sampling.for_evaluation(self._config, self._model, self._limits, eval_set)
         groups = [new_group(i, prompt, eval_set.samples_per_prompt) for i, prompt in enumerate(rows)]
         door = Door(Traffic(open=True), admitted=True)
 

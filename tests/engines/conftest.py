@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.server import EngineAddress, ServerProcess
 from mslime.config.keys import Endpoint
+from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig, RunConfig
 from mslime.config.serving import engine_spec
 from mslime.convert.families import get_family
@@ -55,7 +55,7 @@ class SharedServer:
 
     address: EngineAddress
     checkpoint: Path
-    model: ServedModel
+    model: ModelFacts
     process: ServerProcess
     start: Callable[[], tuple[ServerProcess, EngineAddress]]
     doubtful: bool = False
@@ -97,19 +97,14 @@ class SharedServer:
 def serve(checkpoint: Path, log_dir: Path, **sections: Mapping[str, Any]) -> SharedServer:
     """Start a server and wait for it; the caller stops `process`."""
     run, config = cpu_run(checkpoint, **sections), json.loads((checkpoint / "config.json").read_text())
-    routes = run.train.replay == "r3" and bool(get_family(config).model_fields(config).moe_layer_ids)
+    model = get_family(config).model_fields(config)
+    routes = run.train.replay == "r3" and bool(model.moe_layer_ids)
 
     def start() -> tuple[ServerProcess, EngineAddress]:
         process = ServerProcess(engine_spec(run), 0, log_dir, routes=routes)
         return process, process.start()
 
     process, address = start()
-    model = ServedModel(
-        config["num_hidden_layers"],
-        config.get("num_experts_per_tok") or 0,
-        config["vocab_size"],
-        config.get("num_experts") or 0,
-    )
     return SharedServer(address, checkpoint, model, process, start)
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,18 @@ from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
-from mslime.rollout.protocols import ModelInfo
+from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.service import RolloutService
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.engines.test_sglang_generate import Reference, log_softmax
 from tests.fixtures.engine_calls import drain, load_from_disk
+from tests.fixtures.model_facts import model_facts
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 from tests.unit import user_rollouts
 
 DEADLINE_S = 240
-MODEL = ModelInfo((0, 1, 2, 3), 8, 2, 2048)
+MODEL = model_facts(320, 2048, 4, (0, 1, 2, 3), 8, 2)
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +92,8 @@ async def service_for(config: RunConfig, tokenizer: HFTokenizer, *servers: Share
         client.name = f"engine{number}"
     pool, scorer = EnginePool(clients, config.rollout.concurrency), RewardScorer(config.reward)
     source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
-    model = replace(MODEL, end_ids=end_ids(config.model.path, tokenizer))
-    service = RolloutService(config, pool, source, tokenizer, scorer, model)
+    limits = EngineLimits(end_ids=end_ids(config.model.path, tokenizer))
+    service = RolloutService(config, pool, source, tokenizer, scorer, MODEL, limits)
     try:
         await scorer.start()  # else the engine finishes every response while the reward's process starts
         yield service, pool

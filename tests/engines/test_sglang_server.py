@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.generating import GenerateRequest, ServedModel
+from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.guard import shared_memory_of
 from mslime.backends.sglang.handshake import DECLARED, Needs, handshake
 from mslime.backends.sglang.pool import EnginePool
@@ -30,6 +30,7 @@ from mslime.config.errors import EngineError
 from mslime.config.serving import engine_spec
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.fixtures.engine_calls import load
+from tests.fixtures.model_facts import model_facts
 
 ALL_NEEDS = Needs(routes=True, supports=True, architectures=("Qwen3MoeForCausalLM",))
 
@@ -191,7 +192,7 @@ def test_a_request_without_the_key_is_refused(sglang_server: SharedServer) -> No
 
 def test_an_attached_server_needs_no_process(sglang_server: SharedServer) -> None:
     async def ask() -> int:
-        model = ServedModel(4, 2, 320)
+        model = model_facts(320, num_layers=4, top_k=2)
         keys = sglang_server.address.keys
         async with EngineClient(sglang_server.url, "attached", model=model, keys=keys) as client:
             return len((await client.generate(GenerateRequest("attached", [1], 3, ignore_eos=True))).output_ids)

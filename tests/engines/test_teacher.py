@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.scoring import ScoreRequest
-from mslime.backends.sglang.teacher import Student, meet_teacher
+from mslime.backends.sglang.teacher import meet_teacher
 from mslime.config.errors import EngineError
 from mslime.control.assemble import assemble
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
+from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.service import RolloutService
 from mslime.rollout.teacher import ServedTeacher
@@ -73,12 +74,12 @@ def test_a_server_is_a_teacher_of_its_own_vocabulary_and_no_larger_one(sglang_se
 
     async def work() -> None:
         async with sglang_server.client() as client:
-            await meet_teacher(client, Student(tokenizer, VOCABULARY, 1000))
+            await meet_teacher(client, tokenizer, VOCABULARY, 1000)
             assert client.model is not None and client.model.vocab_size == VOCABULARY
             with pytest.raises(EngineError, match="fewer token ids"):
-                await meet_teacher(client, Student(tokenizer, VOCABULARY + 1, 1000))
+                await meet_teacher(client, tokenizer, VOCABULARY + 1, 1000)
             with pytest.raises(EngineError, match="sequences of 2048 tokens"):
-                await meet_teacher(client, Student(tokenizer, VOCABULARY, 2048))
+                await meet_teacher(client, tokenizer, VOCABULARY, 2048)
             with pytest.raises(EngineError, match="beyond the vocabulary"):
                 await client.score(ScoreRequest("foreign", [1, VOCABULARY]))
 
@@ -102,7 +103,9 @@ def test_a_policy_that_is_its_own_teacher_agrees_with_it_in_every_shard(
         pool, teachers = EnginePool(clients[:1], 64), EnginePool(clients[1:], 8)
         scorer = RewardScorer(config.reward)
         source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
-        service = RolloutService(config, pool, source, tokenizer, scorer, MODEL, teacher=ServedTeacher(teachers))
+        service = RolloutService(
+            config, pool, source, tokenizer, scorer, MODEL, EngineLimits(), teacher=ServedTeacher(teachers)
+        )
         compared = continued = 0
         try:
             await scorer.start()  # else the engine finishes every response while the reward's process starts

@@ -16,14 +16,16 @@ from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
+from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.user_source import open_prompts
-from mslime.rollout.protocols import ModelInfo
+from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.service import RolloutService
+from tests.fixtures.model_facts import model_facts
 
 LAYERS, MOE_LAYERS, TOP_K, EXPERTS = 4, (1, 3), 2, 8
-MODEL = ModelInfo(MOE_LAYERS, EXPERTS, TOP_K, 256)
+MODEL = model_facts(max_positions=256, moe_layer_ids=MOE_LAYERS, num_experts=EXPERTS, top_k=TOP_K)
 
 
 PASSES = 16
@@ -221,13 +223,16 @@ def make_service(
     engines: FakeSlowEngine,
     scorer: Any = None,
     version: int = 0,
-    model: ModelInfo = MODEL,
+    model: ModelFacts = MODEL,
+    limits: EngineLimits | None = None,
     **hooks: Any,
 ) -> RolloutService:
     """A service over pretended engines, at `version`."""
     tokenizer = FakeTokenizer()
     source = open_prompts(config, tokenizer)
-    service = RolloutService(config, engines, source, tokenizer, scorer or FakeScorer(), model, **hooks)
+    service = RolloutService(
+        config, engines, source, tokenizer, scorer or FakeScorer(), model, limits or EngineLimits(), **hooks
+    )
     service.version = engines.version = version
     return service
 

@@ -14,11 +14,12 @@ from mslime.cli import main
 from mslime.config.cluster import Parts, claims
 from mslime.config.errors import CheckpointError, DataError
 from mslime.config.loader import build
+from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, Sample
 from mslime.rollout.groups import StepGroups, fitted, group_files, read_groups, write_groups
-from mslime.rollout.protocols import ModelInfo
 from mslime.rollout.state import save_state
+from tests.fixtures.model_facts import model_facts
 from tests.unit.test_rollout_state import equal, sample
 
 VOCABULARY = 1000
@@ -30,9 +31,10 @@ def scored(group: int, index: int) -> Sample:
     return made
 
 
-def model_of(made: Sample) -> ModelInfo:
+def model_of(made: Sample) -> ModelFacts:
     assert made.routes is not None
-    return ModelInfo(made.routes.layer_ids, 300, made.routes.experts.shape[2], 64)
+    routes = made.routes
+    return model_facts(VOCABULARY, 64, 64, routes.layer_ids, 300, routes.experts.shape[2])
 
 
 def config_of(**sections: Any) -> RunConfig:
@@ -93,7 +95,7 @@ def nothing(made: Sample) -> None:
         (nothing, {"top_k": 5}, {}, "top-5"),
         (nothing, {"num_experts": 1}, {}, "the model has 1 experts"),
         (nothing, {"max_positions": 3}, {}, "the model has 3 positions"),
-        (nothing, {}, {}, "the model has 2 tokens"),
+        (nothing, {"vocab_size": 2}, {}, "the model has 2 tokens"),
         (forget_routes, {}, {}, "has no routes to replay"),
         (forget_routes, {}, {"train": {"replay": "off"}}, ""),
         (unscore, {}, {}, "is not scored"),
@@ -116,16 +118,15 @@ def test_groups_that_do_not_fit_are_refused_by_file_and_reason(
 ) -> None:
     path, config = written(tmp_path), config_of(**sections)
     stored = read_groups(path)
-    vocabulary = VOCABULARY if told != "the model has 2 tokens" else 2
     info = replace(model_of(stored.groups[0].samples[0]), **of_model)
     for made in (s for g in stored.groups for s in g.samples):
         change(made)
     if told:
         with pytest.raises(DataError) as caught:
-            fitted(stored, path, config, info, vocabulary)
+            fitted(stored, path, config, info)
         assert caught.value.field == str(path) and told in caught.value.rule and caught.value.way_out
     else:
-        groups = fitted(stored, path, config, info, vocabulary)
+        groups = fitted(stored, path, config, info)
         assert [len(g.samples) for g in groups] == [2, 2, 2]
 
 
@@ -135,9 +136,9 @@ def test_routes_and_scores_that_a_run_does_not_use_are_left_out(tmp_path: Path) 
     for s in (s for g in stored.groups for s in g.samples):
         s.teacher_log_probs = np.zeros(len(s), np.float32)
     info = model_of(made)
-    (without, *_) = fitted(stored, tmp_path, config_of(train={"replay": "r2"}), info, VOCABULARY)[0].samples
+    (without, *_) = fitted(stored, tmp_path, config_of(train={"replay": "r2"}), info)[0].samples
     assert without.routes is None and without.teacher_log_probs is None and made.routes is not None
-    (kept, *_) = fitted(stored, tmp_path, config_of(), info, VOCABULARY)[0].samples
+    (kept, *_) = fitted(stored, tmp_path, config_of(), info)[0].samples
     assert kept.routes is made.routes
 
 

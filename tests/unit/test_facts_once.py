@@ -47,6 +47,7 @@ FACTS = {
         r'Literal\["(k1|abort|r3|some|all)", "',
         {"config/choices.py"},
     ),
+    "the sizes of a model": (r"\n    (num_experts|moe_layer_ids): ", {"config/model_facts.py"}),
     "routed or not": (r'"n_routed_experts", "num_local_experts"', set[str]()),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from mslime.config.errors import DataError, EngineError
 from mslime.config.loader import build
 from mslime.data.sample import Group, SampleStatus, check_invariants
 from mslime.rollout.books import Books
+from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.service import RolloutService
 from tests.unit.rollout_fakes import MODEL, FakeSlowEngine, make_service, publish, run_config, ticks
 
@@ -204,14 +205,17 @@ class FakeShortContextEngine(FakeSlowEngine):
         return replace(cut, finish="abort")
 
 
-SHORT_CONTEXT = replace(MODEL, max_positions=64, refused_input=FakeShortContextEngine.REFUSED)
+SHORT_CONTEXT = {
+    "model": replace(MODEL, max_positions=64),
+    "limits": EngineLimits(refused_input=FakeShortContextEngine.REFUSED),
+}
 
 
 def test_a_response_that_is_interrupted_at_the_context_s_end_is_cut_and_trained(tmp_path: Path) -> None:
     async def work() -> None:
         engine = FakeShortContextEngine(lambda group, index: 80)
         config = run_config(tmp_path, max_response_tokens=70)
-        batch = await make_service(config, engine, model=SHORT_CONTEXT).take(0)
+        batch = await make_service(config, engine, **SHORT_CONTEXT).take(0)
         assert sorted(len(s) for s in batch.samples) == [58, 59, 60, 61, 62, 62, 62, 62]
         assert all(s.status is SampleStatus.TRUNCATED and s.trainable_tokens for s in batch.samples)
 
@@ -224,7 +228,7 @@ def test_a_prompt_that_the_engine_would_refuse_is_named_by_its_row(tmp_path: Pat
         engine = FakeShortContextEngine(lambda group, index: 2)
         config = run_config(tmp_path, max_response_tokens=4)
         Path(config.data.prompts[0]).write_text(f'{{"prompt": "{"P" * length}", "label": ""}}\n' * 4)
-        service = make_service(config, engine, model=SHORT_CONTEXT)
+        service = make_service(config, engine, **SHORT_CONTEXT)
         if fits:
             assert len((await service.take(0)).groups) == 4
             return

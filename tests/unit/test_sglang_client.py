@@ -19,7 +19,6 @@ import mslime.backends.sglang.client as client_module
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import (
     GenerateRequest,
-    ServedModel,
     decode_routes,
     format_version,
     parse_generation,
@@ -27,9 +26,10 @@ from mslime.backends.sglang.generating import (
 )
 from mslime.config.errors import EngineError
 from mslime.config.schema import DeadlineConfig
+from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
-MODEL = ServedModel(LAYERS, TOP_K, VOCABULARY)
+MODEL = model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)
 
 
 def client(url: str, **deadlines: float) -> EngineClient:

@@ -19,16 +19,16 @@ from mslime.backends.sglang.client import EngineBusy, EngineClient
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     GenerateResult,
-    ServedModel,
     answer_limit,
     load_answer,
     parse_generation,
 )
 from mslime.config.errors import MALFORMED, EngineError
 from mslime.config.schema import DeadlineConfig
+from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
-MODEL = ServedModel(LAYERS, TOP_K, VOCABULARY, num_experts=64)
+MODEL = model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K, num_experts=64)
 ASKED = GenerateRequest("a", [9, 9, 9], 4, want_routes=True, routes_start=2)
 Spoil = Callable[[dict[str, Any]], object]
 
@@ -149,7 +149,7 @@ def test_an_answer_without_end_is_given_up_at_what_the_request_can_give() -> Non
 
 
 def test_the_largest_honest_answer_is_within_its_limit() -> None:
-    model = ServedModel(61, 8, 200_000, num_experts=256)
+    model = model_facts(200_000, num_layers=61, top_k=8, num_experts=256)
     request = GenerateRequest("a", list(range(100)), 4096, want_routes=True, want_support=True, top_k=20)
     n, rows = 4096, 100 + 4096 - 1
     pairs = [[-12.345678901234567, 199_999, None]] * n

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.handshake import DECLARED, Needs, handshake
 from mslime.config.errors import EngineError
+from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
 ALL = Needs(routes=True, supports=True, architectures=("Qwen3MoeForCausalLM",))
@@ -21,7 +21,7 @@ def shake(spoil: Callable[[FakeEngine], Any], needs: Needs = ALL) -> None:
     async def work() -> None:
         async with FakeEngine() as engine:
             spoil(engine)
-            model = ServedModel(LAYERS, TOP_K, VOCABULARY)
+            model = model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)
             async with EngineClient(engine.url, "engine0", model=model) as client:
                 await handshake(client, needs)
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.generating import GenerateRequest, ServedModel
+from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
 from mslime.config.errors import EngineError, WeightSyncError
+from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
 
@@ -23,7 +24,7 @@ def with_pool(work: Callable[[EnginePool, list[FakeEngine]], Awaitable[Any]], en
     async def main() -> Any:
         async with contextlib.AsyncExitStack() as stack:
             fakes = [await stack.enter_async_context(FakeEngine()) for _ in range(engines)]
-            model = ServedModel(LAYERS, TOP_K, VOCABULARY)
+            model = model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)
             pool = EnginePool([EngineClient(f.url, f"e{i}", model=model) for i, f in enumerate(fakes)], limit)
             stack.push_async_callback(pool.close)
             return await work(pool, fakes)

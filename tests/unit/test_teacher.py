@@ -17,23 +17,23 @@ from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.flags import server_fields
-from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
-from mslime.backends.sglang.teacher import Student, meet_teacher
+from mslime.backends.sglang.teacher import meet_teacher
 from mslime.config.errors import ConfigError, EngineError
 from mslime.config.loader import build
+from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig, RunConfig
 from mslime.config.serving import teacher_spec
 from mslime.control.assemble import assemble
 from mslime.data.sample import Group, Sample, check_invariants
 from mslime.rollout.state import pack_groups, unpack_groups
 from mslime.rollout.teacher import TRIES, ServedTeacher
+from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.rollout_fakes import FakeSlowEngine, FakeTeacher, FakeTokenizer, make_service, publish, run_config
 
-MODEL = ServedModel(0, 0, 300)
-STUDENT = Student(FakeTokenizer(), 200, 20)
+MODEL = model_facts(300)
 
 
 def run(work: Any) -> Any:
@@ -161,11 +161,11 @@ def test_a_wrong_count_and_a_foreign_id_name_the_server() -> None:
 # ------------------------------------------------------------------------------------------------- meeting a teacher
 
 
-def meet(student: Student, **spoilt: Any) -> ServedModel | None:
-    async def work() -> ServedModel | None:
+def meet(**spoilt: Any) -> ModelFacts | None:
+    async def work() -> ModelFacts | None:
         async with FakeEngine() as engine, EngineClient(engine.url, "teacher0") as client:
             vars(engine).update(spoilt)
-            await meet_teacher(client, student)
+            await meet_teacher(client, FakeTokenizer(), vocab_size=200, longest=20)
             return client.model
 
     return run(work())
@@ -173,8 +173,10 @@ def meet(student: Student, **spoilt: Any) -> ServedModel | None:
 
 def test_a_teacher_of_the_student_s_words_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 256}}))
-    assert meet(STUDENT, info={"model_path": str(tmp_path), "max_req_input_len": 21}) == ServedModel(0, 0, 256)
-    assert meet(STUDENT, info={"model_path": "somewhere/else"}) == ServedModel(0, 0, FakeTokenizer.vocab_size)
+    known = meet(info={"model_path": str(tmp_path), "max_req_input_len": 21})
+    assert known is not None and known.vocab_size == 256
+    elsewhere = meet(info={"model_path": "somewhere/else"})
+    assert elsewhere is not None and elsewhere.vocab_size == FakeTokenizer.vocab_size
 
 
 def test_a_teacher_of_other_words_or_with_too_little_room_is_refused_by_name(tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_a_teacher_of_other_words_or_with_too_little_room_is_refused_by_name(tmp
     ]
     for spoilt, why in cases:
         with pytest.raises(EngineError, match=f"(?s)teacher0.*{why}"):
-            meet(STUDENT, **spoilt)
+            meet(**spoilt)
 
 
 # ------------------------------------------------------------------------------------------- retries of the service

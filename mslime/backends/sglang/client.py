@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     GenerateResult,
-    ServedModel,
     answer_limit,
     format_version,
     load_answer,
@@ -39,6 +38,7 @@ from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.config.choices import PauseMode
 from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
+from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class EngineClient:
         url: str,
         name: str,
         deadlines: DeadlineConfig | None = None,
-        model: ServedModel | None = None,
+        model: ModelFacts | None = None,
         log_path: Path | None = None,
         keys: EngineKeys = NO_KEYS,
         identity: str = "",

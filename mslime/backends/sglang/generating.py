@@ -21,6 +21,7 @@ import pybase64
 from numpy.typing import NDArray
 
 from mslime.config.errors import EngineError
+from mslime.config.model_facts import ModelFacts
 from mslime.data.routes import narrowest_dtype
 
 Finish = Literal["stop", "length", "abort"]
@@ -135,23 +136,6 @@ class GenerateResult:
     retractions: int = 0
 
 
-@dataclass(frozen=True)
-class ServedModel:
-    """What a client must know of the model to check requests and read answers.
-
-    Attributes:
-        layers: all decoder layers, dense ones counted.
-        top_k: experts per token; 0 for a dense model.
-        vocab_size: rows of the embedding. A token id beyond it kills the server, so it is refused here.
-        num_experts: routed experts of a layer; 0 for a dense model.
-    """
-
-    layers: int
-    top_k: int
-    vocab_size: int
-    num_experts: int = 0
-
-
 def format_version(version: int) -> str:
     """A weight version as the engine stores it."""
     return str(version)
@@ -181,36 +165,36 @@ def load_answer(content: bytes) -> dict[str, Any]:
     return answer
 
 
-def decode_routes(encoded: str | memoryview, rows: int, model: ServedModel) -> NDArray[np.integer]:
+def decode_routes(encoded: str | memoryview, rows: int, model: ModelFacts) -> NDArray[np.integer]:
     """Base64 of C-ordered int32 -> [rows, layers, top-k] expert ids in the narrowest dtype for the model's experts.
 
     Raises ValueError for what is not base64, AssertionError for another number of entries or ids out of range.
     """
     decoded = pybase64.b64decode(encoded, validate=True)
-    expected = rows * model.layers * model.top_k
+    expected = rows * model.num_layers * model.top_k
     assert len(decoded) == 4 * expected, (
-        f"{len(decoded) / 4:g} route entries, expected {rows} x {model.layers} x {model.top_k} = {expected}"
+        f"{len(decoded) / 4:g} route entries, expected {rows} x {model.num_layers} x {model.top_k} = {expected}"
     )
     flat = np.frombuffer(decoded, np.int32)
     if model.num_experts:
         top = int(flat.view(np.uint32).max(initial=0))  # a negative id is a very large one
         assert top < model.num_experts, f"expert id {np.uint32(top).astype(np.int32)} of {model.num_experts}"
         flat = flat.astype(narrowest_dtype(model.num_experts))
-    return flat.reshape(rows, model.layers, model.top_k)
+    return flat.reshape(rows, model.num_layers, model.top_k)
 
 
-def answer_limit(request: GenerateRequest, model: ServedModel | None) -> int:
+def answer_limit(request: GenerateRequest, model: ModelFacts | None) -> int:
     """Bytes that an answer to `request` may have at most, generously counted."""
     per_token = 1024 + 16 * (max(request.top_k, 0) if request.want_support else 0)
     routes = 0
     if request.want_routes and model is not None:
         rows = len(request.input_ids) + request.max_new_tokens
-        routes = 6 * rows * model.layers * model.top_k  # base64 of int32 is 5.4 bytes an entry
+        routes = 6 * rows * model.num_layers * model.top_k  # base64 of int32 is 5.4 bytes an entry
     return (1 << 20) + per_token * request.max_new_tokens + routes
 
 
 def parse_generation(
-    request: GenerateRequest, answer: Mapping[str, Any], engine: str, model: ServedModel | None
+    request: GenerateRequest, answer: Mapping[str, Any], engine: str, model: ModelFacts | None
 ) -> GenerateResult:
     """One answer of /generate, checked against its request. Raises one of MALFORMED.
 
@@ -253,7 +237,7 @@ def _integers(values: Sequence[Any]) -> NDArray[np.int64]:
     return found.astype(np.int64)
 
 
-def _token_ids(values: Sequence[Any], model: ServedModel | None) -> NDArray[np.int32]:
+def _token_ids(values: Sequence[Any], model: ModelFacts | None) -> NDArray[np.int32]:
     ids = _integers(values)
     top = model.vocab_size if model is not None else 1 << 31
     beyond = ids[(ids < 0) | (ids >= top)]

@@ -182,7 +182,7 @@ async def _probe_routes(client: EngineClient) -> str:
     assert client.model is not None, "give the client its model"
     result = await _generate(client, want_routes=True, routes_start=1)
     rows = len(PROBE_PROMPT) + PROBE_TOKENS - 2
-    expected = (rows, client.model.layers, client.model.top_k)
+    expected = (rows, client.model.num_layers, client.model.top_k)
     got = None if result.routes is None else result.routes.shape
     return "" if got == expected else f"routes came back as {got} instead of {expected}"
 

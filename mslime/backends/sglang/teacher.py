@@ -9,69 +9,61 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.generating import ServedModel
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.errors import CheckpointError, EngineError
 from mslime.config.hf_config import language_model, read_hf_config
+from mslime.config.model_facts import ModelFacts
 from mslime.data.tokenizer import Tokenizer, first_difference, probe_texts
 
 _PROBE = (1, 2, 3, 4)
 
 
-@dataclass(frozen=True)
-class Student:
-    """What a teacher must fit.
-
-    Attributes:
-        vocab_size: rows of its embedding.
-        longest: tokens of a sequence that is sure to be scored.
-    """
-
-    tokenizer: Tokenizer
-    vocab_size: int
-    longest: int
-
-
-async def meet_teachers(clients: Sequence[EngineClient], student: Student) -> None:
+async def meet_teachers(clients: Sequence[EngineClient], tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
     """`meet_teacher` with every server at once."""
-    await asyncio.gather(*(meet_teacher(client, student) for client in clients))
+    await asyncio.gather(*(meet_teacher(client, tokenizer, vocab_size, longest) for client in clients))
 
 
-async def meet_teacher(client: EngineClient, student: Student) -> None:
+async def meet_teacher(client: EngineClient, tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
     """Check one server, and tell its client how many ids it embeds.
+
+    Args:
+        tokenizer, vocab_size: of the student; rows of its embedding.
+        longest: tokens of a sequence that is sure to be scored.
 
     Raises:
         EngineError: the server is not there, is of other words or too few, is too short, or does not score.
     """
     with client.reading("handshake"):
-        await _meet(client, student)
+        await _meet(client, tokenizer, vocab_size, longest)
 
 
-async def _meet(client: EngineClient, student: Student) -> None:
+async def _meet(client: EngineClient, tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
     info = await client.server_info()
     rows = embedding_rows(Path(str(info.get("model_path", ""))))
-    if rows is not None and rows < student.vocab_size:
+    if rows is not None and rows < vocab_size:
         raise EngineError(
             client.name,
             f"a vocabulary of {rows}",
-            f"the teacher embeds fewer token ids than the student, which may sample any of {student.vocab_size}",
+            f"the teacher embeds fewer token ids than the student, which may sample any of {vocab_size}",
             "serve a teacher of the student's family",
         )
-    await _compare_tokenizers(client, student.tokenizer)
+    await _compare_tokenizers(client, tokenizer)
     # Where its checkpoint is out of sight, it embeds at least the tokens of its tokenizer, which is ours.
-    client.model = ServedModel(layers=0, top_k=0, vocab_size=rows or student.tokenizer.vocab_size)
+    rows = rows or tokenizer.vocab_size
+    client.model = ModelFacts(
+        vocab_size=rows, max_positions=longest, num_layers=0, moe_layer_ids=(), num_experts=0, top_k=0
+    )
     limit = info.get("max_req_input_len")
-    if isinstance(limit, int) and student.longest >= limit:
+    if isinstance(limit, int) and longest >= limit:
         raise EngineError(
             client.name,
             f"at most {limit - 1} tokens",
-            f"the teacher must score sequences of {student.longest} tokens and more",
+            f"the teacher must score sequences of {longest} tokens and more",
             "start it with a longer context, or lower rollout.max_response_tokens or rollout.max_total_tokens",
         )
     scores = await client.score(ScoreRequest(f"handshake-{client.name}-{secrets.token_hex(8)}", _PROBE))

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Literal, cast
 
 from mslime.config.errors import CheckpointError
+from mslime.config.model_facts import ModelFacts
 from mslime.convert.engine import EngineParameter, engine_parameters
 from mslime.convert.table import RuleTable
 
@@ -28,18 +29,13 @@ def as_object(value: object) -> dict[str, object] | None:
     return cast("dict[str, object]", value) if isinstance(value, dict) else None
 
 
-@dataclass(frozen=True)
-class ModelFields:
+@dataclass(frozen=True, kw_only=True)
+class ModelFields(ModelFacts):
     """What a model needs beside megatron-core's TransformerConfig.
 
     Attributes:
-        vocab_size: rows of the embedding, without padding.
-        max_positions: longest sequence that the checkpoint was made for, in tokens.
         rotary_base, rotary_percent: rotary embedding; the latter is the share of a head that rotates.
         tie_embeddings: the output layer is the embedding.
-        num_layers: transformer layers.
-        moe_layer_ids: global ids of the layers that route.
-        num_experts, top_k: 0 for a dense model.
         position_embedding: `rope`, or `yarn` (its settings are TransformerConfig's `yarn_*`); multi-latent attention
             makes its own and reads neither.
         llama3_factor: factor of Llama 3's frequency scaling; None: not scaled.
@@ -47,15 +43,9 @@ class ModelFields:
         post_norms: what attention and MLP add to the residual stream is normed first.
     """
 
-    vocab_size: int
-    max_positions: int
     rotary_base: float
     rotary_percent: float
     tie_embeddings: bool
-    num_layers: int
-    moe_layer_ids: tuple[int, ...]
-    num_experts: int
-    top_k: int
     position_embedding: Literal["rope", "yarn"] = "rope"
     llama3_factor: float | None = None
     joint_qk_norm: bool = False
