@@ -134,44 +134,23 @@ class RolloutActor:
             version: weight version that the trainer starts with.
             teachers: servers of the teacher, if SGLang serves one.
         """
-        from mslime.backends.sglang.client import EngineClient
         from mslime.backends.sglang.endings import end_ids
-        from mslime.backends.sglang.handshake import Needs, handshake_all
-        from mslime.backends.sglang.pool import EnginePool
         from mslime.control.assemble import SourceNames
         from mslime.data.tokenizer import load_tokenizer
         from mslime.data.user_source import open_prompts
         from mslime.preflight.seams import check_seams
         from mslime.rollout.protocols import EngineLimits
-        from mslime.rollout.rewards.scorer import RewardScorer
         from mslime.rollout.service import RolloutService
 
         config, model = self._config, self._run.model
         check_seams(config, "rollout service")
         self._layers = layers
         hide(*(key for a in (*addresses, *teachers) for key in (a.keys.api, a.keys.admin)))
-        _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
-        clients = [
-            EngineClient(a.url, a.name, config.deadlines, model, a.log_path, a.keys, a.identity) for a in addresses
-        ]
-        architectures = (self._run.family.architecture,)
-        needs = Needs(
-            bool(self._run.replayed_layers), supports=False, architectures=architectures,
-            dtype=engine_dtype(config, self._run.hf_config), checkpoint_dtype=checkpoint_dtype(self._run.hf_config),
-        )  # fmt: skip
-        refused_input = await handshake_all(clients, needs)
-        self._pool = EnginePool(clients, config.rollout.concurrency)
+        refused_input = await self._meet_engines(addresses)
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
         source = open_prompts(config, tokenizer)
         self._source_name = SourceNames()
-        self._scorer = RewardScorer(config.reward, tokenizer=tokenizer)
-        self._eval_scorers = {
-            s.name: RewardScorer(s.reward, f"data.eval_sets[{i}].reward", tokenizer)
-            for i, s in enumerate(config.data.eval_sets)
-            if s.reward is not None
-        }
-        for scorer in (self._scorer, *self._eval_scorers.values()):
-            await scorer.start()
+        await self._open_rewards(tokenizer)
         self._service = RolloutService(
             config,
             self._pool,
@@ -193,6 +172,40 @@ class RolloutActor:
         _log.info("prompts are open, generation begins with version %d", version)
         self._samples = SampleLog(config.observe.save_rollouts, tokenizer)
         samples.begin(config.run_dir, version)
+
+    async def _meet_engines(self, addresses: Sequence[EngineAddress]) -> int:
+        """Connect to the engines and check what they can do; how many tokens they refuse to continue."""
+        from mslime.backends.sglang.client import EngineClient
+        from mslime.backends.sglang.handshake import Needs, handshake_all
+        from mslime.backends.sglang.pool import EnginePool
+
+        config, model = self._config, self._run.model
+        _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
+        clients = [
+            EngineClient(a.url, a.name, config.deadlines, model, a.log_path, a.keys, a.identity) for a in addresses
+        ]
+        architectures = (self._run.family.architecture,)
+        needs = Needs(
+            bool(self._run.replayed_layers), supports=False, architectures=architectures,
+            dtype=engine_dtype(config, self._run.hf_config), checkpoint_dtype=checkpoint_dtype(self._run.hf_config),
+        )  # fmt: skip
+        refused_input = await handshake_all(clients, needs)
+        self._pool = EnginePool(clients, config.rollout.concurrency)
+        return refused_input
+
+    async def _open_rewards(self, tokenizer: Tokenizer) -> None:
+        """Start what scores responses of training and of held-out sets."""
+        from mslime.rollout.rewards.scorer import RewardScorer
+
+        config = self._config
+        self._scorer = RewardScorer(config.reward, tokenizer=tokenizer)
+        self._eval_scorers = {
+            s.name: RewardScorer(s.reward, f"data.eval_sets[{i}].reward", tokenizer)
+            for i, s in enumerate(config.data.eval_sets)
+            if s.reward is not None
+        }
+        for scorer in (self._scorer, *self._eval_scorers.values()):
+            await scorer.start()
 
     async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
         """The teacher behind these servers, which are checked; None when there are none."""

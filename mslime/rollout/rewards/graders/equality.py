@@ -16,7 +16,17 @@ from sympy import Basic, MatrixBase
 
 from mslime.rollout.rewards.graders.latex import CLOSING, OPENING, clean, key, words
 from mslime.rollout.rewards.graders.numbers import Measured, Plain, comparable, read_number, same_number, without_unit
-from mslime.rollout.rewards.graders.shapes import Leaf, Many, Matrix, Region, Relation, Shape, as_region, read_shape
+from mslime.rollout.rewards.graders.shapes import (
+    Leaf,
+    Many,
+    Matrix,
+    Region,
+    Relation,
+    Shape,
+    as_region,
+    read_shape,
+    written,
+)
 from mslime.rollout.rewards.graders.symbolic import (
     NoValueError,
     equals_number,
@@ -463,7 +473,7 @@ def _pieces_are_read(shape: Shape) -> bool:
 
 def _by_math_verify(g: Shape, a: Shape) -> bool:
     """Sets and relations in forms that are not told apart here."""
-    texts = _written(g), _written(a)
+    texts = written(g), written(a)
     if any(_WORD.search(_COMPUTED.sub(" ", t)) for t in texts):
         return False  # it reads a word as the product of its letters
     expressions = [read_expression(t) for t in texts]
@@ -486,21 +496,3 @@ def _refuse_towers(expression: Basic | MatrixBase) -> None:
         exact(expression)
     except NoValueError:
         return
-
-
-def _written(shape: Shape) -> str:
-    """A form as LaTeX again."""
-    if isinstance(shape, Leaf):
-        return shape.text
-    if isinstance(shape, Relation):
-        spelt = {"<=": r" \le ", ">=": r" \ge ", "!=": r" \ne ", "in": r" \in "}
-        return shape.parts[0] + "".join(spelt.get(s, s) + p for s, p in zip(shape.signs, shape.parts[1:], strict=True))
-    if isinstance(shape, Region):
-        return r" \cup ".join(f"{'(' if p[2] else '['}{p[0]},{p[1]}{')' if p[3] else ']'}" for p in shape.pieces)
-    if isinstance(shape, Many):
-        ends = {"set": (r"\{", r"\}"), "list": ("", ""), "union": ("", "")}.get(
-            shape.kind, (shape.kind[0], shape.kind[-1])
-        )
-        joint = r" \cup " if shape.kind == "union" else ", "
-        return ends[0] + joint.join(_written(i) for i in shape.items) + ends[1]
-    return r"\begin{pmatrix}" + r"\\".join("&".join(_written(c) for c in row) for row in shape.rows) + r"\end{pmatrix}"

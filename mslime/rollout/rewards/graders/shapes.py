@@ -260,3 +260,21 @@ def _is_variable(text: str) -> bool:
         len(re.sub(r"\\[a-zA-Z]+|_\{?\w+\}?|\(.*\)|'", "", text.strip())) <= 2
         and text.strip() not in (r"\infty", r"\pi", "e")
     )
+
+
+def written(shape: Shape) -> str:
+    """A form as LaTeX again."""
+    if isinstance(shape, Leaf):
+        return shape.text
+    if isinstance(shape, Relation):
+        spelt = {"<=": r" \le ", ">=": r" \ge ", "!=": r" \ne ", "in": r" \in "}
+        return shape.parts[0] + "".join(spelt.get(s, s) + p for s, p in zip(shape.signs, shape.parts[1:], strict=True))
+    if isinstance(shape, Region):
+        return r" \cup ".join(f"{'(' if p[2] else '['}{p[0]},{p[1]}{')' if p[3] else ']'}" for p in shape.pieces)
+    if isinstance(shape, Many):
+        ends = {"set": (r"\{", r"\}"), "list": ("", ""), "union": ("", "")}.get(
+            shape.kind, (shape.kind[0], shape.kind[-1])
+        )
+        joint = r" \cup " if shape.kind == "union" else ", "
+        return ends[0] + joint.join(written(i) for i in shape.items) + ends[1]
+    return r"\begin{pmatrix}" + r"\\".join("&".join(written(c) for c in row) for row in shape.rows) + r"\end{pmatrix}"
