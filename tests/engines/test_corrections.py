@@ -37,6 +37,12 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "topr, old ones masked": {"loss": "topr", "correction": {"preset": "bypass", "max_age": 2}},
     "gmpo, sequences dropped": {"loss": "gmpo", "correction": {"preset": "geo_rs", "low": 0.99, "high": 1.05}},
 }  # fmt: skip
+USER = "tests.unit.user_functions"
+TWINS: dict[str, dict[str, Any]] = {
+    "built in": {"loss": "ppo", "correction": {"preset": "mis", "low": 0.8, "high": 1.2}},
+    "a user's": {"loss": f"{USER}:ppo_again", "correction": {"function": f"{USER}:narrow_mis"}},
+}
+"""The same algorithm twice."""
 LAYOUTS: dict[str, dict[str, int]] = {"cp2": {"cp": 2}, "tp2_dp2": {"tp": 2, "dp": 2}}
 
 
@@ -71,7 +77,7 @@ def every_algorithm(trainer: MegatronTrainer) -> dict[str, Any]:
     log_probs = trainer.log_probs(plain)
     shard, runner = with_segments(plain, log_probs), trainer.runner
     found: dict[str, Any] = {}
-    for name, fields in ALGORITHMS.items():
+    for name, fields in (ALGORITHMS | TWINS).items():
         spec = replace(trainer.spec, algorithm=AlgorithmConfig(**fields))
         trainer.runner = replace(runner, spec=spec)
         found[name] = metrics_and_gradients(trainer, shard, None)
@@ -86,9 +92,13 @@ def whole(trainer: MegatronTrainer) -> dict[str, Any]:
 
 
 def compared(trainer: MegatronTrainer, alone: dict[str, Any]) -> dict[str, tuple[dict[str, float], float]]:
-    """(metrics, largest difference of this rank's gradients from its parts of one process's) under each algorithm."""
+    """(metrics, largest difference of this rank's gradients from its parts of one process's) under each algorithm; 0
+    where `alone` lacks it: so many tensors are all that one message takes."""
     found = every_algorithm(trainer)["found"]
-    return {name: (m, largest_difference(trainer, g, alone[name][1])) for name, (m, g) in found.items()}
+    return {
+        name: (m, largest_difference(trainer, g, alone[name][1]) if name in alone else 0.0)
+        for name, (m, g) in found.items()
+    }
 
 
 def config(directory: Path, **sizes: int) -> Any:
@@ -136,11 +146,21 @@ def test_one_process_reports_what_numpy_finds_from_its_log_probs(name: str, alon
     assert any(0 < metrics[n] < 1 for n in touched) or metrics["correction/mean_weight"] < 0.9, metrics
 
 
+def test_a_users_loss_and_correction_that_say_the_same_train_the_same_bits(alone: dict[str, Any]) -> None:
+    (metrics, gradients), (expected, built_in) = alone["found"]["a user's"], alone["found"]["built in"]
+    assert gradients.keys() == built_in.keys() and all(g.equal(built_in[name]) for name, g in gradients.items())
+    assert {n for n in expected if metrics[n] != expected[n]} <= {"correction/clipped_fraction"}
+    assert (
+        metrics["user/twice"] == pytest.approx(2 * metrics["user/ratio"]) and expected["correction/masked_fraction"] > 0
+    )
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_segments_and_ages_are_corrected_alike_in_every_layout(
     layout: str, directory: Path, alone: dict[str, Any]
 ) -> None:
-    for found in run_trainers(compared, config(directory, **LAYOUTS[layout]), alone["found"]):
+    known = {name: alone["found"][name] for name in ALGORITHMS}
+    for found in run_trainers(compared, config(directory, **LAYOUTS[layout]), known):
         for name, (metrics, difference) in found.items():
             expected, gradients = alone["found"][name]
             largest = max(float(g.abs().max()) for g in gradients.values())

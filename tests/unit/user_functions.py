@@ -78,6 +78,11 @@ def mis_again(log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     return rho, (rho >= 0.5) & (rho <= 2.0)
 
 
+def narrow_mis(log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    rho = torch.exp(log_ratio)
+    return rho, (rho >= 0.8) & (rho <= 1.2)
+
+
 def weights_alone(log_ratio: Tensor, batch: TokenBatch) -> Tensor:
     return torch.exp(log_ratio)
 
