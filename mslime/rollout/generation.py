@@ -23,7 +23,7 @@ from mslime.backends.sglang.endings import Endings
 from mslime.backends.sglang.generating import Finish, GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError, reading
 from mslime.config.model_facts import ModelFacts
-from mslime.config.schema import EvalSetConfig, RunConfig
+from mslime.config.schema import EvalSetConfig, RolloutConfig, RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
@@ -59,11 +59,11 @@ class Sampling:
 
     @classmethod
     def for_evaluation(
-        cls, config: RunConfig, model: ModelFacts, limits: EngineLimits, eval_set: EvalSetConfig
+        cls, rollout: RolloutConfig, model: ModelFacts, limits: EngineLimits, eval_set: EvalSetConfig
     ) -> Sampling:
         """As the held-out set says; unrestricted draws without routes."""
-        total = config.rollout.max_total_tokens or model.max_positions
-        length = eval_set.max_response_tokens or config.rollout.max_response_tokens
+        total = rollout.max_total_tokens or model.max_positions
+        length = eval_set.max_response_tokens or rollout.max_response_tokens
         return cls(eval_set.temperature, 1.0, -1, length, total, False, limits.refused_input)
 
     @property

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.errors import UserError
-from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.rollout.books import Books
 from mslime.rollout.generation import Generator, Sampling, Traffic
@@ -71,7 +70,8 @@ class GroupRunner:
     """Runs the groups of training.
 
     Args:
-        workflow: the function of `rollout.function`.
+        seed: of the run.
+        spec, workflow: `rollout.function`, and the function that it names.
         on_response: called after each finished response.
         on_end: called when a group has ended or rests, so that another may be submitted.
 
@@ -83,7 +83,8 @@ class GroupRunner:
 
     def __init__(
         self,
-        config: RunConfig,
+        seed: int,
+        spec: str,
         workflow: Workflow,
         books: Books,
         generator: Generator,
@@ -92,7 +93,7 @@ class GroupRunner:
         on_response: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._seed, self._spec, self._workflow = config.seed, config.rollout.function, workflow
+        self._seed, self._spec, self._workflow = seed, spec, workflow
         self._books, self._generator, self._sampling, self._scoring = books, generator, sampling, scoring
         self._on_response, self._on_end = on_response, on_end
         self._live: dict[int, _LiveGroup] = {}

@@ -89,10 +89,18 @@ class RolloutService:
         self.books = Books(config, taught=teacher is not None)
         self._generator = Generator(config, engines, tokenizer, model, limits, lambda: self.version, self._request_done)
         self._sampling = Sampling.for_training(config, model, limits)
-        scoring = Scoring(config, scorer, teacher, self._teaching)
+        scoring = Scoring(config.reward, config.rollout.max_response_tokens, scorer, teacher, self._teaching)
         self._workflow = load_workflow(config.rollout.function)
         self._runner = GroupRunner(
-            config, self._workflow, self.books, self._generator, self._sampling, scoring, self._report, self._pump
+            config.seed,
+            config.rollout.function,
+            self._workflow,
+            self.books,
+            self._generator,
+            self._sampling,
+            scoring,
+            self._report,
+            self._pump,
         )
         self._works_ahead = config.rollout.max_staleness > 0  # generates while the trainer works
         self._pause_mode: PauseMode = config.rollout.pause_mode if self._works_ahead else "abort"
@@ -194,7 +202,7 @@ class RolloutService:
         """
         started, step = time.time(), self._step
         rows = PromptSource([eval_set.path], self._config.data, self._tokenizer, self._config.seed, shuffle=False)
-        sampling = Sampling.for_evaluation(self._config, self._model, self._limits, eval_set)
+        sampling = Sampling.for_evaluation(self._config.rollout, self._model, self._limits, eval_set)
         groups = [new_group(i, prompt, eval_set.samples_per_prompt) for i, prompt in enumerate(rows)]
         door = Door(Traffic(open=True), admitted=True)
 

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.config.reward import RewardConfig
-from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, Sample, SampleStatus, check_teacher_log_probs
 from mslime.rollout.protocols import Scorer, Teacher
 
@@ -20,13 +19,20 @@ class Scoring:
     interruption is not done again."""
 
     def __init__(
-        self, config: RunConfig, scorer: Scorer, teacher: Teacher | None, span: Callable[[], Callable[[], None]]
+        self,
+        shaping: RewardConfig,
+        limit: int,
+        scorer: Scorer,
+        teacher: Teacher | None,
+        span: Callable[[], Callable[[], None]],
     ) -> None:
         """
         Args:
+            shaping: what is taken off a reward. limit: `rollout.max_response_tokens`.
             span: called when the teacher begins; what it returns, when it has ended.
         """
-        self._config, self._scorer, self._teacher, self._span = config, scorer, teacher, span
+        self._shaping, self._limit = shaping, limit
+        self._scorer, self._teacher, self._span = scorer, teacher, span
 
     async def sample_finished(self, sample: Sample) -> None:
         """Reward and teach a sample, both at once. Raises the first error of the two, when both are through."""
@@ -50,8 +56,7 @@ class Scoring:
             if reward is None:
                 sample.status = SampleStatus.FAILED
             else:
-                limit = self._config.rollout.max_response_tokens
-                sample.reward = shaped(sample, reward, self._config.reward, limit)
+                sample.reward = shaped(sample, reward, self._shaping, self._limit)
 
     async def _teach(self, sample: Sample) -> None:
         if self._teacher is not None and sample.teacher_log_probs is None:
