@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 
@@ -11,8 +10,6 @@ import torch
 from mslime.weights.broadcast import BroadcastTransport
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link, Pending, Transport
-
-log = logging.getLogger(__name__)
 
 
 def timed(link: Link) -> Transport:
@@ -33,4 +30,5 @@ class Timed:
 
     def wait(self) -> None:
         self.pending.wait()
-        log.info("%s: %d bytes in %.3f s", self.bucket.describe(), self.bucket.hf_bytes, time.monotonic() - self.begin)
+        seconds = time.monotonic() - self.begin
+        print(f"{self.bucket.describe()}: {self.bucket.hf_bytes} bytes in {seconds:.3f} s", flush=True)

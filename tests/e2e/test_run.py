@@ -72,6 +72,7 @@ OWN: dict[str, Any] = {
         "correction": f"{FUNCTIONS}:no_weights",
     },
     "hooks": {"step": f"{FUNCTIONS}:half_way"},
+    "weights": {"transport": "examples.extending.transport:timed"},
 }  # fmt: skip
 """A run in which whatever can be is a user's."""
 
@@ -147,6 +148,8 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
     assert {info.dtype for info in HFCheckpoint(first.directory / "hf").info.values()} == {"BF16"}
 
     check_logs(first.directory / "logs", first.text())
+    sender = (first.directory / "logs" / "trainer_rank0.log").read_text()
+    assert len(re.findall(r"^bucket 0 \(stage 0, .*\): \d+ bytes in ", sender, re.MULTILINE)) == 3, "versions 0, 1, 2"
 
     # Two pipeline stages instead of TP2 EP2: the checkpoint is resharded, the metrics go on.
     resumed = (

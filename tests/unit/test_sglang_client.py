@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import mslime.backends.sglang.client as client_module
-from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.client import EngineClient, EngineDied, blocking
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     decode_routes,
@@ -236,3 +236,16 @@ def test_a_version_that_is_not_ours_is_an_error() -> None:
 
     with pytest.raises(EngineError, match="somebody-else"):
         run(work())
+
+
+def test_a_blocking_call_works_within_somebody_elses_event_loop() -> None:
+    """A notebook has one, and runs are started from notebooks."""
+
+    async def answer() -> int:
+        await asyncio.sleep(0)
+        return 7
+
+    async def notebook() -> int:
+        return blocking(answer())
+
+    assert asyncio.run(notebook()) == blocking(answer()) == 7
