@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mslime.algorithms.advantages import group_rewards, rollout_advantages
 from mslime.algorithms.losses import policy_loss
-from mslime.algorithms.statistics import finalise
+from mslime.algorithms.statistics import LossStatistics, finalise
+from mslime.backends.megatron.step import metrics
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.errors import ConfigError
 
@@ -108,3 +110,20 @@ def test_a_correction_by_function_survives_being_written_and_read() -> None:
     assert AlgorithmConfig(**config.as_dict()) == config
     own = AlgorithmConfig(loss="dppo_tv", correction={"function": "a:b"})  # pyright: ignore[reportArgumentType]
     assert own.correction.reference == "recompute"
+
+
+def test_a_rank_without_the_loss_learns_what_the_others_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = policy_loss(as_inputs(TOKENS), algorithm(loss=f"{USER}:ppo_again")).statistics
+    others = iter([told.sums, told.maxima])
+
+    def gathered(names: list[Any], own: tuple[str, ...], group: object) -> None:
+        names[:] = [own, told.user_names]
+
+    monkeypatch.setattr(metrics.dist, "all_reduce", lambda tensor, **_: tensor.add_(next(others)))
+    monkeypatch.setattr(metrics.dist, "all_gather_object", gathered)
+    monkeypatch.setattr(metrics.dist, "get_world_size", lambda group: 2)
+    found = finalise(metrics.over_all_ranks(LossStatistics.zeros()))
+    assert found == finalise(told) and "user/ratio" in found
+    others = iter([torch.zeros_like(told.sums), torch.zeros_like(told.maxima)])
+    monkeypatch.setattr(metrics.dist, "all_gather_object", None)  # nothing is reported, so nothing is gathered
+    assert metrics.over_all_ranks(LossStatistics.zeros()).user_names == ()
