@@ -8,9 +8,9 @@ from rich.console import Group as RichGroup
 from rich.table import Table
 from rich.text import Text
 
-from mslime.config.advice import warnings
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
+from mslime.config.warnings import warnings
 from mslime.preflight.environment import gpu_warnings
 from mslime.preflight.resolve import ResolvedRun
 from mslime.rollout.books import SubmitGate

@@ -26,11 +26,11 @@ from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
 from mslime.weights.buckets import TORCH_DTYPES, convert, gather, named_tensors, pack
+from mslime.weights.carried import CarriedTensors
 from mslime.weights.expected import ExpectedDigests
 from mslime.weights.groups import SyncGroups
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.transport import Link, Pending, Receivers, Transport, find_transport, group_name
-from mslime.weights.untrained import Untrained
 
 _T = TypeVar("_T")
 NamedParams = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -289,15 +289,15 @@ class WeightSender:
         self._exchange(None)
         plan, params = self._export_plan(), dict(self._params())
         failure: Exception | None = None
-        untrained = Untrained(self._table, None, (), {})
+        carried = CarriedTensors(self._table, None, (), {})
         try:
             if self._groups.is_leader:
-                untrained = Untrained.of(self._table, source)
+                carried = CarriedTensors.of(self._table, source)
         except CheckpointError as error:
             failure = error
         self._raise_together("export", failure)
         writer = ShardWriter(staging, f"stage{self._groups.stage}")
-        failure = self._write_stage(writer, plan, params, untrained)
+        failure = self._write_stage(writer, plan, params, carried)
         written: tuple[dict[str, str], int] = ({}, 0)
         try:
             written = writer.close() if failure is None else written
@@ -322,7 +322,7 @@ class WeightSender:
         return self.plan if same else self._make_plan(self._export_dtype)
 
     def _write_stage(
-        self, writer: ShardWriter, plan: WeightPlan, params: Mapping[str, torch.Tensor], untrained: Untrained
+        self, writer: ShardWriter, plan: WeightPlan, params: Mapping[str, torch.Tensor], carried: CarriedTensors
     ) -> ValueError | None:
         """This stage's tensors; the first failure to write is returned after all gathers are over."""
         failure: ValueError | None = None
@@ -330,13 +330,13 @@ class WeightSender:
             try:
                 flat = self._fill(bucket, params)
                 for name, tensor in named_tensors(bucket, flat) if flat is not None and failure is None else ():
-                    for alias in (name, *untrained.copies.get(name, ())):
+                    for alias in (name, *carried.copies.get(name, ())):
                         writer.add(alias, tensor)
             except ValueError as error:
                 failure = failure or error
         try:
             if failure is None and self._groups.stage == self._groups.layout.pp - 1:
-                for name, tensor in untrained.tensors(TORCH_DTYPES[self._export_dtype]):
+                for name, tensor in carried.tensors(TORCH_DTYPES[self._export_dtype]):
                     writer.add(name, tensor)
         except ValueError as error:
             failure = error

@@ -23,7 +23,7 @@ from mslime.data.user_source import UserSource
 from mslime.observe.hooks import call_step_hook
 from mslime.preflight.seams import check_seams, seams_of
 from mslime.rollout.contract import check_workflow
-from mslime.rollout.rewards.verdict import checked
+from mslime.rollout.rewards.result import checked
 from tests.unit.rollout_fakes import FakeTokenizer
 
 from .algorithms_reference import random_tokens

@@ -17,8 +17,8 @@ from mslime.data.sample import Group, Sample
 from mslime.rollout.evaluate import pass_at_k, summarise
 from mslime.rollout.filters import load_filter
 from mslime.rollout.rewards.pool import Worker, WorkerLostError, end_process
+from mslime.rollout.rewards.result import Job
 from mslime.rollout.rewards.scorer import RewardScorer
-from mslime.rollout.rewards.verdict import Job
 
 USER = "tests.unit.user_rewards"
 

@@ -14,7 +14,7 @@ from mslime.config.errors import ConfigError
 from mslime.config.reward import HttpRewardConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
-from mslime.rollout.rewards.verdict import Verdict, checked
+from mslime.rollout.rewards.result import RewardResult, checked
 
 MOST_BYTES = 64 * 2**20  # of an answer
 AGAIN = (408, 425, 429)  # and every 5xx
@@ -46,7 +46,7 @@ class HttpGrader:
         self._timeout = aiohttp.ClientTimeout(total=limit_s)
         self._limit_s = limit_s
         self._session: aiohttp.ClientSession | None = None
-        self._waiting: list[tuple[Sample, asyncio.Future[Verdict]]] = []
+        self._waiting: list[tuple[Sample, asyncio.Future[RewardResult]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._slots = asyncio.Semaphore(config.concurrency)
 
@@ -57,11 +57,11 @@ class HttpGrader:
             headers["Authorization"] = f"Bearer {token_of(self._config.auth_env, self._place)}"
         self._session = aiohttp.ClientSession(timeout=self._timeout, headers=headers)
 
-    async def score(self, sample: Sample) -> Verdict:
-        """The verdict on a sample; what went wrong with its request is the verdict's error."""
+    async def score(self, sample: Sample) -> RewardResult:
+        """The result of a sample; what went wrong with its request is its error."""
         if self._session is None:
             await self.start()
-        future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
         self._waiting.append((sample, future))
         if len(self._waiting) == 1:
             self._spawn(self._send_later())
@@ -88,7 +88,7 @@ class HttpGrader:
         await self._send()
 
     async def _send(self) -> None:
-        """Post what waits, and hand out the verdicts."""
+        """Post what waits, and hand out the results."""
         batch, self._waiting = self._waiting[: self._config.batch_size], self._waiting[self._config.batch_size :]
         if self._waiting:
             self._spawn(self._send_later())
@@ -96,18 +96,18 @@ class HttpGrader:
             return
         try:
             async with self._slots:
-                verdicts = await self._verdicts([sample for sample, _ in batch])
+                results = await self._results([sample for sample, _ in batch])
         except (_AgainError, _RefusedError) as error:
-            verdicts = [Verdict(0.0, f"{self._url} {error}")] * len(batch)
+            results = [RewardResult(0.0, f"{self._url} {error}")] * len(batch)
         except BaseException:
             for _, future in batch:
                 future.cancel()
             raise
-        for (_, future), verdict in zip(batch, verdicts, strict=True):
+        for (_, future), result in zip(batch, results, strict=True):
             if not future.done():
-                future.set_result(verdict)
+                future.set_result(result)
 
-    async def _verdicts(self, samples: list[Sample]) -> list[Verdict]:
+    async def _results(self, samples: list[Sample]) -> list[RewardResult]:
         """Raises _AgainError when the last attempt failed, _RefusedError for an answer that is none."""
         body = orjson.dumps(
             {"samples": [self._row(s) for s in samples]}, default=str, option=orjson.OPT_SERIALIZE_NUMPY

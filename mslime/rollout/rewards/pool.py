@@ -17,7 +17,7 @@ from typing import Any
 
 from mslime.config.errors import ConfigError
 from mslime.data.sample import Sample
-from mslime.rollout.rewards.verdict import Job, Verdict
+from mslime.rollout.rewards.result import Job, RewardResult
 from mslime.rollout.rewards.worker import HEADER, encode
 
 START_SECONDS = 120.0  # importing a user's module may load a model
@@ -26,7 +26,7 @@ ASYNC_SLOTS = 64  # samples that one worker's async function may be awaiting at 
 
 
 Asked = Sample | list[Sample]
-Answer = Verdict | list[Verdict]
+Answer = RewardResult | list[RewardResult]
 
 
 class WorkerLostError(Exception):
@@ -105,9 +105,9 @@ class Worker:
         assert self._process.stdout is not None
         try:
             while True:
-                number, verdict = await _read_message(self._process.stdout)
+                number, result = await _read_message(self._process.stdout)
                 if number in self._waiting and not self._waiting[number].done():
-                    self._waiting[number].set_result(verdict)
+                    self._waiting[number].set_result(result)
         except asyncio.IncompleteReadError:
             reason = _describe_exit(await self._process.wait())
         except Exception as error:  # the function wrote to the pipe: whatever unpickling raises
@@ -159,21 +159,21 @@ class WorkerPool:
         self._turns: asyncio.Semaphore | None = None
         self._want_alone = 0
 
-    async def score(self, sample: Sample) -> Verdict:
-        """The verdict on a sample. Raises ConfigError when the function cannot be imported."""
-        verdict = await self._answer(sample)
-        assert isinstance(verdict, Verdict), "a list answers a group"
-        return verdict
+    async def score(self, sample: Sample) -> RewardResult:
+        """The result of a sample. Raises ConfigError when the function cannot be imported."""
+        result = await self._answer(sample)
+        assert isinstance(result, RewardResult), "a list answers a group"
+        return result
 
-    async def score_group(self, samples: Sequence[Sample]) -> list[Verdict]:
-        """The verdicts on the samples of a group, which are asked together. Raises ConfigError likewise."""
-        verdicts = await self._answer(list(samples))
-        return [verdicts] * len(samples) if isinstance(verdicts, Verdict) else verdicts
+    async def score_group(self, samples: Sequence[Sample]) -> list[RewardResult]:
+        """The results of the samples of a group, which are asked together. Raises ConfigError likewise."""
+        results = await self._answer(list(samples))
+        return [results] * len(samples) if isinstance(results, RewardResult) else results
 
     async def _answer(self, asked: Asked) -> Answer:
         async with await self._queue():
             result = await self._try(asked, alone=False) or await self._try(asked, alone=True)
-        assert result is not None, "what is alone with its process gets a verdict"
+        assert result is not None, "what is alone with its process gets a result"
         return result
 
     async def start(self) -> None:
@@ -211,10 +211,10 @@ class WorkerPool:
             return await worker.call(asked, self._job.limit_s)
         except TimeoutError:
             await worker.kill()
-            stuck = Verdict(0.0, f"took longer than {self._job.limit_s:g} s; its process was killed")
+            stuck = RewardResult(0.0, f"took longer than {self._job.limit_s:g} s; its process was killed")
             return stuck if alone or not worker.concurrent else None
         except WorkerLostError as error:
-            return Verdict(0.0, str(error)) if alone else None
+            return RewardResult(0.0, str(error)) if alone else None
         finally:
             worker.claims -= 1
             worker.reserved = False

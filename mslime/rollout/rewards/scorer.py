@@ -21,7 +21,7 @@ from mslime.rollout.rewards.graders import words
 from mslime.rollout.rewards.graders.labels import label_problem
 from mslime.rollout.rewards.http import HttpGrader
 from mslime.rollout.rewards.pool import WorkerPool
-from mslime.rollout.rewards.verdict import Job, Verdict
+from mslime.rollout.rewards.result import Job, RewardResult
 
 MATH_MEMORY = 2 * 2**30  # bytes that grading may take; a number of that size is nobody's answer
 _TEXT: dict[str, Callable[[str, Any], float]] = {"exact": words.exact, "letters": words.letters, "f1": words.f1}
@@ -32,14 +32,14 @@ _MATH = {
 
 
 class Grader(Protocol):
-    """Gives verdicts on samples."""
+    """Scores samples."""
 
     async def start(self) -> None:
         """Get ready, before anything is generated. Raises ConfigError when that fails."""
         ...
 
-    async def score(self, sample: Sample) -> Verdict:
-        """The verdict on a sample; what went wrong with it is the verdict's error."""
+    async def score(self, sample: Sample) -> RewardResult:
+        """The result of a sample; what went wrong with it is its error."""
         ...
 
     async def close(self) -> None:
@@ -56,9 +56,9 @@ class TextGrader:
     async def start(self) -> None:
         """Nothing to do."""
 
-    async def score(self, sample: Sample) -> Verdict:
-        """The verdict on a sample."""
-        return Verdict(self._function(sample.response, sample.label))
+    async def score(self, sample: Sample) -> RewardResult:
+        """The result of a sample."""
+        return RewardResult(self._function(sample.response, sample.label))
 
     async def close(self) -> None:
         """Nothing to do."""
@@ -124,16 +124,16 @@ class RewardScorer:
     async def score_group(self, samples: Sequence[Sample]) -> list[float | None]:
         """`score` of each of the samples of a prompt; a part of kind `per: group` is asked once for all of them."""
         bare = [dataclasses.replace(s, routes=None, supports=None) for s in samples]  # large, and no reward reads them
-        by_part = await asyncio.gather(*(self._verdicts(part, grader, bare) for part, grader in self._graders))
-        self._metrics |= {name for verdicts in by_part for v in verdicts for name in v.metrics}
+        by_part = await asyncio.gather(*(self._results(part, grader, bare) for part, grader in self._graders))
+        self._metrics |= {name for results in by_part for v in results for name in v.metrics}
         if len(self._metrics) > MOST_METRICS:
             rule = f"a run has {MOST_METRICS} at most; names are not for values"
             raise RewardError(f"reward {self.name}", f"{len(self._metrics)} names of metrics", rule, "return fewer")
         return [self._decided(sample, [v[i] for v in by_part]) for i, sample in enumerate(samples)]
 
-    def _decided(self, sample: Sample, verdicts: list[Verdict]) -> float | None:
-        """The reward that the parts' verdicts make, by `on_error`."""
-        failed = [(part, v) for (part, _), v in zip(self._graders, verdicts, strict=True) if v.error]
+    def _decided(self, sample: Sample, results: list[RewardResult]) -> float | None:
+        """The reward that the parts' results make, by `on_error`."""
+        failed = [(part, v) for (part, _), v in zip(self._graders, results, strict=True) if v.error]
         if failed:
             self.errors += 1
             sample.error = "; ".join(v.error for _, v in failed)
@@ -142,47 +142,47 @@ class RewardScorer:
                 raise self._error(sample, *fatal[0])
             if fatal and self._config.on_error == "drop":
                 return None
-        return self._add_up(sample, verdicts)
+        return self._add_up(sample, results)
 
     async def close(self) -> None:
         """End the worker processes and connections."""
         for _, grader in self._graders:
             await grader.close()
 
-    async def _verdicts(self, part: RewardPartConfig, grader: Grader, samples: Sequence[Sample]) -> list[Verdict]:
+    async def _results(self, part: RewardPartConfig, grader: Grader, samples: Sequence[Sample]) -> list[RewardResult]:
         if part.per == "group":
             assert isinstance(grader, WorkerPool), "only functions are asked for groups"
             return await grader.score_group(samples)
-        return await asyncio.gather(*(self._verdict(part, grader, sample) for sample in samples))
+        return await asyncio.gather(*(self._result(part, grader, sample) for sample in samples))
 
-    async def _verdict(self, part: RewardPartConfig, grader: Grader, sample: Sample) -> Verdict:
+    async def _result(self, part: RewardPartConfig, grader: Grader, sample: Sample) -> RewardResult:
         problem = label_problem(part.kind, sample.label)
-        return Verdict(0.0, problem) if problem else await grader.score(sample)
+        return RewardResult(0.0, problem) if problem else await grader.score(sample)
 
     def _is_answers_fault(self, part: RewardPartConfig, sample: Sample) -> bool:
         """Whether an error of this part says something about the response, and not about the row or the function."""
         return part.kind in _MATH and not label_problem(part.kind, sample.label)
 
-    def _error(self, sample: Sample, part: RewardPartConfig, verdict: Verdict) -> RewardError:
+    def _error(self, sample: Sample, part: RewardPartConfig, result: RewardResult) -> RewardError:
         bad_label = label_problem(part.kind, sample.label)
         return RewardError(
             f"reward {part.function or part.name}",
             f"group {sample.group_id}, sample {sample.index}: {sample.response[:200]!r}",
-            verdict.error,
+            result.error,
             "mend the row's label; `mslime check` names the row" if bad_label else
             "mend the function, or set reward.on_error to zero or drop",
         )  # fmt: skip
 
-    def _add_up(self, sample: Sample, verdicts: list[Verdict]) -> float:
+    def _add_up(self, sample: Sample, results: list[RewardResult]) -> float:
         """The sum of weighted rewards; what the parts said goes to the sample."""
         parts = [part for part, _ in self._graders]
         sample.process_rewards = [
-            (at, part.weight * step) for part, v in zip(parts, verdicts, strict=True) for at, step in v.steps
+            (at, part.weight * step) for part, v in zip(parts, results, strict=True) for at, step in v.steps
         ]
-        sample.scores = {f"user/{name}": number for v in verdicts for name, number in v.metrics.items()}
+        sample.scores = {f"user/{name}": number for v in results for name, number in v.metrics.items()}
         if self._config.parts:
-            sample.scores |= {f"reward/{p.name}/mean": v.reward for p, v in zip(parts, verdicts, strict=True)}
-        return sum(part.weight * v.reward for part, v in zip(parts, verdicts, strict=True))
+            sample.scores |= {f"reward/{p.name}/mean": v.reward for p, v in zip(parts, results, strict=True)}
+        return sum(part.weight * v.reward for part, v in zip(parts, results, strict=True))
 
 
 def exact_match(sample: Sample) -> float:

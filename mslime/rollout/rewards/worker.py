@@ -2,7 +2,7 @@
 
 Frames (four bytes of length, then a pickle) arrive on standard input and leave on a private copy of standard output;
 what the function prints goes to standard error. The first frame is the job; afterwards every frame is
-(number, sample) and is answered by (number, verdict), or both are lists, of a group. The parent kills a worker that
+(number, sample) and is answered by (number, result), or both are lists, of a group. The parent kills a worker that
 does not answer.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from mslime.config.errors import ConfigError
 from mslime.extensions import check_parameters, load_function
 from mslime.rollout.rewards.graders.limits import Interrupted, interrupted_after, limit_memory
-from mslime.rollout.rewards.verdict import Job, Verdict, checked, checked_group
+from mslime.rollout.rewards.result import Job, RewardResult, checked, checked_group
 
 HEADER = struct.Struct("<I")
 
@@ -40,8 +40,8 @@ def read_frame(stream: BinaryIO) -> Any:
     return pickle.loads(stream.read(HEADER.unpack(header)[0])) if len(header) == HEADER.size else None
 
 
-async def answer(function: Callable[[Any], Any], asked: Any, job: Job) -> Verdict | list[Verdict]:
-    """The verdict on one sample, or those on a group; an error is text, with where it was raised, and one for all."""
+async def answer(function: Callable[[Any], Any], asked: Any, job: Job) -> RewardResult | list[RewardResult]:
+    """The result on one sample, or those on a group; an error is text, with where it was raised, and one for all."""
     limit = asyncio.timeout(job.limit_s)
     try:
         async with limit:
@@ -50,12 +50,12 @@ async def answer(function: Callable[[Any], Any], asked: Any, job: Job) -> Verdic
             if inspect.isawaitable(value):
                 value = await value
     except Interrupted:
-        return Verdict(0.0, f"took longer than {job.limit_s:g} s")
+        return RewardResult(0.0, f"took longer than {job.limit_s:g} s")
     except Exception as error:  # a user's function may raise anything: reported, never fatal
         if isinstance(error, TimeoutError) and limit.expired():
-            return Verdict(0.0, f"took longer than {job.limit_s:g} s")
+            return RewardResult(0.0, f"took longer than {job.limit_s:g} s")
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return Verdict(0.0, f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
+        return RewardResult(0.0, f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
     return checked_group(value, [len(s) for s in asked]) if job.per_group else checked(value, len(asked))
 
 

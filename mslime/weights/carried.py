@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Untrained:
+class CarriedTensors:
     """The part of one checkpoint.
 
     Attributes:
@@ -36,7 +36,7 @@ class Untrained:
     copies: Mapping[str, tuple[str, ...]]
 
     @classmethod
-    def of(cls, table: RuleTable, directory: Path) -> Untrained:
+    def of(cls, table: RuleTable, directory: Path) -> CarriedTensors:
         """Read the names from the checkpoint's headers. Raises CheckpointError when it cannot be read."""
         if not table.untrained_names and not table.aliases:
             return cls(table, None, (), {})

@@ -1,6 +1,6 @@
 """What a reward function is asked, and what it said of a sample: a number, perhaps with more, or why there is none.
 
-A module of its own, because verdicts travel between a worker process, where its program is `__main__`, and its parent.
+A module of its own, because results travel between a worker process, where its program is `__main__`, and its parent.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RewardResult:
     """What became of scoring one sample.
 
     Attributes:
@@ -51,8 +51,8 @@ class Verdict:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-def checked(value: Any, length: int) -> Verdict:
-    """The verdict on what a function returned for a sample of `length` tokens.
+def checked(value: Any, length: int) -> RewardResult:
+    """The result in what a function returned for a sample of `length` tokens.
 
     A finite number; a pair of that and process rewards; or an object {"reward": ..., "metrics": {name: number}}.
     """
@@ -61,28 +61,28 @@ def checked(value: Any, length: int) -> Verdict:
         unknown = sorted(str(k) for k in value if k not in ("reward", "metrics"))
         if "reward" not in value or unknown:
             wrong = f"with the keys {', '.join(unknown)} besides" if unknown else "without the key 'reward'"
-            return Verdict(0.0, f"returned an object {wrong}; it may hold 'reward' and 'metrics'")
+            return RewardResult(0.0, f"returned an object {wrong}; it may hold 'reward' and 'metrics'")
         found = checked_metrics(value.get("metrics") or {})
         if isinstance(found, str):
-            return Verdict(0.0, found)
+            return RewardResult(0.0, found)
         value, metrics = value["reward"], found
     value, steps = value if isinstance(value, tuple) and len(value) == 2 else (value, ())
     if isinstance(value, str) or not isinstance(value, SupportsFloat):
-        return Verdict(0.0, f"returned {value!r:.80}, which is not a number")
+        return RewardResult(0.0, f"returned {value!r:.80}, which is not a number")
     reward = float(value)
     if not math.isfinite(reward):
-        return Verdict(0.0, f"returned {reward}, which is not finite")
+        return RewardResult(0.0, f"returned {reward}, which is not finite")
     pairs = _checked_steps(steps, length)
-    return Verdict(0.0, pairs) if isinstance(pairs, str) else Verdict(reward, steps=pairs, metrics=metrics)
+    return RewardResult(0.0, pairs) if isinstance(pairs, str) else RewardResult(reward, steps=pairs, metrics=metrics)
 
 
-def checked_group(value: Any, lengths: Sequence[int]) -> list[Verdict] | Verdict:
-    """The verdicts on what a function returned for the samples of a group, or the one on all of them."""
+def checked_group(value: Any, lengths: Sequence[int]) -> list[RewardResult] | RewardResult:
+    """The results in what a function returned for the samples of a group, or the one on all of them."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        return Verdict(0.0, f"returned {value!r:.80}, which is not a list with a reward for each sample")
+        return RewardResult(0.0, f"returned {value!r:.80}, which is not a list with a reward for each sample")
     returned = list(value)
     if len(returned) != len(lengths):
-        return Verdict(0.0, f"returned {len(returned)} rewards for a group of {len(lengths)} samples")
+        return RewardResult(0.0, f"returned {len(returned)} rewards for a group of {len(lengths)} samples")
     return [checked(each, length) for each, length in zip(returned, lengths, strict=True)]
 
 
