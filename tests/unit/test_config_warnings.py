@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mslime.config.advice import warnings
+from mslime.config.warnings import warnings
 
 from mslime.config.algorithm import POLICY_LOSSES
 from mslime.config.errors import ConfigError

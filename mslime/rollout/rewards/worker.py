@@ -41,7 +41,7 @@ def read_frame(stream: BinaryIO) -> Any:
 
 
 async def answer(function: Callable[[Any], Any], asked: Any, job: Job) -> RewardResult | list[RewardResult]:
-    """The result on one sample, or those on a group; an error is text, with where it was raised, and one for all."""
+    """The result of one sample, or those of a group; an error is text, with where it was raised, and one for all."""
     limit = asyncio.timeout(job.limit_s)
     try:
         async with limit:
