@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from mslime.config.warnings import warnings
 
 from mslime.config.algorithm import POLICY_LOSSES
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build
+from mslime.config.warnings import warnings
 
 
 def advice(algorithm: dict[str, Any], staleness: int = 0, steps: int = 1, **train: Any) -> list[str]:
