@@ -180,7 +180,7 @@ class Replay(Session):
         """The groups of a file as shards."""
         begin, path, model, config = self._timeline.now(), self._files[step + 1], self._run.model, self.config
         stored = read_groups(path)
-        groups = fitted(stored, path, config, model)
+        groups = fitted(stored, path, config.train, config.teacher.serves, model)
         work = assemble(groups, config, stored.version, self._source_name)
         shards = references(work.shards, config.layout, self._layers)
         end = self._timeline.now()

@@ -148,7 +148,7 @@ class RolloutActor:
         hide(*(key for a in (*addresses, *teachers) for key in (a.keys.api, a.keys.admin)))
         refused_input = await self._meet_engines(addresses)
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-        source = open_prompts(config, tokenizer)
+        source = open_prompts(config.data, config.seed, tokenizer)
         self._source_name = SourceNames()
         await self._open_rewards(tokenizer)
         self._service = RolloutService(

@@ -31,10 +31,12 @@ class SupervisedRows:
         config = self._config = run.config
         limit = config.rollout.max_total_tokens or run.model.max_positions
         tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-        self.source = SupervisedSource(config.data.prompts, config, tokenizer, limit)
+        self.source = SupervisedSource(config.data.prompts, config.data, config.train, config.seed, tokenizer, limit)
         self._held_out: dict[str, list[Sample]] = {}
         for index, held_out in enumerate(config.data.eval_sets):
-            samples = SupervisedSource([held_out.path], config, tokenizer, limit, shuffle=False).samples()
+            samples = SupervisedSource(
+                [held_out.path], config.data, config.train, config.seed, tokenizer, limit, shuffle=False
+            ).samples()
             if not samples:
                 raise DataError(f"data.eval_sets[{index}].path", held_out.path, "every row is too long",
                                 "raise rollout.max_total_tokens, or give shorter rows")  # fmt: skip

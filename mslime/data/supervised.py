@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from mslime.config.errors import DataError
-from mslime.config.schema import RunConfig
+from mslime.config.schema import DataConfig, TrainConfig
 from mslime.data.conversation import Supervised, supervised_turns
 from mslime.data.sample import Sample, SampleStatus
 from mslime.data.source import Prompt, PromptSource, Row
@@ -37,7 +37,15 @@ class SupervisedSource:
     """
 
     def __init__(
-        self, specs: Sequence[str], config: RunConfig, tokenizer: Tokenizer, limit: int, *, shuffle: bool | None = None
+        self,
+        specs: Sequence[str],
+        data: DataConfig,
+        train: TrainConfig,
+        seed: int,
+        tokenizer: Tokenizer,
+        limit: int,
+        *,
+        shuffle: bool | None = None,
     ) -> None:
         """
         Args:
@@ -46,8 +54,8 @@ class SupervisedSource:
         Raises:
             DataError: as `PromptSource`.
         """
-        self._config, self._tokenizer, self.limit = config, tokenizer, limit
-        self.rows = PromptSource(specs, config.data, tokenizer, config.seed, shuffle=shuffle)
+        self._data, self._train, self._tokenizer, self.limit = data, train, tokenizer, limit
+        self.rows = PromptSource(specs, data, tokenizer, seed, shuffle=shuffle)
         self.cut = 0
 
     def __len__(self) -> int:
@@ -69,7 +77,7 @@ class SupervisedSource:
             self.cut += fitted.cut
             if fitted.sequences:
                 return [_sample(one, group_id, part, row) for part, one in enumerate(fitted.sequences)]
-        raise DataError("train.sft_too_long", self._config.train.sft_too_long, f"every one of the {len(self)} rows is "
+        raise DataError("train.sft_too_long", self._train.sft_too_long, f"every one of the {len(self)} rows is "
                         "too long", "raise rollout.max_total_tokens, or give shorter rows")  # fmt: skip
 
     def fitted(self, row: Row) -> Fitted:
@@ -78,7 +86,7 @@ class SupervisedSource:
         long = [len(one.tokens) for one in sequences if len(one.tokens) > self.limit]
         if not sequences or not long:
             return Fitted(sequences, skipped=int(not sequences))
-        what = self._config.train.sft_too_long
+        what = self._train.sft_too_long
         if what == "refuse":
             raise DataError(row.where, f"{max(long)} tokens", f"the model takes {self.limit} tokens at most, prompt "
                             "and response together", "set train.sft_too_long to skip or cut, raise "
@@ -89,12 +97,12 @@ class SupervisedSource:
 
     def _sequences(self, row: Row) -> list[Supervised]:
         """A row's sequences, whatever their length; none when `data.max_prompt_tokens` skips it."""
-        data = self._config.data
+        data = self._data
         if data.messages_key is None:
             prompt = self.rows.fitting(row)
             return [] if prompt is None else [labelled(prompt, self._tokenizer)]
         options = data.chat_template_kwargs | ({} if row.tools is None else {"tools": row.tools})
-        messages, loss_on = cast("list[dict[str, Any]]", row.prompt), self._config.train.sft_loss_on
+        messages, loss_on = cast("list[dict[str, Any]]", row.prompt), self._train.sft_loss_on
         return supervised_turns(messages, options, self._tokenizer, row.where, loss_on)
 
     def samples(self) -> list[Sample]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 from mslime.config.errors import ConfigError, DataError, nearest
-from mslime.config.schema import DataConfig, RunConfig
+from mslime.config.schema import DataConfig
 from mslime.data.source import Prompt, PromptSource, PromptStream, Row, checked_row, fitting
 from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import calling, load_function
@@ -19,12 +19,11 @@ MOST_TOO_LONG = 1000
 """Prompts in a row that may be too long, before none is taken to fit."""
 
 
-def open_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptStream:
+def open_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer) -> PromptStream:
     """What a run draws its training prompts from: the files of `data.prompts`, or `data.source`. Raises UserError."""
-    data = config.data
     if data.source is None:
-        return PromptSource(data.prompts, data, tokenizer, config.seed)
-    return UserSource(data.source, data, tokenizer, config.seed)
+        return PromptSource(data.prompts, data, tokenizer, seed)
+    return UserSource(data.source, data, tokenizer, seed)
 
 
 class UserSource:

@@ -367,7 +367,7 @@ def try_run(config: RunConfig) -> list[Tried]:
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
     if config.train.task == "sft":
         return try_functions(config, Prompt([1], None, {}, ""), tokenizer)
-    return try_functions(config, open_prompts(config, tokenizer).next(), tokenizer)
+    return try_functions(config, open_prompts(config.data, config.seed, tokenizer).next(), tokenizer)
 
 
 def as_table(tried: list[Tried]) -> Table:

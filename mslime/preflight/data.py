@@ -50,7 +50,7 @@ def check_supervised_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -
     """`check_data` of supervised training: rows with what is trained of them, and no reward."""
 
     def open_files(specs: list[str], shuffle: bool | None) -> SupervisedSource:
-        return SupervisedSource(specs, config, tokenizer, limit, shuffle=shuffle)
+        return SupervisedSource(specs, config.data, config.train, config.seed, tokenizer, limit, shuffle=shuffle)
 
     sources = _held_in_files(config, open_files)
     return [note for name, source in sources.items() for note in _check_rows(config, source, name, tokenizer)]
@@ -107,7 +107,7 @@ class DrawnPrompts:
     """The first prompts of `data.source`, from an object of their own: those of the run begin anew."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        source = open_prompts(config, tokenizer)
+        source = open_prompts(config.data, config.seed, tokenizer)
         self._prompts = [source.next() for _ in range(DRAWN)]
         self.skipped = source.skipped
 

@@ -113,7 +113,10 @@ async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any)
         config, script, tokenizer, model, EngineLimits(), lambda: script.version, lambda *request: None
     )
     sample = Sample.from_prompt(0, 0, tokenizer.encode(prompt, special_tokens=True), label)
-    door, sampling = Door(Traffic(open=True), admitted=True), Sampling.for_training(config, model, EngineLimits())
+    door, sampling = (
+        Door(Traffic(open=True), admitted=True),
+        Sampling.for_training(config.rollout, config.train.replay, model, EngineLimits()),
+    )
     rollout = Rollout(sample, "g0", function, generator, sampling, door)
     watch = asyncio.create_task(_longest_block())
     await asyncio.sleep(0)

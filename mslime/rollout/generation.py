@@ -21,6 +21,7 @@ import numpy as np
 from mslime.backends.sglang.client import EngineBusy, EngineDied
 from mslime.backends.sglang.endings import Endings
 from mslime.backends.sglang.generating import Finish, GenerateRequest, GenerateResult
+from mslime.config.choices import ReplayMode
 from mslime.config.errors import EngineError, reading
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import EvalSetConfig, RolloutConfig, RunConfig
@@ -50,12 +51,11 @@ class Sampling:
     refused_input: int = sys.maxsize
 
     @classmethod
-    def for_training(cls, config: RunConfig, model: ModelFacts, limits: EngineLimits) -> Sampling:
+    def for_training(cls, r: RolloutConfig, replay: ReplayMode, model: ModelFacts, limits: EngineLimits) -> Sampling:
         """As `rollout` says; with routes when they are replayed."""
-        r = config.rollout
         total = r.max_total_tokens or model.max_positions
-        replay = config.train.replay == "r3" and bool(model.moe_layer_ids)
-        return cls(r.temperature, r.top_p, r.top_k, r.max_response_tokens, total, replay, limits.refused_input)
+        routes = replay == "r3" and bool(model.moe_layer_ids)
+        return cls(r.temperature, r.top_p, r.top_k, r.max_response_tokens, total, routes, limits.refused_input)
 
     @classmethod
     def for_evaluation(

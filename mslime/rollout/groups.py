@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mslime.config.errors import DataError, reading
 from mslime.config.model_facts import ModelFacts
-from mslime.config.schema import RunConfig
+from mslime.config.schema import TrainConfig
 from mslime.data.sample import Group, Sample
 from mslime.rollout.state import check_stored, open_state, pack_groups, save_state, unpack_groups
 
@@ -75,27 +75,28 @@ def read_groups(path: Path) -> StepGroups:
     return StepGroups(step, version, groups)
 
 
-def fitted(stored: StepGroups, path: Path, config: RunConfig, model: ModelFacts) -> list[Group]:
+def fitted(stored: StepGroups, path: Path, train: TrainConfig, taught: bool, model: ModelFacts) -> list[Group]:
     """The groups as this run trains them: without routes or a teacher's scores that it does not use.
 
     Args:
+        taught: a served teacher scores the run's responses.
         model: of the trainer.
 
     Raises:
         DataError: they are of another model, or lack what the run needs.
     """
     with reading(DataError, str(path), "cannot be trained", "write the groups again with this version of mslime"):
-        steps = config.train.optimizer_steps_per_rollout
+        routed, steps = train.replay == "r3", train.optimizer_steps_per_rollout
         if len(stored.groups) < steps:
             raise _refusal(path, f"{len(stored.groups)} groups", f"cannot fill {steps} optimizer steps",
                            "lower train.optimizer_steps_per_rollout")  # fmt: skip
         samples = [s for g in stored.groups for s in g.samples]
         if not any(s.trainable_tokens for s in samples):
             raise _refusal(path, "0 tokens", "has nothing to train on", "look at rollout.mask_truncated and the reward")
-        groups = [replace(g, samples=[_used(s, config) for s in g.samples]) for g in stored.groups]
+        groups = [replace(g, samples=[_used(s, routed, taught) for s in g.samples]) for g in stored.groups]
         for sample in (s for g in groups for s in g.samples):
             _check_model(sample, path, model)
-            _check_complete(sample, path, config)
+            _check_complete(sample, path, routed, taught)
     return groups
 
 
@@ -117,24 +118,24 @@ def _check_model(sample: Sample, path: Path, model: ModelFacts) -> None:
         raise _refusal(path, f"expert {largest} ({where})", f"the model has {model.num_experts} experts", other)
 
 
-def _check_complete(sample: Sample, path: Path, config: RunConfig) -> None:
+def _check_complete(sample: Sample, path: Path, routed: bool, taught: bool) -> None:
     where = f"group {sample.group_id}, response {sample.index}"
     if sample.reward is None:
         raise _refusal(path, where, "is not scored", "write the groups again")
-    if config.train.replay == "r3" and sample.routes is None:
+    if routed and sample.routes is None:
         raise _refusal(path, where, "has no routes to replay (train.replay: r3)",
                        "set train.replay to r2 or off, or write the groups with r3")  # fmt: skip
-    if config.teacher.serves and sample.teacher_log_probs is None:
+    if taught and sample.teacher_log_probs is None:
         raise _refusal(path, where, "has no scores of the teacher, which is served",
                        "write groups with this teacher, or hold it in the trainer (model.teacher_path)")  # fmt: skip
 
 
-def _used(sample: Sample, config: RunConfig) -> Sample:
+def _used(sample: Sample, routed: bool, taught: bool) -> Sample:
     """The sample without what the run does not look at."""
     return replace(
         sample,
-        routes=sample.routes if config.train.replay == "r3" else None,
-        teacher_log_probs=sample.teacher_log_probs if config.teacher.serves else None,
+        routes=sample.routes if routed else None,
+        teacher_log_probs=sample.teacher_log_probs if taught else None,
     )
 
 

@@ -88,7 +88,7 @@ class RolloutService:
         self._eval_scorers, self._on_evaluated = eval_scorers or {}, on_evaluated
         self.books = Books(config, taught=teacher is not None)
         self._generator = Generator(config, engines, tokenizer, model, limits, lambda: self.version, self._request_done)
-        self._sampling = Sampling.for_training(config, model, limits)
+        self._sampling = Sampling.for_training(config.rollout, config.train.replay, model, limits)
         scoring = Scoring(config.reward, config.rollout.max_response_tokens, scorer, teacher, self._teaching)
         self._workflow = load_workflow(config.rollout.function)
         self._runner = GroupRunner(

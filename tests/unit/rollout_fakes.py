@@ -229,7 +229,7 @@ def make_service(
 ) -> RolloutService:
     """A service over pretended engines, at `version`."""
     tokenizer = FakeTokenizer()
-    source = open_prompts(config, tokenizer)
+    source = open_prompts(config.data, config.seed, tokenizer)
     service = RolloutService(
         config, engines, source, tokenizer, scorer or FakeScorer(), model, limits or EngineLimits(), **hooks
     )

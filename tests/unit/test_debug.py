@@ -123,10 +123,10 @@ def test_groups_that_do_not_fit_are_refused_by_file_and_reason(
         change(made)
     if told:
         with pytest.raises(DataError) as caught:
-            fitted(stored, path, config, info)
+            fitted(stored, path, config.train, config.teacher.serves, info)
         assert caught.value.field == str(path) and told in caught.value.rule and caught.value.way_out
     else:
-        groups = fitted(stored, path, config, info)
+        groups = fitted(stored, path, config.train, config.teacher.serves, info)
         assert [len(g.samples) for g in groups] == [2, 2, 2]
 
 
@@ -136,9 +136,9 @@ def test_routes_and_scores_that_a_run_does_not_use_are_left_out(tmp_path: Path) 
     for s in (s for g in stored.groups for s in g.samples):
         s.teacher_log_probs = np.zeros(len(s), np.float32)
     info = model_of(made)
-    (without, *_) = fitted(stored, tmp_path, config_of(train={"replay": "r2"}), info)[0].samples
+    (without, *_) = fitted(stored, tmp_path, config_of(train={"replay": "r2"}).train, False, info)[0].samples
     assert without.routes is None and without.teacher_log_probs is None and made.routes is not None
-    (kept, *_) = fitted(stored, tmp_path, config_of(), info)[0].samples
+    (kept, *_) = fitted(stored, tmp_path, config_of().train, False, info)[0].samples
     assert kept.routes is made.routes
 
 

@@ -181,7 +181,9 @@ def run(path: Path, data: dict[str, Any], **train: Any) -> RunConfig:
 
 def source(path: Path, tokenizer: Any, data: dict[str, Any] | None = None, **train: Any) -> SupervisedSource:
     config = run(path, data or {"messages_key": "messages"}, **train)
-    return SupervisedSource([str(path)], config, tokenizer, config.rollout.max_total_tokens or 10_000)
+    return SupervisedSource(
+        [str(path)], config.data, config.train, config.seed, tokenizer, config.rollout.max_total_tokens or 10_000
+    )
 
 
 def write(path: Path, *rows: dict[str, Any]) -> Path:

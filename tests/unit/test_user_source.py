@@ -115,9 +115,9 @@ def test_the_service_draws_from_the_source_and_resumes_it(tmp_path: Path) -> Non
 
 def test_files_and_source_open_what_the_settings_name(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    assert isinstance(open_prompts(config, FakeTokenizer()), PromptSource)
+    assert isinstance(open_prompts(config.data, config.seed, FakeTokenizer()), PromptSource)
     with_source = build({**config.given(), "data": {"source": LETTERS}})
-    assert isinstance(open_prompts(with_source, FakeTokenizer()), UserSource)
+    assert isinstance(open_prompts(with_source.data, with_source.seed, FakeTokenizer()), UserSource)
     with pytest.raises(ConfigError, match="supervised training reads files"):
         build({**with_source.given(), "train": {"task": "sft"}})
     with pytest.raises(ConfigError, match="at least one file"):
