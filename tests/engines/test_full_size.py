@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from mslime.backends.megatron.model.meta_model import lone_rank, meta_chunks
+from mslime.backends.megatron.model.meta_model import fake_process_group, meta_chunks
 from mslime.backends.megatron.model.naming import layer_ids
 from mslime.config.layout import ParallelLayout
 from mslime.config.loader import build
@@ -206,7 +206,7 @@ _built: dict[str, list[Stage]] = {}
 
 
 def _built_stage(config: RunConfig, hf: dict[str, Any], stage: int) -> Stage:
-    with lone_rank(config.layout, stage * (config.layout.world_size // config.layout.pp)):
+    with fake_process_group(config.layout, stage * (config.layout.world_size // config.layout.pp)):
         chunks = meta_chunks(policy_spec(config), hf)
     found: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
     for chunk in chunks:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
-from mslime.backends.megatron.model.meta_model import lone_rank, meta_chunks
+from mslime.backends.megatron.model.meta_model import fake_process_group, meta_chunks
 from mslime.backends.megatron.model.settings import transformer_config
 from mslime.backends.megatron.parallel import start_process_groups, stop_process_groups
 from mslime.backends.megatron.step.trainer import MegatronTrainer
@@ -44,7 +44,7 @@ def test_every_parameter_of_a_full_size_prediction_layer_is_made_by_one_rule(mod
     config, hf = run_config(model, LAST_STAGES[model]), hf_config(model)
     table, layout = get_family(hf).rules(hf), config.layout
     per_rank = get_family(hf).model_fields(hf).num_experts // layout.ep
-    with lone_rank(layout, layout.world_size - layout.world_size // layout.pp):
+    with fake_process_group(layout, layout.world_size - layout.world_size // layout.pp):
         (chunk,) = meta_chunks(policy_spec(config), hf, mtp=True)
     biases = [(name, tensor) for name, tensor in chunk.named_buffers() if name.endswith("router.expert_bias")]
     built = [(n, tuple(t.shape)) for n, t in [*chunk.named_parameters(), *biases] if n.startswith("mtp.")]

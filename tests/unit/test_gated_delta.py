@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from mslime.backends.cpu.norm import ZeroCentredRMSNorm  # noqa: E402
 from mslime.backends.megatron.model.gated_delta import HeadNorm, PackedGatedDeltaNet  # noqa: E402
-from mslime.backends.megatron.model.meta_model import lone_rank  # noqa: E402
+from mslime.backends.megatron.model.meta_model import fake_process_group  # noqa: E402
 from mslime.config.schema import RunConfig  # noqa: E402
 
 HIDDEN, KEYS, VALUES, KEY_DIM, VALUE_DIM, WIDTH = 16, 2, 4, 8, 6, 4
@@ -34,7 +34,7 @@ def layer() -> Iterator[PackedGatedDeltaNet]:
     layout = RunConfig.model_validate(
         {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "cluster": {"device": "cpu"}}
     ).layout
-    with lone_rank(layout):
+    with fake_process_group(layout):
         config = TransformerConfig(
             num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, activation_func=F.silu, normalization="RMSNorm",
             experimental_attention_variant="gated_delta_net", linear_attention_freq=[1], linear_conv_kernel_dim=WIDTH,

@@ -19,7 +19,7 @@ install()
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 
 from mslime.backends.megatron.model.chunks import build_chunks, mark_parameters  # noqa: E402
-from mslime.backends.megatron.model.meta_model import lone_rank  # noqa: E402
+from mslime.backends.megatron.model.meta_model import fake_process_group  # noqa: E402
 from mslime.backends.megatron.model.naming import named_local_params  # noqa: E402
 from mslime.backends.megatron.model.settings import transformer_config  # noqa: E402
 from mslime.config.schema import RunConfig  # noqa: E402
@@ -43,7 +43,7 @@ def second_rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tupl
             "megatron": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": ep},
         }
     )
-    with lone_rank(config.layout, 1):
+    with fake_process_group(config.layout, 1):
         settings = transformer_config(policy_spec(config), hf, torch.device("cpu"))
         (chunk,) = build_chunks(settings, family.model_fields(hf), torch.device("cpu"))
         bound = {name: family.rules(hf).bind(name) for name, _ in named_local_params([chunk])}

@@ -23,7 +23,7 @@ from mslime.convert.families.mtp import mtp_depth
 
 
 @contextmanager
-def lone_rank(layout: ParallelLayout, rank: int = 0) -> Generator[None]:
+def fake_process_group(layout: ParallelLayout, rank: int = 0) -> Generator[None]:
     """Rank `rank` of a world whose other ranks are not there: groups exist, collectives must not be entered."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -47,7 +47,9 @@ def lone_rank(layout: ParallelLayout, rank: int = 0) -> Generator[None]:
 
 
 def meta_chunks(spec: ModelSpec, hf_config: Mapping[str, object], mtp: bool = False) -> list[GPTModel]:
-    """The chunks that `build_chunks` would give this rank, all parameters on the meta device; within `lone_rank`.
+    """The chunks that `build_chunks` would give this rank, all parameters on the meta device.
+
+    Call it within `fake_process_group`.
 
     Args:
         mtp: with the checkpoint's multi-token-prediction layers, which a trainer leaves out.

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch import Tensor
 
 from mslime.backends.megatron.checkpoint import SHARDING
-from mslime.backends.megatron.model.meta_model import lone_rank, meta_chunks
+from mslime.backends.megatron.model.meta_model import fake_process_group, meta_chunks
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import MegatronConfig
 from mslime.config.training import ModelSpec
@@ -36,7 +36,7 @@ def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPl
     one_rank = ModelSpec(checkpoint=directory, layout=ParallelLayout(), megatron=MegatronConfig(), device="cpu")
     pieces: dict[str, tuple[Piece, ...]] = {}
     objects: list[str] = []
-    with lone_rank(one_rank.layout):
+    with fake_process_group(one_rank.layout):
         (chunk,) = meta_chunks(one_rank, hf_config, mtp=True)
         metadata = SHARDING | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
         for local, entry in chunk.sharded_state_dict(metadata=metadata).items():
