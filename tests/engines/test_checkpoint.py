@@ -301,7 +301,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved: Any, tmp_path: Path) ->
 def _save_on_small_disk(trainer: MegatronTrainer, directory: Path, limited_rank: int) -> str:
     """One rank may write no more than 100 kB a file, as on a file system that fills up under it."""
     train_steps(trainer, 0, 1)
-    if trainer.place.rank == limited_rank:
+    if trainer.parallel.rank == limited_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
     with pytest.raises(CheckpointError) as error:
         trainer.save(directory, EXTRA)

@@ -70,7 +70,7 @@ def set_head(critic: MegatronCritic) -> None:
 def learning_shard(critic: MegatronCritic, seed: int = 0) -> TrainShard:
     """This rank's shard with returns and with values that clip some of the new ones."""
     layout = critic.spec.layout
-    shard = make_shard(layout.dp, layout.dp_rank(critic.place.rank), seed=seed)
+    shard = make_shard(layout.dp, layout.dp_rank(critic.parallel.rank), seed=seed)
     (shard,) = critic.with_values([replace(shard, routes=None)])
     assert shard.values is not None
     # The same for a sequence on whatever rank it lies.

@@ -109,7 +109,7 @@ def worst_logit_difference(trainer: MegatronTrainer, expected: torch.Tensor) -> 
 
     def compare(batch: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         nonlocal compared, worst
-        shares = [torch.empty_like(logits) for _ in range(trainer.place.tp_size)]
+        shares = [torch.empty_like(logits) for _ in range(trainer.parallel.tp_size)]
         dist.all_gather(shares, logits.contiguous(), group=groups.get_tensor_model_parallel_group())
         whole = torch.cat(shares, -1)[:, : trainer.model.vocab_size]
         rows = torch.from_numpy(batch.slicer.rows)
@@ -259,7 +259,7 @@ def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> 
     sender = sender_of(trainer)
     sender.connect([engine])
     change_every_parameter(trainer)
-    publish(sender, 1, trainer.place.rank, check="cpu" in get_family(trainer.hf_config).support.compared_on)
+    publish(sender, 1, trainer.parallel.rank, check="cpu" in get_family(trainer.hf_config).support.compared_on)
     sender.disconnect()
     sender.export(exported, trainer.spec.checkpoint)
 

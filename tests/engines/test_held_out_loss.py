@@ -34,7 +34,7 @@ def rows() -> list[Sample]:
 def shards_of(trainer: Any, config: RunConfig, samples: list[Sample]) -> list[Any]:
     """This rank's."""
     (step,) = assemble_supervised(samples, config)
-    return [step[trainer.spec.layout.dp_rank(trainer.place.rank)]]
+    return [step[trainer.spec.layout.dp_rank(trainer.parallel.rank)]]
 
 
 def in_batches(trainer: Any, config: RunConfig) -> list[tuple[float, int]]:

@@ -81,7 +81,7 @@ def sender_of(trainer: MegatronTrainer) -> WeightSender:
 
 def sync_twice(trainer: MegatronTrainer, engine: Endpoint, version: int, export: Path) -> tuple[int, int]:
     """Two syncs over one connection, the second with newer weights, which are also exported; (compared, buckets)."""
-    rank, sender = trainer.place.rank, sender_of(trainer)
+    rank, sender = trainer.parallel.rank, sender_of(trainer)
     sender.connect([engine])
     change_weights(trainer, 0.01)
     publish(sender, version - 1, rank, check=False)
@@ -202,7 +202,7 @@ def refused(trainer: MegatronTrainer, engine: Endpoint) -> tuple[str, float]:
     seconds = time.monotonic() - begin
     sender.disconnect()
     sender.connect([engine])
-    publish(sender, 12, trainer.place.rank)
+    publish(sender, 12, trainer.parallel.rank)
     sender.disconnect()
     return str(caught.value), seconds
 
@@ -234,7 +234,7 @@ def test_an_engine_that_is_not_there_is_named_on_every_rank(checkpoint: Path, tm
 def export_on_a_small_disk(trainer: MegatronTrainer, directory: Path, limited_rank: int) -> str:
     """One leader may write no more than 10 kB a file, as on a file system that fills up under it."""
     sender = trainer.weight_sender()
-    if trainer.place.rank == limited_rank:
+    if trainer.parallel.rank == limited_rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
     with pytest.raises(WeightSyncError) as error:
         sender.export(directory, trainer.spec.checkpoint)

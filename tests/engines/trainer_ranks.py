@@ -119,7 +119,7 @@ def make_shard(
 
 def shard_of(trainer: MegatronTrainer, **kwargs: Any) -> TrainShard:
     """`make_shard` for this rank: its data-parallel part, its pipeline stage's layers."""
-    layout, rank = trainer.spec.layout, trainer.place.rank
+    layout, rank = trainer.spec.layout, trainer.parallel.rank
     shard = make_shard(layout.dp, layout.dp_rank(rank), packed=trainer.spec.train.packed, **kwargs)
     return shard.stage_slice(trainer.moe_layer_ids)
 

@@ -91,7 +91,7 @@ def _seed(seed: int) -> None:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParallelState:
     """Where this rank stands.
 
     Attributes:
@@ -116,7 +116,7 @@ class Place:
     pp_group: dist.ProcessGroup
 
     @classmethod
-    def here(cls, sequence_parallel: bool) -> Place:
+    def here(cls, sequence_parallel: bool) -> ParallelState:
         """This process's place in the groups that megatron-core holds."""
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         tp_size = parallel_state.get_tensor_model_parallel_world_size()

@@ -14,7 +14,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from mslime.backends.megatron.parallel import Place
+from mslime.backends.megatron.parallel import ParallelState
 from mslime.backends.megatron.replay.routing_replay import (
     ReplayReport,
     RouteRows,
@@ -64,24 +64,29 @@ class Routing:
         mode: as configured; off for a model without routers and for supervised training.
         replay: attached to the routers; None when off.
         model: number of experts and top-k, to check routes against.
-        place: where this rank stands.
+        parallel: where this rank stands.
         device: where rows are needed.
     """
 
     mode: ReplayMode
     replay: RoutingReplay | None
     model: ModelFields
-    place: Place
+    parallel: ParallelState
     device: torch.device
     _recorded: dict[int, Records] = field(default_factory=dict)
 
     @classmethod
     def attach(
-        cls, mode: ReplayMode, chunks: Sequence[GPTModel], model: ModelFields, place: Place, device: torch.device
+        cls,
+        mode: ReplayMode,
+        chunks: Sequence[GPTModel],
+        model: ModelFields,
+        parallel: ParallelState,
+        device: torch.device,
     ) -> Routing:
         """Attach to the routers of these chunks. Raises ConfigError when a router would bypass the replay."""
         replay = None if mode == "off" else RoutingReplay(chunks, chunks[0].config)
-        return cls(mode, replay, model, place, device)
+        return cls(mode, replay, model, parallel, device)
 
     @contextmanager
     def old_log_prob_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:
@@ -133,6 +138,6 @@ class Routing:
             return None
         if self.mode == "r2":
             return self.replay.report(None)
-        speaks = self.place.tp_rank == 0 and self.place.rows.cp_rank == 0
+        speaks = self.parallel.tp_rank == 0 and self.parallel.rows.cp_rank == 0
         routes = ShardRoutes.from_rollout(shard, self.replay.layer_ids)
         return self.replay.report(routes.fingerprint() if speaks else 0)

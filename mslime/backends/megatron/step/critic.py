@@ -64,7 +64,7 @@ class MegatronCritic(TrainedModel):
         chunks = build_chunks(transformer, get_family(hf_config).model_fields(hf_config), device, values=True)
         load_hf_weights(chunks, hf_config, spec.checkpoint)
         super().__init__(spec, chunks, transformer, device)
-        self._pipeline = Pipeline(self.wrapped, transformer, spec.train.packed, self.place, device)
+        self._pipeline = Pipeline(self.wrapped, transformer, spec.train.packed, self.parallel, device)
         self.on_micro_batch: OnMicroBatch | None = None
 
     def with_values(self, shards: Sequence[TrainShard]) -> list[TrainShard]:

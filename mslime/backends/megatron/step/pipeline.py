@@ -25,7 +25,7 @@ from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, 
 from mslime.algorithms.statistics import LossStatistics
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
 from mslime.backends.megatron.model.naming import unwrap
-from mslime.backends.megatron.parallel import Place
+from mslime.backends.megatron.parallel import ParallelState
 from mslime.backends.megatron.step.batches import MicroBatch, build_micro_batch
 from mslime.config.training import PolicySpec
 from mslime.data.shard import TrainShard
@@ -50,14 +50,14 @@ class Pipeline:
         chunks: wrapped model chunks, in virtual-stage order.
         config: their TransformerConfig.
         packed: micro-batches are sequences without padding (thd), else one sequence.
-        place: where this rank stands.
+        parallel: where this rank stands.
         device: where its tensors live.
     """
 
     chunks: Sequence[DistributedDataParallel]
     config: TransformerConfig
     packed: bool
-    place: Place
+    parallel: ParallelState
     device: torch.device
 
     @torch.no_grad()
@@ -82,9 +82,9 @@ class Pipeline:
             return output.new_zeros(()), {}
 
         self._run(self._micro_batches(shard), collect, routes, progress, forward_only=True)
-        if self.place.is_last_stage:
-            self.place.sum_over_context_ranks(out)
-        return self.place.broadcast_from_last_stage(out).cpu()
+        if self.parallel.is_last_stage:
+            self.parallel.sum_over_context_ranks(out)
+        return self.parallel.broadcast_from_last_stage(out).cpu()
 
     def add_gradients(
         self,
@@ -103,13 +103,13 @@ class Pipeline:
         """
         batches = self._micro_batches(shard)
         # The schedule divides by micro-batches and multiplies by CP; the data-parallel wrapper divides by DP x CP.
-        undo_averages = len(batches) * self.place.dp_group.size()
+        undo_averages = len(batches) * self.parallel.dp_group.size()
         total = LossStatistics.zeros(self.device)
 
         def scaled(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Any]]:
             nonlocal total
             found = loss(batch, output)
-            if self.place.counts:
+            if self.parallel.counts:
                 total = total.merge(found.statistics)
             return found.loss * undo_averages, {}
 
@@ -122,7 +122,7 @@ class Pipeline:
         missing = -len(shard.micro_batches) % stages
         padded = replace(shard, micro_batches=shard.micro_batches + ((),) * missing)
         return [
-            build_micro_batch(padded, i, self.place.rows, packed=self.packed, device=self.device)
+            build_micro_batch(padded, i, self.parallel.rows, packed=self.packed, device=self.device)
             for i in range(len(padded.micro_batches))
         ]
 
@@ -244,8 +244,8 @@ class StepRunner(Pipeline):
         return vocab_parallel_log_probs(
             logits,
             batch.labels,
-            tp_group=self.place.tp_group,
-            vocab_start=self.place.tp_rank * logits.shape[-1],
+            tp_group=self.parallel.tp_group,
+            vocab_start=self.parallel.tp_rank * logits.shape[-1],
             vocab_size=self.vocab_size,
             temperature=self.spec.temperature,
             with_entropy=with_entropy,
@@ -278,4 +278,4 @@ class StepRunner(Pipeline):
             ages=batch.ages,
             positions=batch.positions,
         )
-        return policy_loss(inputs, self.spec.algorithm, self.place.sum_over_context_ranks, weight_scale)
+        return policy_loss(inputs, self.spec.algorithm, self.parallel.sum_over_context_ranks, weight_scale)

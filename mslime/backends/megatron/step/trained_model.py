@@ -19,7 +19,7 @@ from mslime.algorithms.statistics import LossStatistics, finalise
 from mslime.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from mslime.backends.megatron.model.chunks import wrap
 from mslime.backends.megatron.model.settings import ddp_config, optimizer_config
-from mslime.backends.megatron.parallel import Place
+from mslime.backends.megatron.parallel import ParallelState
 from mslime.backends.megatron.step.metrics import over_all_ranks, refuse_not_finite
 from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, learning_rate
 from mslime.config.training import TrainingSpec
@@ -34,7 +34,7 @@ class TrainedModel:
         chunks: the model chunks without wrappers, in virtual-stage order.
         wrapped: the same in their data-parallel wrappers.
         transformer, optimizer, schedule: megatron-core's.
-        place, device: where this rank stands, and where its tensors live.
+        parallel, device: where this rank stands, and where its tensors live.
         step: optimizer steps taken.
     """
 
@@ -50,7 +50,7 @@ class TrainedModel:
             ConfigError: megatron-core refuses a setting of the optimizer.
         """
         self.spec, self.chunks, self.transformer, self.device = spec, list(chunks), transformer, device
-        self.place = Place.here(transformer.sequence_parallel)
+        self.parallel = ParallelState.here(transformer.sequence_parallel)
         self.wrapped = wrap(self.chunks, transformer, ddp_config(spec.megatron))
         self.optimizer, self.schedule = build_optimizer(
             self.wrapped, optimizer_config(spec.train, spec.megatron, device), spec.train, spec.steps
@@ -83,12 +83,12 @@ class TrainedModel:
         own = add_gradients()
         own_loss = finalise(own)["loss/total"]
         metrics = finalise(over_all_ranks(own))
-        refuse_not_finite("loss", metrics["loss/total"], self.step, own_loss, self.place.rank, self.device)
+        refuse_not_finite("loss", metrics["loss/total"], self.step, own_loss, self.parallel.rank, self.device)
         self.schedule.step(1)
         _, norm, _ = cast("tuple[bool, float, object]", self.optimizer.step())
         grad_norm = float(norm)
         own_norm = grad_norm if math.isfinite(grad_norm) else self._own_gradient_size()
-        refuse_not_finite("grad_norm", grad_norm, self.step, own_norm, self.place.rank, self.device)
+        refuse_not_finite("grad_norm", grad_norm, self.step, own_norm, self.parallel.rank, self.device)
         return {
             **metrics,
             "grad_norm": grad_norm,
@@ -154,7 +154,7 @@ class TrainedModel:
         """Seconds of the slowest rank, and tokens of all data-parallel ranks over them."""
         slowest = self.slowest(seconds)
         all_tokens = torch.tensor(float(tokens), dtype=torch.float64, device=self.device)
-        dist.all_reduce(all_tokens, group=self.place.dp_group)
+        dist.all_reduce(all_tokens, group=self.parallel.dp_group)
         return {
             "perf/train_seconds": slowest,
             "perf/train_tokens_per_s": float(all_tokens / slowest),

@@ -23,7 +23,7 @@ from mslime.algorithms.statistics import LossStatistics
 from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
 from mslime.backends.megatron.model.naming import moe_layer_ids, named_local_params
 from mslime.backends.megatron.model.settings import device_of, transformer_config
-from mslime.backends.megatron.parallel import Place, start_process_groups, stop_process_groups
+from mslime.backends.megatron.parallel import ParallelState, start_process_groups, stop_process_groups
 from mslime.backends.megatron.replay.routing import Routing
 from mslime.backends.megatron.step.advantages import with_token_advantages
 from mslime.backends.megatron.step.metrics import normalising_scale
@@ -77,14 +77,14 @@ class MegatronTrainer(TrainedModel):
         self._teacher = held(spec.teacher) if spec.teacher is not None else None
         with phase(_log, f"reading the weights of {spec.checkpoint}"):
             load_hf_weights(chunks, self.hf_config, spec.checkpoint)
-        place = Place.here(transformer.sequence_parallel)
+        parallel = ParallelState.here(transformer.sequence_parallel)
         self.routing = Routing.attach(
-            spec.replay if self.model.num_experts else "off", chunks, self.model, place, device
+            spec.replay if self.model.num_experts else "off", chunks, self.model, parallel, device
         )
         with phase(_log, "building the optimizer"):
             super().__init__(spec, chunks, transformer, device)
         self.runner = StepRunner(
-            self.wrapped, transformer, spec.train.packed, place, device, spec, self.model.vocab_size
+            self.wrapped, transformer, spec.train.packed, parallel, device, spec, self.model.vocab_size
         )
         self.on_micro_batch: OnMicroBatch | None = None
 
@@ -106,7 +106,9 @@ class MegatronTrainer(TrainedModel):
             return list(shards), {}
         begin = time.perf_counter()
         with_log_probs = [self._with_log_probs(shard, index, len(shards)) for index, shard in enumerate(shards)]
-        prepared, found = with_token_advantages(with_log_probs, self.spec.algorithm, self.device, self.place.dp_group)
+        prepared, found = with_token_advantages(
+            with_log_probs, self.spec.algorithm, self.device, self.parallel.dp_group
+        )
         return prepared, found | {"perf/log_prob_seconds": self.slowest(time.perf_counter() - begin)}
 
     def update(self, prepared: Sequence[TrainShard]) -> list[dict[str, float]]:
@@ -211,7 +213,7 @@ class MegatronTrainer(TrainedModel):
     def _update(self, shard: TrainShard, index: int) -> dict[str, float]:
         scale = 1.0  # of the off-policy correction's weights
         if self.spec.train.task == "rl":
-            scale = normalising_scale(shard, self.spec.algorithm, self.device, self.place.dp_group)
+            scale = normalising_scale(shard, self.spec.algorithm, self.device, self.parallel.dp_group)
 
         def add_gradients() -> LossStatistics:
             with self.routing.gradient_pass(shard, index) as routes:
