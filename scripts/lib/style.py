@@ -62,7 +62,9 @@ def length(function: Function) -> int:
 
 
 def annotated(function: Function) -> bool:
-    """Whether every parameter and the result have a type."""
+    """Whether every parameter and the result have a type. Triton reads a kernel's annotations as its own."""
+    if any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list):
+        return True
     a = function.args
     given = [*a.posonlyargs, *a.args, *a.kwonlyargs]
     return function.returns is not None and all(x.annotation for x in given if x.arg not in ("self", "cls"))
