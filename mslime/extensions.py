@@ -65,7 +65,7 @@ def check_parameters(function: Callable[..., Any], spec: str, setting: str, *par
     try:
         signature.bind(*parameters)
     except TypeError as error:
-        wanted, name = f"({', '.join(parameters)})", function.__qualname__
+        wanted, name = f"({', '.join(parameters)})", getattr(function, "__qualname__", spec.partition(":")[2])
         raise ConfigError(
             setting,
             spec,
@@ -91,6 +91,7 @@ def calling(spec: str, setting: str, about: str = "") -> Generator[None]:
         raise ConfigError(setting, spec, f"{told} ({place.filename}:{place.lineno})", "mend the function") from error
 
 
+METRIC_NAME = r"[\w.@+-]+"
 MOST_METRICS = 64
 """Numbers that one function of the user's may have logged."""
 
@@ -104,7 +105,7 @@ def checked_metrics(metrics: object) -> dict[str, float] | str:
         return f"returned {len(given)} metrics; {MOST_METRICS} are the most"
     found: dict[str, float] = {}
     for name, number in given.items():
-        if not isinstance(name, str) or re.fullmatch(r"[\w.@+-]+", name) is None:
+        if not isinstance(name, str) or re.fullmatch(METRIC_NAME, name) is None:
             return f"returned a metric named {name!r:.80}; a name is letters, digits and _ . @ + -"
         if isinstance(number, str) or not isinstance(number, SupportsFloat) or not math.isfinite(float(number)):
             return f"returned the metric {name} = {number!r:.80}, which is not a finite number"

@@ -9,7 +9,9 @@ from mslime.observe.hooks import StepRecord
 
 def tell(record: StepRecord) -> dict[str, float]:
     """Write one line a step for another program, and log how many tokens a response costs."""
-    tokens = record.metrics["loss/tokens"] / record.metrics["rollout/responses"]
+    row = record.metrics
     with (record.run_dir / "progress.jsonl").open("a") as file:
-        file.write(json.dumps({"done": record.step / record.num_steps, "reward": record.metrics["reward/mean"]}) + "\n")
-    return {"tokens_per_response": tokens}
+        file.write(json.dumps({"done": record.step / record.num_steps, "reward": row.get("reward/mean")}) + "\n")
+    # Supervised runs have no responses, and steps that warm up a critic no loss.
+    known = "loss/tokens" in row and "rollout/responses" in row
+    return {"tokens_per_response": row["loss/tokens"] / row["rollout/responses"]} if known else {}

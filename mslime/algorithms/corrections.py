@@ -93,7 +93,7 @@ def _by_function(batch: TokenBatch, config: CorrectionConfig, spec: str) -> tupl
         case (Tensor() as weights, Tensor() as kept) if weights.shape == kept.shape == batch.mask.shape:
             masked = ~kept.bool() & batch.mask
             return (
-                torch.where(masked, 0.0, weights.detach().to(batch.log_probs.dtype)),
+                torch.where(batch.mask & ~masked, weights.detach().to(batch.log_probs.dtype), 0.0),
                 torch.zeros_like(batch.mask),
                 masked,
             )

@@ -8,6 +8,7 @@ has the value s and the gradient s * d(log r). Formulas, papers and defaults: do
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,7 @@ from mslime.algorithms.kl import clamp_log_ratio
 from mslime.algorithms.token_batch import TokenBatch
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.errors import ConfigError
-from mslime.extensions import calling, load_function
+from mslime.extensions import METRIC_NAME, calling, load_function
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,14 @@ def _checked(found: object, batch: TokenBatch, spec: str) -> TokenLoss:
             LOSS_SETTING, spec, f"returned {type(found).__name__}, and not a TokenLoss or a tensor of losses",
             "see docs/extending.md for an example",
         )  # fmt: skip
-    columns = {"loss": result.loss, "below": result.below, "above": result.above, **result.metrics}
+    columns: dict[str, object] = {"loss": result.loss, "below": result.below, "above": result.above, **result.metrics}
     for name, column in columns.items():
+        if re.fullmatch(METRIC_NAME, name) is None:
+            raise ConfigError(LOSS_SETTING, spec, f"returned a metric named {name!r:.80}",
+                              "a name is letters, digits and _ . @ + -")  # fmt: skip
+        if not isinstance(column, Tensor):
+            raise ConfigError(LOSS_SETTING, spec, f"returned {name} = {column!r:.80}, and not a tensor",
+                              "return one number for each token: mslime weighs them and adds them up")  # fmt: skip
         if column.shape != batch.mask.shape:
             raise ConfigError(
                 LOSS_SETTING, spec, f"returned {name} of shape {tuple(column.shape)} for {len(batch.mask)} tokens",

@@ -85,6 +85,14 @@ _EDGES = [FIRST_EDGE * math.exp(index * _LOG_STEP) for index in range(BINS)]
 """Upper edge of each bin of |log ratio|."""
 
 
+def other_metrics(names: tuple[str, ...], others: tuple[str, ...]) -> ConfigError:
+    """That a loss of the user's reports other metrics for other tokens."""
+    return ConfigError(
+        "algorithm.loss", f"{', '.join(names)} and {', '.join(others)}", "reports other metrics in another micro-batch",
+        "return the same metrics in every call, 0 where there is nothing to say",
+    )  # fmt: skip
+
+
 @dataclass
 class LossStatistics:
     """Accumulated statistics of some rows.
@@ -111,7 +119,8 @@ class LossStatistics:
     def merge(self, other: LossStatistics) -> LossStatistics:
         """Statistics of both sets of rows."""
         names = self.user_names or other.user_names
-        assert not other.user_names or names == other.user_names, "a loss reports the same metrics of every micro-batch"
+        if other.user_names and names != other.user_names:
+            raise other_metrics(names, other.user_names)
         return LossStatistics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima), names)
 
     def add(self, name: str, value: Tensor) -> None:

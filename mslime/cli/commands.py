@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ Run = Callable[[argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit status (2 for a user's mistake, 128 + number for a signal)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path:  # a console script has its own directory there; the run's processes have this one
+        sys.path.append(os.getcwd())
     try:
         args = _parse(words)
         return args.run(args)

@@ -45,7 +45,7 @@ def is_function(value: str) -> bool:
 def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
     """Raise ConfigError unless `value` is one of `choices`, or written as `module:function`."""
     known = list(choices)
-    if value in known or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+    if value in known or re.fullmatch(r"[^\s:]+:[^\W\d]\w*", value):
         return
     named = f"is {', '.join(known)} or `module:function`" if known else "a function is named `module:function`"
     raise ConfigError(setting, value, f"{named} {nearest(value, known)}".rstrip(),

@@ -145,6 +145,8 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> UserError:
     if isinstance(cause, UserError):
         return cause
     path = ".".join(str(p) for p in first["loc"])
+    # A value that may be a choice or a text is refused as each: the setting is what a person knows.
+    path = next((s.path for s in all_settings() if path.startswith((f"{s.path}.literal[", f"{s.path}.str"))), path)
     if first["type"] == "extra_forbidden":
         known = known_keys(first["loc"][:-1])
         return ConfigError(

@@ -163,6 +163,8 @@ def _never_binds(config: RunConfig) -> Iterator[str]:
 def _unused_fields(config: RunConfig) -> Iterator[str]:
     algorithm, correction = config.algorithm, config.algorithm.correction
     plain = type(algorithm)()
+    if config.data.source is not None and config.data.prompts:
+        yield "data.prompts has no effect: prompts come from data.source."
     if not loss_traits(algorithm.loss).clips:
         for field in ("clip_low", "clip_high"):
             if getattr(algorithm, field) != getattr(plain, field):

@@ -5,7 +5,8 @@ cut at the same places. A family whose engine joins other tensors says so in `Fa
 those of unquantised SGLang 0.5.23 models between `begin_weight_update` and `end_weight_update`, when no backend has
 repacked them. Not foreseen: the zero padding of a CPU server with TP > 1 whose heads or MLP sizes are no multiples of
 32 x TP, that of the flashinfer_trtllm MoE backend, and SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED. There the comparison fails
-although the weights are right.
+although the weights are right. Nor are experts that the file stacks, and projections of gated delta-nets: families with
+those are not compared (`Support.compared_on`).
 """
 
 from __future__ import annotations

@@ -244,6 +244,7 @@ class Group:
 
     Attributes:
         source: `file:line` of the prompt.
+        metadata: of the prompt; each sample has a copy of its own, to which a rollout function may add.
         failures: how often it ended a run because it could not be sent, scored or trained; a second time it is dropped.
     """
 
@@ -251,6 +252,7 @@ class Group:
     samples: list[Sample]
     source: str = ""
     failures: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def finished(self) -> bool:

@@ -111,11 +111,16 @@ def _check_algorithm(algorithm: AlgorithmConfig, setting: str, function: str) ->
             "depends on which rank holds which tokens of a sequence",
             "sum over sequences with batch.sequences.sum and batch.mean, which add up over the ranks",
         )
+    padding = replace(inputs, mask=torch.zeros_like(everything), weights=0 * inputs.weights)
+    empty, empty_gradient, _ = _whole(padding, algorithm, [everything])
+    if empty != 0 or empty_gradient.any():
+        raise broken("gives a loss where no token is trained, as in micro-batches that are padding",
+                     "let nothing be divided by a sum over the mask that may be 0")  # fmt: skip
     told = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("user/"))
     return [
         f"{len(inputs.mask)} tokens of {inputs.num_sequences} sequences: loss {loss:.4g}, "
         f"largest gradient {float(gradient.abs().max()):.4g}, all finite, the same when called again",
-        "the same in micro-batches of one sequence, and on two context-parallel ranks",
+        "the same in micro-batches of one sequence, and on two context-parallel ranks; 0 where no token is trained",
         *([f"told: {told}"] if told else []),
     ]
 

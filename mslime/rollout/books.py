@@ -11,6 +11,8 @@ Nothing here waits: there is no asyncio, no engine and no clock, so any order of
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,8 +81,8 @@ def new_group(group_id: int, prompt: Prompt, size: int) -> Group:
     """`size` fresh samples of one prompt."""
     samples = [Sample.from_prompt(group_id, i, prompt.tokens, prompt.label) for i in range(size)]
     for sample in samples:
-        sample.metadata = dict(prompt.metadata)
-    return Group(group_id, samples, prompt.where)
+        sample.metadata = copy.deepcopy(prompt.metadata)
+    return Group(group_id, samples, prompt.where, metadata=prompt.metadata)
 
 
 def trainable(groups: Sequence[Group]) -> int:
@@ -154,7 +156,13 @@ class Books:
 
     def begin_again(self, sample: Sample) -> None:
         """A running sample loses its response: what made it cannot go on in the middle."""
-        self._restart([sample], "restarted")
+        self._restart(self.running[sample.group_id], [sample], "restarted")
+
+    def spoilt(self, sample: Sample, tokens: int) -> None:
+        """A running sample, which had `tokens` to train, was changed by its rollout function: its response is lost."""
+        sample.restart()
+        sample.metadata = copy.deepcopy(self.running[sample.group_id].metadata)
+        self.ledger.drop(tokens, "failed")
 
     def put_back(self, group: Group) -> None:
         """A running group rests as it is, until it is continued."""
@@ -163,7 +171,7 @@ class Books:
     def interrupted(self, group: Group) -> None:
         """A running group is interrupted and rests; without partial rollouts it begins again from its prompt."""
         if not self._rollout.partial:
-            self._restart(group.samples, "aborted")
+            self._restart(group, group.samples, "aborted")
         self.put_back(group)
 
     def complete(self, group: Group) -> None:
@@ -221,9 +229,10 @@ class Books:
                 return False
         return True
 
-    def _restart(self, samples: Sequence[Sample], reason: str) -> None:
+    def _restart(self, group: Group, samples: Sequence[Sample], reason: str) -> None:
         self.ledger.drop(sum(s.restart() for s in samples), reason)
         for sample in samples:
+            sample.metadata = copy.deepcopy(group.metadata)
             self.on_discard(sample)
 
     def _drop(self, group: Group, reason: str) -> None:
@@ -267,7 +276,7 @@ class Books:
             self._drop(group, "stale")
             self.counters.add("stale_groups")
             return False
-        self._restart(stale, "stale")
+        self._restart(group, stale, "stale")
         return True
 
     # ------------------------------------------------------------------------------------------------- the trainer
@@ -383,15 +392,16 @@ def _urgency(group: Group) -> tuple[bool, int, int]:
 
 
 def _sound(groups: Sequence[Group], ledger: Ledger) -> list[Group]:
-    """The groups that may be saved: one that breaks an invariant would be refused at every resume. It is booked as
-    dropped."""
+    """The groups that may be saved: one that breaks an invariant would be refused at every resume, and what is no JSON
+    cannot be written. It is booked as dropped."""
     kept: list[Group] = []
     for group in groups:
         try:
             for sample in group.samples:
                 check_invariants(sample)
+                json.dumps([sample.label, sample.metadata])
             kept.append(group)
-        except AssertionError as error:
+        except (AssertionError, TypeError, ValueError) as error:
             print(f"group {group.group_id} of {group.source} is left out of the checkpoint: {error}", flush=True)
             ledger.drop(trainable([group]), "failed")
     return kept

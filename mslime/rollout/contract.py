@@ -18,13 +18,12 @@ import numpy as np
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.choices import PauseMode
-from mslime.config.errors import DataError, EngineError, RolloutError
+from mslime.config.errors import EngineError, RolloutError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
-from mslime.data.sample import Group, Sample
+from mslime.data.sample import Sample
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.protocols import EngineLimits
-from mslime.rollout.state import pack_groups, state_bytes
 from mslime.rollout.turns import Door, Rollout
 from mslime.rollout.workflow import SETTING, load_workflow
 
@@ -130,12 +129,6 @@ async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any)
         raise RolloutError(where, f"{blocked:.1f} s", "held up the event loop that all rollouts share",
                            "await what takes long, or run it with asyncio.to_thread")  # fmt: skip
     assert sample.tokens[sample.loss_mask].tolist() == script.said, "trained tokens are those that the engine said"
-    try:
-        headers, columns = pack_groups([Group(0, [sample])])
-        state_bytes({"groups": headers}, columns)
-    except DataError as error:
-        raise RolloutError(where, str(sample.metadata)[:80], "left metadata that is not JSON, and cannot be saved",
-                           "keep text, numbers, lists and objects in it") from error  # fmt: skip
     return sample
 
 

@@ -96,6 +96,8 @@ async def answer(groups: Sequence[Group], roll: Callable[[Sample], Awaitable[Non
             sample.reward = await scorer.score(sample)
 
     async def score(group: Group) -> None:
+        if all(s.reward is not None for s in group.samples):
+            return  # the rollout function knew them, as in training
         rewards = await scorer.score_group(group.samples)
         for sample, reward in zip(group.samples, rewards, strict=True):
             sample.reward = reward

@@ -8,6 +8,7 @@ continued. The first failure is kept for whoever waits for groups. All methods b
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -41,7 +42,7 @@ class _LiveGroup:
         going = [rollout for rollout, task in self.rollouts.values() if not task.done()]
         if any(r.busy for r in going):
             return False
-        return not going or not self.door.traffic.open or any(r.waiting for r in going)
+        return not going or not self.door.traffic.open or any(r.waiting for r in going) or bool(self.errors())
 
     @property
     def ended(self) -> bool:
@@ -155,13 +156,15 @@ class GroupRunner:
 
     def _begin_rollout(self, live: _LiveGroup, sample: Sample) -> None:
         """Begin a sample, or continue what an earlier process has of it if the function can."""
-        unfinished = not sample.status.finished and sample.response_length > 0
-        if unfinished and self._workflow is not single_turn:
-            self._books.begin_again(sample)
+        if not sample.status.finished and self._workflow is not single_turn:
+            if sample.response_length > 0:
+                self._books.begin_again(sample)
+            sample.metadata = copy.deepcopy(live.group.metadata)  # an earlier try may have noted something
         session = f"g{sample.group_id}"
         rollout = Rollout(
-            sample, session, self._spec, self._generator, self._sampling, live.door, self._books.generated
-        )
+            sample, session, self._spec, self._generator, self._sampling, live.door,
+            self._books.generated, self._books.spoilt,
+        )  # fmt: skip
         task = asyncio.create_task(self._roll(rollout), name=f"rollout {session}-{sample.index}")
         task.add_done_callback(lambda _: live.door.moved.set())
         live.rollouts[sample.index] = rollout, task

@@ -75,7 +75,7 @@ def pack_begun(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str,
         prompts.append(first.tokens[: first.prompt_length])
         headers.append(
             {"group_id": g.group_id, "source": g.source, "size": len(g.samples), "prompt": first.prompt_length,
-             "label": first.label, "metadata": first.metadata, "failures": g.failures}
+             "label": first.label, "metadata": g.metadata, "failures": g.failures}
         )  # fmt: skip
     return headers, {"prompts": prompts}
 
@@ -94,13 +94,16 @@ def begun_anew(
 
 
 def _group_header(g: Group) -> dict[str, Any]:
-    header = {"group_id": g.group_id, "source": g.source, "samples": [_header(s) for s in g.samples]}
+    samples = [_header(s) for s in g.samples]
+    header: dict[str, Any] = {"group_id": g.group_id, "source": g.source, "metadata": g.metadata, "samples": samples}
     return header | ({"failures": g.failures} if g.failures else {})
 
 
 def _group(header: Mapping[str, Any], stored: Stored) -> Group:
     samples = [_sample(s, stored) for s in header["samples"]]
-    return Group(header["group_id"], samples, header["source"], header.get("failures", 0))
+    # Files from before rollout functions say it of the samples only, which nobody could change then.
+    metadata = header.get("metadata", samples[0].metadata if samples else {})
+    return Group(header["group_id"], samples, header["source"], header.get("failures", 0), metadata)
 
 
 def save_state(path: Path, state: Mapping[str, Any], columns: Columns) -> FileSum:
@@ -319,6 +322,8 @@ def check_stored(groups: Sequence[Group]) -> None:
     for group in groups:
         if type(group.group_id) is not int or type(group.failures) is not int or not isinstance(group.source, str):
             raise TypeError(f"group {group.group_id!r} of {group.source!r}")
+        if not isinstance(group.metadata, dict):
+            raise TypeError(f"metadata of group {group.group_id} must be an object")
         if not group.samples or any(s.group_id != group.group_id for s in group.samples):
             raise ValueError(f"group {group.group_id} holds {[s.group_id for s in group.samples]}")
         for sample in group.samples:

@@ -7,6 +7,7 @@ whoever finds it closed waits inside `generate` until the group is continued.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import traceback
 import zlib
@@ -54,6 +55,7 @@ class Rollout:
         session: its requests prefer one engine.
         spec: name of the function, for messages.
         booked: told of the tokens that an engine added to the sample.
+        spoilt: told of a sample that its function has changed, and of the tokens that were to be trained before.
 
     Attributes:
         busy: it is at an engine, or is scored. waiting: for its group to be continued. Neither: its function works.
@@ -68,9 +70,11 @@ class Rollout:
         sampling: Sampling,
         door: Door,
         booked: Callable[[Sample, int], None] = lambda sample, tokens: None,
+        spoilt: Callable[[Sample, int], None] = lambda sample, tokens: None,
     ) -> None:
         self.sample, self._session, self._spec = sample, session, spec
-        self._generator, self._sampling, self._door, self._booked = generator, sampling, door, booked
+        self._generator, self._sampling, self._door = generator, sampling, door
+        self._booked, self._spoilt, self._trained = booked, spoilt, sample.trainable_tokens
         self.busy = self.waiting = self._given = self._over = False
         self._turn_start = sample.prompt_length
         self._finish: Finish | None = None
@@ -88,6 +92,9 @@ class Rollout:
     async def generate(self, sample: Sample, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
         """See `workflow.Engine`."""
         self._check(sample)
+        if self.busy or self.waiting:
+            raise self._error("called generate() while another call was under way", "await one turn after the other")
+        texts = (stop,) if isinstance(stop, str) else tuple(stop)
         start, end = len(sample), None if max_tokens is None else len(sample) + max_tokens
         if start > sample.prompt_length and self._finish is None:
             start = self._turn_start  # the turn began in an earlier process
@@ -97,14 +104,14 @@ class Rollout:
             try:
                 most = None if end is None else end - len(sample)
                 step = await self._generator.advance(
-                    sample, self._sampling, self._session, self._door.traffic, start=start, most=most, stop=tuple(stop)
+                    sample, self._sampling, self._session, self._door.traffic, start=start, most=most, stop=texts
                 )
             finally:
                 self._leave()
             self._check_alive()
             self._finish = step.finish
             sample.status = SampleStatus.ABORTED if step.finish == "abort" else SampleStatus.PENDING
-            self._known = self._print()
+            self._known, self._trained = self._print(), sample.trainable_tokens
             self._booked(sample, step.tokens)
         self._turn_start = len(sample)
         return Turn(sample.tokens[start:], "stop" if self._finish == "stop" else "length", self._generator.decode)
@@ -184,8 +191,10 @@ class Rollout:
     async def _wait(self) -> None:
         self.waiting = True
         self._door.moved.set()
-        await self._door.next_admission()
-        self.waiting = False
+        try:
+            await self._door.next_admission()
+        finally:
+            self.waiting = False
 
     def _leave(self) -> None:
         self.busy = False
@@ -198,7 +207,10 @@ class Rollout:
         if sample is not self.sample:
             raise self._error(f"used {type(sample).__name__} of another rollout", "use the one of engine.new_sample()")
         if self._print() != self._known:
-            raise self._error("changed tokens of its sample", "let it grow by engine.generate and engine.append only")
+            self._over = True  # even if the function goes on after the error
+            self._spoilt(sample, self._trained)
+            raise self._error("changed tokens, loss mask or log-probs of its sample",
+                              "let it grow by engine.generate and engine.append only")  # fmt: skip
 
     def _check_alive(self) -> None:
         if self._over:
@@ -217,6 +229,12 @@ class Rollout:
         reward = self.sample.reward
         if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
             raise self._error(f"set the reward {reward!r:.80}", "set a finite number, or leave it to the reward")
+        self.sample.reward = None if reward is None else float(reward)
+        try:
+            json.dumps(self.sample.metadata)
+        except (TypeError, ValueError) as error:
+            raise self._error(f"left metadata that cannot be saved: {error}",
+                              "keep text, numbers, lists and objects in it") from error  # fmt: skip
         try:
             check_invariants(self.sample)
         except AssertionError as error:
@@ -227,5 +245,8 @@ class Rollout:
         return RolloutError(f"{SETTING} {self._spec}", where, rule, way_out)
 
     def _print(self) -> tuple[int, int]:
-        """Length and checksum of the sample's tokens."""
-        return len(self.sample), zlib.crc32(self.sample.tokens.tobytes())
+        """Length and checksum of what only the engine and the environment may write."""
+        s, checksum = self.sample, 0
+        for column in (s.tokens, s.loss_mask, s.log_probs):
+            checksum = zlib.crc32(column.tobytes(), checksum)
+        return len(s), checksum

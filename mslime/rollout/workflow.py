@@ -91,7 +91,7 @@ class Engine(Protocol):
         """Let the model go on after what the sample holds, and add what it says.
 
         Waits while the engines take new weights. A response that is interrupted by that goes on afterwards; each token
-        keeps the weight version that sampled it. Without room for another token it returns an empty turn at once.
+        keeps the weight version that sampled it. Without room for another token it returns an empty turn.
 
         Args:
             max_tokens: of this turn; the limits of the run hold as well.

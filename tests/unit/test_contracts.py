@@ -70,6 +70,23 @@ def stale_mean(log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
     return torch.exp(log_ratio - log_ratio.mean()), batch.mask
 
 
+def sequence_mean(log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """Weights with the mean 1 over each sequence; 0 / 0 where nothing of it is trained."""
+    rho = torch.exp(log_ratio)
+    trained = batch.mask.to(rho.dtype)
+    return rho * batch.sequences.sum(trained) / batch.sequences.sum(rho * trained), batch.mask
+
+
+def names_a_metric_badly(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
+    never = torch.zeros_like(batch.mask)
+    return TokenLoss(-batch.log_probs * batch.advantages, never, never, {"a b": batch.log_ratio})
+
+
+def one_number(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
+    never = torch.zeros_like(batch.mask)
+    return TokenLoss(-batch.log_probs * batch.advantages, never, never, {"x": 0.5})  # type: ignore[dict-item]
+
+
 def in_place(rewards: GroupRewards) -> np.ndarray:
     rewards.rewards[:] -= 1
     return rewards.rewards
@@ -102,6 +119,8 @@ def test_corrections_that_are_known_to_be_right_keep_the_contract(preset: str) -
         (check_loss, f"{HERE}:random_loss", "another loss for the same tokens"),
         (check_loss, f"{HERE}:not_finite", "not finite"),
         (check_loss, f"{USER}:summed", "one number for each token"),
+        (check_loss, f"{HERE}:names_a_metric_badly", "a metric named 'a b'"),
+        (check_loss, f"{HERE}:one_number", "x = 0.5, and not a tensor"),
         (check_correction, f"{HERE}:stale_mean", "depends on which sequences share"),
         (check_advantage, f"{HERE}:in_place", "changes the rewards"),
         (check_advantage, f"{USER}:too_few", r"shape \(31,\) for 32 rollouts"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.schema import EvalSetConfig
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
@@ -336,6 +337,100 @@ def test_a_function_may_set_the_reward_and_note_what_it_saw(tmp_path: Path) -> N
     run(work)
 
 
+def test_a_reward_that_is_true_or_false_is_a_number_that_can_be_resumed(tmp_path: Path) -> None:
+    async def work() -> None:
+        config = run_config(tmp_path, function=named("is_right"))
+        service = make_service(config, FakeSlowEngine(short))
+        batch = await service.take(0)
+        assert [type(s.reward) for s in batch.samples] == [float] * 8 and batch.metrics["reward/mean"] == 0.5
+        service.save(tmp_path / "state.npz", next_step=0)
+        again = make_service(config, FakeSlowEngine(short))
+        again.load(tmp_path / "state.npz")
+        assert [s.reward for s in (await again.take(0)).samples] == [s.reward for s in batch.samples]
+
+    run(work)
+
+
+@pytest.mark.parametrize("function", ["changes_tokens", "masks_its_own", "begins_its_sample_again"])
+def test_what_is_saved_after_a_function_changed_its_sample_can_be_resumed(tmp_path: Path, function: str) -> None:
+    async def work() -> None:
+        service = make_service(run_config(tmp_path, function=named(function)), FakeSlowEngine(short))
+        with pytest.raises(RolloutError):
+            await service.take(0)
+        await service.checkpoint(tmp_path / "state.npz", next_step=0)
+        await service.close()
+        again = make_service(run_config(tmp_path), FakeSlowEngine(short))
+        again.load(tmp_path / "state.npz")
+        assert again.ledger.dropped["failed"] > 0
+        assert len((await again.take(0)).groups) == 4
+
+    run(work)
+
+
+def test_what_a_function_notes_is_of_its_own_try_and_its_own_sample(tmp_path: Path) -> None:
+    async def work() -> None:
+        waiting = asyncio.Event()
+
+        async def tool(task: Task) -> None:
+            waiting.set()
+            await asyncio.Event().wait()
+
+        user_rollouts.told["tool"] = tool
+        config = run_config(tmp_path, function=named("counts_its_calls"))
+        service = make_service(config, FakeSlowEngine(short))
+        taking = asyncio.create_task(service.take(0))
+        await waiting.wait()
+        service.save(tmp_path / "state.npz", next_step=0)
+        (tmp_path / "outline.npz").write_bytes(service.outline())
+        taking.cancel()
+        await service.close()
+
+        async def answers(task: Task) -> None:
+            pass
+
+        user_rollouts.told["tool"] = answers
+        for name in ("state.npz", "outline.npz"):
+            again = make_service(config, FakeSlowEngine(short))
+            again.load(tmp_path / name)
+            for sample in (await again.take(0)).samples:
+                assert sample.metadata["log"] == [sample.index], name
+
+    run(work)
+
+
+def test_an_engine_that_dies_is_told_while_another_rollout_of_the_group_is_in_a_tool(tmp_path: Path) -> None:
+    async def work() -> None:
+        async def tool(task: Task) -> None:
+            if task.index == 1:
+                raise ValueError("this one fails")
+            await asyncio.Event().wait()
+
+        user_rollouts.told["tool"] = tool
+        service = make_service(run_config(tmp_path, function=named("with_a_tool")), FakeSlowEngine(short))
+        with pytest.raises(RolloutError, match="this one fails"):
+            await asyncio.wait_for(service.take(0), DEADLINE_S / 2)
+        await service.close()
+
+    run(work)
+
+
+def test_a_stop_text_need_not_be_in_a_list(tmp_path: Path) -> None:
+    async def work() -> None:
+        engine = FakeSlowEngine(short)
+        asked: list[tuple[str, ...]] = []
+        generate = engine.generate
+
+        async def told(request: GenerateRequest) -> GenerateResult:
+            asked.append(request.stop)
+            return await generate(request)
+
+        engine.generate = told  # type: ignore[method-assign]
+        await make_service(run_config(tmp_path, function=named("stops_at_a_word")), engine).take(0)
+        assert set(asked) == {("</sum>",)}
+
+    run(work)
+
+
 def test_a_list_of_the_one_sample_is_that_sample(tmp_path: Path) -> None:
     async def work() -> None:
         service = make_service(run_config(tmp_path, function=named("one_in_a_list")), FakeSlowEngine(short))
@@ -353,8 +448,12 @@ def test_a_list_of_the_one_sample_is_that_sample(tmp_path: Path) -> None:
         ("returns_text", r"returned 'done'"),
         ("says_nothing", r"returned without generating"),
         ("takes_two_samples", r"called new_sample\(\) a second time"),
-        ("changes_tokens", r"changed tokens of its sample"),
-        ("changes_log_probs", r"left a broken sample: log-probs"),
+        ("changes_tokens", r"changed tokens, loss mask or log-probs of its sample"),
+        ("changes_log_probs", r"changed tokens, loss mask or log-probs of its sample"),
+        ("masks_its_own", r"changed tokens, loss mask or log-probs of its sample"),
+        ("begins_its_sample_again", r"changed tokens, loss mask or log-probs of its sample"),
+        ("generates_twice_at_once", r"called generate\(\) while another call was under way"),
+        ("notes_an_object", r"left metadata that cannot be saved"),
         ("bad_reward", r"set the reward nan"),
         ("cancels_itself", r"was cancelled from within"),
     ],
@@ -421,7 +520,7 @@ def test_the_contract_returns_what_a_function_makes_of_the_replies() -> None:
         ("raises", r"raised KeyError: 'no such tool' \(.*user_rollouts.py:\d+\)"),
         ("returns_two", "returned 2 samples"),
         ("blocks", "held up the event loop"),
-        ("notes_an_object", "metadata that is not JSON"),
+        ("notes_an_object", "metadata that cannot be saved"),
     ],
 )
 def test_the_contract_refuses_what_a_run_would_trip_over(function: str, told: str) -> None:

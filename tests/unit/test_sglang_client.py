@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
+import signal
 import socket
 import time
 from dataclasses import replace
@@ -236,6 +237,21 @@ def test_a_version_that_is_not_ours_is_an_error() -> None:
 
     with pytest.raises(EngineError, match="somebody-else"):
         run(work())
+
+
+def test_a_signal_interrupts_a_blocking_call_at_once() -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            blocking(asyncio.sleep(20))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - begun < 10
 
 
 def test_a_blocking_call_works_within_somebody_elses_event_loop() -> None:

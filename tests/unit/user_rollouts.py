@@ -165,3 +165,44 @@ async def notes_an_object(task: Task, engine: Engine) -> None:
     sample = engine.new_sample()
     await engine.generate(sample)
     sample.metadata["tool"] = object()
+
+
+async def masks_its_own(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    sample.loss_mask[-2:] = False
+
+
+async def begins_its_sample_again(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    sample.restart()
+
+
+async def generates_twice_at_once(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await asyncio.gather(engine.generate(sample), engine.generate(sample))
+
+
+async def is_right(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    sample.reward = task.index == 1
+
+
+async def counts_its_calls(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    sample.metadata.setdefault("log", []).append(task.index)
+    await with_a_tool(task, _Given(engine, sample))
+
+
+async def stops_at_a_word(task: Task, engine: Engine) -> None:
+    await engine.generate(engine.new_sample(), stop="</sum>")
+
+
+class _Given:
+    """The engine with its sample made already."""
+
+    def __init__(self, engine: Engine, sample: Sample) -> None:
+        self.generate, self.append = engine.generate, engine.append
+        self.new_sample = lambda: sample

@@ -14,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -42,6 +43,7 @@ from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig
 
 T = TypeVar("T")
+CONNECT_S = 10.0
 KEEPALIVE_S = 2.0
 """After so long an idle connection is given up. The server closes it after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a
 request sent into a connection that is just being closed fails as if the engine were dead."""
@@ -60,9 +62,20 @@ class EngineBusy(EngineError):
 
 
 def blocking(call: Coroutine[Any, Any, T]) -> T:
-    """The result of `call`, waited for: for callers without an event loop, or within somebody else's (a notebook's)."""
-    with ThreadPoolExecutor(1, "engine call") as thread:
-        return thread.submit(asyncio.run, call).result()
+    """The result of `call`, waited for: for callers without an event loop, or within somebody else's (a notebook's).
+
+    A signal interrupts the wait at once: nobody joins the thread, which ends with the call.
+    """
+    done: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            done.set_result(asyncio.run(call))
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=work, daemon=True, name="engine call").start()
+    return done.result()
 
 
 class EngineClient:
@@ -286,7 +299,8 @@ class EngineClient:
 
     async def _once(self, path: str, body: dict[str, Any] | bytes) -> None:
         """A step of a weight update, which is never repeated: a peer waits for it in a collective."""
-        self._refuse(path, await self._call("POST", path, body, self.deadlines.weight_sync_s))
+        limit = self.deadlines.weight_sync_s
+        self._refuse(path, await self._call("POST", path, body, limit, connect_s=limit))
 
     def _refuse(self, path: str, answer: dict[str, Any]) -> None:
         if answer.get("success") is False:
@@ -315,13 +329,20 @@ class EngineClient:
         return await retrying(self._call, method, path, body, timeout_s)
 
     async def _call(
-        self, method: str, path: str, body: dict[str, Any] | bytes | None, timeout_s: float, limit: int = LARGEST_ANSWER
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | bytes | None,
+        timeout_s: float,
+        limit: int = LARGEST_ANSWER,
+        connect_s: float = CONNECT_S,
     ) -> dict[str, Any]:
         """One HTTP exchange; `{}` for empty and plain-text answers. Raises EngineError for all that goes wrong.
 
         Args:
             body: bytes are sent as they are.
             limit: bytes that an answer may have.
+            connect_s: seconds of `timeout_s` for the connection.
         """
         data = orjson.dumps(body) if isinstance(body, dict) else body
         try:
@@ -330,9 +351,12 @@ class EngineClient:
                 self.url + path,
                 data=data,
                 headers={"Content-Type": "application/json", **self.keys.headers(path)},
-                timeout=_timeout(timeout_s),
+                timeout=_timeout(timeout_s, connect_s),
             ) as response:
                 content, status = await _read(response, limit), response.status
+        except aiohttp.ConnectionTimeoutError as error:
+            rule = f"no connection within {min(connect_s, timeout_s):g} s; the server is dead or unreachable"
+            raise self.error(path, rule, EngineDied) from error
         except TimeoutError as error:
             raise self.error(path, f"no answer within {timeout_s:g} s", EngineDied) from error
         except aiohttp.ClientError as error:
@@ -376,8 +400,8 @@ async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes | None:
     return b"".join(parts)
 
 
-def _timeout(seconds: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, 10.0))
+def _timeout(seconds: float, connect_s: float = CONNECT_S) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=seconds, sock_connect=min(seconds, connect_s))
 
 
 def _message(content: bytes) -> str:

@@ -111,11 +111,9 @@ class EnginePool:
         """Open a weight-update session on every engine.
 
         Raises:
-            EngineError: one of them is dead, whose ranks the sender's process groups cannot do without.
+            EngineError: one of them does not answer, whose ranks the sender's process groups cannot do without.
         """
-        for error in self.dead.values():
-            raise error
-        await self.broadcast(lambda client: client.begin_weight_update())
+        await self._by_all(lambda client: client.begin_weight_update())
 
     async def compare(self, expected: Mapping[str, Digests]) -> int:
         """Compare every bit of every parameter of every engine rank with what the trainer exports.
@@ -135,15 +133,26 @@ class EnginePool:
             with client.reading("digests of its weights"):
                 return compare(client.url, reported, expected[client.url])
 
-        return sum(await self.broadcast(one))
+        return sum(await self._by_all(one))
 
     async def end_update(self) -> None:
         """Close the session: engines finish their own layout (quantised or packed weights)."""
-        await self.broadcast(lambda client: client.end_weight_update())
+        await self._by_all(lambda client: client.end_weight_update())
 
     async def stamp(self, version: int) -> None:
         """Let every engine report `version` for what it samples from now on."""
-        await self.broadcast(lambda client: client.stamp(version))
+        await self._by_all(lambda client: client.stamp(version))
+
+    async def _by_all(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
+        """One call to every engine, also to those that get no requests any more: the sender's process groups count the
+        ranks of all. Raises the first failure after all have answered, for a dead engine what it died of."""
+        answers = await asyncio.gather(*(call(slot.client) for slot in self._slots), return_exceptions=True)
+        for slot, answer in zip(self._slots, answers, strict=True):
+            if isinstance(answer, EngineError) and slot.error is not None:
+                raise slot.error from answer
+            if isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def broadcast(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
         """One call to every live engine at the same time. The first failure is raised, after all have answered."""

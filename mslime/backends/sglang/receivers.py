@@ -30,7 +30,7 @@ class SGLangReceivers:
     """Engines that receive weights (`weights.transport.Receivers`). For one rank; any of its threads may call.
 
     Args:
-        deadlines: `weight_sync_s` is that of each call.
+        deadlines: `weight_sync_s` is that of each call about weights, `engine_control_s` that of `describe`.
     """
 
     def __init__(self, deadlines: DeadlineConfig) -> None:
@@ -120,7 +120,7 @@ class SGLangReceivers:
             try:
                 return await call
             except EngineError as error:
-                raise sync_error(phase, where, error.rule) from error
+                raise sync_error(phase, where, f"{error.value}: {error.rule}") from error
 
         return asyncio.run_coroutine_threadsafe(named(), self._running())
 
@@ -128,5 +128,10 @@ class SGLangReceivers:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             # A daemon: an abandoned wait must not keep the process from ending.
-            threading.Thread(target=self._loop.run_forever, daemon=True, name="weight requests").start()
+            threading.Thread(target=_run, args=(self._loop,), daemon=True, name="weight requests").start()
         return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()

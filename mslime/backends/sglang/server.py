@@ -22,9 +22,11 @@ from mslime.backends.sglang.launch import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 from mslime.backends.sglang.process import SupervisedProcess, log_tail
 from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
+from mslime.config.schema import DeadlineConfig
 from mslime.config.serving import Role, ServerSpec
 from mslime.network import free_port, port_in_use
 
+READY_ANSWER_S = 5.0
 PORT_ATTEMPTS = 5
 _PORT_TAKEN = re.compile(r"address already in use|port is already in use| at \d+ is not available", re.IGNORECASE)
 """What SGLang logs when one of its ports is somebody else's. It lives on after that and never serves."""
@@ -208,7 +210,8 @@ class ServerProcess:
 async def _ready_as(address: EngineAddress) -> tuple[bool, str | None]:
     """Whether somebody serves there (503 while it warms up), and the name under which it serves its model; None when it
     does not let us in."""
-    async with EngineClient(address.url, address.name, keys=address.keys) as client:
+    asked = DeadlineConfig(engine_control_s=READY_ANSWER_S)  # whoever has our port may not answer at all
+    async with EngineClient(address.url, address.name, asked, keys=address.keys) as client:
         if not await client.ready():
             return False, None
         try:

@@ -28,6 +28,7 @@ class Qwen3Next(Decoder):
     support = Support(
         ("Qwen3-Next-80B-A3B",),
         not_served=NOT_SERVED,
+        compared_on=(),  # SGLang keeps stacked experts and delta-net projections otherwise than the file
         notes=(f"Context parallelism is refused: {_NO_CP}.",),
     )
     rope_base = 1e7

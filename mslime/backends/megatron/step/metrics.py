@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mslime.algorithms.losses import PolicyLossInputs, policy_loss
-from mslime.algorithms.statistics import LossStatistics, mean_weight
+from mslime.algorithms.statistics import LossStatistics, mean_weight, other_metrics
 from mslime.backends.megatron.step.batches import number_segments
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.errors import TrainerError
@@ -23,7 +23,10 @@ def over_all_ranks(statistics: LossStatistics, group: dist.ProcessGroup | None =
     if statistics.reports_user_metrics:  # on every rank, or on none
         names: list[tuple[str, ...] | None] = [None] * dist.get_world_size(group)
         dist.all_gather_object(names, statistics.user_names, group=group)
-        statistics.user_names = next(found for found in names if found)
+        told = sorted({found for found in names if found})
+        if len(told) > 1:
+            raise other_metrics(told[0], told[1])
+        (statistics.user_names,) = told
     return statistics
 
 
