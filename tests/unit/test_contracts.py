@@ -77,6 +77,11 @@ def sequence_mean(log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]
     return rho * batch.sequences.sum(trained) / batch.sequences.sum(rho * trained), batch.mask
 
 
+def looks_at_what_is_trained(batch: TokenBatch, algorithm: AlgorithmConfig) -> Tensor:
+    """Nothing is trained in micro-batches that are padding, and so nothing is the largest."""
+    return -batch.log_probs * batch.advantages + 0 * batch.log_ratio.detach()[batch.mask].max()
+
+
 def names_a_metric_badly(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
     never = torch.zeros_like(batch.mask)
     return TokenLoss(-batch.log_probs * batch.advantages, never, never, {"a b": batch.log_ratio})
@@ -107,6 +112,7 @@ def test_losses_that_are_known_to_be_right_keep_the_contract(loss: str) -> None:
 def test_corrections_that_are_known_to_be_right_keep_the_contract(preset: str) -> None:
     check_algorithm(AlgorithmConfig(correction={"preset": preset}), "x", preset)  # pyright: ignore
     assert len(check_correction(f"{EXAMPLES}.correction:fading")) == 2
+    assert len(check_correction(f"{HERE}:sequence_mean")) == 2
 
 
 @pytest.mark.parametrize(
@@ -119,6 +125,7 @@ def test_corrections_that_are_known_to_be_right_keep_the_contract(preset: str) -
         (check_loss, f"{HERE}:random_loss", "another loss for the same tokens"),
         (check_loss, f"{HERE}:not_finite", "not finite"),
         (check_loss, f"{USER}:summed", "one number for each token"),
+        (check_loss, f"{HERE}:looks_at_what_is_trained", "raised RuntimeError: max"),
         (check_loss, f"{HERE}:names_a_metric_badly", "a metric named 'a b'"),
         (check_loss, f"{HERE}:one_number", "x = 0.5, and not a tensor"),
         (check_correction, f"{HERE}:stale_mean", "depends on which sequences share"),
