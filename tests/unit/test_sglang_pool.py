@@ -127,13 +127,14 @@ def test_control_calls_reach_every_live_engine() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> list[list[str]]:
         kill(pool, "e2", EngineError("e2", "exit status 1", "ended", "read the log"))
         await pool.pause("retract")
+        await pool.stamp(4)
         await pool.flush_cache()
         await pool.resume()
         await pool.abort("r1")
         return [[path for path, _ in fake.seen] for fake in fakes]
 
     paths = with_pool(work, engines=3)
-    calls = ["/pause_generation", "/flush_cache", "/continue_generation", "/abort_request"]
+    calls = ["/pause_generation", "/update_weight_version", "/flush_cache", "/continue_generation", "/abort_request"]
     assert paths == [calls, calls, []]
 
 
@@ -196,8 +197,8 @@ def test_an_engine_that_gets_no_requests_any_more_takes_part_in_a_weight_update(
         await pool.stamp(3)
         return [[path for path, _ in fake.seen] for fake in fakes]
 
-    first, second = with_pool(work)
-    assert first == second and len(first) == 3
+    update = ["/begin_weight_update", "/end_weight_update"]
+    assert with_pool(work) == [[*update, "/update_weight_version"], update]
 
 
 def test_weights_are_not_sent_to_some_engines_only() -> None:

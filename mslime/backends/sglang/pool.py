@@ -140,8 +140,8 @@ class EnginePool:
         await self._by_all(lambda client: client.end_weight_update())
 
     async def stamp(self, version: int) -> None:
-        """Let every engine report `version` for what it samples from now on."""
-        await self._by_all(lambda client: client.stamp(version))
+        """Let every engine that gets requests report `version` for what it samples from now on."""
+        await self.broadcast(lambda client: client.stamp(version))
 
     async def _by_all(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
         """One call to every engine, also to those that get no requests any more: the sender's process groups count the
