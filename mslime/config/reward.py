@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ from mslime.config.errors import ConfigError
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
 
-RewardKind = Literal["exact", "math", "answer_line", "letters", "f1", "http", "custom"]
+RewardKind = Literal["exact", "math", "answer_line", "letters", "f1", "http", "judge", "custom"]
 
 MATH_SECONDS = 5.0
 OTHER_SECONDS = 30.0
@@ -23,13 +23,15 @@ RESERVED_NAMES = ("source", "overlong", "repetition", "group")
 """Names that metrics below `reward/` have already."""
 
 
-class HttpRewardConfig(Section):
-    """A reward model that somebody serves; see docs/rewards.md for what it is sent."""
+class RewardServersConfig(Section):
+    """Where rewards are served, and how the servers are asked."""
 
-    url: str | None = Field(default=None, description="Where samples are posted, for kind http.")
-    batch_size: int = Field(default=16, ge=1, description="Samples of one request at most.")
-    batch_wait_s: float = Field(default=0.05, ge=0, description="Seconds for which a request waits to become full.")
-    concurrency: int = Field(default=16, ge=1, description="Requests on their way at once.")
+    url: str | list[str] | None = Field(
+        default=None,
+        description="Where it is served. Several URLs are a pool: each request goes to the one with the fewest under "
+        "way, and a further attempt to another one.",
+    )
+    concurrency: int = Field(default=16, ge=1, description="Requests on their way at once, to all URLs together.")
     retries: int = Field(
         default=3, ge=0, description="Further attempts after a refused connection, a time-out, or HTTP 408, 429, 5xx."
     )
@@ -37,6 +39,46 @@ class HttpRewardConfig(Section):
         default=None,
         description="Environment variable with the token of the header `Authorization: Bearer TOKEN`, which is "
         "neither logged nor written to config.yaml.",
+    )
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """All URLs; empty when there is none."""
+        if self.url is None:
+            return ()
+        return (self.url,) if isinstance(self.url, str) else tuple(self.url)
+
+
+class HttpRewardConfig(RewardServersConfig):
+    """A reward model that somebody serves; see docs/rewards.md for what it is sent."""
+
+    batch_size: int = Field(default=16, ge=1, description="Samples of one request at most.")
+    batch_wait_s: float = Field(default=0.05, ge=0, description="Seconds for which a request waits to become full.")
+
+
+class JudgeConfig(RewardServersConfig):
+    """A language model that is asked for a number, at an OpenAI-compatible `/v1/chat/completions`."""
+
+    model: str | None = Field(default=None, description="Name of the model, as the server calls it.")
+    template: str | None = Field(
+        default=None,
+        description="What it is asked: a text with {response} in it, and {prompt} and {label} where they matter.",
+    )
+    system: str | None = Field(default=None, description="A system message before it.")
+    pattern: str | None = Field(
+        default=None,
+        description="Regular expression whose last match in the reply holds the number in its first group, for example "
+        "`Score: ([0-9.]+)`.",
+    )
+    field: str | None = Field(
+        default=None, description="In place of pattern: the reply is a JSON object, and this is the number's key."
+    )
+    range: tuple[float, float] | None = Field(
+        default=None, description="Lowest and highest number that it may say; another one is an error of the sample."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=lambda: {"temperature": 0.0, "max_tokens": 512},
+        description="Further fields of the request, for example temperature, max_tokens or response_format.",
     )
 
 
@@ -47,7 +89,8 @@ class GraderConfig(Section):
         default="exact",
         description="exact: equals the label. math: equals it as mathematics. answer_line: as math, read from the last "
         "`Answer:` line (DAPO). letters: the letter of a multiple choice (GPQA). f1: overlap of words with the label "
-        "(SQuAD). http: a served reward model. custom: a function of yours.",
+        "(SQuAD). http: a served reward model. judge: a language model that is asked for a number. custom: a function "
+        "of yours.",
     )
     function: str | None = Field(
         default=None,
@@ -60,8 +103,11 @@ class GraderConfig(Section):
         "a list of what it would return for each.",
     )
     http: HttpRewardConfig = Field(default_factory=HttpRewardConfig)
+    judge: JudgeConfig = Field(default_factory=JudgeConfig)
     timeout_s: float | None = Field(
-        default=None, gt=0, description="Seconds for one sample (http: one request). Default: 5 for math, else 30."
+        default=None,
+        gt=0,
+        description="Seconds for one sample (http, judge: one request). Default: 5 for math, else 30.",
     )
     workers: int = Field(default=2, ge=1, description="Processes for kinds math, answer_line and custom.")
 
@@ -69,6 +115,11 @@ class GraderConfig(Section):
     def limit_s(self) -> float:
         """Seconds that scoring one sample may take."""
         return self.timeout_s or (MATH_SECONDS if self.kind in ("math", "answer_line") else OTHER_SECONDS)
+
+    @property
+    def servers(self) -> tuple[str, RewardServersConfig] | None:
+        """(section's name, settings) of the servers that this kind asks; None where there are none."""
+        return {"http": ("http", self.http), "judge": ("judge", self.judge)}.get(self.kind)
 
 
 class RewardPartConfig(GraderConfig):
@@ -182,19 +233,59 @@ def _check_grader(place: str, grader: GraderConfig) -> None:
     if grader.per == "group" and grader.kind != "custom":
         raise ConfigError(f"{place}.per", "group", f"kind {grader.kind} scores samples one by one",
                           "remove it, or give a function of yours with kind: custom")  # fmt: skip
-    url = grader.http.url
-    if (grader.kind == "http") != (url is not None):
+    _check_servers(place, grader, "http", grader.http)
+    _check_servers(place, grader, "judge", grader.judge)
+    if grader.kind == "judge":
+        _check_judge(f"{place}.judge", grader.judge)
+
+
+def _check_servers(place: str, grader: GraderConfig, kind: str, servers: RewardServersConfig) -> None:
+    where = f"{place}.{kind}.url"
+    if (grader.kind == kind) != bool(servers.urls):
         raise ConfigError(
-            f"{place}.http.url",
-            url,
-            f"goes together with {place}.kind: http (kind is {grader.kind!r})",
+            where,
+            servers.url,
+            f"goes together with {place}.kind: {kind} (kind is {grader.kind!r})",
             "set both, or neither",
         )
-    if url is not None and re.match(r"https?://[^/\s]+", url) is None:
-        raise ConfigError(f"{place}.http.url", url, "is not a URL", "write for example http://10.0.0.5:8000/score")
-    variable = grader.http.auth_env
+    for url in servers.urls:
+        if re.match(r"https?://[^/\s]+", url) is None:
+            raise ConfigError(where, url, "is not a URL", "write for example http://10.0.0.5:8000/score")
+    variable = servers.auth_env
     if variable is not None and re.fullmatch(r"[A-Za-z_]\w*", variable) is None:
         raise ConfigError(
-            f"{place}.http.auth_env", "(not shown)", "must be the name of an environment variable",
+            f"{place}.{kind}.auth_env", "(not shown)", "must be the name of an environment variable",
             "put the token into a variable, and its name here",
         )  # fmt: skip
+
+
+def _check_judge(place: str, judge: JudgeConfig) -> None:
+    if not judge.template or not judge.template.strip():
+        raise ConfigError(f"{place}.template", judge.template, "kind judge needs a question",
+                          "write one with {prompt}, {response} and {label} in it")  # fmt: skip
+    if "{response}" not in judge.template:
+        raise ConfigError(f"{place}.template", judge.template, "does not show the response to the judge",
+                          "write {response} where it belongs")  # fmt: skip
+    if (judge.pattern is None) == (judge.field is None):
+        raise ConfigError(f"{place}.pattern", judge.pattern, f"goes without {place}.field, and one of them is needed",
+                          "set the one that fits what the judge answers")  # fmt: skip
+    if judge.pattern is not None:
+        _check_pattern(f"{place}.pattern", judge.pattern)
+    if judge.range is not None and not judge.range[0] < judge.range[1]:
+        raise ConfigError(
+            f"{place}.range", list(judge.range), "is the lowest number, then the highest", "for example [0, 10]"
+        )
+    if taken := sorted({"messages", "model", "stream", "n"} & judge.options.keys()):
+        raise ConfigError(f"{place}.options", ", ".join(taken), "are set by mslime",
+                          "the other settings of this section say them")  # fmt: skip
+
+
+def _check_pattern(where: str, pattern: str) -> None:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ConfigError(
+            where, pattern, f"is no regular expression: {error}", "mend it; in YAML quote it with '...'"
+        ) from error
+    if groups == 0:
+        raise ConfigError(where, pattern, "has no group, which would hold the number", "for example 'Score: ([0-9.]+)'")

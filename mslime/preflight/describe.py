@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mslime.config.layout import ParallelLayout
+from mslime.config.reward import RewardPartConfig
 from mslime.config.schema import RunConfig
 from mslime.config.warnings import warnings
 from mslime.preflight.environment import gpu_warnings
@@ -157,13 +158,17 @@ def _switch_table(run: ResolvedRun) -> Table:
 
 def _reward(config: RunConfig) -> str:
     graders = [(f"{p.weight:g} x {p.name}: " if config.reward.parts else "", p) for p in config.reward.graders]
-    said = "; ".join(f"{head}{p.function or p.http.url or p.kind}" for head, p in graders)
+    said = "; ".join(f"{head}{p.function or _served(p) or p.kind}" for head, p in graders)
     overlong, repetition = config.reward.overlong, config.reward.repetition
     if overlong.buffer_tokens:
         said += f"; up to -{overlong.factor:g} in the last {overlong.buffer_tokens} tokens"
     if repetition.ngram:
         said += f"; -{repetition.factor:g} x share of repeated {repetition.ngram}-grams"
     return said
+
+
+def _served(part: RewardPartConfig) -> str:
+    return "" if part.servers is None else f"{part.kind} at {', '.join(part.servers[1].urls)}"
 
 
 def _critic(config: RunConfig) -> str:

@@ -22,8 +22,8 @@ from mslime.data.source import Prompt
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.filters import load_filter
 from mslime.rollout.rewards.graders.labels import alternatives, label_problem, math_labels
-from mslime.rollout.rewards.http import token_of
 from mslime.rollout.rewards.scorer import RewardScorer
+from mslime.rollout.rewards.servers import token_of
 from mslime.rollout.workflow import load_workflow
 
 READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
@@ -72,8 +72,9 @@ def check_rewards(config: RunConfig, sources: Mapping[str, Prompts], tokenizer: 
 def _check_tokens(scoring: ScoringConfig, place: str) -> None:
     """Served reward models must find their tokens. Raises ConfigError."""
     for i, part in enumerate(scoring.graders):
-        if part.http.auth_env is not None:
-            token_of(part.http.auth_env, f"{place}.parts[{i}]" if scoring.parts else place)
+        where = f"{place}.parts[{i}]" if scoring.parts else place
+        if part.servers is not None and (variable := part.servers[1].auth_env) is not None:
+            token_of(variable, f"{where}.{part.servers[0]}")
 
 
 def _check_labels(source: Prompts, scoring: ScoringConfig, label_key: str | None) -> list[str]:

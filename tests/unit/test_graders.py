@@ -311,9 +311,9 @@ def test_a_server_that_is_not_there_is_named():
 
 
 def test_an_endless_body_is_cut_off(monkeypatch: pytest.MonkeyPatch):
-    from mslime.rollout.rewards import http
+    from mslime.rollout.rewards import servers
 
-    monkeypatch.setattr(http, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(servers, "MOST_BYTES", 10_000)
 
     async def handler(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()

@@ -1,8 +1,8 @@
 """Rewards: which grader scores a sample, how several become one number, and what an error means for the run.
 
 Graders of plain text run here; mathematics and users' functions run in processes that can be killed (`pool`),
-served reward models are asked over HTTP (`http`). An answer that kind math cannot grade in time is the answer's
-fault: it scores 0, is counted, and never ends a run. What any other error means is `reward.on_error`.
+served reward models and judges are asked over HTTP (`http`, `judge`). An answer that kind math cannot grade in time is
+the answer's fault: it scores 0, is counted, and never ends a run. What any other error means is `reward.on_error`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mslime.extensions import MOST_METRICS
 from mslime.rollout.rewards.graders import words
 from mslime.rollout.rewards.graders.labels import label_problem
 from mslime.rollout.rewards.http import HttpGrader
+from mslime.rollout.rewards.judge import JudgeGrader
 from mslime.rollout.rewards.pool import WorkerPool
 from mslime.rollout.rewards.result import Job, RewardResult
 
@@ -66,12 +67,14 @@ class TextGrader:
 
 def open_grader(config: GraderConfig, place: str, tokenizer: Tokenizer | None) -> Grader:
     """The grader of one section. Raises ConfigError when it lacks its function or URL."""
+    if config.servers is not None and not config.servers[1].urls:
+        raise ConfigError(f"{place}.{config.kind}.url", None, f"kind {config.kind} needs a URL", "name its server")
     if config.kind in _TEXT:
         return TextGrader(_TEXT[config.kind])
     if config.kind == "http":
-        if config.http.url is None:
-            raise ConfigError(f"{place}.http.url", None, "kind http needs a URL", "name the reward model's")
-        return HttpGrader(config.http, place, config.limit_s, tokenizer)
+        return HttpGrader(config.http, f"{place}.http", config.limit_s, tokenizer)
+    if config.kind == "judge":
+        return JudgeGrader(config.judge, f"{place}.judge", config.limit_s, tokenizer)
     if config.kind in _MATH:
         job = Job(_MATH[config.kind], f"{place}.kind", config.limit_s, MATH_MEMORY, interrupt=True)
         return WorkerPool(job, config.workers)
@@ -170,7 +173,7 @@ class RewardScorer:
             f"group {sample.group_id}, sample {sample.index}: {sample.response[:200]!r}",
             result.error,
             "mend the row's label; `mslime check` names the row" if bad_label else
-            "mend the function, or set reward.on_error to zero or drop",
+            f"mend the {'function' if part.servers is None else 'server'}, or set reward.on_error to zero or drop",
         )  # fmt: skip
 
     def _add_up(self, sample: Sample, results: list[RewardResult]) -> float:

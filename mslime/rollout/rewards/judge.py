@@ -1,0 +1,129 @@
+"""Rewards from a language model that is asked for a number: reward kind `judge`.
+
+It is asked at an OpenAI-compatible `/v1/chat/completions`, which SGLang, vLLM and vendors serve.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+
+from mslime.config.reward import JudgeConfig
+from mslime.data.sample import Sample
+from mslime.data.tokenizer import Tokenizer
+from mslime.rollout.rewards.result import RewardResult, checked
+from mslime.rollout.rewards.servers import AgainError, RefusedError, RewardServers
+
+_PLACES = re.compile(r"\{(prompt|response|label)\}")
+_FENCED = re.compile(r"```(?:json)?\s*(\{.*?\})\s*```", re.DOTALL)
+
+
+class JudgeGrader:
+    """Scores samples by what a judge says of them. Belongs to one event loop.
+
+    Args:
+        place: the configuration section, for messages.
+        limit_s: seconds for one attempt.
+        tokenizer: turns prompts back into text; without one {prompt} is empty.
+    """
+
+    def __init__(self, config: JudgeConfig, place: str, limit_s: float, tokenizer: Tokenizer | None) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._servers = RewardServers(config, place, limit_s)
+
+    async def start(self) -> None:
+        """Open the connection pool. Raises ConfigError when the token's variable is not set."""
+        await self._servers.start()
+
+    async def score(self, sample: Sample) -> RewardResult:
+        """The result of a sample; what went wrong with its request is its error."""
+        try:
+            return await self._servers.ask(self._request(sample), self._read)
+        except (AgainError, RefusedError) as error:
+            return RewardResult(0.0, str(error))
+
+    async def close(self) -> None:
+        """Give up the connections."""
+        await self._servers.close()
+
+    def _request(self, sample: Sample) -> dict[str, Any]:
+        asked = [{"role": "user", "content": self._question(sample)}]
+        if self._config.system is not None:
+            asked.insert(0, {"role": "system", "content": self._config.system})
+        model = {} if self._config.model is None else {"model": self._config.model}
+        return {**model, "messages": asked, **self._config.options}
+
+    def _question(self, sample: Sample) -> str:
+        """The template, filled in one pass: what a response says in braces stays as it is."""
+        prompt = ""
+        if self._tokenizer is not None:
+            prompt = self._tokenizer.decode(sample.tokens[: sample.prompt_length].tolist())
+        said = {"prompt": prompt, "response": sample.response, "label": _text(sample.label)}
+        assert self._config.template is not None, "check_reward"
+        return _PLACES.sub(lambda place: said[place[1]], self._config.template)
+
+    def _read(self, answer: Any) -> RewardResult:
+        """The number in an answer.
+
+        Raises:
+            RefusedError: it says none. AgainError: likewise, and the judge is sampled, so it may say one next time.
+        """
+        reply = _reply(answer)
+        said = number_in(reply, self._config.pattern, self._config.field)
+        if isinstance(said, float) and self._config.range is not None:
+            low, high = self._config.range
+            said = said if low <= said <= high else f"said {said:g}, outside of {low:g} to {high:g}"
+        if isinstance(said, str):
+            sampled = self._config.options.get("temperature", 1.0) != 0
+            raise (AgainError if sampled else RefusedError)(f"{said}: {reply[-200:]!r}")
+        return checked(said, 0)
+
+
+def _text(label: object) -> str:
+    if label is None:
+        return ""
+    return label if isinstance(label, str) else orjson.dumps(label, default=str).decode()
+
+
+def number_in(reply: str, pattern: str | None, field: str | None) -> float | str:
+    """The number in a judge's reply; or what is wrong with it, in words.
+
+    Args:
+        pattern: its last match holds the number in its first group.
+        field: the key of the number, in a JSON object that is the reply, or stands in ``` marks in it.
+    """
+    if pattern is not None:
+        found = [match[1] for match in re.finditer(pattern, reply)]
+        if not found:
+            return f"answered without {pattern}"
+        return _number(found[-1])
+    fenced = _FENCED.findall(reply)
+    try:
+        read = orjson.loads(fenced[-1] if fenced else reply)
+    except orjson.JSONDecodeError:
+        return "answered what is no JSON object"
+    if not isinstance(read, dict) or field not in read:
+        return f"answered without the key {field!r}"
+    return _number(read[field])
+
+
+def _number(said: object) -> float | str:
+    try:
+        return float(said)  # pyright: ignore[reportArgumentType]  what is no number raises
+    except (TypeError, ValueError):
+        return f"answered {said!r:.80}, which is no number"
+
+
+def _reply(answer: Any) -> str:
+    """What the judge said. Raises RefusedError when that is not in the answer."""
+    try:
+        choice = answer["choices"][0]
+        content = choice["message"]["content"]
+    except (TypeError, LookupError) as error:
+        raise RefusedError(f"answered no chat completion: {str(answer)[:200]!r}") from error
+    if not isinstance(content, str):
+        ended = choice.get("finish_reason")
+        raise RefusedError(f"answered no text (finish_reason {ended!r}): allow more max_tokens in judge.options")
+    return content
