@@ -1,0 +1,22 @@
+"""What is wrong with a request to the model of a rollout. A server writes it in the shape of the client's dialect."""
+
+from __future__ import annotations
+
+from mslime.config.errors import UserError
+from mslime.rollout.workflow import NoRoomError
+
+
+class ChatError(UserError):
+    """A request that cannot be answered as it stands. Sent again, it would fail again."""
+
+
+class ContextFull(ChatError, NoRoomError):
+    """The messages leave no room for a reply. What was recorded before stays."""
+
+
+class LimitReached(ChatError):
+    """The rollout has had its share of turns, sequences, tokens or time; `field` is the setting."""
+
+
+class SessionOver(ChatError):
+    """The rollout has ended, and takes no more turns."""

@@ -1,0 +1,224 @@
+"""Chat messages in one form for all dialects, and when one is a copy of another.
+
+What a client sends back as history only chooses a recorded turn, so whatever says nothing is left out here: null and
+unknown keys, cache markers, empty parts. What is left is compared exactly: a mismatch costs a sequence, a wrong match
+would train on what the model never saw.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from mslime.rollout.chat.errors import ChatError
+
+ROLES = ("system", "user", "assistant", "tool")
+Tools = Sequence[Mapping[str, Any]]
+"""Definitions of tools as chat completions have them: {type: function, function: {name, description, parameters}}."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool.
+
+    Attributes:
+        id: by which the client knows it.
+        arguments: canonical JSON where they are JSON, else the text as it stands.
+        native: id that the model itself wrote, in formats that have one; templates are given this one.
+    """
+
+    id: str
+    name: str
+    arguments: str
+    native: str = ""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message.
+
+    Attributes:
+        role: one of `ROLES`.
+        reasoning: of an assistant's message; None: the sender does not say.
+        answers: id of the call that a tool's message answers.
+        echo: name of the turn that the sender says it copies, in dialects whose replies have one. Not compared.
+    """
+
+    role: str
+    text: str = ""
+    calls: tuple[Call, ...] = ()
+    reasoning: str | None = None
+    answers: str = ""
+    echo: str = ""
+
+
+def canonical_json(text: str) -> str:
+    """The one spelling of a JSON text; a text that is no JSON as it stands."""
+    try:
+        return json.dumps(json.loads(text or "{}"), sort_keys=True, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return text
+
+
+def is_copy(sent: Message, recorded: Message) -> bool:
+    """Whether `sent` is a copy of `recorded`. Absent reasoning and absent ids of calls are no contradiction."""
+    if (recorded.role, recorded.text, recorded.answers) != (sent.role, sent.text, sent.answers):
+        return False
+    if sent.reasoning is not None and sent.reasoning != (recorded.reasoning or ""):
+        return False
+    return len(sent.calls) == len(recorded.calls) and all(map(_is_call_copy, sent.calls, recorded.calls))
+
+
+def _is_call_copy(sent: Call, recorded: Call) -> bool:
+    named = not sent.id or sent.id == recorded.id
+    return named and (sent.name, sent.arguments) == (recorded.name, recorded.arguments)
+
+
+def echoes(sent: Sequence[Message]) -> set[str]:
+    """What the messages name of ours: turns and calls."""
+    return {name for m in sent for name in (m.echo, m.answers, *(call.id for call in m.calls)) if name}
+
+
+# ------------------------------------------------------------------------------------------ chat completions' form
+
+
+def from_chat(value: object, where: str) -> Message:
+    """A message as chat completions have it.
+
+    Args:
+        where: it stands, for errors.
+
+    Raises:
+        ChatError: it is no message, or has a part that is no text.
+    """
+    message = as_object(value, where)
+    role = message.get("role")
+    if role == "developer":
+        role = "system"
+    if role == "function":
+        raise ChatError(f"{where}.role", role, "functions became tools", "answer a call with a message of role tool")
+    if role not in ROLES:
+        raise ChatError(f"{where}.role", role, f"is one of {', '.join(ROLES)}", "name the speaker")
+    calls = tuple(
+        _call(call, f"{where}.tool_calls[{i}]")
+        for i, call in enumerate(as_list(message.get("tool_calls"), f"{where}.tool_calls"))
+    )
+    reasoning = message.get("reasoning_content")
+    if reasoning is None:
+        reasoning = message.get("reasoning")
+    return Message(
+        role,
+        text_of(message.get("content"), f"{where}.content"),
+        calls,
+        None if reasoning is None or role != "assistant" else as_text(reasoning, f"{where}.reasoning_content"),
+        as_text(message.get("tool_call_id") or "", f"{where}.tool_call_id"),
+    )
+
+
+def _call(value: object, where: str) -> Call:
+    call = as_object(value, where)
+    function = as_object(call.get("function"), f"{where}.function")
+    name = as_text(function.get("name"), f"{where}.function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, Mapping):
+        arguments = json.dumps(arguments)
+    return Call(as_text(call.get("id") or "", f"{where}.id"), name, canonical_json(as_text(arguments or "", where)))
+
+
+def text_of(content: object, where: str) -> str:
+    """The text of a content that is a text, a list of parts of text, or null.
+
+    Raises:
+        ChatError: a part is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_part(part, f"{where}[{i}]") for i, part in enumerate(as_list(content, where)))
+
+
+def _part(value: object, where: str) -> str:
+    part = as_object(value, where)
+    kind = part.get("type")
+    if kind == "refusal":
+        return as_text(part.get("refusal"), f"{where}.refusal")
+    if kind not in ("text", "input_text", "output_text"):
+        raise ChatError(f"{where}.type", kind, "mslime generates from text alone", "leave images, audio and files out")
+    return as_text(part.get("text"), f"{where}.text")
+
+
+def to_chat(message: Message) -> dict[str, Any]:
+    """A reply as chat completions show it; sent back unchanged it is a copy of itself."""
+    shown: dict[str, Any] = {"role": message.role, "content": message.text or None}
+    if message.reasoning:
+        shown["reasoning_content"] = message.reasoning
+    if message.calls:
+        shown["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in message.calls
+        ]
+    return shown
+
+
+# ------------------------------------------------------------------------------------------------ templates' form
+
+
+def to_template(messages: Sequence[Message], native: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: arguments are objects, absent things have no key.
+
+    Args:
+        native: id that the model wrote by the id that the client knows.
+    """
+    return [_template_message(m, native) for m in messages]
+
+
+def _template_message(m: Message, native: Mapping[str, str]) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": m.role, "content": m.text}
+    if m.reasoning:
+        shown["reasoning_content"] = m.reasoning
+    if m.calls:
+        shown["tool_calls"] = [_template_call(c, native) for c in m.calls]
+    if m.answers:
+        shown["tool_call_id"] = native.get(m.answers, m.answers)
+    return shown
+
+
+def _template_call(call: Call, native: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = call.arguments
+    arguments = arguments if isinstance(arguments, dict) else call.arguments
+    name = {"name": call.name, "arguments": arguments}
+    return {"id": call.native or native.get(call.id, call.id), "type": "function", "function": name}
+
+
+# ----------------------------------------------------------------------------------------------- reading foreign JSON
+
+
+def as_object(value: object, where: str) -> dict[str, Any]:
+    """A JSON object. Raises ChatError for anything else."""
+    if not isinstance(value, dict):
+        raise ChatError(where, _shown(value), "must be an object", "see the API's reference")
+    return cast("dict[str, Any]", value)
+
+
+def as_list(value: object, where: str) -> list[Any]:
+    """A JSON array; null is an empty one. Raises ChatError for anything else."""
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        raise ChatError(where, _shown(value), "must be an array", "see the API's reference")
+    return list(cast("list[Any]", value))
+
+
+def as_text(value: object, where: str) -> str:
+    """A text. Raises ChatError for anything else."""
+    if not isinstance(value, str):
+        raise ChatError(where, _shown(value), "must be a text", "see the API's reference")
+    return value
+
+
+def _shown(value: object) -> str:
+    return f"{value!r:.80}"

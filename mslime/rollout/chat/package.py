@@ -1,0 +1,105 @@
+"""Renderers of the package `renderers` (PrimeIntellect), for the families that it knows.
+
+They are named by the run or the model's family, never found by the tokenizer's path: the package takes any name that it
+does not know for a template that cannot be extended, without an error. Imported in the rollout's process only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Literal
+
+from mslime.config.errors import MALFORMED, ConfigError, nearest
+from mslime.rollout.chat.errors import ChatError
+from mslime.rollout.chat.messages import Tools, canonical_json
+from mslime.rollout.chat.renderer import Parsed, ParsedCall
+
+SETTING = "rollout.renderer"
+LEFT_OUT = {
+    "default": "its extension of a conversation is always refused",
+    "auto": "it chooses by the tokenizer's path",
+    "gpt-oss": "it downloads a vocabulary; mslime has a renderer of its own for gpt-oss, called harmony",
+    "qwen3-vl": "mslime generates from text alone",
+    "custom": "name your own renderer as module:function",
+}
+"""Names of the package that mslime does not take, and why."""
+
+
+class PackageRenderer:
+    """A `Renderer` of the package.
+
+    Args:
+        tokenizer: transformers' tokenizer of the checkpoint.
+        thinking: keep: turns are extended across a user's message although the family's template would drop earlier
+            reasoning there.
+
+    Raises:
+        ConfigError: there is no renderer of this name, or the tokenizer lacks its special tokens.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, thinking: Literal["template", "keep"]) -> None:
+        configs = _configs()
+        if name not in configs:
+            why = LEFT_OUT.get(name, f"is no renderer {nearest(name, configs)}".rstrip())
+            raise ConfigError(SETTING, name, why, f"name one of {', '.join(sorted(configs))}, template or harmony")
+        import renderers
+
+        try:
+            config = configs[name](thinking_retention="all" if thinking == "keep" else None)
+            self._inner: Any = renderers.create_renderer(tokenizer, config)
+        except MALFORMED as error:
+            told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            raise ConfigError(SETTING, name, f"does not fit this checkpoint's tokenizer ({told})",
+                              "name the renderer of the checkpoint's own family, or template") from error  # fmt: skip
+        self.name, self._tokenizer = name, tokenizer
+        self.stop_ids = frozenset(self._inner.get_stop_token_ids())
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
+        """See `Renderer`."""
+        try:
+            return list(self._inner.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True))
+        except MALFORMED as error:
+            told = f"renderer {self.name} refuses them ({type(error).__name__}: {error})"
+            raise ChatError("messages", f"{len(messages)} messages", told, "mend the messages") from error
+
+    def extend(
+        self, before: Sequence[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
+    ) -> list[int] | None:
+        """See `Renderer`."""
+        at = len(before) - sampled
+        bridged = self._inner.bridge_to_next_turn(
+            list(before[:at]), list(before[at:]), list(new), tools=list(tools) or None
+        )
+        return None if bridged is None else list(bridged.token_ids)
+
+    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
+        """See `Renderer`."""
+        found = self._inner.parse_response(list(sampled), tools=list(tools) or None, prompt_ids=list(prompt))
+        calls = tuple(_call(call) for call in found.tool_calls)
+        return Parsed(found.content or "", found.reasoning_content or "", calls)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """See `Renderer`."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _call(found: Any) -> ParsedCall:
+    """A parsed call; its arguments as canonical JSON."""
+    status = str(found.status)
+    if not found.name and status in ("ok", "unknown_tool"):
+        status = "missing_name"
+    arguments = found.arguments if isinstance(found.arguments, str) else json.dumps(found.arguments or {})
+    return ParsedCall(found.name or "", canonical_json(arguments), found.raw, status, found.id or "")
+
+
+@cache
+def _configs() -> dict[str, type[Any]]:
+    """Configurations of the package's renderers that mslime takes, by name."""
+    import renderers.configs
+
+    base = renderers.configs.BaseRendererConfig
+    kinds = [c for c in vars(renderers.configs).values() if isinstance(c, type) and issubclass(c, base)]
+    names = {str(c.model_fields["name"].default): c for c in kinds if "name" in c.model_fields}
+    return {name: c for name, c in names.items() if name not in LEFT_OUT}

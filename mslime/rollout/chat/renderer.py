@@ -1,0 +1,144 @@
+"""Messages to tokens and back, as the rest of the room sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from mslime.config.errors import MALFORMED
+from mslime.rollout.chat.messages import Tools
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ParsedCall:
+    """An attempt to call a tool.
+
+    Attributes:
+        name, arguments: of a call that can be made; the arguments are JSON.
+        raw: what the model wrote.
+        status: ok, or what is wrong: unknown_tool for one that can be made, anything else for one that cannot.
+        id: that the model wrote, in formats that have one.
+    """
+
+    name: str
+    arguments: str
+    raw: str
+    status: str = "ok"
+    id: str = ""
+
+    @property
+    def callable(self) -> bool:
+        """Whether the environment can be asked to make it."""
+        return self.status in ("ok", "unknown_tool")
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a model said, in parts."""
+
+    text: str
+    reasoning: str = ""
+    calls: tuple[ParsedCall, ...] = ()
+
+
+class Renderer(Protocol):
+    """Messages and tokens of one family. Its methods are called in one thread.
+
+    Messages are in the form of chat templates (`messages.to_template`).
+
+    Attributes:
+        name: for logs and errors.
+        stop_ids: tokens that end a turn.
+    """
+
+    name: str
+    stop_ids: frozenset[int]
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
+        """Token ids of a conversation, up to where the assistant begins to speak.
+
+        Raises:
+            ChatError: the template refuses these messages.
+        """
+        ...
+
+    def extend(
+        self, before: Sequence[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
+    ) -> list[int] | None:
+        """`before`, the messages that follow it, and the beginning of the next reply.
+
+        The caller checks that the result begins with `before`: a renderer may be wrong about it.
+
+        Args:
+            before: token ids, exactly as the model saw and sampled them.
+            sampled: how many of the last ones are the reply that ends there.
+
+        Returns:
+            None where the family's template would write something before the new messages otherwise.
+        """
+        ...
+
+    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
+        """The parts of a reply.
+
+        Args:
+            sampled: token ids of the reply, with those that ended it.
+            prompt: token ids that it was sampled after; it may have begun the reasoning.
+        """
+        ...
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens written out."""
+        ...
+
+
+class Rendering:
+    """A renderer in a thread of its own: tokenizers carry state, and a long conversation takes a second to render."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+        self._thread = ThreadPoolExecutor(1, "renderer")
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
+        """See `Renderer.render`."""
+        return await self._run(self.renderer.render, messages, tools)
+
+    async def extend(
+        self, before: Sequence[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
+    ) -> tuple[list[int] | None, str]:
+        """What follows `before` (see `Renderer.extend`), or None and the reason why nothing can."""
+        whole = await self._run(self.renderer.extend, before, sampled, new, tools)
+        if whole is None:
+            return None, "template_rewrites_history"
+        if whole[: len(before)] != list(before):
+            return None, "prefix_broken"
+        return whole[len(before) :], ""
+
+    async def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
+        """See `Renderer.parse`. What its parser cannot read is text."""
+        return await self._run(self._parse, sampled, prompt, tools)
+
+    async def spell(self, ids: Sequence[int]) -> str:
+        """See `Renderer.spell`."""
+        return await self._run(self.renderer.spell, ids)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
+        try:
+            return self.renderer.parse(sampled, prompt, tools)
+        except MALFORMED:  # a model can say anything, and a parser of others can meet what it was not written for
+            text = self.renderer.spell([i for i in sampled if i not in self.renderer.stop_ids])
+            return Parsed(text, calls=(ParsedCall("", "", text, "parser_failed"),))
+
+    async def _run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))

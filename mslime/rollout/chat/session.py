@@ -1,0 +1,349 @@
+"""The conversations of one rollout: messages in, a reply out, and every token in a sequence that is trained exactly.
+
+A request is placed among the recorded turns (`forest`). What follows the turn is added to the very tokens that the
+model saw and sampled, by the renderer's extension of them; where that cannot be, a new sequence is rendered and the
+reason is counted. A turn is trained in the sequence in which it was sampled, so once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mslime.data.sample import Sample
+from mslime.rollout import workflow
+from mslime.rollout.chat.errors import ChatError, ContextFull, LimitReached, SessionOver
+from mslime.rollout.chat.forest import Forest, Place, Turn, tools_key
+from mslime.rollout.chat.messages import Call, Message, Tools, from_chat, to_chat, to_template
+from mslime.rollout.chat.renderer import Parsed, Rendering
+from mslime.rollout.workflow import NoRoomError
+
+SHORTER = "send fewer messages, or shorter ones"
+
+
+class Sequences(Protocol):
+    """What a conversation needs of the rollout's engine; see `workflow.Engine`."""
+
+    def new_sample(self, prompt: Sequence[int] | None = None) -> Sample: ...
+    def branch(self, sample: Sample, at: int | None = None) -> Sample: ...
+    async def generate(
+        self, sample: Sample, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> workflow.Turn: ...
+    def append(self, sample: Sample, added: str | Sequence[int]) -> None: ...
+    def cut(self, sample: Sample, at: int) -> None: ...
+    def mask(self, sample: Sample, start: int, end: int) -> None: ...
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one rollout may take; `rollout.limits`.
+
+    Attributes:
+        turns: replies. sequences: samples. tokens: sampled ones, over all sequences.
+        idle_s, wall_s: seconds since its last reply, and since its first request.
+    """
+
+    turns: int
+    sequences: int
+    tokens: int
+    idle_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the model replied.
+
+    Attributes:
+        message: in chat completions' form, to be sent back as history.
+        text, reasoning, calls: its parts.
+        finish: stop: the model ended its turn. length: a limit was reached.
+        sample: the sequence that trains it, in which its tokens are [start, end).
+    """
+
+    message: dict[str, Any]
+    text: str
+    reasoning: str
+    calls: tuple[Call, ...]
+    finish: str
+    sample: Sample
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Grown:
+    """A sequence that is ready for a reply.
+
+    Attributes:
+        back: tokens that it had before this request.
+        parent, asked, why: of the turn to be.
+    """
+
+    sample: Sample
+    back: int
+    parent: Turn | None
+    asked: tuple[Message, ...]
+    why: str
+
+
+class ChatSession:
+    """All conversations of one rollout.
+
+    Attributes:
+        forest, completions: turns of chats, and of plain prompts.
+        counts: of what happened beside that: calls that were malformed or of unknown tools, undelivered turns.
+    """
+
+    def __init__(self, engine: Sequences, rendering: Rendering, limits: Limits) -> None:
+        self._engine, self._rendering, self._limits = engine, rendering, limits
+        self.forest, self.completions = Forest(), Forest()
+        self.counts: Counter[str] = Counter()
+        self.closed = False
+        self._running: set[asyncio.Task[Turn]] = set()
+        self._numbers, self._nonce = itertools.count(), uuid.uuid4().hex[:8]
+        self._begun, self._tokens = 0, 0
+        self._first = self._last = time.monotonic()
+        self._native: dict[str, str] = {}
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Reply:  # fmt: skip
+        """The model's reply to messages in chat completions' form.
+
+        Raises:
+            ChatError: a message cannot be answered. ContextFull, LimitReached, SessionOver: see there.
+        """
+        read = [from_chat(m, f"messages[{i}]") for i, m in enumerate(messages)]
+        turn = await self.reply(read, tools, max_tokens=max_tokens, stop=stop)
+        turn.delivered = True
+        r = turn.reply
+        return Reply(to_chat(r), r.text, r.reasoning or "", r.calls, turn.finish, turn.sample, turn.start, turn.end)
+
+    async def reply(
+        self, messages: Sequence[Message], tools: Tools, *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Turn:
+        """One turn. Whoever gets it to the client says so: `turn.delivered`. Raises like `chat`."""
+        if not messages or messages[-1].role == "assistant":
+            last = messages[-1].role if messages else None
+            raise ChatError("messages", last, "must end with a message to the model: what it did not say cannot be "
+                            "continued as its own", "end with a user's or a tool's message")  # fmt: skip
+        return await self._tracked(self._reply(messages, tools, max_tokens, tuple(stop)))
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Turn:
+        """One turn after a plain prompt, as text or token ids. Raises like `chat`.
+
+        It goes on from a recorded turn whose prompt and reply it begins with: by token, or by character with special
+        tokens written out.
+        """
+        if not prompt:
+            raise ChatError("prompt", prompt, "is empty", "send a text or token ids")
+        return await self._tracked(self._complete(prompt, max_tokens, tuple(stop)))
+
+    async def close(self) -> None:
+        """Take no more requests, cancel turns under way without a trace, and mask those that nobody received."""
+        self.closed = True
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        for turn in [*self.forest.turns, *self.completions.turns]:
+            if not turn.known:
+                self.counts["undelivered_turns"] += 1
+                self._engine.mask(turn.sample, turn.start, turn.end)
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """How many sequences were begun, by reason."""
+        return self.forest.reasons + self.completions.reasons
+
+    # ------------------------------------------------------------------------------------------------------- one turn
+
+    async def _tracked(self, work: Coroutine[Any, Any, Turn]) -> Turn:
+        """A turn as a task that `close` can cancel."""
+        try:
+            self._check_limits()
+        except ChatError:
+            work.close()
+            raise
+        task = asyncio.create_task(work)
+        self._running.add(task)
+        try:
+            return await task
+        finally:
+            self._running.discard(task)
+            self._last = time.monotonic()
+
+    async def _reply(
+        self, messages: Sequence[Message], tools: Tools, max_tokens: int | None, stop: tuple[str, ...]
+    ) -> Turn:
+        key = tools_key(tools)
+        grown = await self._grow(self.forest.place(messages, key), tools)
+        start = len(grown.sample)
+        try:
+            said = await self._engine.generate(grown.sample, max_tokens=max_tokens, stop=stop)
+            ids = self._sampled(said, start)
+            parsed = await self._rendering.parse(ids, grown.sample.tokens[:start].tolist(), tools)
+        except BaseException:
+            self._undo(grown)
+            raise
+        number, stop = next(self._numbers), stop if said.finish == "stop" else ()
+        turn = Turn(
+            number, grown.parent, grown.asked, self._message(number, parsed, tools, stop), grown.sample,
+            start, start + len(ids), key, grown.why, said.finish,
+        )  # fmt: skip
+        return self._recorded(self.forest, turn)
+
+    async def _complete(self, prompt: str | Sequence[int], max_tokens: int | None, stop: tuple[str, ...]) -> Turn:
+        place, parent, added = self._continued(prompt)
+        if parent is not None:
+            grown = self._extended(parent, (), added)
+        else:
+            grown = self._new(added, (), place)
+        start = len(grown.sample)
+        try:
+            said = await self._engine.generate(grown.sample, max_tokens=max_tokens, stop=stop)
+            ids = self._sampled(said, start)
+            spelled = await self._rendering.spell(ids)
+        except BaseException:
+            self._undo(grown)
+            raise
+        whole = prompt + spelled if isinstance(prompt, str) else ""
+        ended = said.text if said.finish == "length" else _without_stop(said.text, stop)
+        number = next(self._numbers)
+        reply = Message("assistant", ended, echo=self._name(number))
+        turn = Turn(
+            number, grown.parent, (), reply, grown.sample, start, start + len(ids), "", grown.why, said.finish, whole
+        )
+        return self._recorded(self.completions, turn)
+
+    def _recorded(self, forest: Forest, turn: Turn) -> Turn:
+        forest.add(turn)
+        self._tokens += turn.end - turn.start
+        self._native |= {c.id: c.native for c in turn.reply.calls if c.native}
+        if turn.why != "extends":
+            forest.reasons[turn.why] += 1
+        return turn
+
+    def _message(self, number: int, parsed: Parsed, tools: Tools, stop: tuple[str, ...]) -> Message:
+        """The reply as messages say it. A call that cannot be made is text, so that the client can answer it."""
+        offered = {tool["function"]["name"] for tool in tools}
+        self.counts["malformed_calls"] += sum(not call.callable for call in parsed.calls)
+        self.counts["unknown_tools"] += sum(call.callable and call.name not in offered for call in parsed.calls)
+        calls = tuple(
+            Call(f"call_{self._nonce}_{number}_{i}", c.name, c.arguments, c.id)
+            for i, c in enumerate(c for c in parsed.calls if c.callable)
+        )
+        broken = "".join(c.raw for c in parsed.calls if not c.callable and c.raw not in parsed.text)
+        text = _without_stop(parsed.text + broken, stop)
+        return Message("assistant", text, calls, parsed.reasoning, echo=self._name(number))
+
+    def _name(self, number: int) -> str:
+        return f"{self._nonce}{number}"
+
+    def _sampled(self, said: workflow.Turn, start: int) -> list[int]:
+        if not len(said.tokens):
+            raise ContextFull("messages", f"{start} tokens", "leave no room for a reply", SHORTER)
+        return said.tokens.tolist()
+
+    # ------------------------------------------------------------------------------------------------ where it is said
+
+    async def _grow(self, place: Place, tools: Tools) -> _Grown:
+        """The sequence in which a request is answered, with all that comes before the reply."""
+        why, turn = place.why, place.turn
+        if turn is not None and not why:
+            before, new = turn.sample.tokens[: turn.end].tolist(), to_template(place.rest, self._native)
+            added, why = await self._rendering.extend(before, turn.end - turn.start, new, tools)
+            if added is not None:
+                return self._extended(turn, place.rest, added)
+        messages = place.messages()
+        ids = await self._rendering.render(to_template(messages, self._native), tools)
+        return self._new(ids, messages, why)
+
+    def _continued(self, prompt: str | Sequence[int]) -> tuple[str, Turn | None, list[int]]:
+        """Of a plain prompt: the reason for a new sequence or the turn that it goes on from, and the ids after that."""
+        known = [t for t in reversed(self.completions.turns) if _begins(prompt, t)]
+        if known:
+            turn = max(known, key=lambda t: t.end)  # of equals the first one, which is the newest
+            rest = prompt[len(turn.whole) :] if isinstance(prompt, str) else prompt[turn.end :]
+            return "", turn, self._engine.encode(rest) if isinstance(rest, str) else list(rest)
+        why = "new_conversation" if self.completions.turns or self.forest.turns else "first"
+        return why, None, self._engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _extended(self, turn: Turn, asked: tuple[Message, ...], added: Sequence[int]) -> _Grown:
+        """The turn's sequence with tokens after it; a branch of it where something else follows there already."""
+        alone = len(turn.sample) == turn.end
+        sample = turn.sample if alone else self._begin(lambda: self._engine.branch(turn.sample, turn.end))
+        grown = _Grown(sample, turn.end, turn, asked, "extends" if alone else "sibling")
+        try:
+            self._engine.append(sample, added)
+        except NoRoomError as error:
+            self._undo(grown)
+            raise ContextFull("messages", str(error), "are too long", SHORTER) from error
+        return grown
+
+    def _new(self, ids: Sequence[int], asked: tuple[Message, ...], why: str) -> _Grown:
+        try:
+            sample = self._begin(lambda: self._engine.new_sample(ids))
+        except NoRoomError as error:
+            raise ContextFull("messages", str(error), "are too long", SHORTER) from error
+        return _Grown(sample, len(sample), None, asked, why)
+
+    def _begin(self, make: Callable[[], Sample]) -> Sample:
+        if self._begun >= self._limits.sequences:
+            told = ", ".join(f"{count} {why}" for why, count in self.reasons.most_common())
+            raise self._over("sequences", f"{self._limits.sequences} (begun by: {told})",
+                             "find out why histories are not continued (docs/agents.md)")  # fmt: skip
+        sample = make()
+        self._begun += 1
+        return sample
+
+    def _undo(self, grown: _Grown) -> None:
+        """Leave no trace of a turn that came to nothing."""
+        self._begun -= grown.why != "extends"
+        if len(grown.sample) > grown.back:
+            self._engine.cut(grown.sample, grown.back)
+
+    # --------------------------------------------------------------------------------------------------------- limits
+
+    def _check_limits(self) -> None:
+        if self.closed:
+            raise SessionOver("rollout", "over", "the rollout has ended and takes no more turns", "stop the agent")
+        now, limits = time.monotonic(), self._limits
+        turns = len(self.forest.turns) + len(self.completions.turns) + len(self._running)
+        if turns >= limits.turns:
+            raise self._over("turns", limits.turns, "let the agent end earlier")
+        if self._tokens >= limits.tokens:
+            raise self._over("tokens", limits.tokens, "let the agent end earlier")
+        if turns and not self._running and now - self._last > limits.idle_s:
+            raise self._over("idle_s", limits.idle_s, "let the agent's tools answer sooner")
+        if turns and now - self._first > limits.wall_s:
+            raise self._over("wall_s", limits.wall_s, "let the agent end earlier")
+        self._first = self._first if turns else now
+
+    def _over(self, name: str, value: object, way_out: str) -> LimitReached:
+        self.counts[f"limit_{name}"] += 1
+        rule = "this rollout has reached the limit; what it has is kept"
+        return LimitReached(f"rollout.limits.{name}", value, rule, f"{way_out}, or raise the limit")
+
+
+def _begins(prompt: str | Sequence[int], turn: Turn) -> bool:
+    """Whether a plain prompt begins with what a turn has, in the form in which the prompt is given."""
+    if isinstance(prompt, str):
+        return bool(turn.whole) and prompt.startswith(turn.whole)
+    return len(prompt) >= turn.end and list(prompt[: turn.end]) == turn.sample.tokens[: turn.end].tolist()
+
+
+def _without_stop(text: str, stop: Sequence[str]) -> str:
+    """A text up to the stop text that ended it: clients are told what stands before it."""
+    ends = [text.find(s) for s in stop if s and s in text]
+    return text[: min(ends)] if ends else text
