@@ -2,12 +2,13 @@
 
     python benchmarks/step_overlap.py RUN.yaml [--steps 12] [--out outputs/step_overlap] [--flag value ...]
     python benchmarks/step_overlap.py RUN.yaml --variant "masked=--rollout.on-stale mask" \
-        --variant "kept=--rollout.on-stale keep" [--flag value ...]
+        --variant "kept=--rollout.on-stale keep" [--metric mismatch/kl ...] [--flag value ...]
 
 Runs `mslime train` on RUN.yaml once for each variant, in turn, with equal settings apart from the variant's flags; by
-default with `max_staleness` 0 and 2. The first two steps of each run are left out of the times (engines and pipelines
-fill). Ideal: a step as long as the longer of generation and training, instead of their sum, and no token lost. Ends
-with one line of JSON; ratios are of the first variant over the last one.
+default with `max_staleness` 0 and 2. `--metric` adds the mean of a metric over the steps to the table. The first two
+steps of each run are left out of the times (engines and pipelines fill). Ideal: a step as long as the longer of
+generation and training, instead of their sum, and no token lost. Ends with one line of JSON; ratios are of the first
+variant over the last one.
 """
 
 from __future__ import annotations
@@ -37,19 +38,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=Path("outputs/step_overlap"))
     parser.add_argument("--variant", action="append", metavar="NAME=FLAGS", help="a run and its own flags; repeatable")
+    parser.add_argument(
+        "--metric", action="append", default=[], help="a further column: its mean over steps; repeatable"
+    )
     args, flags = parser.parse_known_args()
     measured: dict[str, dict[str, float | None]] = {}
     for variant in args.variant or DEFAULT:
         name, _, own = variant.partition("=")
         measured[name] = _run(args, [*flags, *shlex.split(own)], name)
     table = Table(title=f"{args.config}, steps {WARM_UP + 1} to {args.steps}")
-    for name in ("run", "s a step", "trainer idle", "tokens/s generated", "age of tokens", "tokens lost", "accuracy"):
+    columns = ("run", "s a step", "trainer idle", "tokens/s generated", "age of tokens", "tokens lost", "accuracy")
+    for name in (*columns, *args.metric):
         table.add_column(name, justify="right")
     for name, m in measured.items():
         accuracy = "–" if m["accuracy"] is None else f"{m['accuracy']:.1%}"
         table.add_row(
             name, f"{m['step']:.2f}", f"{m['idle']:.0%}", f"{m['rate']:,.0f}", f"{m['age']:.2f}", f"{m['lost']:.1%}",
-            accuracy,
+            accuracy, *("–" if m[metric] is None else f"{m[metric]:.4g}" for metric in args.metric),
         )  # fmt: skip
     Console().print(table)
     first, *_, last = measured.values()
@@ -77,7 +82,12 @@ def _run(args: argparse.Namespace, flags: list[str], name: str) -> dict[str, flo
         "age": statistics.mean(r["staleness/mean"] for r in timed),
         "lost": lost / generated,
         "accuracy": accuracies[0] if accuracies else None,
+        **{name: _mean([r[name] for r in timed if name in r]) for name in args.metric},
     }
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.mean(values) if values else None
 
 
 def _trainer_idle(directory: Path, step: int) -> float:

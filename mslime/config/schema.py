@@ -225,6 +225,12 @@ class TrainConfig(Section):
         default="r3",
         description="Routing replay: r3 uses the rollout's routes, r2 the trainer's own old-log-prob pass.",
     )
+    replay_max_age: int | None = Field(
+        default=None,
+        ge=0,
+        description="r3: rows whose routes are of weights that are more versions old are left to the trainer's own "
+        "routers. None: all routes are replayed, whatever their age.",
+    )
     log_prob_chunk_tokens: int = Field(
         default=1024,
         ge=1,

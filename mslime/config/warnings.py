@@ -177,6 +177,8 @@ def _unused_fields(config: RunConfig) -> Iterator[str]:
         yield "algorithm.correction.token_cap has no effect: it bounds what kept tokens weigh with kept_weight token."
     if correction.old_weight != 0 and correction.max_age is None:
         yield "algorithm.correction.old_weight has no effect without max_age: no token is too old."
+    if config.train.replay_max_age is not None and config.train.replay != "r3":
+        yield f"train.replay_max_age has no effect with train.replay {config.train.replay}: no route has an age."
     if correction.normalise and not correction.corrects and correction.max_age is None:
         yield "algorithm.correction.normalise has no effect with action none: every weight is 1."
 

@@ -104,6 +104,7 @@ METRICS: dict[str, Metric] = {
     "correction/masked_sequences": Metric("", "share that the correction took out of the loss whole", "loss/sequences"),
     "correction/effective_share": Metric("", "effective sample size (sum w)^2 / sum w^2, over sample size", TOKENS),
     "replay/coverage": Metric("", "share of the pairs of trained token and layer that were replayed", TOKENS),
+    "replay/too_old": Metric("", "share of the same pairs that was left to the routers for its age", TOKENS),
     "replay/agreement": Metric("", "share of replayed tokens whose own router would have chosen alike", "layers"),
     "replay/agreement_min_layer": Metric("", "agreement of the layer that agrees least"),
     "replay/agreement_layer_{layer}": Metric("", "agreement of one layer, by global layer id", "replayed tokens"),

@@ -249,8 +249,10 @@ def _reward_errors(rows: Sequence[Row]) -> Said:
 
 
 def _coverage(rows: Sequence[Row]) -> Said:
-    lowest = min(values_of(rows, "replay/coverage"))
-    return None if lowest >= 1.0 else ("bad", f"In a step only {_percent(lowest)} of the routes were replayed.")
+    lowest = min(row["replay/coverage"] + row.get("replay/too_old", 0.0) for row in rows if "replay/coverage" in row)
+    if lowest > 1.0 - 1e-9:  # the two shares are rounded each for itself
+        return None
+    return "bad", f"In a step only {_percent(lowest)} of the routes were replayed, or left out for their age."
 
 
 RULES = (
@@ -326,7 +328,7 @@ RULES = (
         ("reward/errors",), _reward_errors,
     ),
     Rule(
-        "routing replay", "agreement", "less than all routes replayed in a step",
+        "routing replay", "agreement", "less than all routes replayed, those beyond train.replay_max_age aside",
         "Routes were lost on the way from the engine; please report it.", ("replay/coverage",), _coverage,
     ),
 )  # fmt: skip

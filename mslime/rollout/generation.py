@@ -2,6 +2,9 @@
 
 A continuation sends all tokens so far and asks for the routes that are still missing. Nothing that a sample holds is
 ever written again: old tokens keep the log-probs, routes and versions of the weights that sampled them.
+
+A request names the weights that it is sent to as the key of its prefixes in the engine's cache, so that what older
+weights computed is not found, also where the cache outlives a weight update (`pause_mode: in_place`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -244,8 +247,11 @@ class Generator:
             await self.ready.wait()
             if not traffic.open:
                 return None
+            version = self._version()
             try:
-                return await self._send(request, traffic)
+                result = await self._send(replace(request, cache_key=f"{self._run}-{version}"), traffic)
+                if not self._reused_older(result, version):
+                    return result
             except EngineDied:
                 if living(self._engines) == 0:
                     raise
@@ -261,6 +267,12 @@ class Generator:
             result = await self._engines.generate(request)
         self._on_request(result.engine, start, time.time())
         return result
+
+    def _reused_older(self, result: GenerateResult, sent: int) -> bool:
+        """Whether an answer to a request of version `sent` is the work of newer weights on a prefix of older ones: it
+        was on its way, or waited at the engine, while the weights changed beneath a cache that was kept."""
+        kept = self._config.rollout.pause_mode == "in_place"
+        return kept and result.cached_tokens > 0 and bool(result.versions) and result.versions[0][0] > sent
 
     def _absorb(self, sample: Sample, result: GenerateResult, oldest: int) -> Step:
         """Add an answer to its sample, if it names weights that the engines may have served since `oldest`."""

@@ -167,7 +167,8 @@ class RolloutService:
 
     async def resume_after_update(self, version: int) -> None:
         """Go on with weights of `version`. Prefixes cached with older weights are forgotten, unless `pause_mode` is
-        `in_place`, which keeps the caches of running responses by its nature."""
+        `in_place`, which keeps the caches of running responses by its nature; new requests do not find them
+        (`Generator`)."""
         self.books.published(version)
         if self._pause_mode != "in_place":
             await self._everywhere(self._engines.flush_cache)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -132,6 +134,64 @@ def test_replay_changes_the_loss(reference: Path) -> None:
     alone = torch.load(reference, weights_only=False)
     assert abs(alone["loss"] - alone["natural_loss"]) > 1e-3
     assert alone["recorded_loss"] == alone["natural_loss"]
+
+
+def _aged(trainer: MegatronTrainer, path: Path | None) -> dict[str, Any]:
+    """Both passes with the first half of every sequence sampled by weights 2 versions older; then with all of it."""
+    shard = shard_of(trainer)
+    first_half = [np.arange(n) < n // 2 for n in shard.lengths]
+    ages = 2 * np.concatenate(first_half).astype(np.int32)
+    found: dict[str, Any] = {}
+    for name, segment_ages, max_age in (("all", ages, None), ("young", ages, 1), ("none", np.full_like(ages, 2), 1)):
+        trainer.routing.max_age = max_age
+        aged = replace(shard, segment_ages=segment_ages)
+        with trainer.routing.old_log_prob_pass(aged, 0) as routes:
+            log_probs = trainer.runner.log_probs(aged, routes)
+        reports = [trainer.routing.report(aged)]
+        with trainer.routing.gradient_pass(aged, 0) as routes:
+            loss, gradients = loss_and_gradients(trainer, aged, routes)
+        reports.append(trainer.routing.report(aged))
+        found[name] = {"loss": loss, "reports": reports, "log_probs": log_probs}
+        if path is None:
+            found[name]["gradients"] = to_hf(trainer, gradients)
+        else:
+            whole = torch.load(path, weights_only=False)[name]["gradients"]
+            found[name]["gradient"] = largest_difference(trainer, gradients, whole)
+    natural_loss, natural = loss_and_gradients(trainer, shard, None)
+    found["natural"] = {"loss": natural_loss, "gradients": to_hf(trainer, natural) if path is None else None}
+    return found
+
+
+@pytest.fixture(scope="module")
+def aged(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process computes when rows are replayed by age, as a file."""
+    path = tmp_path_factory.mktemp("aged") / "aged.pt"
+    torch.save(run_trainers(_aged, make_config(checkpoint, path.parent), None)[0], path)
+    return path
+
+
+def test_old_routes_are_left_to_the_routers_and_the_shares_say_so(aged: Path) -> None:
+    alone = torch.load(aged, weights_only=False)
+    for name, share in (("all", 0.0), ("none", 1.0)):
+        for report in alone[name]["reports"]:
+            assert (report.coverage, report.too_old) == (1 - share, share)
+    for report in alone["young"]["reports"]:
+        assert 0.2 < report.coverage < 0.8 and report.coverage + report.too_old == pytest.approx(1.0, abs=1e-12)
+        assert 0 < report.rows < alone["all"]["reports"][0].rows
+    assert alone["none"]["loss"] == alone["natural"]["loss"] and alone["none"]["reports"][1].rows == 0
+    differ = {name: alone[name]["loss"] for name in ("all", "young", "none")}
+    assert len({round(loss, 4) for loss in differ.values()}) == 3, differ
+    for name, gradient in alone["natural"]["gradients"].items():
+        assert torch.equal(gradient, alone["none"]["gradients"][name]), name
+
+
+@pytest.mark.parametrize("layout", ["recompute", "tp2_ep2", "pp2_vpp2", "cp2"])
+def test_replay_by_age_is_the_same_in_every_layout(layout: str, checkpoint: Path, aged: Path, tmp_path: Path) -> None:
+    alone = torch.load(aged, weights_only=False)
+    for result in run_trainers(_aged, make_config(checkpoint, tmp_path, **LAYOUTS[layout]), aged):
+        for name in ("all", "young", "none"):
+            assert abs(result[name]["loss"] - alone[name]["loss"]) < 1e-5 and result[name]["gradient"] < 2e-5
+            assert result[name]["reports"] == alone[name]["reports"]
 
 
 def _with_dense_layers(trainer: MegatronTrainer, path: Path | None) -> dict[str, Any]:

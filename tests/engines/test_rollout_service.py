@@ -26,7 +26,7 @@ from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.service import RolloutService
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.engines.test_sglang_generate import Reference, log_softmax
-from tests.fixtures.engine_calls import drain, load_from_disk
+from tests.fixtures.engine_calls import drain, load_beneath_the_cache, load_from_disk
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 from tests.unit import user_rollouts
@@ -234,6 +234,33 @@ def test_one_loop_serves_every_staleness(
                 await asyncio.sleep(0.1)  # training
                 await publish(service, pool, step + 1)
             assert max(ages) <= max_staleness and (max(ages) > 0) == (max_staleness > 0), ages
+
+    run(work)
+
+
+def test_no_response_begins_on_a_prefix_that_older_weights_computed(
+    fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path
+):
+    """`in_place` keeps the cache across the update, and every group has the same long prompt."""
+
+    async def work() -> None:
+        config = config_for(fresh, tmp_path, max_response_tokens=60, max_staleness=1, pause_mode="in_place")
+        prompts = Path(config.data.prompts[0])
+        prompts.write_text('{"prompt": "the same long prompt for every group: 1 + 1 = ", "label": "x"}\n' * 60)
+        newer = Reference(other_weights)
+        async with service_for(config, tokenizer, fresh) as (service, pool):
+            for sample in (await service.take(0)).samples:
+                assert_scored(sample, {0: reference})
+            begun = service.books.next_group_id
+            await service.pause_for_update()
+            await pool.broadcast(lambda client: load_beneath_the_cache(client, other_weights, 1))
+            await service.resume_after_update(1)
+            batches = [await service.take(1), await service.take(2)]
+            later = [sample for batch in batches for sample in batch.samples if sample.group_id >= begun]
+            assert len(later) >= 9, "begun under the newer weights"
+            for sample in later:
+                assert [s.version for s in sample.segments] == [None, 1]
+                assert_scored(sample, {1: newer})
 
     run(work)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,8 @@ from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer
-from tests.fixtures.engine_calls import load
+from tests.fixtures.engine_calls import load, load_beneath_the_cache
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 FLOAT32 = 2e-5
 """Log-probs of two float32 implementations, logits divided by 0.7: 1.1e-5 was seen."""
@@ -216,6 +219,38 @@ def test_a_pause_holds_requests_back_and_spans_show_the_version_change(
     np.testing.assert_allclose(result.log_probs, expected, atol=2e-5, rtol=0)
     assert result.routes is not None
     np.testing.assert_array_equal(np.sort(result.routes, -1), np.sort(routes[:-1], -1))
+
+
+def test_what_a_request_leaves_in_the_cache_is_found_under_its_own_key_only(
+    sglang_server: SharedServer, reference: Reference, tmp_path: Path
+) -> None:
+    """A request lives across an update of the weights beneath its cache. What it leaves there is made by both."""
+    other = make_tiny_qwen3_moe(tmp_path / "other", seed=1)
+    long = GenerateRequest("across", [5, 6, 7], 300, ignore_eos=True, cache_key="0")
+
+    async def across(client: EngineClient) -> list[GenerateResult]:
+        running = asyncio.create_task(client.generate(long))
+        while await load(client, "used_tokens") < 20:
+            await asyncio.sleep(0.02)
+        await client.pause("in_place")
+        await load_beneath_the_cache(client, other, 1)
+        await client.resume()
+        crossed = await running
+        again = GenerateRequest("new", _sequence(long, crossed), 10, ignore_eos=True, cache_key="1")
+        return [crossed, *[await client.generate(replace(again, rid=key, cache_key=key)) for key in ("1", "0", "")]]
+
+    try:
+        crossed, new, old, none = run(sglang_server, across)
+    finally:
+        sglang_server.restore()
+    cut = crossed.versions[0][2]
+    assert crossed.versions == ((0, 0, cut), (1, cut, 300)) and 0 < cut < 300
+    assert (new.cached_tokens, none.cached_tokens) == (0, 0) and old.cached_tokens >= 300, "one key finds what it left"
+    newer, ids = Reference(other), [*_sequence(long, crossed)]
+    for result, exact in ((new, True), (none, True), (old, False)):
+        whole = [*ids, *result.output_ids.tolist()]
+        expected = log_softmax(newer(whole)[0])[np.arange(len(whole) - 1), whole[1:]][len(ids) - 1 :]
+        assert bool(np.abs(result.log_probs - expected).max() < FLOAT32) == exact
 
 
 def test_a_cache_in_use_is_not_flushed(sglang_server: SharedServer) -> None:

@@ -27,7 +27,7 @@ SCHEMA: dict[str, Any] = {
     "paths": {
         "/generate": _body(
             "input_ids", "rid", "return_logprob", "return_routed_experts", "routed_experts_start_len",
-            "return_sampling_mask",
+            "return_sampling_mask", "extra_key",
         ),
         "/abort_request": _body("rid", "abort_all"),
         "/pause_generation": _body(mode=["abort", "retract", "in_place"]),

@@ -97,6 +97,7 @@ def test_what_means_nothing_is_warned_of_with_the_reason(
             },
             "zero_variance with opd_coef",
         ),
+        ({"train": {"replay": "r2", "replay_max_age": 1}}, "train.replay_max_age has no effect with train.replay r2"),
         ({"algorithm": {"clip_dual": 3.0}}, "clip_dual 3 never binds"),
         ({"rollout": {"max_staleness": 1, "over_sampling": 1.5}}, "over_sampling 1.5 has no effect"),
         ({"rollout": {"over_sampling": 1.5}}, "masked a step later"),

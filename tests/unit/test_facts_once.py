@@ -40,7 +40,8 @@ FACTS = {
     "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"convert/engine.py"}),
     "estimates of the KL": (r"expm1", {"algorithms/kl.py"}),
     "whose routes are followed": (
-        r'replay [!=]= "r3"', {"preflight/resolve.py", "rollout/generation.py", "rollout/groups.py"},
+        r'replay [!=]= "r3"',
+        {"preflight/resolve.py", "rollout/generation.py", "rollout/groups.py", "config/warnings.py"},
     ),
     "the rank grid": (r"rank\)? (//|%) \(?(self\.)?_?layout\.|world_size // (self\.)?_?layout\.pp", set[str]()),
     "choices of settings": (

@@ -92,6 +92,8 @@ def half(value: float | None) -> list[float | None]:
         ("reward errors", run_of(reward__errors=0), None, ""),
         ("routing replay", run_of(replay__coverage=[1.0] * 19 + [0.9]), "bad", "only 90%"),
         ("routing replay", run_of(replay__coverage=1.0), None, ""),
+        ("routing replay", run_of(replay__coverage=0.7, replay__too_old=0.3), None, ""),
+        ("routing replay", run_of(replay__coverage=0.7, replay__too_old=0.2), "bad", "only 90%"),
     ],
 )  # fmt: skip
 def test_a_rule_speaks_beyond_its_threshold_and_is_named_within(

@@ -22,6 +22,7 @@ from mslime.backends.megatron.replay.routing_replay import (
     ShardRoutes,
     check_routes,
     refuse_bypass,
+    row_ages,
     row_hashes,
     scored_rows,
     token_keys,
@@ -199,6 +200,36 @@ def with_routes(change: Any) -> TrainShard:
 
 def test_scored_rows_predict_trained_tokens_of_their_own_sequence() -> None:
     assert scored_rows(make_shard()).tolist() == [False, True, True, False, True, True, False]
+
+
+def test_a_row_has_the_age_of_the_weights_that_sampled_after_it() -> None:
+    """A prompt of 2, two tokens of age 3, a tool's 2, two of age 1, and one of now; then a sequence without a token."""
+    lengths, sampled = [10, 2], [None, None, 3, 3, None, None, 1, 1, 0, None, None, None]
+    zeros = np.zeros(12, np.float32)
+    shard = make_shard(
+        tokens=np.arange(12, dtype=np.int32), lengths=np.array(lengths), loss_mask=np.zeros(12, np.bool_),
+        weights=zeros, advantages=zeros, behaviour_log_probs=zeros, routes=None,
+        segment_ages=np.array([age or 0 for age in sampled], np.int32),
+    )  # fmt: skip
+    expected: list[int] = []
+    for start, stop in shard.spans():
+        for row in range(start, stop):
+            expected.append(next((age for t in range(row + 1, stop) if (age := sampled[t]) is not None), 0))
+    assert row_ages(shard).tolist() == expected == [3, 3, 3, 1, 1, 1, 1, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("max_age", "left"), [(None, []), (2, []), (1, [0, 1]), (0, [0, 1, 2])])
+def test_rows_beyond_the_age_are_left_to_the_router(max_age: int | None, left: list[int]) -> None:
+    shard = make_shard(segment_ages=np.array([0, 0, 2, 1, 0, 0, 0], np.int32))
+    routes = ShardRoutes.from_rollout(shard, (1, 3), max_age)
+    assert shard.routes is not None and np.flatnonzero(routes.too_old).tolist() == left
+    np.testing.assert_array_equal(routes.mask, shard.routes.mask & ~routes.too_old)
+    slicer = SequenceSlicer.build(shard.spans(), RowLayout(cp=2))
+    rows = routes.rows(slicer, torch.device("cpu"))
+    assert [row for row, old in zip(slicer.rows.tolist(), rows.too_old.tolist(), strict=True) if old] == [
+        row for row in slicer.rows.tolist() if row in left
+    ]
+    assert not (rows.mask & rows.too_old).any()
 
 
 def test_whole_routes_pass_the_check() -> None:

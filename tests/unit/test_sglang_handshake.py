@@ -47,6 +47,7 @@ def test_a_missing_route_is_named_by_its_feature(declared: Any) -> None:
         ("routed experts", lambda e: setattr(e, "routes_rows_off", -1)),
         ("routed experts", lambda e: fields(e, "/generate").pop("return_routed_experts")),
         ("sampling mask", lambda e: fields(e, "/generate").pop("return_sampling_mask")),
+        ("cache keys", lambda e: fields(e, "/generate").pop("extra_key")),
         ("flattened buckets", lambda e: fields(e, "/update_weights_from_distributed").pop("load_format")),
         ("pause modes", lambda e: fields(e, "/pause_generation")["mode"]["enum"].remove("in_place")),
         ("pause modes", lambda e: setattr(e, "pause_works", False)),

@@ -47,6 +47,7 @@ class GenerateRequest:
         routes_start: first position whose routes are returned, at most len(input_ids).
         want_support: return the ids that survived top-k and top-p for every token (empty for unrestricted draws).
         session_id: requests of one session go to one engine (see `EnginePool`), which then reuses its prefix cache.
+        cache_key: only prefixes that a request of the same key computed are reused; empty for requests without a key.
     """
 
     rid: str
@@ -63,6 +64,7 @@ class GenerateRequest:
     routes_start: int = 0
     want_support: bool = False
     session_id: str = ""
+    cache_key: str = ""
 
     @property
     def restricted(self) -> bool:
@@ -102,6 +104,8 @@ class GenerateRequest:
         }
         if self.want_routes:
             body["routed_experts_start_len"] = self.routes_start
+        if self.cache_key:
+            body["extra_key"] = self.cache_key  # SGLang's radix cache keeps what differs in it apart
         return body
 
 

@@ -56,6 +56,7 @@ DECLARED: tuple[Declared, ...] = (
     Declared("log-probs", "/generate", ("input_ids", "return_logprob", "rid")),
     Declared("routed experts", "/generate", ("return_routed_experts", "routed_experts_start_len")),
     Declared("sampling mask", "/generate", ("return_sampling_mask",)),
+    Declared("cache keys", "/generate", ("extra_key",)),
     Declared("abort", "/abort_request", ("rid", "abort_all")),
     Declared("pause modes", "/pause_generation", ("mode",), get_args(PauseMode)),
     Declared("resume", "/continue_generation"),

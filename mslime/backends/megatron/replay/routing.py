@@ -66,6 +66,7 @@ class Routing:
         model: number of experts and top-k, to check routes against.
         parallel: where this rank stands.
         device: where rows are needed.
+        max_age: r3 leaves rows to the routers whose routes are older, in weight versions; None: replays all.
     """
 
     mode: ReplayMode
@@ -73,6 +74,7 @@ class Routing:
     model: ModelFields
     parallel: ParallelState
     device: torch.device
+    max_age: int | None = None
     _recorded: dict[int, Records] = field(default_factory=dict)
 
     @classmethod
@@ -83,10 +85,11 @@ class Routing:
         model: ModelFields,
         parallel: ParallelState,
         device: torch.device,
+        max_age: int | None,
     ) -> Routing:
         """Attach to the routers of these chunks. Raises ConfigError when a router would bypass the replay."""
         replay = None if mode == "off" else RoutingReplay(chunks, chunks[0].config)
-        return cls(mode, replay, model, parallel, device)
+        return cls(mode, replay, model, parallel, device, max_age)
 
     @contextmanager
     def old_log_prob_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:
@@ -116,7 +119,7 @@ class Routing:
         assert replay is not None
         if self.mode == "r3":
             check_routes(shard, self.model.num_experts, self.model.top_k)
-            routes = ShardRoutes.from_rollout(shard, replay.layer_ids)
+            routes = ShardRoutes.from_rollout(shard, replay.layer_ids, self.max_age)
         else:
             replay.records = self._recorded.pop(step)
             routes = ShardRoutes.to_record(shard, replay.layer_ids)
@@ -139,5 +142,5 @@ class Routing:
         if self.mode == "r2":
             return self.replay.report(None)
         speaks = self.parallel.tp_rank == 0 and self.parallel.rows.cp_rank == 0
-        routes = ShardRoutes.from_rollout(shard, self.replay.layer_ids)
+        routes = ShardRoutes.from_rollout(shard, self.replay.layer_ids, self.max_age)
         return self.replay.report(routes.fingerprint() if speaks else 0)

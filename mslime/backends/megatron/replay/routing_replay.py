@@ -3,7 +3,8 @@
 R3 replays what the generation engine used, in the old-log-prob pass and in the gradient pass (arXiv 2510.11370). R2
 records the routers' own choice in the old-log-prob pass and replays it in the gradient pass (arXiv 2507.18071). Only
 the choice of experts is forced: gate values come from the current logits on those experts, so routers keep their
-gradients. Rows without a known route (newest token, padding) are routed naturally, row by row.
+gradients. Rows without a known route (newest token, padding), and in R3 those whose routes older weights computed than
+`train.replay_max_age` allows, are routed naturally, row by row.
 
 All of it hangs on one object per trainer rank, `RoutingReplay`, which puts its own `LayerReplay` into the
 `router_replay` slot of megatron-core's routers. No environment variable, no global of ours, no patched function.
@@ -47,17 +48,20 @@ class RouteRows:
             of `RoutingReplay.layer_ids`, in that order.
         mask: [rows] bool; False where the router chooses by itself.
         scored: [rows] bool; rows whose logits enter the loss.
+        too_old: [rows] bool; rows whose routes are not replayed for their age.
         keys: [rows] int64; identify a token over all ranks of the step (`token_keys`), 0 on padding.
     """
 
     experts: Tensor
     mask: Tensor
     scored: Tensor
+    too_old: Tensor
     keys: Tensor
 
     def __post_init__(self) -> None:
         rows = self.experts.shape[:1]
         assert self.mask.shape == self.scored.shape == self.keys.shape == rows, (self.experts.shape, self.mask.shape)
+        assert self.too_old.shape == rows, (self.experts.shape, self.too_old.shape)
 
 
 @dataclass(frozen=True)
@@ -66,12 +70,14 @@ class ReplayReport:
 
     Attributes:
         coverage: of the (row, layer) pairs whose row's logits enter the loss, the fraction that was replayed.
+        too_old: of the same pairs, the fraction that was left to the routers for its age; with `coverage` it makes 1.
         agreement: by global layer id, the fraction of replayed rows whose natural choice was the same set of experts.
         fingerprint: order-independent sum over replayed rows and layers; the same in every layout.
         rows: replayed (row, layer) pairs.
     """
 
     coverage: float
+    too_old: float
     agreement: dict[int, float]
     fingerprint: int
     rows: int
@@ -83,6 +89,7 @@ class ReplayReport:
         named = {f"replay/agreement_layer_{layer}": value for layer, value in self.agreement.items()}
         return {
             "replay/coverage": self.coverage,
+            "replay/too_old": self.too_old,
             "replay/agreement": mean,
             "replay/agreement_min_layer": least,
             **named,
@@ -101,6 +108,19 @@ def scored_rows(shard: TrainShard) -> NDArray[np.bool_]:
     scored[:-1] = shard.loss_mask[1:]
     scored[[stop - 1 for start, stop in shard.spans() if stop > start]] = False
     return scored
+
+
+def row_ages(shard: TrainShard) -> NDArray[np.int32]:
+    """[N] int32: weight versions between those that computed a row's route and those that are trained.
+
+    A row is computed to sample the token after it. Versions never fall along a sequence, so the age of the next token
+    that was sampled is the largest of all later ones; 0 where none is sampled after the row.
+    """
+    assert shard.segment_ages is not None, "rows have ages where the shard knows the version that is trained"
+    ages = np.zeros(len(shard.tokens), np.int32)
+    for start, stop in shard.spans():
+        ages[start : stop - 1] = np.maximum.accumulate(shard.segment_ages[start + 1 : stop][::-1])[::-1]
+    return ages
 
 
 def check_routes(shard: TrainShard, num_experts: int, top_k: int) -> None:
@@ -147,28 +167,31 @@ class ShardRoutes:
     Attributes:
         layer_ids: the stage's MoE layers.
         experts: [N, layers, top-k], uint8 or int16; None when the trainer records its own (r2).
-        mask, scored, keys: [N], see `RouteRows`; without experts every token is in the mask.
+        mask, scored, too_old, keys: [N], see `RouteRows`; without experts every token is in the mask.
     """
 
     layer_ids: tuple[int, ...]
     experts: NDArray[np.integer] | None
     mask: NDArray[np.bool_]
     scored: NDArray[np.bool_]
+    too_old: NDArray[np.bool_]
     keys: NDArray[np.int64]
 
     @classmethod
-    def from_rollout(cls, shard: TrainShard, layer_ids: Sequence[int]) -> ShardRoutes:
-        """R3: the routes that came with the shard."""
+    def from_rollout(cls, shard: TrainShard, layer_ids: Sequence[int], max_age: int | None = None) -> ShardRoutes:
+        """R3: the routes that came with the shard, those of weights beyond `max_age` left out."""
         assert shard.routes is not None
         routes = _layers_of(shard.routes, layer_ids)
         narrow = np.uint8 if routes.experts.dtype == np.uint8 else np.int16
         experts = routes.experts.astype(narrow)
-        return cls(tuple(layer_ids), experts, routes.mask, scored_rows(shard), token_keys(shard))
+        too_old = np.zeros(len(shard.tokens), np.bool_) if max_age is None else row_ages(shard) > max_age
+        return cls(tuple(layer_ids), experts, routes.mask & ~too_old, scored_rows(shard), too_old, token_keys(shard))
 
     @classmethod
     def to_record(cls, shard: TrainShard, layer_ids: Sequence[int]) -> ShardRoutes:
         """R2: the experts come from `RoutingReplay.recorded`."""
-        return cls(tuple(layer_ids), None, np.ones(len(shard.tokens), np.bool_), scored_rows(shard), token_keys(shard))
+        every = np.ones(len(shard.tokens), np.bool_)
+        return cls(tuple(layer_ids), None, every, scored_rows(shard), ~every, token_keys(shard))
 
     def rows(self, slicer: SequenceSlicer, device: torch.device, recorded: Tensor | None = None) -> RouteRows:
         """One micro-batch as the routers of this rank see it; `recorded` was recorded under the same slicer."""
@@ -181,6 +204,7 @@ class ShardRoutes:
             experts=experts,
             mask=torch.from_numpy(slicer.at_layer_rows(self.mask, False)).to(device),
             scored=torch.from_numpy(slicer.at_layer_rows(self.scored, False)).to(device),
+            too_old=torch.from_numpy(slicer.at_layer_rows(self.too_old, False)).to(device),
             keys=torch.from_numpy(slicer.at_layer_rows(self.keys, 0)).to(device),
         )
 
@@ -319,7 +343,7 @@ class RoutingReplay:
     def _zero_totals(self) -> dict[str, Tensor]:
         return {
             name: torch.zeros((), dtype=torch.int64, device=self.device)
-            for name in ("rows", "scored", "covered", "sum")
+            for name in ("rows", "scored", "covered", "too_old", "sum")
         }
 
     @contextmanager
@@ -358,6 +382,7 @@ class RoutingReplay:
         self._totals["rows"] += replayed
         self._totals["scored"] += rows.scored.sum() * len(columns)
         self._totals["covered"] += (rows.scored & rows.mask).sum() * len(columns)
+        self._totals["too_old"] += (rows.scored & rows.too_old).sum() * len(columns)
         self._totals["sum"] += (hashes * rows.mask[:, None]).sum()
 
     def keep(self, chunk: int, micro_batch: Hashable) -> None:
@@ -386,7 +411,8 @@ class RoutingReplay:
             group: all trainer ranks; None for the default group.
 
         Raises:
-            AssertionError: rows were lost, used twice, or applied to another token than their own.
+            AssertionError: rows were lost, used twice, or applied to another token than their own; a row whose logits
+                enter the loss was not replayed, and is not too old either.
         """
         by_layer = torch.zeros(self.num_layers, 2, dtype=torch.int64, device=self.device)
         for layer in self.layers:
@@ -397,13 +423,15 @@ class RoutingReplay:
         if dist.is_initialized():
             dist.all_reduce(by_layer, group=group)
             dist.all_reduce(totals, group=group)
-        rows, scored, covered, fingerprint, due = totals.tolist()
+        rows, scored, covered, too_old, fingerprint, due = totals.tolist()
+        assert covered + too_old == scored, f"{scored} rows are scored, {covered} replayed and {too_old} too old for it"
         assert expected is None or fingerprint == due, (
             "the routes consumed are not those of the step, each exactly once"
         )
         counts = by_layer.tolist()
         return ReplayReport(
             coverage=covered / scored if scored else 1.0,
+            too_old=too_old / scored if scored else 0.0,
             agreement={layer: agreed / n for layer, (agreed, n) in enumerate(counts) if n},
             fingerprint=fingerprint,
             rows=rows,

@@ -3,7 +3,8 @@
 One object, `SequenceSlicer`, decides which token every local row is: padding, packing, the zigzag cut of context
 parallelism and the cut of sequence parallelism happen there and nowhere else, so tokens, routes and log-probs cannot
 disagree. Here columns about token t (labels, weights, advantages, log-probs) also move to the row that predicts it,
-the one of token t - 1. Padding sits at the end of sequences, where causal attention makes it invisible.
+the one of token t - 1. Padding sits at the end of sequences, where causal attention makes it invisible. Its rows hold
+tokens of the micro-batch: rows of one and the same token would go to the same few experts, whose ranks all wait for.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from mslime.data.shard import TrainShard
 
 PADDING = -1
 """In index arrays: this row is no token, or predicts none."""
+
+_GOLDEN = 0.6180339887498949
+"""Multiples of the golden ratio's fraction fill [0, 1) evenly, however many of them are taken."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ class MicroBatch:
     Attributes:
         index: position in the shard's list of micro-batches.
         slicer: where rows come from.
-        tokens, position_ids: [1, T] int64.
+        tokens, position_ids: [1, T] int64; rows of padding hold tokens of the micro-batch.
         cumulative_lengths: [sequences + 1] int32, padded and over all context-parallel ranks; None when not packed.
         labels: [T] int64, 0 where the row predicts nothing.
         loss_mask: [T] bool.
@@ -208,7 +212,7 @@ def build_micro_batch(
     return MicroBatch(
         index=index,
         slicer=slicer,
-        tokens=tensor(slicer.at_rows(shard.tokens, 0))[None],
+        tokens=tensor(_with_padding(slicer, shard.tokens, spans))[None],
         position_ids=tensor(slicer.positions)[None],
         cumulative_lengths=torch.from_numpy(cumulative.astype(np.int32)).to(device) if packed else None,
         labels=tensor(slicer.at_targets(shard.tokens, 0)),
@@ -227,6 +231,18 @@ def build_micro_batch(
         ages=if_known(shard.segment_ages),
         positions=predicted(_response_positions(shard, spans)),
     )
+
+
+def _with_padding(slicer: SequenceSlicer, tokens: NDArray[np.int32], spans: list[tuple[int, int]]) -> NDArray[np.int32]:
+    """[T] int32: each row's token; rows of padding get tokens from all over `spans`, others on each context-parallel
+    rank. Those of the whole shard where there is no span, 0 where there is nothing at all."""
+    held = slicer.at_rows(tokens, 0)
+    padding = np.flatnonzero(slicer.rows == PADDING)
+    around = np.concatenate([tokens[:0], *(tokens[start:stop] for start, stop in spans)]) if spans else tokens
+    if len(around):
+        turns = (np.arange(1, len(padding) + 1) * slicer.layout.cp + slicer.layout.cp_rank) * _GOLDEN
+        held[padding] = around[(turns % 1.0 * len(around)).astype(np.int64)]
+    return held
 
 
 def number_segments(shard: TrainShard, members: Sequence[int]) -> tuple[NDArray[np.int64] | None, int]:

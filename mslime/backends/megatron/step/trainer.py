@@ -79,7 +79,12 @@ class MegatronTrainer(TrainedModel):
             load_hf_weights(chunks, self.hf_config, spec.checkpoint)
         parallel = ParallelState.here(transformer.sequence_parallel)
         self.routing = Routing.attach(
-            spec.replay if self.model.num_experts else "off", chunks, self.model, parallel, device
+            spec.replay if self.model.num_experts else "off",
+            chunks,
+            self.model,
+            parallel,
+            device,
+            spec.train.replay_max_age,
         )
         with phase(_log, "building the optimizer"):
             super().__init__(spec, chunks, transformer, device)
