@@ -26,7 +26,7 @@ class Turn:
         sample: the sequence that trains it. start, end: of the reply's tokens there.
         tools: key of the definitions that it was given.
         why: `extends`, or the reason for which a sequence begins with it.
-        finish: as in `workflow.Turn`.
+        finish: as in `workflow.Turn`. stopped: the client's stop text that ended it.
         whole: of a turn after a plain text: that text and the reply, special tokens written out.
         delivered: somebody received the reply.
     """
@@ -41,6 +41,7 @@ class Turn:
     tools: str
     why: str
     finish: str
+    stopped: str = ""
     whole: str = ""
     delivered: bool = False
     children: list[Turn] = field(default_factory=list["Turn"], repr=False)

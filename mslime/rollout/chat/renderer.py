@@ -129,6 +129,10 @@ class Rendering:
         """See `Renderer.spell`."""
         return await self._run(self.renderer.spell, ids)
 
+    async def spell_each(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        return await self._run(lambda: [self.renderer.spell([i]) for i in ids])
+
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -150,6 +150,14 @@ class ChatSession:
             raise ChatError("prompt", prompt, "is empty", "send a text or token ids")
         return await self._tracked(self._complete(prompt, max_tokens, tuple(stop)))
 
+    async def count(self, messages: Sequence[Message], tools: Tools) -> int:
+        """Tokens of messages, up to where the model would reply. No turn."""
+        return len(await self._rendering.render(to_template(messages, self._native), tools))
+
+    async def spell(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        return await self._rendering.spell_each(ids)
+
     async def close(self) -> None:
         """Take no more requests, cancel turns under way without a trace, and mask those that nobody received."""
         self.closed = True
@@ -196,10 +204,11 @@ class ChatSession:
         except BaseException:
             self._undo(grown)
             raise
-        number, stop = next(self._numbers), stop if said.finish == "stop" else ()
+        number = next(self._numbers)
+        reply, stopped = self._message(number, parsed, tools, stop if said.finish == "stop" else ())
         turn = Turn(
-            number, grown.parent, grown.asked, self._message(number, parsed, tools, stop), grown.sample,
-            start, start + len(ids), key, grown.why, said.finish,
+            number, grown.parent, grown.asked, reply, grown.sample, start, start + len(ids), key, grown.why,
+            said.finish, stopped,
         )  # fmt: skip
         return self._recorded(self.forest, turn)
 
@@ -218,12 +227,13 @@ class ChatSession:
             self._undo(grown)
             raise
         whole = prompt + spelled if isinstance(prompt, str) else ""
-        ended = said.text if said.finish == "length" else _without_stop(said.text, stop)
+        text, stopped = _before_stop(said.text, stop if said.finish == "stop" else ())
         number = next(self._numbers)
-        reply = Message("assistant", ended, echo=self._name(number))
+        reply = Message("assistant", text, echo=self._name(number))
         turn = Turn(
-            number, grown.parent, (), reply, grown.sample, start, start + len(ids), "", grown.why, said.finish, whole
-        )
+            number, grown.parent, (), reply, grown.sample, start, start + len(ids), "", grown.why, said.finish,
+            stopped, whole,
+        )  # fmt: skip
         return self._recorded(self.completions, turn)
 
     def _recorded(self, forest: Forest, turn: Turn) -> Turn:
@@ -234,8 +244,9 @@ class ChatSession:
             forest.reasons[turn.why] += 1
         return turn
 
-    def _message(self, number: int, parsed: Parsed, tools: Tools, stop: tuple[str, ...]) -> Message:
-        """The reply as messages say it. A call that cannot be made is text, so that the client can answer it."""
+    def _message(self, number: int, parsed: Parsed, tools: Tools, stop: tuple[str, ...]) -> tuple[Message, str]:
+        """The reply as messages say it, and the text that ended it. A call that cannot be made is text, so that the
+        client can answer it."""
         offered = {tool["function"]["name"] for tool in tools}
         self.counts["malformed_calls"] += sum(not call.callable for call in parsed.calls)
         self.counts["unknown_tools"] += sum(call.callable and call.name not in offered for call in parsed.calls)
@@ -244,8 +255,8 @@ class ChatSession:
             for i, c in enumerate(c for c in parsed.calls if c.callable)
         )
         broken = "".join(c.raw for c in parsed.calls if not c.callable and c.raw not in parsed.text)
-        text = _without_stop(parsed.text + broken, stop)
-        return Message("assistant", text, calls, parsed.reasoning, echo=self._name(number))
+        text, stopped = _before_stop(parsed.text + broken, stop)
+        return Message("assistant", text, calls, parsed.reasoning, echo=self._name(number)), stopped
 
     def _name(self, number: int) -> str:
         return f"{self._nonce}{number}"
@@ -292,6 +303,7 @@ class ChatSession:
         return grown
 
     def _new(self, ids: Sequence[int], asked: tuple[Message, ...], why: str) -> _Grown:
+        why = "new_conversation" if why == "first" and self._begun else why  # another one is under way
         try:
             sample = self._begin(lambda: self._engine.new_sample(ids))
         except NoRoomError as error:
@@ -343,7 +355,7 @@ def _begins(prompt: str | Sequence[int], turn: Turn) -> bool:
     return len(prompt) >= turn.end and list(prompt[: turn.end]) == turn.sample.tokens[: turn.end].tolist()
 
 
-def _without_stop(text: str, stop: Sequence[str]) -> str:
-    """A text up to the stop text that ended it: clients are told what stands before it."""
-    ends = [text.find(s) for s in stop if s and s in text]
-    return text[: min(ends)] if ends else text
+def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """A text up to the stop text that ended it, and that one: clients are told what stands before it."""
+    found = min(((text.find(s), s) for s in stop if s and s in text), default=(len(text), ""))
+    return text[: found[0]], found[1]

@@ -1,0 +1,291 @@
+"""The server that agents speak to: aiohttp, one for all rollouts of a process, each below a path of its own with a key.
+
+A reply is told when the turn is complete, for its parts are known then. Until it is, blanks or comments keep the
+connection alive: a weight update takes longer than the patience of most clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from mslime import network
+from mslime.config.errors import ConfigError, UserError
+from mslime.rollout.chat.errors import ChatError, ContextFull
+from mslime.rollout.chat.session import ChatSession
+from mslime.rollout.server.anthropic import Messages
+from mslime.rollout.server.completions import Completions
+from mslime.rollout.server.openai_chat import ChatCompletions
+from mslime.rollout.server.requests import MODEL, Dialect, Request, Told
+from mslime.rollout.server.responses import Responses
+from mslime.rollout.server.sessions import Endpoint, Session
+
+log = logging.getLogger(__name__)
+
+DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), Completions(), Responses(), Messages())
+COUNT = "/v1/messages/count_tokens"
+NO_RETRY = {"x-should-retry": "false"}
+_SSE = "text/event-stream"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds that the server waits.
+
+    Attributes:
+        quiet: for a reply, before it begins to keep the connection alive. beat: between signs of life.
+        body: for the whole of a request's body.
+    """
+
+    quiet: float = 5.0
+    beat: float = 10.0
+    body: float = 60.0
+
+
+class ModelServer:
+    """Serves the model to the rollouts of a process.
+
+    Args:
+        host, port: to listen on; port 0: any.
+        token: with which every key begins.
+        max_body: largest request, bytes.
+    """
+
+    def __init__(
+        self, host: str = "127.0.0.1", port: int = 0, token: str = "", max_body: int = 64 << 20,
+        patience: Patience | None = None,
+    ) -> None:  # fmt: skip
+        self._host, self._port, self._token = host, port, token
+        self._max_body, self._patience = max_body, patience or Patience()
+        self._sessions: dict[str, Session] = {}
+        self._ended: dict[str, None] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+        self._address = ""
+
+    async def open(self, chat: ChatSession) -> tuple[Endpoint, Session]:
+        """Serve a rollout. Starts the server when it is the first.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        async with self._starting:
+            if self._runner is None:
+                await self._start()
+        session = Session(chat, self._token)
+        self._sessions[session.name] = session
+        url = f"{self._address}/{session.name}"
+        return Endpoint(url, f"{url}/v1", session.key, MODEL), session
+
+    async def end(self, session: Session) -> None:
+        """The rollout has ended: its requests are refused from now on."""
+        if self._sessions.pop(session.name, None) is not None:
+            self._ended[session.name] = None
+            while len(self._ended) > 100_000:  # names are kept so that a late agent is told why
+                del self._ended[next(iter(self._ended))]
+        await session.close()
+
+    async def close(self) -> None:
+        """Stop serving."""
+        for session in list(self._sessions.values()):
+            await self.end(session)
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=self._max_body)
+        for dialect in DIALECTS:
+            app.router.add_post("/{session}" + dialect.path, _handler(self, dialect))
+        app.router.add_post("/{session}" + COUNT, self._count)
+        app.router.add_get("/{session}/v1/models", self._models)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            listening = _listen(self._host, self._port)
+            await web.SockSite(runner, listening, backlog=1024).start()
+        except OSError as error:
+            await runner.cleanup()
+            way_out = "give an address of this machine and a free port, or leave them out"
+            rule = f"cannot be listened on ({error})"
+            raise ConfigError("rollout.server", f"{self._host}:{self._port}", rule, way_out) from error
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self._runner, self._address = runner, f"http://{host}:{listening.getsockname()[1]}"
+        log.info("agents find the model at %s", self._address)
+
+    # --------------------------------------------------------------------------------------------------- one request
+
+    async def answer(self, http: web.Request, dialect: Dialect) -> web.StreamResponse:
+        """Answer a request for replies."""
+        try:
+            session, raw = await self._admit(http)
+            request = dialect.read(_object(raw), session.recorded)
+        except Exception as error:  # told to the client, whatever it is
+            return _refusal(dialect, error)
+        marked = http.headers.get("x-stainless-retry-count", "0") != "0"
+        work = asyncio.create_task(self._replies(session, request, http.path.encode() + b"\0" + raw, marked))
+        try:
+            response = await self._wait(http, work, request.stream)
+            try:
+                replies = work.result()
+            except Exception as error:  # as above
+                return await _fail(http, dialect, response, error)
+            response = await _tell(http, dialect, request, replies, response)
+        finally:
+            work.cancel()
+        for told in replies:
+            told.turn.delivered = True
+        return response
+
+    async def _admit(self, http: web.Request) -> tuple[Session, bytes]:
+        """The session that a request is for, and its body."""
+        name = http.match_info["session"]
+        session = self._sessions.get(name)
+        if session is None:
+            rule = "the rollout has ended" if name in self._ended else "no rollout is served here"
+            raise _Refused(400 if name in self._ended else 404, "url", rule, "stop the agent")
+        key = http.headers.get("authorization", "").removeprefix("Bearer ").strip() or http.headers.get("x-api-key", "")
+        if not session.admits(key) and not session.admits(http.headers.get("x-api-key", "")):
+            raise _Refused(401, "api_key", "is not the key of this rollout", "use the key of its endpoint")
+        try:
+            async with asyncio.timeout(self._patience.body):
+                return session, await http.read()
+        except TimeoutError:
+            rule = f"did not arrive within {self._patience.body:g} s"
+            raise _Refused(408, "body", rule, "send it faster") from None
+        except web.HTTPRequestEntityTooLarge:
+            rule = f"is larger than {self._max_body} bytes"
+            raise _Refused(413, "body", rule, "send less, or raise rollout.server.max_request_mib") from None
+
+    async def _replies(self, session: Session, request: Request, body: bytes, marked: bool) -> list[Told]:
+        return await session.told(await session.ask(request, body, marked), request.logprobs)
+
+    async def _wait(self, http: web.Request, work: asyncio.Task[list[Told]], stream: bool) -> web.StreamResponse | None:
+        """Wait for the replies. An answer that was begun to keep the connection alive is returned."""
+        await asyncio.wait([work], timeout=self._patience.quiet)
+        if work.done():
+            return None
+        response = web.StreamResponse(headers={"Content-Type": _SSE if stream else "application/json"})
+        await response.prepare(http)
+        while not work.done():
+            await response.write(b": waiting\n\n" if stream else b" ")
+            await asyncio.wait([work], timeout=self._patience.beat)
+        return response
+
+    async def _count(self, http: web.Request) -> web.Response:
+        """Anthropic's count_tokens."""
+        dialect = DIALECTS[-1]
+        try:
+            session, raw = await self._admit(http)
+            request = dialect.read(_object(raw), {})
+            return _json({"input_tokens": await session.chat.count(request.messages, request.tools)})
+        except Exception as error:  # told to the client, whatever it is
+            return _refusal(dialect, error)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        try:
+            await self._admit(http)
+        except _Refused as error:
+            return _refusal(DIALECTS[0], error)
+        return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "mslime"}]})
+
+
+class _Refused(Exception):
+    """A request that is for nobody, with its HTTP status."""
+
+    def __init__(self, status: int, field: str, rule: str, way_out: str) -> None:
+        self.status, self.field = status, field
+        super().__init__(f"{field}: {rule}\n  way out: {way_out}")
+
+
+def _handler(server: ModelServer, dialect: Dialect) -> Any:
+    async def handle(http: web.Request) -> web.StreamResponse:
+        return await server.answer(http, dialect)
+
+    return handle
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if port == 0:
+        return network.listen(host)
+    return socket.create_server((host, port), backlog=1024, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def _object(raw: bytes) -> Mapping[str, Any]:
+    try:
+        found = orjson.loads(raw)
+    except ValueError as error:
+        raise ChatError("body", f"{raw[:40]!r}", f"is not valid JSON ({error})", "mend the request") from error
+    if not isinstance(found, dict):
+        raise ChatError("body", f"{found!r:.40}", "must be an object", "mend the request")
+    return found
+
+
+def _json(data: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(data), status=status, headers=headers, content_type="application/json")
+
+
+def _described(error: BaseException) -> tuple[int, str, str]:
+    """(HTTP status, field, code) of an error. What is the client's mistake would fail again; anything else may not."""
+    if isinstance(error, _Refused):
+        return error.status, error.field, "refused"
+    if isinstance(error, ContextFull):
+        return 400, error.field, "context_length_exceeded"
+    if isinstance(error, ChatError):
+        return 400, error.field, "limit_reached" if error.field.startswith("rollout") else "invalid_request"
+    return 503, "", "unavailable"
+
+
+def _refusal(dialect: Dialect, error: BaseException) -> web.Response:
+    status, field, code = _described(error)
+    if status == 503 and not isinstance(error, UserError):
+        log.warning("a request failed", exc_info=error)
+    headers = {} if status in (408, 503) else NO_RETRY
+    return _json(dialect.error(status, str(error), field, code), status, headers)
+
+
+async def _fail(
+    http: web.Request, dialect: Dialect, begun: web.StreamResponse | None, error: BaseException
+) -> web.StreamResponse:
+    """Tell an error. In an answer that was begun with status 200, a stream can; else only the connection can be cut,
+    upon which clients ask again and are told."""
+    if begun is None:
+        return _refusal(dialect, error)
+    if begun.content_type == _SSE:
+        status, field, code = _described(error)
+        await begun.write(_written("error", dialect.error(status, str(error), field, code)))
+        await begun.write_eof()
+    elif http.transport is not None:
+        http.transport.abort()
+    return begun
+
+
+async def _tell(
+    http: web.Request, dialect: Dialect, request: Request, replies: Sequence[Told], begun: web.StreamResponse | None
+) -> web.StreamResponse:
+    """Write the replies, and return when they are written."""
+    if request.stream:
+        body = b"".join(_written(name, data) for name, data in dialect.events(request, replies))
+    else:
+        body = orjson.dumps(dialect.answer(request, replies))
+    if begun is None:
+        begun = web.Response(body=body, content_type=_SSE if request.stream else "application/json")
+        await begun.prepare(http)
+    else:
+        await begun.write(body)
+    await begun.write_eof()
+    return begun
+
+
+def _written(name: str, data: Mapping[str, Any] | str) -> bytes:
+    """A server-sent event."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()

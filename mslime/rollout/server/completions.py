@@ -1,0 +1,105 @@
+"""OpenAI's completions: POST /v1/completions, plain prompts as text or token ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from mslime.rollout.chat.errors import ChatError
+from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.messages import as_object
+from mslime.rollout.server.openai_chat import usage
+from mslime.rollout.server.requests import (
+    MOST_REPLIES,
+    Event,
+    Request,
+    Told,
+    flag,
+    integer,
+    model_of,
+    openai_error,
+    texts,
+    unread,
+)
+
+_READ = ("prompt", "n", "max_tokens", "stop", "stream", "logprobs", "stream_options", "model", "echo", "suffix")
+
+
+class Completions:
+    """See `Dialect`."""
+
+    path = "/v1/completions"
+
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
+        """See `Dialect`."""
+        for name in ("echo", "suffix"):
+            if body.get(name):
+                raise ChatError(name, f"{body[name]!r:.80}", "is not supported", "leave the field out")
+        options = body.get("stream_options")
+        return Request(
+            prompts=_prompts(body.get("prompt")),
+            count=integer(body, "n", 1, MOST_REPLIES) or 1,
+            max_tokens=integer(body, "max_tokens", 1),
+            stop=texts(body, "stop"),
+            stream=flag(body, "stream"),
+            logprobs=integer(body, "logprobs", 0) is not None,
+            usage=flag(as_object(options, "stream_options"), "include_usage") if options else False,
+            ignored=unread(body, _READ),
+            model=model_of(body),
+            body=body,
+        )
+
+    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
+        """See `Dialect`. A choice also has the `token_ids` that were sampled."""
+        choices = [{**_choice(i, told), "token_ids": told.ids} for i, told in enumerate(replies)]
+        return {**_base(request, replies), "choices": choices, "usage": usage(replies)}
+
+    def events(self, request: Request, replies: Sequence[Told]) -> Iterator[Event]:
+        """See `Dialect`."""
+        base = _base(request, replies)
+        for i, told in enumerate(replies):
+            yield "", {**base, "choices": [_choice(i, told)]}
+        if request.usage:
+            yield "", {**base, "choices": [], "usage": usage(replies)}
+        yield "", "[DONE]"
+
+    def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
+        """See `Dialect`."""
+        return openai_error(status, message, field, code)
+
+
+def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
+    """One prompt or several, each a text or token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ChatError("prompt", f"{value!r:.80}", "must be a text, token ids, or an array of either", "send a prompt")
+    items = cast("list[object]", value)
+    if all(isinstance(item, int) for item in items):
+        return (_ids(items, "prompt"),)
+    return tuple(item if isinstance(item, str) else _ids(item, f"prompt[{i}]") for i, item in enumerate(items))
+
+
+def _ids(value: object, where: str) -> tuple[int, ...]:
+    good = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value)
+    if not good or not value:
+        raise ChatError(where, f"{value!r:.80}", "must be a text or token ids", "send a prompt")
+    return tuple(cast("list[int]", value))
+
+
+def _base(request: Request, replies: Sequence[Told]) -> dict[str, Any]:
+    name = f"cmpl-{replies[0].turn.reply.echo}"
+    return {"id": name, "object": "text_completion", "created": int(time.time()), "model": request.model}
+
+
+def _choice(index: int, told: Told) -> dict[str, Any]:
+    turn, found = told.turn, None
+    if told.spelled:
+        found = {
+            "tokens": list(told.spelled),
+            "token_logprobs": told.log_probs,
+            "top_logprobs": None,
+            "text_offset": [],
+        }
+    return {"index": index, "text": turn.reply.text, "finish_reason": turn.finish, "logprobs": found}

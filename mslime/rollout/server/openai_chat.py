@@ -1,0 +1,125 @@
+"""OpenAI's chat completions: POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.messages import as_list, as_object, from_chat, to_chat
+from mslime.rollout.server.requests import (
+    MOST_REPLIES,
+    Event,
+    Request,
+    Told,
+    flag,
+    integer,
+    model_of,
+    openai_error,
+    stopped,
+    texts,
+    tool,
+    unread,
+)
+
+_READ = (
+    "messages", "tools", "n", "max_tokens", "max_completion_tokens", "stop", "stream", "logprobs", "stream_options",
+    "model",
+)  # fmt: skip
+
+
+class ChatCompletions:
+    """See `Dialect`."""
+
+    path = "/v1/chat/completions"
+
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
+        """See `Dialect`."""
+        shorter = [n for name in ("max_completion_tokens", "max_tokens") if (n := integer(body, name, 1)) is not None]
+        options = body.get("stream_options")
+        return Request(
+            messages=tuple(
+                from_chat(m, f"messages[{i}]") for i, m in enumerate(as_list(body.get("messages"), "messages"))
+            ),
+            tools=tuple(read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))),
+            count=integer(body, "n", 1, MOST_REPLIES) or 1,
+            max_tokens=min(shorter, default=None),
+            stop=texts(body, "stop"),
+            stream=flag(body, "stream"),
+            logprobs=flag(body, "logprobs"),
+            usage=flag(as_object(options, "stream_options"), "include_usage") if options else False,
+            ignored=unread(body, _READ),
+            model=model_of(body),
+            body=body,
+        )
+
+    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
+        """See `Dialect`. A choice also has the `token_ids` that were sampled."""
+        choices = [
+            {
+                "index": i,
+                "message": to_chat(told.turn.reply),
+                "finish_reason": stopped(told.turn),
+                "logprobs": log_probs(told),
+                "token_ids": told.ids,
+            }
+            for i, told in enumerate(replies)
+        ]
+        return {**_base(request, replies, "chat.completion"), "choices": choices, "usage": usage(replies)}
+
+    def events(self, request: Request, replies: Sequence[Told]) -> Iterator[Event]:
+        """See `Dialect`."""
+        base = _base(request, replies, "chat.completion.chunk")
+        for i, told in enumerate(replies):
+            for delta in _deltas(told.turn):
+                yield "", {**base, "choices": [{"index": i, "delta": delta, "finish_reason": None}]}
+            last = {"index": i, "delta": {}, "finish_reason": stopped(told.turn), "logprobs": log_probs(told)}
+            yield "", {**base, "choices": [last]}
+        if request.usage:
+            yield "", {**base, "choices": [], "usage": usage(replies)}
+        yield "", "[DONE]"
+
+    def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
+        """See `Dialect`."""
+        return openai_error(status, message, field, code)
+
+
+def read_tool(value: object, where: str) -> dict[str, Any]:
+    """A definition of a tool in a chat completion's request."""
+    function = as_object(as_object(value, where).get("function"), f"{where}.function")
+    return tool(function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function")
+
+
+def log_probs(told: Told) -> dict[str, Any] | None:
+    """Log-probabilities by token, where they are wanted."""
+    if not told.spelled:
+        return None
+    pairs = zip(told.spelled, told.log_probs, strict=True)
+    shown = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
+    return {"content": shown, "refusal": None}
+
+
+def usage(replies: Sequence[Told]) -> dict[str, int]:
+    """Numbers of tokens; a prompt of several replies is counted once."""
+    prompt = max(told.turn.start for told in replies)
+    completion = sum(told.turn.end - told.turn.start for told in replies)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _base(request: Request, replies: Sequence[Told], kind: str) -> dict[str, Any]:
+    name = f"chatcmpl-{replies[0].turn.reply.echo}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": request.model}
+
+
+def _deltas(turn: Turn) -> Iterator[dict[str, Any]]:
+    shown = to_chat(turn.reply)
+    yield {"role": "assistant", "content": ""}
+    if "reasoning_content" in shown:
+        yield {"reasoning_content": shown["reasoning_content"]}
+    if shown["content"]:
+        yield {"content": shown["content"]}
+    for i, call in enumerate(shown.get("tool_calls", ())):
+        function = call["function"]
+        yield {"tool_calls": [{"index": i, **call, "function": {"name": function["name"], "arguments": ""}}]}
+        yield {"tool_calls": [{"index": i, "function": {"arguments": function["arguments"]}}]}

@@ -1,0 +1,160 @@
+"""A request as every dialect means it, the reply as every dialect tells it, and readers of what they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mslime.rollout.chat.errors import ChatError
+from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.messages import Message, as_list, as_object, as_text
+
+MODEL = "policy"
+"""Name of the model that is trained, for clients that give none."""
+MOST_REPLIES = 128
+Event = tuple[str, Mapping[str, Any] | str]
+"""Name of a server-sent event, empty for none, and its data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a client asks.
+
+    Attributes:
+        messages, tools: the conversation; or prompts: plain ones.
+        count: replies to each.
+        max_tokens, stop: what shortens a reply.
+        logprobs: the log-probability of each token is wanted.
+        usage: a stream is to end with the numbers of tokens.
+        ignored: fields that the run decides, or that mean nothing here.
+        model: that the client named.
+        body: all that it sent.
+    """
+
+    messages: tuple[Message, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    count: int = 1
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    logprobs: bool = False
+    usage: bool = False
+    ignored: tuple[str, ...] = ()
+    model: str = MODEL
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A reply to be told.
+
+    Attributes:
+        spelled: text of each token, where log-probabilities are wanted.
+    """
+
+    turn: Turn
+    spelled: tuple[str, ...] = ()
+
+    @property
+    def ids(self) -> list[int]:
+        """The reply's tokens."""
+        return self.turn.sample.tokens[self.turn.start : self.turn.end].tolist()
+
+    @property
+    def log_probs(self) -> list[float]:
+        """Natural log-probability of each token, at the weights that sampled it."""
+        return self.turn.sample.log_probs[self.turn.start : self.turn.end].tolist()
+
+
+class Dialect(Protocol):
+    """One API: how its requests are read and its replies written.
+
+    Attributes:
+        path: below the session.
+    """
+
+    path: str
+
+    def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
+        """A request from its JSON.
+
+        Args:
+            recorded: turns by the name that clients know.
+
+        Raises:
+            ChatError: it is malformed, or asks for what mslime does not have.
+        """
+        ...
+
+    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
+        """The JSON of a whole answer."""
+        ...
+
+    def events(self, request: Request, replies: Sequence[Told]) -> Iterator[Event]:
+        """The same as server-sent events."""
+        ...
+
+    def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
+        """The JSON of an error."""
+        ...
+
+
+def integer(body: Mapping[str, Any], name: str, least: int, most: int | None = None) -> int | None:
+    """A whole number, or None where there is none. Raises ChatError for anything else, or out of bounds."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        rule = f"must be a whole number from {least}" + ("" if most is None else f" to {most}")
+        raise ChatError(name, f"{value!r:.80}", rule, "mend the request, or leave the field out")
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """True or false; false where there is none. Raises ChatError for anything else."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ChatError(name, f"{value!r:.80}", "must be true or false", "mend the request, or leave the field out")
+    return bool(value)
+
+
+def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """A text, or an array of them; empty ones vanish. Raises ChatError for anything else."""
+    value = body.get(name)
+    if isinstance(value, str):
+        value = [value]
+    return tuple(t for i, v in enumerate(as_list(value, name)) if (t := as_text(v, f"{name}[{i}]")))
+
+
+def model_of(body: Mapping[str, Any]) -> str:
+    """The model that the client named."""
+    value = body.get("model")
+    return value if isinstance(value, str) and value else MODEL
+
+
+def unread(body: Mapping[str, Any], read: Iterable[str]) -> tuple[str, ...]:
+    """Fields that are given and not read."""
+    return tuple(sorted(k for k, v in body.items() if v is not None and k not in set(read)))
+
+
+def tool(name: object, description: object, parameters: object, where: str) -> dict[str, Any]:
+    """A definition of a tool as chat completions have it, without what says nothing."""
+    function: dict[str, Any] = {"name": as_text(name, f"{where}.name")}
+    if description:
+        function["description"] = as_text(description, f"{where}.description")
+    if parameters is not None:
+        function["parameters"] = as_object(parameters, f"{where}.parameters")
+    return {"type": "function", "function": function}
+
+
+def stopped(turn: Turn) -> str:
+    """Why a reply ended, as OpenAI says it."""
+    return "tool_calls" if turn.reply.calls and turn.finish == "stop" else turn.finish
+
+
+def openai_error(status: int, message: str, field: str, code: str) -> dict[str, Any]:
+    """An error in the form of OpenAI's APIs."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}

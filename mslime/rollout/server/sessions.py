@@ -1,0 +1,120 @@
+"""One rollout behind a URL: who may ask, and which requests are the same one asked again.
+
+Clients ask again by themselves after a time-out or an error, with the same body and a count. Only such marked repeats
+of an equal body are joined to the attempt under way, or told its reply; anything else is sampled anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mslime.rollout.chat.errors import SessionOver
+from mslime.rollout.chat.forest import Turn
+from mslime.rollout.chat.session import ChatSession
+from mslime.rollout.server.requests import Request, Told
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an agent finds the model of one rollout.
+
+    Attributes:
+        url: for clients that add /v1 themselves, as Anthropic's does.
+        openai_url: for those that do not, as OpenAI's.
+        key: the API key; of this rollout alone.
+        model: a name for the model. Any other will do.
+    """
+
+    url: str
+    openai_url: str
+    key: str
+    model: str
+
+
+class Session:
+    """A rollout that is served.
+
+    Args:
+        token: with which its key begins, so that a proxy in front can refuse all others.
+
+    Attributes:
+        name: in its URL. key: that its agents show.
+    """
+
+    def __init__(self, chat: ChatSession, token: str = "") -> None:
+        self.chat, self.name = chat, secrets.token_hex(8)
+        self.key = f"{token}{'.' if token else ''}{secrets.token_urlsafe(24)}"
+        self._attempts: dict[bytes, asyncio.Task[list[Turn]]] = {}
+
+    def admits(self, key: str) -> bool:
+        """Whether this is its key."""
+        return secrets.compare_digest(key.encode(), self.key.encode())
+
+    async def ask(self, request: Request, body: bytes, marked: bool) -> list[Turn]:
+        """The replies to a request. A caller that is cancelled leaves the attempt running: its repeat may join it.
+
+        Args:
+            body: with the path, of which a repeat has an equal one. marked: the client says that it asks again.
+
+        Raises:
+            ChatError: see `ChatSession`.
+        """
+        digest = hashlib.blake2b(body, digest_size=16).digest()
+        attempt = self._attempts.get(digest) if marked else None
+        if attempt is not None and not _failed(attempt):
+            self.chat.counts["joined_retries"] += 1
+        else:
+            attempt = self._attempts[digest] = asyncio.create_task(self._replies(request))
+            attempt.add_done_callback(_seen)
+        return await asyncio.shield(attempt)
+
+    async def told(self, turns: Sequence[Turn], log_probs: bool) -> list[Told]:
+        """Replies with what is to be told of them."""
+        return [Told(turn, tuple(await self.chat.spell(Told(turn).ids)) if log_probs else ()) for turn in turns]
+
+    @property
+    def recorded(self) -> Mapping[str, Turn]:
+        """Turns by the name that clients know."""
+        return {turn.reply.echo: turn for turn in self.chat.forest.turns}
+
+    async def close(self) -> None:
+        """The rollout has ended."""
+        await self.chat.close()
+
+    async def _replies(self, request: Request) -> list[Turn]:
+        self.chat.counts["ignored_fields"] += len(request.ignored)
+        asked = [
+            self.chat.complete(prompt if isinstance(prompt, str) else list(prompt), max_tokens=request.max_tokens,
+                               stop=request.stop)
+            for prompt in request.prompts for _ in range(request.count)
+        ] or [
+            self.chat.reply(request.messages, request.tools, max_tokens=request.max_tokens, stop=request.stop)
+            for _ in range(request.count)
+        ]  # fmt: skip
+        tasks = [asyncio.ensure_future(one) for one in asked]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except asyncio.CancelledError:
+            if not self.chat.closed:
+                raise
+            raise SessionOver("rollout", "over", "ended while the reply was generated", "stop the agent") from None
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+def _failed(attempt: asyncio.Task[list[Turn]]) -> bool:
+    return attempt.done() and (attempt.cancelled() or attempt.exception() is not None)
+
+
+def _seen(attempt: asyncio.Task[list[Turn]]) -> None:
+    """Nobody may be left to be told of an error; it is not one that asyncio has to complain about."""
+    if _failed(attempt) and not attempt.cancelled():
+        log.debug("a request failed: %s", attempt.exception())
