@@ -18,6 +18,9 @@ from mslime.config.keys import EngineKeys, Secret, read_secret
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
 
+MASK_LIMIT = 4096
+"""Most ids of a sampling mask that an SGLang server returns, unless it is told otherwise (sampling_mask_max_tokens)."""
+
 SGLANG_RESERVED: dict[str, str] = {
     "model_path": "use model.path",
     "tokenizer_path": "use model.tokenizer_path",
@@ -179,6 +182,15 @@ def _check_served(config: RunConfig) -> None:
             "SGLang 0.5.23 scores the tokens of a prompt at temperature 1 whatever it is asked for, so the teacher's "
             "log-probs would not be comparable with the policy's",
             "set it to 1.0, or let the trainer hold the teacher (model.teacher_path), which scores at any temperature",
+        )
+    if config.rollout.truncated:
+        raise ConfigError(
+            "rollout.top_k",
+            config.rollout.top_k,
+            "SGLang 0.5.23 scores the tokens of a prompt over the whole vocabulary, so the teacher's log-probs would "
+            "not be comparable with those of a policy that draws from a part of it",
+            "draw from all of it (top_p: 1, top_k: -1, min_p: 0), or let the trainer hold the teacher "
+            "(model.teacher_path), which scores over the same part",
         )
     shared = sorted({u.rstrip("/") for u in served.urls} & {u.rstrip("/") for u in config.sglang.urls})
     if shared:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 from mslime.config.algorithm import GROUP_RELATIVE
 from mslime.config.choices import check_choice
 from mslime.config.cluster import engine_nccl
-from mslime.config.engines import check_teacher
+from mslime.config.engines import MASK_LIMIT, check_teacher
 from mslime.config.errors import ConfigError
 from mslime.config.reward import check_reward
 
@@ -288,16 +288,37 @@ def _critic(config: RunConfig) -> None:
 
 
 def _sampling(config: RunConfig) -> None:
-    r = config.rollout
-    if r.top_p < 1 or r.top_k not in (-1, 0):
-        field, value = ("rollout.top_p", r.top_p) if r.top_p < 1 else ("rollout.top_k", r.top_k)
+    """What SGLang 0.5.23 reports of a draw from a part of the vocabulary (managers/scheduler.py, layers/sampler.py)."""
+    r, sglang = config.rollout, config.sglang.extra
+    if r.top_k == 0:
+        raise ConfigError("rollout.top_k", 0, "no token would be left to draw", "use -1 to turn it off")
+    if r.top_k == 1:
         raise ConfigError(
-            field,
-            value,
-            "the trainer's log-probs are over the full vocabulary, so a truncated sampler would make "
-            "every importance ratio wrong",
-            "use top_p: 1.0 and top_k: -1, and shape sampling with temperature",
-        )
+            "rollout.top_k", 1, "the only token left always has probability 1, so nothing would be learnt",
+            "use 2 or more, or -1 to turn it off",
+        )  # fmt: skip
+    if not r.truncated:
+        return
+    if r.top_k == -1:
+        given, value = ("top_p", r.top_p) if r.top_p < 1 else ("min_p", r.min_p)
+        raise ConfigError(
+            "rollout.top_k", -1,
+            f"with {given}: {value:g} the trainer needs the ids that each token was drawn from, and SGLang returns "
+            "them only where their number is bounded",
+            f"set rollout.top_k, for example to {MASK_LIMIT}: {given} then decides in nearly every draw",
+        )  # fmt: skip
+    limit = sglang.get("sampling_mask_max_tokens") or MASK_LIMIT
+    if r.top_k > limit:
+        raise ConfigError(
+            "rollout.top_k", r.top_k, f"SGLang returns at most {limit} of the ids that a token was drawn from",
+            "lower it, or raise sglang.sampling_mask_max_tokens",
+        )  # fmt: skip
+    fixed = next((n for n in ("enable_deterministic_inference", "rl_on_policy_target") if sglang.get(n)), None)
+    if r.min_p > 0 and fixed is not None:
+        raise ConfigError(
+            "rollout.min_p", r.min_p, f"SGLang has no min-p draws from a seed, which sglang.{fixed} asks for",
+            f"set it to 0, or remove sglang.{fixed}",
+        )  # fmt: skip
 
 
 def _named_functions(config: RunConfig) -> None:

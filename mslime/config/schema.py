@@ -166,9 +166,22 @@ class RolloutConfig(Section):
         default=1.0,
         gt=0,
         le=1,
-        description="Below 1 it is refused: truncated sampling is not trained yet (decision 4).",
+        description="Tokens are drawn from the likeliest ones that together have this probability, and trained under "
+        "the distribution over those alone. Below 1 it needs top_k.",
     )
-    top_k: int = Field(default=-1, description="-1: off.")
+    top_k: int = Field(
+        default=-1,
+        ge=-1,
+        description="Tokens are drawn from so many of the likeliest ones, 2 to 4096 (sglang.sampling_mask_max_tokens "
+        "raises that), and trained likewise. -1: off.",
+    )
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Tokens are drawn from those that have at least this share of the likeliest one's probability, and "
+        "trained likewise. 0: off; else it needs top_k.",
+    )
     stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list[int], description="Token ids that end a response, besides the model's own."
@@ -180,6 +193,11 @@ class RolloutConfig(Section):
         "they have and are continued under the new weights. retract and in_place: the engine continues them itself; "
         "retract re-routes old tokens under new weights, in_place keeps a cache of old weights.",
     )
+
+    @property
+    def truncated(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class TrainConfig(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ class ServerSpec:
         trainer_dtype: of the parameters of a trainer on a GPU, which an engine is sent.
         seed: of the run; server i draws from `seed + i`.
         start_s: seconds until a server answers.
+        mask_tokens: most ids of a sampling mask that they return; None: SGLang's default.
     """
 
     role: Role
@@ -36,6 +37,7 @@ class ServerSpec:
     trainer_dtype: str
     seed: int
     start_s: float
+    mask_tokens: int | None = None
 
     def dtype(self, hf_config: dict[str, Any]) -> str:
         """The dtype that the servers hold weights in (`config.dtypes.served_dtype`). Raises ConfigError."""
@@ -48,7 +50,9 @@ class ServerSpec:
 def engine_spec(config: RunConfig) -> ServerSpec:
     """The engines of a run."""
     model = config.model
-    return _spec(config, "engine", config.sglang, model.path, model.tokenizer_path or model.path)
+    spec = _spec(config, "engine", config.sglang, model.path, model.tokenizer_path or model.path)
+    # Where the draw's last tokens tie in probability, SGLang's GPU kernels keep all of them, also beyond top-k.
+    return replace(spec, mask_tokens=2 * config.rollout.top_k if config.rollout.truncated else None)
 
 
 def teacher_spec(config: RunConfig) -> ServerSpec:

@@ -179,15 +179,16 @@ class RolloutActor:
         from mslime.backends.sglang.handshake import Needs, handshake_all
         from mslime.backends.sglang.pool import EnginePool
 
-        config, model = self._config, self._run.model
+        config, model, r = self._config, self._run.model, self._config.rollout
         _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
         clients = [
             EngineClient(a.url, a.name, config.deadlines, model, a.log_path, a.keys, a.identity) for a in addresses
         ]
         architectures = (self._run.family.architecture,)
         needs = Needs(
-            bool(self._run.replayed_layers), supports=False, architectures=architectures,
+            bool(self._run.replayed_layers), architectures=architectures,
             dtype=engine_dtype(config, self._run.hf_config), checkpoint_dtype=checkpoint_dtype(self._run.hf_config),
+            truncation={"top_p": r.top_p, "top_k": r.top_k, "min_p": r.min_p} if r.truncated else {},
         )  # fmt: skip
         refused_input = await handshake_all(clients, needs)
         self._pool = EnginePool(clients, config.rollout.concurrency)
@@ -360,7 +361,8 @@ def references(
         for index, shards in enumerate(per_step):
             key = (index, layout.dp_rank(rank), layout.pp_rank(rank))
             if key not in stored:
-                stored[key] = ray.put(shards[key[1]].stage_slice(layers[rank]))
+                last = layout.pp_rank(rank) == layout.pp - 1
+                stored[key] = ray.put(shards[key[1]].stage_slice(layers[rank], has_logits=last))
             mine.append(stored[key])
         ranks.append(mine)
     return ranks

@@ -156,7 +156,7 @@ class Sample:
         versions: Sequence[tuple[int, int, int]] = (),
         engine: str = "",
         routes: NDArray[np.integer] | None = None,
-        supports: Sequence[Sequence[int]] | None = None,
+        supports: Supports | None = None,
     ) -> None:
         """Append tokens, with everything that is known about them. The only way a sample grows.
 
@@ -167,7 +167,7 @@ class Sample:
             engine: who sampled them.
             routes: [rows, MoE layers, top-k] for the positions from `len(self.routes)` on. After the call routes
                 cover every token but the newest. `self.routes` must have been set (for example `Routes.empty`).
-            supports: n rows of kept token ids; an empty row for an unrestricted draw.
+            supports: of the n new tokens; an empty row for an unrestricted draw.
         """
         assert self.teacher_log_probs is None, "a sample that the teacher has scored is finished"
         n, old = len(tokens), len(self.tokens)
@@ -185,10 +185,9 @@ class Sample:
             self.routes = self.routes.append(routes)
         if supports is not None:
             assert len(supports) == n, f"{len(supports)} supports for {n} tokens"
-            self.supports = (self.supports or Supports.empty(old)).append(supports)
+            self.supports = (Supports.empty(old) if self.supports is None else self.supports).append(supports)
         elif self.supports is not None:
-            unrecorded: list[list[int]] = [[]] * n
-            self.supports = self.supports.append(unrecorded)
+            self.supports = self.supports.append(Supports.empty(n))
         self.tokens = np.concatenate([self.tokens, np.asarray(tokens, np.int32)])
         self.loss_mask = np.concatenate([self.loss_mask, np.full(n, sampled)])
         new = np.asarray(log_probs, np.float32) if log_probs is not None else np.zeros(n, np.float32)
@@ -289,9 +288,9 @@ def check_invariants(sample: Sample) -> None:
         assert len(sample.routes) <= n - 1, f"{len(sample.routes)} route rows for {n} tokens"
     if sample.supports is not None:
         assert len(sample.supports) == n, f"{len(sample.supports)} supports for {n} tokens"
-        for t in range(n):
-            row = sample.supports.row(t)
-            assert len(row) == 0 or sample.tokens[t] in row, f"token {t} is outside the support it was drawn from"
+        outside = np.flatnonzero(~sample.supports.hold(sample.tokens))
+        assert not len(outside), f"token {outside[0]} is not, or not once, in the support it was drawn from"
+        assert not sample.supports.sizes[: sample.prompt_length].any(), "a token of the prompt has a support"
 
 
 def check_teacher_log_probs(scores: NDArray[np.float32], loss_mask: NDArray[np.bool_]) -> None:

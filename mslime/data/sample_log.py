@@ -189,8 +189,9 @@ def sample_row(
     """What a line says of a sample; positions count from the first token of the response.
 
     `ids`, `texts` and `log_probs` are of the response's tokens, but for those in `left_out`, [start, end). `log_probs`
-    is null where no policy sampled. `advantage` is a mean over trained tokens, null where it is the trainer's to work
-    out. `texts` together are the response with its special tokens.
+    is null where no policy sampled. `support_sizes`, there when tokens were drawn from a part of the vocabulary, says
+    from how many ids each was; 0: all. `advantage` is a mean over trained tokens, null where it is the trainer's to
+    work out. `texts` together are the response with its special tokens.
 
     Args:
         whole: leave nothing out of long texts.
@@ -203,6 +204,7 @@ def sample_row(
     for s in sample.segments:
         sampled[s.start : s.end] = s.version is not None
     log_probs = np.where(sampled, np.round(sample.log_probs, 4), np.nan).astype(np.float32)[prompt_length:]
+    sizes = np.empty(0, np.int64) if sample.supports is None else sample.supports.sizes[prompt_length:]
     prompt = tokenizer.decode(sample.tokens[:prompt_length].tolist(), special_tokens=True)
     return {
         **({"set": part.set_name} if part.set_name else {}),
@@ -230,6 +232,7 @@ def sample_row(
         "ids": ids[:head] + ids[tail:],
         **({"texts": token_texts(ids[:head], tokenizer) + token_texts(ids[tail:], tokenizer)} if texts else {}),
         "log_probs": np.concatenate([log_probs[:head], log_probs[tail:]]),
+        **({"support_sizes": np.concatenate([sizes[:head], sizes[tail:]])} if sample.supports is not None else {}),
     }
 
 

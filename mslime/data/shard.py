@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from mslime.config.algorithm import LossAggregation
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
+from mslime.data.supports import Supports
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -48,6 +49,8 @@ class TrainShard:
         teacher_log_probs: [N] float32; from the rollouts when the teacher is served, else computed like those before.
         values, returns: [N] float32, the critic's and what it is to learn, once computed, else None.
         routes: N rows (rows without a route are masked), None when replay is off or recorded by the trainer.
+        supports: N rows, the ids that each token was drawn from; None when all were drawn from the whole vocabulary,
+            and for stages that have no logits.
         micro_batches: indices into the B sequences; every rank of the step has the same number of micro-batches. An
             empty tuple is a micro-batch that only keeps the ranks in step.
     """
@@ -69,12 +72,14 @@ class TrainShard:
     segment_index: NDArray[np.int32] | None = None
     segment_ages: NDArray[np.int32] | None = None
     routes: Routes | None = None
+    supports: Supports | None = None
 
     def __post_init__(self) -> None:
         n = int(self.lengths.sum())
         for name in ("tokens", "loss_mask", "weights", "advantages", "behaviour_log_probs"):
             assert getattr(self, name).shape == (n,), f"{name} has {getattr(self, name).shape}, expected ({n},)"
         assert self.routes is None or len(self.routes) == n, "routes must have one row per token"
+        assert self.supports is None or len(self.supports) == n, "supports must have one row per token"
         used = sorted(i for mb in self.micro_batches for i in mb)
         assert used == list(range(len(self.lengths))), "every sequence belongs to exactly one micro-batch"
 
@@ -83,9 +88,10 @@ class TrainShard:
         ends = np.cumsum(self.lengths)
         return [(int(e - n), int(e)) for e, n in zip(ends, self.lengths, strict=True)]
 
-    def stage_slice(self, layer_ids: Sequence[int]) -> TrainShard:
-        """This shard with the routes of the given layers only."""
-        return self if self.routes is None else replace(self, routes=self.routes.stage_slice(layer_ids))
+    def stage_slice(self, layer_ids: Sequence[int], *, has_logits: bool = True) -> TrainShard:
+        """This shard with the routes of the given layers only, and without supports where there are no logits."""
+        routes = None if self.routes is None else self.routes.stage_slice(layer_ids)
+        return replace(self, routes=routes, supports=self.supports if has_logits else None)
 
 
 @dataclass(frozen=True)
@@ -146,7 +152,7 @@ def shards_of(columns: Sequence[PackedSequence], plan: Sequence[Sequence[Sequenc
     """The shards of all ranks: `plan[rank]` holds micro-batches of indices into the `columns` of the whole step.
 
     A column that only some samples have (rewards, ages, a teacher's scores) is left out everywhere; routes are all
-    samples' or none's.
+    samples' or none's. A sample without supports was drawn from the whole vocabulary: its rows are empty.
     """
     template = columns[0].sample.routes
     assert all((c.sample.routes is None) == (template is None) for c in columns), "some samples carry routes"
@@ -184,6 +190,7 @@ def _shard(
         segment_index=_joined([c.segment_index() for c in mine], np.int32),
         segment_ages=_joined([c.segment_ages() for c in mine], np.int32) if has_ages else None,
         routes=None if template is None else _joined_routes(template, [c.sample for c in mine]),
+        supports=_joined_supports([c.sample for c in mine]),
     )
 
 
@@ -196,6 +203,13 @@ def _joined_routes(template: Routes, mine: Sequence[Sample]) -> Routes:
     padded = [s.routes.padded(len(s)) for s in mine if s.routes is not None]
     experts = np.concatenate([template.experts[:0], *(r.experts for r in padded)])
     return Routes(experts, np.concatenate([template.mask[:0], *(r.mask for r in padded)]), template.layer_ids)
+
+
+def _joined_supports(mine: Sequence[Sample]) -> Supports | None:
+    """Supports of `mine`, one row per token; None when no sample has any."""
+    if all(s.supports is None for s in mine):
+        return None
+    return Supports.joined([Supports.empty(len(s)) if s.supports is None else s.supports for s in mine])
 
 
 def token_weights(

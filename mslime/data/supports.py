@@ -1,6 +1,7 @@
-"""The sampling support of every sampled token: which ids survived top-p/top-k when it was drawn.
+"""The sampling support of every sampled token: which ids survived top-k, top-p and min-p when it was drawn.
 
-Kept as ragged CSR arrays, because a support has between one and a few thousand ids.
+Kept as ragged CSR arrays, because a support has between one and a few thousand ids: 4 bytes an id and 8 a position, in
+memory, in files and on the way to the trainer.
 """
 
 from __future__ import annotations
@@ -32,6 +33,16 @@ class Supports:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """[rows] ids of each row."""
+        return np.diff(self.offsets)
+
+    @property
+    def nbytes(self) -> int:
+        """Of both arrays."""
+        return self.ids.nbytes + self.offsets.nbytes
+
     def row(self, position: int) -> NDArray[np.int32]:
         """The ids that the token at `position` was drawn from; empty for the full vocabulary."""
         return self.ids[self.offsets[position] : self.offsets[position + 1]]
@@ -41,10 +52,46 @@ class Supports:
         """`rows` positions without a recorded support."""
         return cls(np.empty(0, np.int32), np.zeros(rows + 1, np.int64))
 
-    def append(self, rows: Sequence[Sequence[int]]) -> Supports:
-        """These supports followed by one row per new position."""
-        sizes = np.asarray([len(row) for row in rows], np.int64)
-        new = np.concatenate([np.asarray(row, np.int32) for row in rows]) if len(rows) else np.empty(0, np.int32)
-        return Supports(
-            np.concatenate([self.ids, new]), np.concatenate([self.offsets, self.offsets[-1] + np.cumsum(sizes)])
-        )
+    @classmethod
+    def of_sizes(cls, ids: NDArray[np.int32], sizes: NDArray[np.integer]) -> Supports:
+        """From rows laid end to end and how many ids each has."""
+        return cls(ids, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Supports]) -> Supports:
+        """The positions of all parts, one part after the other."""
+        empty = cls.empty()
+        ids = np.concatenate([empty.ids, *(part.ids for part in parts)])
+        return cls.of_sizes(ids, np.concatenate([empty.sizes, *(part.sizes for part in parts)]))
+
+    def first(self, rows: int) -> Supports:
+        """The first `rows` positions, as a copy."""
+        return Supports(self.ids[: self.offsets[rows]].copy(), self.offsets[: rows + 1].copy())
+
+    def append(self, new: Supports) -> Supports:
+        """These supports followed by those of new positions."""
+        return Supports.joined([self, new])
+
+    def take(self, positions: NDArray[np.integer]) -> Supports:
+        """One row for each of `positions` [n]; an empty one where the position is negative."""
+        known = positions >= 0
+        sizes = np.zeros(len(positions), np.int64)
+        sizes[known] = self.sizes[positions[known]]
+        starts = np.zeros(len(positions), np.int64)
+        starts[known] = self.offsets[positions[known]]
+        before = np.cumsum(sizes) - sizes  # ids of the rows above
+        at = np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)
+        return Supports.of_sizes(self.ids[at], sizes)
+
+    def hold(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
+        """[rows] whether a row has the token [rows] at its position exactly once, or is empty."""
+        assert tokens.shape == (len(self),), f"{len(tokens)} tokens for {len(self)} supports"
+        row = np.repeat(np.arange(len(self)), self.sizes)
+        found = np.bincount(row[self.ids == tokens[row]], minlength=len(self))
+        return (found == 1) | (self.sizes == 0)
+
+    def repeats(self) -> bool:
+        """Whether a row has an id twice, so that its probability would be counted twice."""
+        row = np.repeat(np.arange(len(self)), self.sizes)
+        keys = np.sort((row << 32) + self.ids)
+        return bool((keys[1:] == keys[:-1]).any())

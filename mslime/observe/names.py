@@ -31,6 +31,8 @@ TOKENS = "loss/tokens"
 WEIGHTS = "algorithm.loss_aggregation"
 """The denominator of the loss's terms: a sum over tokens of the weights that it gives them."""
 
+_SUPPORTED = "rollout/support_tokens"
+
 METRICS: dict[str, Metric] = {
     "step": Metric("", "optimizer updates from rollouts done so far; 0 is the state before training"),
     "version": Metric("", "weight version after the step"),
@@ -66,8 +68,10 @@ METRICS: dict[str, Metric] = {
     "loss/sequences": Metric("sequences", "with a trained token", "", "sum"),
     "loss/total": Metric("", "what was minimised", WEIGHTS),
     "loss/policy": Metric("", "corrected policy-gradient term", WEIGHTS),
-    "loss/kl": Metric("nats", "KL to the reference policy, before its coefficient", WEIGHTS),
-    "loss/entropy": Metric("nats", "entropy term, before its coefficient", WEIGHTS),
+    "loss/kl": Metric(
+        "nats", "KL to the reference policy, before its coefficient; of both restricted to the token's support", WEIGHTS
+    ),
+    "loss/entropy": Metric("nats", "entropy term, before its coefficient; of the policy over the support", WEIGHTS),
     "loss/nll": Metric("nats", "negative log-likelihood (supervised)", WEIGHTS),
     "loss/value": Metric("", "half the squared error of the critic", WEIGHTS),
     "loss/value_clip_fraction": Metric("", "share whose value left the band around the one before the update", TOKENS),
@@ -85,7 +89,9 @@ METRICS: dict[str, Metric] = {
     "loss/clip_fraction_position_{start}": Metric(
         "", "share bounded, from one position on", "loss/tokens_position_{start}"
     ),
-    "entropy/mean": Metric("nats", "entropy of the next-token distribution", TOKENS),
+    "entropy/mean": Metric(
+        "nats", "entropy of the next-token distribution over the token's support; without one, the vocabulary", TOKENS
+    ),
     "entropy/age_{age}": Metric("nats", "of one age", "loss/tokens_age_{age}"),
     "entropy/position_{start}": Metric("nats", "from one position on", "loss/tokens_position_{start}"),
     "grad_norm": Metric("", "gradient norm before clipping"),
@@ -127,6 +133,13 @@ METRICS: dict[str, Metric] = {
     "rollout/response_len_p90": Metric("tokens", "90th percentile of the response length", "rollout/responses"),
     "rollout/response_len_max": Metric("tokens", "longest response"),
     "rollout/truncated": Metric("", "share cut at the length limit", "rollout/responses"),
+    "rollout/support_tokens": Metric(
+        "tokens", "drawn from a part of the vocabulary (`rollout.top_p`, `top_k`, `min_p`)"
+    ),
+    "rollout/support_mean": Metric("ids", "mean size of the support: the ids a token was drawn from", _SUPPORTED),
+    "rollout/support_p99": Metric("ids", "99th percentile of the support's size", _SUPPORTED),
+    "rollout/support_max": Metric("ids", "largest support"),
+    "rollout/support_bytes": Metric("bytes", "that the supports take, in memory and on the way to ranks", _SUPPORTED),
     "rollout/aborted": Metric("responses", "stopped in mid-generation"),
     "rollout/recycled": Metric("responses", "continued from an earlier step"),
     "rollout/failed_groups": Metric("groups", "dropped: they could not be sent, scored or trained twice"),

@@ -43,6 +43,7 @@ class Sampling:
         max_total_tokens: prompt and response together.
         want_routes: ask for routed experts.
         refused_input: see `EngineLimits`.
+        top_p, top_k, min_p: which part of the vocabulary tokens are drawn from (`GenerateRequest`).
     """
 
     temperature: float
@@ -52,13 +53,16 @@ class Sampling:
     max_total_tokens: int
     want_routes: bool
     refused_input: int = sys.maxsize
+    min_p: float = 0.0
 
     @classmethod
     def for_training(cls, r: RolloutConfig, replay: ReplayMode, model: ModelFacts, limits: EngineLimits) -> Sampling:
         """As `rollout` says; with routes when they are replayed."""
         total = r.max_total_tokens or model.max_positions
         routes = replay == "r3" and bool(model.moe_layer_ids)
-        return cls(r.temperature, r.top_p, r.top_k, r.max_response_tokens, total, routes, limits.refused_input)
+        return cls(
+            r.temperature, r.top_p, r.top_k, r.max_response_tokens, total, routes, limits.refused_input, r.min_p
+        )  # fmt: skip
 
     @classmethod
     def for_evaluation(
@@ -68,11 +72,6 @@ class Sampling:
         total = rollout.max_total_tokens or model.max_positions
         length = eval_set.max_response_tokens or rollout.max_response_tokens
         return cls(eval_set.temperature, 1.0, -1, length, total, False, limits.refused_input)
-
-    @property
-    def restricted(self) -> bool:
-        """Whether tokens are drawn from less than the whole vocabulary."""
-        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
 
     @property
     def longest_input(self) -> int:
@@ -229,12 +228,12 @@ class Generator:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             stop=self._stop + stop,
             stop_token_ids=tuple(self._config.rollout.stop_token_ids),
             seed=zlib.crc32(f"{self._config.seed}/{session}/{sample.index}/{len(sample)}".encode()) & 0x7FFFFFFF,
             want_routes=sampling.want_routes,
             routes_start=len(sample.routes) if sampling.want_routes and sample.routes is not None else 0,
-            want_support=sampling.restricted,
             session_id=session,
         )
 

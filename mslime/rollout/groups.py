@@ -76,7 +76,8 @@ def read_groups(path: Path) -> StepGroups:
 
 
 def fitted(stored: StepGroups, path: Path, train: TrainConfig, taught: bool, model: ModelFacts) -> list[Group]:
-    """The groups as this run trains them: without routes or a teacher's scores that it does not use.
+    """The groups as this run trains them: without routes or a teacher's scores that it does not use. Supports are kept:
+    whatever the run draws from, a token is trained under the distribution that it was drawn from.
 
     Args:
         taught: a served teacher scores the run's responses.
@@ -107,6 +108,10 @@ def _check_model(sample: Sample, path: Path, model: ModelFacts) -> None:
         raise _refusal(path, f"token {largest} ({where})", f"the model has {model.vocab_size} tokens", other)
     if len(sample) > model.max_positions:
         raise _refusal(path, f"{len(sample)} tokens ({where})", f"the model has {model.max_positions} positions", other)
+    kept = 0 if sample.supports is None else int(sample.supports.ids.max(initial=0))
+    if kept >= model.vocab_size:
+        rule = f"a token was drawn from it, and the model has {model.vocab_size} tokens"
+        raise _refusal(path, f"token {kept} ({where})", rule, other)
     routes = sample.routes
     if routes is None:
         return

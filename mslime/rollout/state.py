@@ -55,7 +55,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str
     columns["route_mask"] = [r.mask for r in routes]
     supports = [s.supports for s in samples if s.supports is not None]
     columns["support_ids"] = [s.ids for s in supports]
-    columns["support_sizes"] = [np.diff(s.offsets) for s in supports]
+    columns["support_sizes"] = [s.sizes.astype(np.int32) for s in supports]
     headers = [_group_header(g) for g in groups]
     return headers, columns
 
@@ -296,10 +296,9 @@ def _sample(header: Mapping[str, Any], stored: Stored) -> Sample:
     if support_ids is not None:
         sizes = stored.cut("support_sizes", n).astype(np.int64)
         ids = stored.cut("support_ids", support_ids).astype(np.int32)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        if (sizes < 0).any() or offsets[-1] != len(ids):
-            raise ValueError(f"supports of {offsets[-1]} tokens hold {len(ids)}")
-        supports = Supports(ids, offsets)
+        if (sizes < 0).any() or sizes.sum() != len(ids):
+            raise ValueError(f"supports of {sizes.sum()} ids hold {len(ids)}")
+        supports = Supports.of_sizes(ids, sizes)
     h["segments"] = [_segment(*s) for s in h["segments"]]
     h["process_rewards"] = [(int(at), float(reward)) for at, reward in h.get("process_rewards", [])]
     h["status"] = SampleStatus(h["status"])
@@ -341,8 +340,10 @@ def _check_values(sample: Sample) -> None:
         raise TypeError("metadata must be an object, and rollout_id a number")
     if sample.reward is not None and (type(sample.reward) not in (int, float) or not np.isfinite(sample.reward)):
         raise ValueError(f"reward {sample.reward!r} must be a finite number")
-    if (sample.tokens < 0).any():
+    if (sample.tokens < 0).any() or (sample.supports is not None and (sample.supports.ids < 0).any()):
         raise ValueError("token ids must not be negative")
+    if sample.supports is not None and sample.supports.repeats():
+        raise ValueError("a support has an id twice")
 
 
 def _route_dtype(name: str) -> np.dtype[Any]:

@@ -37,7 +37,23 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         "rollout/truncated": float(np.mean([s.status is SampleStatus.TRUNCATED for s in samples])),
         "staleness/mean": mean_age,
         "staleness/max": max_age,
+        **support_metrics(samples),
         **score_metrics(samples),
+    }
+
+
+def support_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """From how many ids tokens were drawn, and what recording them takes; nothing where all were of the vocabulary."""
+    recorded = [s.supports for s in samples if s.supports is not None]
+    sizes = np.concatenate([np.empty(0, np.int64), *(s.sizes[s.sizes > 0] for s in recorded)])
+    if not len(sizes):
+        return {}
+    return {
+        "rollout/support_tokens": float(len(sizes)),
+        "rollout/support_mean": float(sizes.mean()),
+        "rollout/support_p99": float(np.percentile(sizes, 99)),
+        "rollout/support_max": float(sizes.max()),
+        "rollout/support_bytes": float(sum(s.nbytes for s in recorded)) / len(sizes),
     }
 
 

@@ -18,6 +18,7 @@ from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer
 from tests.fixtures.engine_calls import load, load_beneath_the_cache
+from tests.fixtures.supports import rows_of
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 FLOAT32 = 2e-5
@@ -135,13 +136,12 @@ def test_routes_are_exactly_those_of_transformers(sglang_server: SharedServer, r
 def test_log_probs_of_a_restricted_draw_are_renormalised_over_its_support(
     sglang_server: SharedServer, reference: Reference
 ) -> None:
-    request = GenerateRequest(
-        "restricted", PROMPTS[1], 30, temperature=0.8, top_p=0.9, top_k=50, want_support=True, ignore_eos=True
-    )
+    request = GenerateRequest("restricted", PROMPTS[1], 30, temperature=0.8, top_p=0.9, top_k=50, ignore_eos=True)
     (result,) = generate(sglang_server, request)
     logits = reference(_sequence(request, result))[0][len(PROMPTS[1]) - 1 : -1] / 0.8
     assert result.supports is not None and len(result.supports) == 30
-    for token, log_prob, support, row in zip(result.output_ids, result.log_probs, result.supports, logits, strict=True):
+    supports = rows_of(result.supports)
+    for token, log_prob, support, row in zip(result.output_ids, result.log_probs, supports, logits, strict=True):
         assert token in support and len(support) <= 50
         inside = log_softmax(row[support])
         assert abs(inside[support.index(token)] - log_prob) < FLOAT32
@@ -149,9 +149,9 @@ def test_log_probs_of_a_restricted_draw_are_renormalised_over_its_support(
         assert set(support) <= set(np.argsort(-probabilities)[: len(support) + 1].tolist())
 
 
-def test_an_unrestricted_draw_has_empty_supports(sglang_server: SharedServer) -> None:
-    (result,) = generate(sglang_server, GenerateRequest("free", [1, 2], 5, want_support=True, ignore_eos=True))
-    assert result.supports == [[]] * 5
+def test_an_unrestricted_draw_has_no_supports(sglang_server: SharedServer) -> None:
+    (result,) = generate(sglang_server, GenerateRequest("free", [1, 2], 5, ignore_eos=True))
+    assert len(result.output_ids) == 5 and result.supports is None
 
 
 def test_an_abort_keeps_the_tokens_and_a_continuation_completes_the_routes(

@@ -32,7 +32,9 @@ from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.fixtures.engine_calls import load
 from tests.fixtures.model_facts import model_facts
 
-ALL_NEEDS = Needs(routes=True, supports=True, architectures=("Qwen3MoeForCausalLM",))
+ALL_NEEDS = Needs(
+    routes=True, architectures=("Qwen3MoeForCausalLM",), truncation={"top_p": 0.9, "top_k": 4096, "min_p": 0.01}
+)
 
 
 def run(work: Any) -> Any:
@@ -70,7 +72,7 @@ def test_the_handshake_passes_on_the_real_server(sglang_server: SharedServer) ->
 def test_the_handshake_names_another_model(sglang_server: SharedServer) -> None:
     async def shake() -> None:
         async with sglang_server.client() as client:
-            await handshake(client, Needs(True, False, ("LlamaForCausalLM",)))
+            await handshake(client, Needs(True, ("LlamaForCausalLM",)))
 
     with pytest.raises(EngineError, match="the model LlamaForCausalLM"):
         run(shake())

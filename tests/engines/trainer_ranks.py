@@ -44,19 +44,26 @@ def make_config(
     dp: int = 1,
     train: Mapping[str, Any] | None = None,
     rollout: Mapping[str, Any] | None = None,
+    algorithm: Mapping[str, Any] | None = None,
+    reference: Path | None = None,
     **sizes: Any,
 ) -> RunConfig:
-    """A run on `checkpoint`; sizes by the short names of `PARALLEL`, other keywords are fields of `megatron`."""
+    """A run on `checkpoint`; sizes by the short names of `PARALLEL`, other keywords are fields of `megatron`.
+
+    Args:
+        reference: checkpoint of the reference policy; None: `checkpoint`.
+    """
     megatron = {PARALLEL.get(key, key): value for key, value in sizes.items()}
     ranks = dp * sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
     return RunConfig.model_validate(
         {
-            "model": {"path": checkpoint},
+            "model": {"path": checkpoint, "reference_path": reference},
             "data": {"prompts": ["unused.jsonl"]},
             "output_dir": output,
             "cluster": {"device": "cpu", "trainer_ranks": ranks},
             "megatron": {"use_distributed_optimizer": False, **megatron},
             "rollout": dict(rollout or {}),
+            "algorithm": dict(algorithm or {}),
             "train": {"lr": 1e-2, "adam_eps": 1e-5, "num_steps": 10, **(train or {})},
             "deadlines": {"trainer_start_s": 60, "train_step_s": 60, "weight_sync_s": 60},
         }

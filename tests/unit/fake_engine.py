@@ -52,6 +52,7 @@ class FakeEngine:
         busy: statuses that the next POSTs are answered with, one each, before anything is done.
         raw: what /generate answers instead of a result. endless: it goes on sending, without an end.
         drop_connections: /generate closes the connection instead of answering, always or for so many requests.
+        masks: whether it returns sampling masks.
         routes_rows_off: rows of routes too many. scores_off: log-probs of given tokens too many.
         ranks: the answer of /weights_checker.
         tokens: text -> ids, the answer of /tokenize.
@@ -72,6 +73,7 @@ class FakeEngine:
         self.delay_s, self.routes_rows_off, self.pause_works = 0.0, 0, True
         self.drop_connections: bool | int = False
         self.scores_off = 0
+        self.masks = True
         self.ranks: list[dict[str, Any]] = []
         self.tokens: Callable[[str], list[int]] = lambda text: [ord(c) for c in text]
         self.broken: set[str] = set()
@@ -170,7 +172,7 @@ class FakeEngine:
             rows = prompt + n - 1 - body["routed_experts_start_len"] + self.routes_rows_off
             routes = np.arange(rows * LAYERS * TOP_K, dtype=np.int32)
             meta["routed_experts"] = base64.b64encode(routes.tobytes()).decode()
-        if body["return_sampling_mask"]:
+        if body["return_sampling_mask"] and self.masks:
             meta["output_token_sampling_mask"] = [[t, t + 1] for t in ids]
             meta["output_token_sampling_logprobs"] = [-0.5] * n
         return {"text": "", "output_ids": ids, "meta_info": meta}

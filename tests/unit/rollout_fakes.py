@@ -23,6 +23,7 @@ from mslime.data.user_source import open_prompts
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.service import RolloutService
 from tests.fixtures.model_facts import model_facts
+from tests.fixtures.supports import supports_of
 
 LAYERS, MOE_LAYERS, TOP_K, EXPERTS = 4, (1, 3), 2, 8
 MODEL = model_facts(max_positions=256, moe_layer_ids=MOE_LAYERS, num_experts=EXPERTS, top_k=TOP_K)
@@ -59,12 +60,17 @@ class FakeTokenizer:
         return " ".join(str(i) for i in ids)
 
 
+def support_at(position: int, version: int) -> list[int]:
+    """Ids that `FakeSlowEngine` draws the token at a position from, under weights of a version."""
+    return [100 + position, version, 50 + position % 7][: 2 + position % 2]
+
+
 class FakeSlowEngine:
     """Generates one token a tick, until a turn has a length that depends on the prompt and the sample alone. A turn
     begins after the last token below 100.
 
     The token at position t is 100 + t, its log-prob -t/1000 - version, its experts (t + layer) % 8 and (t + 1) % 8, so
-    that a test can tell what was kept and what was made again.
+    that a test can tell what was kept and what was made again. A restricted draw is from `support_at` of its position.
 
     Attributes:
         lengths: (group number, sample index) -> response length.
@@ -121,7 +127,9 @@ class FakeSlowEngine:
             routes = np.stack([first, np.broadcast_to((t + 1) % EXPERTS, first.shape)], -1).astype(np.int32)
             routes[:, [0, 2]] = 0  # dense layers
         ids = (100 + positions).astype(np.int32)
-        return GenerateResult(ids, log_probs, finish, spans, routes if n else None, None, 0, "", "fake")
+        kept = [support_at(start + i, versions[i]) for i in range(n)]
+        supports = supports_of(kept) if request.restricted else None
+        return GenerateResult(ids, log_probs, finish, spans, routes if n else None, supports, 0, "", "fake")
 
     async def abort(self) -> None:
         self._aborts += 1

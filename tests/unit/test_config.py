@@ -147,8 +147,19 @@ SILENT_CORRUPTIONS = {
         ["--megatron.recompute-granularity", "selective", "--megatron.recompute-modules", "moe_act"],
         "megatron.recompute_modules",
     ),
-    "truncated sampling": (["--rollout.top-p", "0.9"], "rollout.top_p"),
-    "truncated sampling by rank": (["--rollout.top-k", "50"], "rollout.top_k"),
+    "top-p whose support is not bounded": (["--rollout.top-p", "0.9"], "rollout.top_k"),
+    "min-p whose support is not bounded": (["--rollout.min-p", "0.1"], "rollout.top_k"),
+    "no id left": (["--rollout.top-k", "0"], "rollout.top_k"),
+    "one id left": (["--rollout.top-k", "1", "--rollout.top-p", "0.9"], "rollout.top_k"),
+    "more ids than the engine returns": (["--rollout.top-k", "4097"], "rollout.top_k"),
+    "more ids than the engine is told to return": (
+        ["--rollout.top-k", "50", "--sglang.sampling-mask-max-tokens", "49"],
+        "rollout.top_k",
+    ),
+    "min-p from a seed": (
+        ["--rollout.min-p", "0.1", "--rollout.top-k", "50", "--sglang.enable-deterministic-inference"],
+        "rollout.min_p",
+    ),
     "engine without routes": (["--sglang.no-enable-return-routed-experts"], "sglang.enable_return_routed_experts"),
     "param gather without its parts": (["--megatron.overlap-param-gather"], "megatron.overlap_param_gather"),
 }
@@ -158,6 +169,14 @@ SILENT_CORRUPTIONS = {
 def test_silent_corruptions_are_refused(name: str) -> None:
     flags, field = SILENT_CORRUPTIONS[name]
     assert refused(*flags).field == field
+
+
+def test_draws_from_a_part_of_the_vocabulary_are_accepted_where_the_engine_can_tell_which() -> None:
+    assert not load().rollout.truncated
+    assert load("--rollout.top-k", "2").rollout.truncated
+    assert load("--rollout.top-k", "4096", "--rollout.top-p", "0.9", "--rollout.min-p", "0.05").rollout.truncated
+    wide = load("--rollout.top-k", "9000", "--sglang.sampling-mask-max-tokens", "9000")
+    assert wide.rollout.top_k == 9000
 
 
 SENSELESS = {

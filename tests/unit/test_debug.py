@@ -20,6 +20,7 @@ from mslime.data.sample import Group, Sample
 from mslime.rollout.groups import StepGroups, fitted, group_files, read_groups, write_groups
 from mslime.rollout.state import save_state
 from tests.fixtures.model_facts import model_facts
+from tests.fixtures.supports import supports_of
 from tests.unit.test_rollout_state import equal, sample
 
 VOCABULARY = 1000
@@ -82,6 +83,11 @@ def forget_routes(made: Sample) -> None:
     made.routes = None
 
 
+def support(made: Sample) -> None:
+    """The last token was drawn from two."""
+    made.supports = supports_of([[]] * (len(made) - 1) + [[VOCABULARY - 1, int(made.tokens[-1])]])
+
+
 def nothing(made: Sample) -> None:
     pass
 
@@ -96,6 +102,8 @@ def nothing(made: Sample) -> None:
         (nothing, {"num_experts": 1}, {}, "the model has 1 experts"),
         (nothing, {"max_positions": 3}, {}, "the model has 3 positions"),
         (nothing, {"vocab_size": 2}, {}, "the model has 2 tokens"),
+        (support, {}, {}, ""),
+        (support, {"vocab_size": 999}, {}, "was drawn from it, and the model has 999 tokens"),
         (forget_routes, {}, {}, "has no routes to replay"),
         (forget_routes, {}, {"train": {"replay": "off"}}, ""),
         (unscore, {}, {}, "is not scored"),
@@ -138,8 +146,9 @@ def test_routes_and_scores_that_a_run_does_not_use_are_left_out(tmp_path: Path) 
     info = model_of(made)
     (without, *_) = fitted(stored, tmp_path, config_of(train={"replay": "r2"}).train, False, info)[0].samples
     assert without.routes is None and without.teacher_log_probs is None and made.routes is not None
+    support(made)
     (kept, *_) = fitted(stored, tmp_path, config_of().train, False, info)[0].samples
-    assert kept.routes is made.routes
+    assert kept.routes is made.routes and kept.supports is made.supports, "trained as it was drawn, whatever is set now"
 
 
 def test_a_part_of_a_run_claims_its_own_processes_only() -> None:

@@ -65,6 +65,17 @@ def test_server_flag_and_plan_agree_with_the_wire(tmp_path: Path, device: str, n
     assert make_plan(planned, hf_config).engine_dtype == wire
 
 
+def test_servers_return_all_that_tie_with_the_last_token_of_top_k(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BF16))
+    model = {"model": {"path": str(tmp_path)}}
+
+    def limit(**sections: Any) -> Any:
+        return server_fields(engine_spec(on("cpu", **model, **sections)), 0, "h", 1)["sampling_mask_max_tokens"]
+
+    assert limit() is None and limit(rollout={"top_k": 50, "top_p": 0.9}) == 100
+    assert limit(rollout={"top_k": 50}, sglang={"sampling_mask_max_tokens": 70}) == 70
+
+
 def test_exports_are_in_the_dtype_that_config_json_names() -> None:
     assert [export_dtype(c) for c in (BF16, FP32, FP16, {})] == ["bfloat16", "float32", "float32", "float32"]
     assert declared_dtype(BF16, "bfloat16") == {}

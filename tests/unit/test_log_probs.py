@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mslime.backends.megatron.log_probs import vocab_parallel as module
 from mslime.backends.megatron.log_probs.chunked import CPU_BLOCK_BYTES
@@ -260,6 +262,43 @@ def test_cuda_without_triton_says_once_what_it_misses(
     assert [r.message for r in caplog.records] == [
         "triton is not installed: log-probs are computed chunk by chunk, slower and with more memory"
     ]
+
+
+class _SaysCuda(Tensor):
+    """Labels that take the ways of CUDA, on a CPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+class _NothingIsRead(TorchDispatchMode):
+    """No value of a tensor may be asked for, nor a shape that depends on one: on CUDA either waits for the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waiting = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "is_nonzero")
+        assert func.overloadpacket.__name__ not in waiting, f"{func} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_on_cuda_nothing_about_a_support_waits_for_the_device(reuse: bool) -> None:
+    """Rehearsed without one."""
+    logits, labels, up_log_probs, up_entropy = make_case()
+    supports, support = make_supports(labels)
+    ours = logits.clone().requires_grad_()
+    with _NothingIsRead():
+        with pytest.raises(AssertionError, match="waits"):
+            bool(support.is_unrestricted().all())
+        out = single(ours * 1, labels.as_subclass(_SaysCuda), with_entropy=True, support=support, reuse_logits=reuse)
+        assert out.entropy is not None
+        (out.log_probs * up_log_probs + out.entropy * up_entropy).sum().backward()
+    want = exact(
+        logits, labels, vocab=VOCAB, up_log_probs=up_log_probs, up_entropy=up_entropy, supports=supports
+    )  # fmt: skip
+    np.testing.assert_allclose(ours.grad, want.gradient, atol=1e-5)
+    wrong = labels.clone()
+    wrong[4] = next(i for i in range(VOCAB) if i not in supports[4])
+    with pytest.raises(RuntimeError, match="among the ids of its support"):
+        single(logits, wrong.as_subclass(_SaysCuda), support=support)
 
 
 def _support_rank(rank: int, world: int, init_method: str) -> tuple[Tensor, Tensor, Tensor | None]:

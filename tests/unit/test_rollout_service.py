@@ -16,6 +16,7 @@ from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.observe.progress import summary_line
 from mslime.rollout.protocols import StepBatch
 from mslime.rollout.service import RolloutService
+from tests.fixtures.supports import rows_of
 from tests.unit.rollout_fakes import (
     EXPERTS,
     MOE_LAYERS,
@@ -25,6 +26,7 @@ from tests.unit.rollout_fakes import (
     make_service,
     publish,
     run_config,
+    support_at,
     ticks,
 )
 
@@ -518,6 +520,69 @@ def test_the_state_holds_groups_in_flight(tmp_path: Path):
         other.load(tmp_path / "rollouts.npz")
         assert sorted(g.group_id for g in other.books.held()) == everything == sorted({*range(12)} - taken)
         await service.close()
+
+    run(work)
+
+
+TRUNCATED = {"top_p": 0.9, "top_k": 20, "min_p": 0.01}
+
+
+def check_supports(sample: Sample) -> None:
+    """Every sampled token has the support that its own version drew it from; no other token has one."""
+    expected: list[list[int]] = []
+    for s in sample.segments:
+        version = s.version
+        expected += [[] if version is None else support_at(t, version) for t in range(s.start, s.end)]
+    assert rows_of(sample.supports) == expected
+
+
+def test_supports_of_interrupted_responses_are_kept_and_only_new_ones_are_added(tmp_path: Path):
+    async def work() -> None:
+        engine = FakeSlowEngine(uneven)
+        config = run_config(tmp_path, max_staleness=0, over_sampling=1.5, **TRUNCATED)
+        service = make_service(config, engine)
+        first = await service.take(0)
+        assert all((r.top_p, r.top_k, r.min_p) == (0.9, 20, 0.01) for r in engine.requests)
+        await publish(service, engine, 1)
+        await service.checkpoint(tmp_path / "rollouts.npz")
+        await service.close()
+
+        engine = FakeSlowEngine(uneven)
+        other = make_service(config, engine, version=1)
+        other.load(tmp_path / "rollouts.npz")
+        second = await other.take(1)
+        assert any(len(s.segments) == 3 for s in second.samples), "a response of version 0 ended under version 1"
+        for sample in (*first.samples, *second.samples):
+            check_sample(sample)
+            check_supports(sample)
+        sizes = [len(row) for s in second.samples for row in rows_of(s.supports) or [] if row]
+        assert second.metrics["rollout/support_tokens"] == len(sizes) and second.metrics["rollout/support_max"] == 3
+        assert second.metrics["rollout/support_mean"] == pytest.approx(np.mean(sizes))
+        await other.close()
+
+    run(work)
+
+
+def test_responses_that_began_before_truncated_sampling_keep_their_whole_vocabulary(tmp_path: Path):
+    async def work() -> None:
+        engine = FakeSlowEngine(uneven)
+        service = make_service(run_config(tmp_path, max_staleness=0, over_sampling=1.5), engine)
+        first = await service.take(0)
+        assert all(s.supports is None for s in first.samples) and "rollout/support_mean" not in first.metrics
+        await publish(service, engine, 1)
+        await service.checkpoint(tmp_path / "rollouts.npz")
+        await service.close()
+        engine = FakeSlowEngine(uneven)
+        other = make_service(run_config(tmp_path, max_staleness=0, over_sampling=1.5, **TRUNCATED), engine, version=1)
+        other.load(tmp_path / "rollouts.npz")
+        crossed = [s for s in (await other.take(1)).samples if len(s.segments) == 3]
+        assert crossed
+        for sample in crossed:
+            check_invariants(sample)
+            old = sample.segments[2].start
+            assert sample.supports is not None and not sample.supports.sizes[:old].any()
+            assert rows_of(sample.supports)[old:] == [support_at(t, 1) for t in range(old, len(sample))]
+        await other.close()
 
     run(work)
 

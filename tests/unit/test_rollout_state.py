@@ -14,6 +14,7 @@ from mslime.config.errors import CheckpointError, DataError, UserError
 from mslime.data.routes import Routes
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.rollout.state import check_stored, open_state, pack_groups, save_state, unpack_groups
+from tests.fixtures.supports import supports_of
 
 
 def sample(group: int, index: int, response: int, *, routes: bool, supports: bool) -> Sample:
@@ -23,7 +24,7 @@ def sample(group: int, index: int, response: int, *, routes: bool, supports: boo
     rows = np.full((2 + response, 2, 2), 299) if routes and response else None
     ids = list(range(10, 10 + response))
     spans = [(3, 0, response)] if response else []
-    kept = [[i, i + 1][: 1 + i % 2] for i in ids] if supports else None
+    kept = supports_of([[i, i + 1][: 1 + i % 2] for i in ids]) if supports else None
     s.extend(ids, log_probs=[-0.5] * response, versions=spans, engine="e0", routes=rows, supports=kept)
     s.status = SampleStatus.ABORTED if index else SampleStatus.COMPLETED
     s.reward, s.response, s.aborts = (None if index else 0.25), "é", index
@@ -70,7 +71,7 @@ def test_groups_come_back_as_they_were(tmp_path: Path, routes: bool, supports: b
             check_invariants(b)
             b.extend([1], log_probs=[-1.0], versions=[(9, 0, 1)], engine="e1",
                      routes=np.zeros((len(b) - len(b.routes), 2, 2), int) if b.routes is not None else None,
-                     supports=[[1]] if supports else None)  # fmt: skip
+                     supports=supports_of([[1]]) if supports else None)  # fmt: skip
             check_invariants(b)
 
 

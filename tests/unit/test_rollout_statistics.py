@@ -6,6 +6,7 @@ import pytest
 
 from mslime.data.sample import Group, Sample
 from mslime.rollout.statistics import batch_metrics
+from tests.fixtures.supports import supports_of
 
 
 def sample(index: int, reward: float, tokens: int, rollout_id: int | None = None) -> Sample:
@@ -30,3 +31,15 @@ def test_rollouts_of_different_groups_are_different() -> None:
     for group in groups:
         group.samples[0].group_id = group.group_id
     assert batch_metrics(groups, 1)["reward/mean"] == 0.5
+
+
+def test_sizes_of_supports_count_tokens_that_have_one() -> None:
+    drawn = Sample.from_prompt(0, 0, [1, 2])
+    drawn.extend([3, 4], log_probs=[-1.0, -1.0], versions=[(0, 0, 2)], supports=supports_of([[3, 5, 6], [4]]))
+    free = sample(1, 0.0, 4)
+    drawn.reward = 1.0
+    metrics = batch_metrics([Group(0, [drawn, free])], 0)
+    assert (metrics["rollout/support_tokens"], metrics["rollout/support_mean"]) == (2, 2)
+    assert metrics["rollout/support_max"] == 3
+    assert metrics["rollout/support_bytes"] == (4 * 4 + 5 * 8) / 2, "4 an id, 8 a token of the sequence and one more"
+    assert not any(name.startswith("rollout/support") for name in batch_metrics([Group(0, [free])], 0))

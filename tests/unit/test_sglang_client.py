@@ -28,6 +28,7 @@ from mslime.backends.sglang.generating import (
 from mslime.config.errors import EngineError
 from mslime.config.schema import DeadlineConfig
 from tests.fixtures.model_facts import model_facts
+from tests.fixtures.supports import rows_of
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
 MODEL = model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)
@@ -84,26 +85,34 @@ def test_an_expert_that_the_model_does_not_have_is_refused(expert: int) -> None:
 
 
 def test_a_result_carries_tokens_log_probs_routes_and_spans() -> None:
-    result = generate(GenerateRequest("a", [9, 9, 9], 4, want_routes=True, routes_start=2, want_support=True))
+    result = generate(GenerateRequest("a", [9, 9, 9], 4, want_routes=True, routes_start=2))
     assert result.output_ids.tolist() == [1, 2, 3, 4] and result.output_ids.dtype == np.int32
     assert result.log_probs.tolist() == [-1.0] * 4 and result.log_probs.dtype == np.float32
-    assert result.routes.shape == (3 + 4 - 1 - 2, LAYERS, TOP_K) and result.supports == [[]] * 4
+    assert result.routes.shape == (3 + 4 - 1 - 2, LAYERS, TOP_K) and result.supports is None
     assert (result.versions, result.finish, result.engine) == (((0, 0, 4),), "length", "engine0")
 
 
 def test_a_restricted_draw_uses_the_renormalised_log_probs() -> None:
-    result = generate(GenerateRequest("a", [9], 2, top_p=0.9, top_k=5, want_support=True))
-    assert result.log_probs.tolist() == [-0.5, -0.5] and result.supports == [[1, 2], [2, 3]]
+    result = generate(GenerateRequest("a", [9], 2, top_p=0.9, top_k=5))
+    assert result.log_probs.tolist() == [-0.5, -0.5] and rows_of(result.supports) == [[1, 2], [2, 3]]
 
 
 def test_a_greedy_request_is_not_restricted() -> None:
-    assert not GenerateRequest("a", [1], 1, temperature=0.0, top_p=0.5, top_k=3).restricted
+    assert not GenerateRequest("a", [1], 1, temperature=0.0, top_p=0.5, top_k=3, min_p=0.1).restricted
 
 
-def test_top_p_without_top_k_is_refused_with_a_way_out() -> None:
-    with pytest.raises(EngineError, match="top_k") as caught:
-        GenerateRequest("a", [1], 1, top_p=0.9).payload()
-    assert caught.value.field == "rollout.top_p"
+@pytest.mark.parametrize("draw", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_every_restricted_draw_asks_for_its_sampling_mask(draw: dict[str, Any]) -> None:
+    body = GenerateRequest("a", [1], 1, **{"top_k": 9, **draw}).payload()
+    assert body["return_sampling_mask"] and draw.items() <= body["sampling_params"].items()
+    assert not GenerateRequest("a", [1], 1).payload()["return_sampling_mask"]
+
+
+@pytest.mark.parametrize("draw", [{"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_restricted_draw_without_top_k_is_refused_with_a_way_out(draw: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="finite top_k") as caught:
+        GenerateRequest("a", [1], 1, **draw).payload()
+    assert caught.value.field == "rollout.top_k"
 
 
 def test_a_token_beyond_the_vocabulary_never_reaches_the_engine() -> None:

@@ -12,6 +12,7 @@ import pytest
 from mslime.backends.sglang.endings import Endings, end_ids, head
 from mslime.backends.sglang.generating import Finish, GenerateResult
 from mslime.config.errors import DataError
+from tests.fixtures.supports import rows_of, supports_of
 from tests.unit.rollout_fakes import FakeTokenizer
 
 EOS = 9
@@ -35,8 +36,8 @@ def answer(text: str, finish: Finish = "abort", *, last: int | None = None) -> G
     routes = np.arange((old + n - 1) * 2).reshape(-1, 1, 2)
     half = n // 2
     versions = tuple(v for v in ((4, 0, half), (5, half, n)) if v[1] < v[2])
-    return GenerateResult(ids, -np.arange(n, dtype=np.float32), finish, versions, routes, [[i] for i in range(n)], 1,
-                          text, "engine0")  # fmt: skip
+    return GenerateResult(ids, -np.arange(n, dtype=np.float32), finish, versions, routes,
+                          supports_of([[i] for i in range(n)]), 1, text, "engine0")  # fmt: skip
 
 
 def codes(text: str) -> np.ndarray:
@@ -74,7 +75,7 @@ def test_nothing_ends_without_tokens_or_endings() -> None:
 def test_a_cut_answer_is_one_of_so_many_tokens() -> None:
     whole, cut = answer("abcdef", "length"), head(answer("abcdef", "length"), 4)
     assert cut.output_ids.tolist() == whole.output_ids[:4].tolist() and cut.finish == "stop"
-    assert cut.log_probs.tolist() == [0, -1, -2, -3] and cut.supports == [[0], [1], [2], [3]]
+    assert cut.log_probs.tolist() == [0, -1, -2, -3] and rows_of(cut.supports) == [[0], [1], [2], [3]]
     assert cut.versions == ((4, 0, 3), (5, 3, 4)) and head(whole, 3).versions == ((4, 0, 3),)
     assert whole.routes is not None and cut.routes is not None
     np.testing.assert_array_equal(cut.routes, whole.routes[: 3 + 4 - 1])

@@ -26,6 +26,7 @@ from mslime.backends.sglang.generating import (
 from mslime.config.errors import MALFORMED, EngineError
 from mslime.config.schema import DeadlineConfig
 from tests.fixtures.model_facts import model_facts
+from tests.fixtures.supports import rows_of
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
 MODEL = model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K, num_experts=64)
@@ -141,6 +142,42 @@ def test_bytes_that_are_no_answer_are_an_engine_error(content: bytes) -> None:
         answered(content)
 
 
+DRAWN = GenerateRequest("a", [9, 9, 9], 4, top_p=0.9, top_k=20)
+SPOILT_MASKS: dict[str, tuple[Spoil, str]] = {
+    "no mask": (lambda m: m.pop("output_token_sampling_mask"), "returned no sampling mask"),
+    "a mask too few": (lambda m: m["output_token_sampling_mask"].pop(), "3 sampling masks for 4 tokens"),
+    "an empty mask": (lambda m: m["output_token_sampling_mask"].__setitem__(2, []), r"token 3 was drawn from \[\]"),
+    "a token outside": (lambda m: m["output_token_sampling_mask"].__setitem__(1, [4, 7]), "token 2 was drawn from"),
+    "the token twice": (lambda m: m["output_token_sampling_mask"].__setitem__(1, [2, 5, 2]), "token 2 was drawn from"),
+    "another id twice": (lambda m: m["output_token_sampling_mask"].__setitem__(3, [4, 6, 6]), "an id twice"),
+    "an id beyond the vocabulary": (lambda m: m["output_token_sampling_mask"][0].append(VOCABULARY), "token id 50"),
+    "a negative id": (lambda m: m["output_token_sampling_mask"][0].append(-1), "token id -1"),
+    "a fraction": (lambda m: m["output_token_sampling_mask"][0].append(5.5), "integers were expected"),
+    "text": (lambda m: m["output_token_sampling_mask"].__setitem__(0, "12"), "integers were expected"),
+    "a number": (lambda m: m["output_token_sampling_mask"].__setitem__(0, 1), "len"),
+    "no log-probs over it": (lambda m: m.pop("output_token_sampling_logprobs"), "output_token_sampling_logprobs"),
+    "a log-prob too few": (lambda m: m["output_token_sampling_logprobs"].pop(), "3 log-probs for 4 tokens"),
+    "a positive log-prob": (lambda m: m["output_token_sampling_logprobs"].__setitem__(0, 0.5), "log-prob 0.5"),
+}
+
+
+@pytest.mark.parametrize("what", list(SPOILT_MASKS))
+def test_a_sampling_mask_that_cannot_be_is_an_engine_error(what: str) -> None:
+    spoil, told = SPOILT_MASKS[what]
+    engine, answer = FakeEngine(), FakeEngine().answer(DRAWN.payload())
+    spoil(answer["meta_info"])
+    engine.raw = orjson.dumps(answer)
+    with pytest.raises(EngineError, match=told) as caught:
+        ask(engine, lambda client: client.generate(DRAWN))
+    assert caught.value.field == "engine0"
+
+
+def test_an_honest_sampling_mask_is_taken_whole() -> None:
+    result = parse_generation(DRAWN, FakeEngine().answer(DRAWN.payload()), "engine0", MODEL)
+    assert result.supports is not None and result.supports.ids.dtype == np.int32
+    assert rows_of(result.supports) == [[1, 2], [2, 3], [3, 4], [4, 5]]
+
+
 def test_an_answer_without_end_is_given_up_at_what_the_request_can_give() -> None:
     engine = FakeEngine()
     engine.endless = True
@@ -150,7 +187,7 @@ def test_an_answer_without_end_is_given_up_at_what_the_request_can_give() -> Non
 
 def test_the_largest_honest_answer_is_within_its_limit() -> None:
     model = model_facts(200_000, num_layers=61, top_k=8, num_experts=256)
-    request = GenerateRequest("a", list(range(100)), 4096, want_routes=True, want_support=True, top_k=20)
+    request = GenerateRequest("a", list(range(100)), 4096, want_routes=True, top_k=20)
     n, rows = 4096, 100 + 4096 - 1
     pairs = [[-12.345678901234567, 199_999, None]] * n
     meta = {

@@ -14,7 +14,8 @@ from mslime.config.errors import EngineError
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
-ALL = Needs(routes=True, supports=True, architectures=("Qwen3MoeForCausalLM",))
+DRAWS = {"top_p": 0.9, "top_k": 20, "min_p": 0.01}
+ALL = Needs(routes=True, architectures=("Qwen3MoeForCausalLM",), truncation=DRAWS)
 
 
 def shake(spoil: Callable[[FakeEngine], Any], needs: Needs = ALL) -> None:
@@ -48,6 +49,8 @@ def test_a_missing_route_is_named_by_its_feature(declared: Any) -> None:
         ("routed experts", lambda e: fields(e, "/generate").pop("return_routed_experts")),
         ("sampling mask", lambda e: fields(e, "/generate").pop("return_sampling_mask")),
         ("cache keys", lambda e: fields(e, "/generate").pop("extra_key")),
+        ("sampling mask", lambda e: setattr(e, "masks", False)),
+        ("min-p draws", lambda e: e.info.update(enable_deterministic_inference=True)),
         ("flattened buckets", lambda e: fields(e, "/update_weights_from_distributed").pop("load_format")),
         ("pause modes", lambda e: fields(e, "/pause_generation")["mode"]["enum"].remove("in_place")),
         ("pause modes", lambda e: setattr(e, "pause_works", False)),
@@ -60,11 +63,19 @@ def test_what_is_missing_is_named(feature: str, spoil: Callable[[FakeEngine], An
     assert caught.value.field == "engine0" and caught.value.value == f"without {feature}"
 
 
+def test_draws_are_tried_as_the_run_will_make_them() -> None:
+    asked: list[FakeEngine] = []
+    shake(asked.append)
+    tried = [body["sampling_params"] for path, body in asked[0].seen if path == "/generate"]
+    assert sum(DRAWS.items() <= sampling.items() for sampling in tried) == 1
+
+
 def test_features_that_the_run_does_not_use_are_not_demanded() -> None:
     def spoil(engine: FakeEngine) -> None:
-        engine.info["enable_return_routed_experts"] = False
+        engine.info["enable_return_routed_experts"] = engine.masks = False
+        engine.info["enable_deterministic_inference"] = True
 
-    shake(spoil, Needs(routes=False, supports=False))
+    shake(spoil, Needs(routes=False))
 
 
 def fields(engine: FakeEngine, route: str) -> dict[str, Any]:

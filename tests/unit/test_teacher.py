@@ -58,13 +58,14 @@ TAUGHT = {"algorithm": {"opd_coef": 1.0}}
         ({**TAUGHT, "teacher": {"urls": ["http://t"], "path": "t"}}, "teacher.path"),
         ({**TAUGHT, "teacher": {"path": "t"}, "model": {"path": "s", "teacher_path": "t"}}, "model.teacher_path"),
         ({**TAUGHT, "teacher": {"urls": ["http://t"]}, "rollout": {"temperature": 0.7}}, "rollout.temperature"),
+        ({**TAUGHT, "teacher": {"path": "t"}, "rollout": {"top_p": 0.9, "top_k": 50}}, "rollout.top_k"),
         ({**TAUGHT, "teacher": {"urls": ["http://t/"]}, "sglang": {"urls": ["http://t"]}}, "teacher.urls"),
         ({**TAUGHT, "teacher": {"path": "t", "tp_size": 16}, "cluster": {"device": "cuda"}}, "teacher.tp_size"),
         ({**TAUGHT, "teacher": {"path": "t", "model_path": "u"}}, "teacher.model_path"),
         ({**TAUGHT, "teacher": {"path": "t", "quantisation": "fp8"}}, "teacher.quantisation"),
     ],
 )
-def test_a_teacher_is_named_once_goes_with_its_coefficient_and_scores_at_temperature_one(
+def test_a_teacher_is_named_once_goes_with_its_coefficient_and_scores_the_whole_vocabulary_at_temperature_one(
     sections: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -72,9 +73,10 @@ def test_a_teacher_is_named_once_goes_with_its_coefficient_and_scores_at_tempera
     assert caught.value.field == field and caught.value.way_out
 
 
-def test_a_teacher_in_the_trainer_scores_at_any_temperature() -> None:
+def test_a_teacher_in_the_trainer_scores_at_any_temperature_and_over_supports() -> None:
     held = {"path": "s", "teacher_path": "t"}
     assert not config(model=held, rollout={"temperature": 0.7}, **TAUGHT).teacher.serves
+    assert not config(model=held, rollout={"top_k": 50}, **TAUGHT).teacher.serves
     assert config(teacher={"urls": "http://t"}, **TAUGHT).teacher.urls == ["http://t"]
 
 

@@ -94,6 +94,6 @@ def head(result: GenerateResult, n: int) -> GenerateResult:
         finish="stop",
         versions=tuple((version, start, min(end, n)) for version, start, end in result.versions if start < n),
         routes=None if result.routes is None else result.routes[: len(result.routes) - cut],
-        supports=None if result.supports is None else result.supports[:n],
+        supports=None if result.supports is None else result.supports.first(n),
         text="",
     )

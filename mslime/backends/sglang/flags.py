@@ -70,6 +70,7 @@ def server_fields(
         "served_model_name": identity,
         "log_level_http": "warning",
         "enable_return_routed_experts": routes,
+        "sampling_mask_max_tokens": spec.mask_tokens,
         "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
     }
     return fields | engine.extra

@@ -4,15 +4,16 @@ Bytes of an engine are foreign: lengths, ids, log-probs, versions and routes are
 is repaired. Whatever is wrong surfaces as one of `MALFORMED`, which the client turns into an EngineError.
 
 Which log-prob is the behaviour policy's (read in sglang/srt/layers/sampler.py, kept by tests):
-`output_token_logprobs` is log softmax(logits / temperature), that is, temperature is in it. Top-k and top-p are not, so
-a restricted draw asks for the sampling mask and uses `output_token_sampling_logprobs`, which is renormalised over the
-kept ids. Greedy requests (temperature 0) report log softmax(logits).
+`output_token_logprobs` is log softmax(logits / temperature), that is, temperature is in it. Top-k, top-p and min-p are
+not, so a restricted draw asks for the sampling mask, the ids that it kept, and uses `output_token_sampling_logprobs`,
+which is renormalised over them. Greedy requests (temperature 0) report log softmax(logits).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from mslime.config.errors import EngineError
 from mslime.config.model_facts import ModelFacts
 from mslime.data.routes import narrowest_dtype
+from mslime.data.supports import Supports
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -41,11 +43,11 @@ class GenerateRequest:
         rid: request id, unique among the requests in flight; `abort` takes it.
         input_ids: [prompt] token ids.
         top_k: -1 for the whole vocabulary.
+        min_p: least probability of a token, as a share of the likeliest one's.
         seed: honoured only by servers with `enable_deterministic_inference`.
         ignore_eos: go on to `max_new_tokens` whatever is sampled.
         want_routes: return the experts of every position from `routes_start` on.
         routes_start: first position whose routes are returned, at most len(input_ids).
-        want_support: return the ids that survived top-k and top-p for every token (empty for unrestricted draws).
         session_id: requests of one session go to one engine (see `EnginePool`), which then reuses its prefix cache.
         cache_key: only prefixes that a request of the same key computed are reused; empty for requests without a key.
     """
@@ -56,35 +58,36 @@ class GenerateRequest:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
     ignore_eos: bool = False
     want_routes: bool = False
     routes_start: int = 0
-    want_support: bool = False
     session_id: str = ""
     cache_key: str = ""
 
     @property
     def restricted(self) -> bool:
         """Whether the draw is from less than the whole vocabulary."""
-        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0)
+        return self.temperature > 0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0)
 
     def payload(self) -> dict[str, Any]:
         """The body of POST /generate. Raises EngineError for a draw whose log-probs the engine cannot report."""
         if self.restricted and self.top_k < 1:
             raise EngineError(
-                "rollout.top_p",
-                self.top_p,
-                "SGLang reports the log-probs of a top-p draw only together with a finite top_k",
-                "set rollout.top_k (for example 4096, the most that the engine allows by default), or top_p 1.0",
+                "rollout.top_k",
+                self.top_k,
+                "SGLang reports the log-probs of a restricted draw only together with a finite top_k",
+                "set rollout.top_k (for example 4096, the most that the engine allows by default)",
             )
         params: dict[str, Any] = {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
+            "min_p": self.min_p,
             "ignore_eos": self.ignore_eos,
             "skip_special_tokens": False,
         }
@@ -121,7 +124,7 @@ class GenerateResult:
         routes: [prompt + n - 1 - routes_start, layers, top-k] global expert ids, dense layers as zeros; None when
             not asked for. After a pause in mode `retract` the engine prefills again, so that rows of tokens sampled
             before the pause then describe the newest weights.
-        supports: n rows of kept token ids, None when not asked for.
+        supports: n rows, none of them empty: the ids that each token was drawn from; None for an unrestricted draw.
         cached_tokens: prompt tokens found in the prefix cache.
         text: the new tokens as text.
         engine: name of the engine.
@@ -133,7 +136,7 @@ class GenerateResult:
     finish: Finish
     versions: tuple[tuple[int, int, int], ...]
     routes: NDArray[np.integer] | None
-    supports: list[list[int]] | None
+    supports: Supports | None
     cached_tokens: int
     text: str
     engine: str
@@ -189,7 +192,7 @@ def decode_routes(encoded: str | memoryview, rows: int, model: ModelFacts) -> ND
 
 def answer_limit(request: GenerateRequest, model: ModelFacts | None) -> int:
     """Bytes that an answer to `request` may have at most, generously counted."""
-    per_token = 1024 + 16 * (max(request.top_k, 0) if request.want_support else 0)
+    per_token = 1024 + 16 * (request.top_k if request.restricted else 0)  # of ids that tie with the last one, too
     routes = 0
     if request.want_routes and model is not None:
         rows = len(request.input_ids) + request.max_new_tokens
@@ -215,6 +218,7 @@ def parse_generation(
         return _nothing(request, engine, meta)
     n = len(ids)
     assert n <= request.max_new_tokens, f"{n} tokens, and at most {request.max_new_tokens} were asked for"
+    supports = _supports(meta, ids, model) if restricted else None
     routes = None
     if request.want_routes:
         assert encoded is not None, "the engine returned no routed experts"
@@ -226,7 +230,7 @@ def parse_generation(
         finish,
         _version_spans(meta["weight_versions"], n) if n else (),
         routes,
-        _supports(meta, ids, restricted) if request.want_support else None,
+        supports,
         int(meta.get("cached_tokens") or 0),
         str(answer.get("text") or ""),
         engine,
@@ -271,15 +275,22 @@ def _version_spans(spans: Sequence[Mapping[str, Any]], n: int) -> tuple[tuple[in
     return found
 
 
-def _supports(meta: Mapping[str, Any], ids: NDArray[np.int32], restricted: bool) -> list[list[int]]:
-    supports = meta["output_token_sampling_mask"] if restricted else [[]] * len(ids)
-    assert len(supports) == len(ids), f"{len(supports)} supports for {len(ids)} tokens"
+def _supports(meta: Mapping[str, Any], ids: NDArray[np.int32], model: ModelFacts | None) -> Supports:
+    """The ids that each token was drawn from: distinct ones of the vocabulary, with the token itself among them."""
+    masks = meta.get("output_token_sampling_mask")
+    assert masks is not None, "the engine returned no sampling mask, the ids that top-k, top-p and min-p left"
+    assert len(masks) == len(ids), f"{len(masks)} sampling masks for {len(ids)} tokens"
+    sizes = np.asarray([len(mask) for mask in masks], np.int64)
+    supports = Supports.of_sizes(_token_ids(list(chain.from_iterable(masks)), model), sizes)
+    outside = np.flatnonzero((sizes == 0) | ~supports.hold(ids))
+    assert not len(outside), f"token {ids[outside[0]]} was drawn from {masks[outside[0]]!s:.100}, its sampling mask"
+    assert not supports.repeats(), "a sampling mask names an id twice"
     return supports
 
 
 def _nothing(request: GenerateRequest, engine: str, meta: dict[str, Any]) -> GenerateResult:
     """The result of a request that was aborted before it produced anything that can be used."""
     retractions = int(meta.get("num_retractions") or 0)
-    supports = [] if request.want_support else None
+    supports = Supports.empty() if request.restricted else None
     ids, log_probs = np.empty(0, np.int32), np.empty(0, np.float32)
     return GenerateResult(ids, log_probs, "abort", (), None, supports, 0, "", engine, retractions)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 from mslime.backends.cpu.sglang import SGLANG_VERSION
@@ -29,17 +30,17 @@ class Needs:
 
     Attributes:
         routes: routed experts (`train.replay: r3`).
-        supports: sampling masks (a restricted draw).
         architectures: of the trained checkpoint's config.json; empty when unknown.
         dtype: in which weights will be sent, as torch names it; empty for any.
         checkpoint_dtype: what the checkpoint's config.json names, which the server's `auto` goes by.
+        truncation: top_p, top_k and min_p of draws whose sampling masks are trained; empty for unrestricted ones.
     """
 
     routes: bool
-    supports: bool
     architectures: tuple[str, ...] = ()
     dtype: str = ""
     checkpoint_dtype: str | None = None
+    truncation: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,11 @@ async def _handshake(client: EngineClient, needs: Needs) -> int:
     await _probe(client, "log-probs", _probe_log_probs)
     if needs.routes:
         await _probe(client, "routed experts", _probe_routes)
-    if needs.supports:
-        await _probe(client, "sampling mask", _probe_supports)
+    if needs.truncation:
+        # A min-p draw from a seed, which such a server gives every request, kills it (layers/sampler.py).
+        if needs.truncation.get("min_p") and info.get("enable_deterministic_inference"):
+            raise _missing(client, "min-p draws", "it was started with --enable-deterministic-inference")
+        await _probe(client, "sampling mask", partial(_probe_supports, truncation=needs.truncation))
     await _probe(client, "weight-update sessions", _probe_session)
     await _probe(client, "pause modes", _probe_pause_modes)
     limit = info.get("max_req_input_len")
@@ -188,11 +192,11 @@ async def _probe_routes(client: EngineClient) -> str:
     return "" if got == expected else f"routes came back as {got} instead of {expected}"
 
 
-async def _probe_supports(client: EngineClient) -> str:
-    result = await _generate(client, top_k=2, want_support=True)
-    supports = result.supports or []
-    within = [t in s for t, s in zip(result.output_ids, supports, strict=False)]
-    return "" if within == [True] * PROBE_TOKENS else f"supports {supports} for the tokens {result.output_ids}"
+async def _probe_supports(client: EngineClient, truncation: Mapping[str, Any]) -> str:
+    """A draw as the run will make them: the answer is checked when it is read."""
+    result = await _generate(client, **truncation)
+    complete = len(result.output_ids) == PROBE_TOKENS and result.supports is not None
+    return "" if complete else f"{PROBE_TOKENS} tokens came back as {result.output_ids} with {result.supports}"
 
 
 async def _probe_session(client: EngineClient) -> str:

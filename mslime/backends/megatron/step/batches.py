@@ -18,8 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mslime.backends.megatron.log_probs.support import Support
 from mslime.data.packing import padded_lengths
 from mslime.data.shard import TrainShard
+from mslime.data.supports import Supports
 
 PADDING = -1
 """In index arrays: this row is no token, or predicts none."""
@@ -156,6 +158,7 @@ class MicroBatch:
         num_segments: segments of the micro-batch.
         ages: [T] int64, versions since the predicted token's segment was sampled; None when the shard does not know.
         positions: [T] int64, distance of the predicted token to the first trained one of its sequence; 0 for others.
+        support: T rows, the ids that the predicted token was drawn from; None when all are of the whole vocabulary.
     """
 
     index: int
@@ -178,6 +181,7 @@ class MicroBatch:
     num_segments: int
     ages: Tensor | None
     positions: Tensor
+    support: Support | None
 
 
 def build_micro_batch(
@@ -230,6 +234,7 @@ def build_micro_batch(
         num_segments=num_segments,
         ages=if_known(shard.segment_ages),
         positions=predicted(_response_positions(shard, spans)),
+        support=_support_of_targets(shard.supports, slicer, device),
     )
 
 
@@ -258,6 +263,14 @@ def number_segments(shard: TrainShard, members: Sequence[int]) -> tuple[NDArray[
         numbers[start:stop] = count + shard.segment_index[start:stop]
         count = int(numbers[start:stop].max()) + 1
     return numbers, max(count, 1)
+
+
+def _support_of_targets(supports: Supports | None, slicer: SequenceSlicer, device: torch.device) -> Support | None:
+    """One row for each of the slicer's T rows; an empty one where nothing is predicted. None when all are empty."""
+    found = Supports.empty() if supports is None else supports.take(slicer.targets)
+    if not len(found.ids):
+        return None
+    return Support(torch.from_numpy(found.ids).to(device), torch.from_numpy(found.offsets).to(device))
 
 
 def _response_positions(shard: TrainShard, spans: list[tuple[int, int]]) -> NDArray[np.int64]:

@@ -211,7 +211,8 @@ class StepRunner(Pipeline):
     def log_probs(self, shard: TrainShard, routes: RouteHooks | None, progress: OnMicroBatch | None = None) -> Tensor:
         """log pi(token | what is before it) for each of the shard's N tokens: float32 [N] on the CPU, on every rank.
 
-        The first token of a sequence has none, and gets 0. A collective over the whole trainer.
+        A token with a support (`TrainShard.supports`) has that of pi restricted to the support. The first token of a
+        sequence has none, and gets 0. A collective over the whole trainer.
         """
 
         def read(batch: MicroBatch, logits: Tensor) -> Tensor:
@@ -250,6 +251,7 @@ class StepRunner(Pipeline):
             temperature=self.spec.temperature,
             with_entropy=with_entropy,
             chunk=self.spec.train.log_prob_chunk_tokens,
+            support=batch.support,
             reuse_logits=True,  # the pipeline hands them to the loss alone
         )
 
