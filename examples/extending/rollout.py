@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mslime.data.sample import Sample
-from mslime.rollout.workflow import Engine, Task
+from mslime.rollout.workflow import Engine, Episode, Task
 
 SUM = re.compile(r"<sum>(\d+(?:\+\d+)*)</sum>$")
 
@@ -20,3 +20,12 @@ async def with_calculator(task: Task, engine: Engine) -> Sample:
             break
         engine.append(sample, f"={sum(int(n) for n in asked[1].split('+'))}\n")
     return sample
+
+
+async def with_a_critic(task: Task, engine: Engine) -> Episode:
+    """A second sequence of the same rollout judges the answer. Both are trained, with the answer's reward."""
+    answer = engine.new_sample()
+    turn = await engine.generate(answer)
+    critic = engine.new_sample(engine.encode(f"{task.text}\n{turn.text}\nIs that right?"))
+    await engine.generate(critic, max_tokens=64)
+    return Episode([critic, answer])

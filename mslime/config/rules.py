@@ -386,13 +386,13 @@ def _sets(config: RunConfig) -> None:
 def _supervised(config: RunConfig) -> None:
     """Settings of rows of messages that would change nothing."""
     data, train = config.data, config.train
+    if data.tools_key is not None and data.messages_key is None and not data.apply_chat_template:
+        rule = "tools are offered by a chat template, and none is used"
+        raise ConfigError("data.tools_key", data.tools_key, rule, "set data.apply_chat_template, or remove it")
     if data.messages_key is None:
-        field, value = (
-            ("data.tools_key", data.tools_key) if data.tools_key else ("train.sft_loss_on", train.sft_loss_on)
-        )
-        if value != "all":
+        if train.sft_loss_on != "all":
             rule = "acts on conversations, and data.messages_key names none"
-            raise ConfigError(field, value, rule, "set data.messages_key, or remove it")
+            raise ConfigError("train.sft_loss_on", train.sft_loss_on, rule, "set data.messages_key, or remove it")
         return
     if train.task == "rl":
         raise ConfigError(

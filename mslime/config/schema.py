@@ -90,8 +90,8 @@ class DataConfig(Section):
     )
     tools_key: str | None = Field(
         default=None,
-        description="sft with messages_key: key of a list of tool definitions, or of one written as JSON, handed to "
-        "the template; null: none.",
+        description="Key of a list of tool definitions, or of one written as JSON, handed to the chat template and to "
+        "rollout functions; null: none.",
     )
     metadata_key: str | None = Field(
         default=None, description="Key of an object that rewards and filters get with the sample; null: none."
@@ -124,6 +124,12 @@ class RolloutConfig(Section):
         default="single_turn",
         description="What a rollout does: one response to its prompt, or an async `module:function`(task, engine) of "
         "several turns, for training and evaluation (docs/extending.md).",
+    )
+    on_error: Literal["fail", "drop"] = Field(
+        default="fail",
+        description="What it means when a rollout function raises, or says that its rollout failed. fail: the run "
+        "ends, and at the second time, after a resume, the group is dropped. drop: this rollout does not count in "
+        "its group (rollout/failed_rollouts).",
     )
     max_staleness: int = Field(
         default=0,
@@ -403,6 +409,11 @@ class DeadlineConfig(Section):
     weight_sync_s: float = Field(default=600, gt=0, description="One phase of a weight update.")
     rollout_step_s: float = Field(default=7200, gt=0, description="The groups of one step are complete.")
     checkpoint_s: float = Field(default=3600, gt=0, description="A checkpoint or an export is written or read.")
+    rollout_function_s: float = Field(
+        default=3600,
+        gt=0,
+        description="What a rollout function does between two requests to the engines: a call of a tool, for example.",
+    )
     rescue_s: float = Field(
         default=300, gt=0, description="For the last save of a run that ends early, by a signal or an error."
     )

@@ -47,6 +47,10 @@ class Routes:
         shape = (0, len(layer_ids), top_k)
         return cls(np.empty(shape, narrowest_dtype(num_experts)), np.empty(0, np.bool_), tuple(layer_ids))
 
+    def first(self, rows: int) -> Routes:
+        """The first `rows` rows, as a copy."""
+        return Routes(self.experts[:rows].copy(), self.mask[:rows].copy(), self.layer_ids)
+
     def append(self, experts: NDArray[np.integer], mask: NDArray[np.bool_] | None = None) -> Routes:
         """These routes followed by `experts` [new rows, MoE layers, top-k]; rows may be replayed unless masked."""
         assert experts.shape[1:] == self.experts.shape[1:], (experts.shape, self.experts.shape)

@@ -1,4 +1,4 @@
-"""A rollout: one prompt, what was generated after it, and where every token came from.
+"""A sequence of a rollout: a prompt, what was generated after it, and where every token came from.
 
 A `Sample` grows in one method only, `extend`, which validates every length. `check_invariants` states what must
 hold of any sample; it runs in tests and at the seam to the trainer. Nothing here knows an engine or a trainer.
@@ -6,9 +6,11 @@ hold of any sample; it runs in tests and at the seam to the trainer. Nothing her
 
 from __future__ import annotations
 
+import copy
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -53,11 +55,11 @@ class Segment:
 
 @dataclass
 class Sample:
-    """One rollout.
+    """A rollout, or one sequence of it.
 
     Attributes:
         group_id: the prompt's group; the samples of a GRPO group share it.
-        index: position of this sample within its group.
+        index: of this sample within its group; see `Group`.
         rollout_id: the rollout within the group that this sample is a part of, when one rollout became several training
             samples (turns, branches); None: the sample is a rollout of its own.
         tokens: [T] int32, prompt first.
@@ -97,7 +99,12 @@ class Sample:
 
     @classmethod
     def from_prompt(
-        cls, group_id: int, index: int, prompt_tokens: Sequence[int], label: Any = None, **metadata: Any
+        cls,
+        group_id: int,
+        index: int,
+        prompt_tokens: Sequence[int] | NDArray[np.int32],
+        label: Any = None,
+        **metadata: Any,
     ) -> Sample:
         """A fresh sample that holds its prompt only."""
         n = len(prompt_tokens)
@@ -120,8 +127,12 @@ class Sample:
     @property
     def rollout(self) -> tuple[int, int, bool]:
         """What the parts of one rollout share, and no other sample has."""
-        alone = self.rollout_id is None
-        return self.group_id, self.index if self.rollout_id is None else self.rollout_id, alone
+        return self.group_id, self.number, self.rollout_id is None
+
+    @property
+    def number(self) -> int:
+        """Of the rollout within its group."""
+        return self.index if self.rollout_id is None else self.rollout_id
 
     @property
     def response_length(self) -> int:
@@ -218,18 +229,70 @@ class Sample:
                 self.segments[i] = Segment(s.start, s.end, s.version, s.engine, False)
         return masked
 
+    def mask_span(self, start: int, end: int) -> int:
+        """Take tokens [start, end) out of the loss; return how many. They stay in the sequence as context."""
+        masked = int(self.loss_mask[start:end].sum())
+        self.loss_mask[start:end] = False
+        if self.teacher_log_probs is not None:
+            self.teacher_log_probs[start:end] = 0.0
+        parts = [part for s in self.segments for part in _split(s, start, end)]
+        self.segments = [replace(s, trainable=False) if start <= s.start and s.end <= end else s for s in parts]
+        return masked
+
     def mask_all(self) -> int:
         """Take every token out of the loss; return how many."""
         newest = max((s.version for s in self.segments if s.version is not None), default=-1)
         return self.mask_before(newest + 1)
 
+    def cut(self, at: int) -> int:
+        """Throw away the tokens from `at` on, none of the prompt; return how many of them were in the loss."""
+        assert self.prompt_length <= at <= len(self), f"cut at {at} of {self.prompt_length}..{len(self)} tokens"
+        lost = int(self.loss_mask[at:].sum())
+        self.tokens, self.loss_mask, self.log_probs = self.tokens[:at], self.loss_mask[:at], self.log_probs[:at]
+        self.segments = [part for s in self.segments for part in _split(s, at) if part.end <= at]
+        if self.routes is not None:  # rows cover every token but the newest
+            self.routes = self.routes.first(min(len(self.routes), at - 1 if at > self.prompt_length else 0))
+        self.supports = None if self.supports is None else self.supports.first(at)
+        return lost
+
+    def branch(self, index: int, at: int) -> Sample:
+        """A sample that begins with the first `at` tokens of this one, which it does not train: they are trained here.
+
+        Its rows of routes and supports, log-probs and versions are copies of those here. `at` is not within the prompt.
+        """
+        assert self.prompt_length <= at <= len(self), f"branch at {at} of {self.prompt_length}..{len(self)} tokens"
+        parts = [replace(part, trainable=False) for s in self.segments for part in _split(s, at)]
+        return Sample(
+            self.group_id,
+            index,
+            self.prompt_length,
+            self.tokens[:at].copy(),
+            np.zeros(at, np.bool_),
+            self.log_probs[:at].copy(),
+            [part for part in parts if part.end <= at],
+            routes=None if self.routes is None else self.routes.first(min(len(self.routes), at - 1)),
+            supports=None if self.supports is None else self.supports.first(at),
+            label=self.label,
+            metadata=copy.deepcopy(self.metadata),
+            rollout_id=self.rollout_id,
+        )
+
+    def adopt(self, source: Sample, at: int) -> int:
+        """Train the first `at` tokens here, which were branched off `source` and are not trained there any more.
+
+        Returns:
+            How many of them are in the loss.
+        """
+        assert (self.tokens[:at] == source.tokens[:at]).all(), "the sequences do not share their beginning"
+        old = [part for s in source.segments for part in _split(s, at) if part.end <= at]
+        own = [part for s in self.segments for part in _split(s, at) if part.start >= at]
+        self.segments = old + own
+        self.loss_mask[:at] = source.loss_mask[:at]
+        return int(self.loss_mask[:at].sum())
+
     def restart(self) -> int:
         """Throw the response away and go back to the prompt (re-roll); return how many tokens were lost."""
-        lost, n = self.trainable_tokens, self.prompt_length
-        self.tokens, self.loss_mask, self.log_probs = self.tokens[:n], self.loss_mask[:n], self.log_probs[:n]
-        self.segments = [Segment(0, n, None, "", False)]
-        if self.routes is not None:
-            self.routes = Routes(self.routes.experts[:0], self.routes.mask[:0], self.routes.layer_ids)
+        lost = self.cut(self.prompt_length)
         self.supports, self.reward, self.process_rewards, self.response = None, None, [], ""
         self.scores, self.error = {}, ""
         self.teacher_log_probs = None
@@ -237,14 +300,29 @@ class Sample:
         return lost
 
 
+def _split(segment: Segment, *positions: int) -> list[Segment]:
+    """The segment in pieces that end at these ascending positions, where they are within it."""
+    inner = [at for at in positions if segment.start < at < segment.end]
+    edges = [segment.start, *inner, segment.end]
+    return [replace(segment, start=a, end=b) for a, b in pairwise(edges)]
+
+
 @dataclass
 class Group:
     """The samples of one prompt; advantages are computed within a group.
+
+    It is made of `size` rollouts. Each is one sample at first, with the prompt and the rollout's number as its index.
+    Sample k of rollout i has the index i + k * size, and all samples of a rollout of several have its number as their
+    `rollout_id`.
 
     Attributes:
         source: `file:line` of the prompt.
         metadata: of the prompt; each sample has a copy of its own, to which a rollout function may add.
         failures: how often it ended a run because it could not be sent, scored or trained; a second time it is dropped.
+        prompt: [P] int32 token ids; a sample of a rollout function may begin with others.
+        size: rollouts that were begun; some may have failed and be gone since.
+        messages, tools: the prompt as chat messages, and the tools that its row offers, for rollout functions; None
+            where the row has none.
     """
 
     group_id: int
@@ -252,6 +330,55 @@ class Group:
     source: str = ""
     failures: int = 0
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    prompt: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    size: int = 0
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt) and self.samples:
+            self.prompt = self.samples[0].tokens[: self.samples[0].prompt_length]
+        self.size = self.size or max((s.index + 1 for s in self.samples), default=0)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of its rollouts, in the order of their samples."""
+        return list(dict.fromkeys(s.number for s in self.samples))
+
+    def rollouts(self) -> list[list[Sample]]:
+        """The samples of each rollout, in the order of the samples."""
+        return [self.parts(number) for number in self.numbers]
+
+    def parts(self, number: int) -> list[Sample]:
+        """The samples of rollout `number`."""
+        return [s for s in self.samples if s.number == number]
+
+    def next_index(self, number: int) -> int:
+        """Of a further sample of rollout `number`."""
+        return max((s.index for s in self.parts(number)), default=number - self.size) + self.size
+
+    def begin_again(self, number: int) -> int:
+        """Throw away what rollout `number` generated; it is one sample with the prompt then.
+
+        Returns:
+            How many tokens were to be trained.
+        """
+        parts = self.parts(number)
+        lost = sum(s.trainable_tokens for s in parts)
+        fresh = Sample.from_prompt(self.group_id, number, self.prompt, parts[0].label)
+        first = next((s for s in parts if s.index == number), fresh)
+        first.restart()
+        first.metadata = copy.deepcopy(self.metadata)
+        self.set_parts(number, [first])
+        return lost
+
+    def set_parts(self, number: int, parts: Sequence[Sample]) -> None:
+        """Let rollout `number` consist of these samples, in this order, where its samples are now."""
+        at = next(i for i, s in enumerate(self.samples) if s.number == number)
+        rest = [s for s in self.samples if s.number != number]
+        for part in parts:
+            part.rollout_id = None if len(parts) == 1 and part.index == number else number
+        self.samples[:] = [*rest[:at], *parts, *rest[at:]]
 
     @property
     def finished(self) -> bool:

@@ -58,6 +58,8 @@ class Prompt:
         metadata: the row's metadata, if a key for it is configured.
         where: `file:line` (JSONL) or `file:row` (parquet), for messages.
         text: what the tokens say, in the chat template if there is one; empty where only they are known.
+        messages: the prompt as chat messages, where it goes through the chat template; else None.
+        tools: that the row offers, if a key for them is configured.
     """
 
     tokens: list[int]
@@ -65,6 +67,8 @@ class Prompt:
     metadata: dict[str, Any]
     where: str
     text: str = ""
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 def split_slice(spec: str) -> tuple[Path, slice]:
@@ -114,8 +118,10 @@ class PromptStream(Protocol):
 def tokenised(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt:
     """The prompt of a row. Raises DataError when it cannot be rendered or tokenised."""
     with reading(DataError, row.where, "the tokenizer cannot encode the prompt", "mend or delete the row"):
-        if config.apply_chat_template:
-            text = tokenizer.render(as_messages(row.prompt), config.chat_template_kwargs)
+        messages = list(as_messages(row.prompt)) if config.apply_chat_template else None
+        if messages is not None:
+            offered = {"tools": row.tools} if row.tools else {}
+            text = tokenizer.render(messages, {**config.chat_template_kwargs, **offered})
             tokens = tokenizer.encode(text, special_tokens=False)  # the template wrote special tokens
         else:
             text = cast("str", row.prompt)
@@ -123,7 +129,7 @@ def tokenised(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt:
     if not tokens:
         rule = "the prompt has no tokens"
         raise DataError(row.where, row.prompt, rule, "delete the row, or write a prompt into it")
-    return Prompt(tokens, row.label, row.metadata, row.where, text)
+    return Prompt(tokens, row.label, row.metadata, row.where, text, messages, row.tools)
 
 
 def fitting(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt | None:
@@ -172,8 +178,8 @@ class PromptSource:
         self._shuffle = config.shuffle if shuffle is None else shuffle
         self._files: list[RowFile] = []
         rows: list[tuple[int, int]] = []
-        mine = (config.messages_key, config.tools_key) if config.messages_key else (config.prompt_key, config.label_key)
-        keys = [k for k in (*mine, config.metadata_key) if k is not None]
+        mine = (config.messages_key,) if config.messages_key else (config.prompt_key, config.label_key)
+        keys = [k for k in (*mine, config.tools_key, config.metadata_key) if k is not None]
         for spec in specs:
             path, part = split_slice(spec)
             file = open_rows(path, keys)

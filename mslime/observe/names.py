@@ -142,6 +142,8 @@ METRICS: dict[str, Metric] = {
     "rollout/support_bytes": Metric("bytes", "that the supports take, in memory and on the way to ranks", _SUPPORTED),
     "rollout/aborted": Metric("responses", "stopped in mid-generation"),
     "rollout/recycled": Metric("responses", "continued from an earlier step"),
+    "rollout/failed_rollouts": Metric("rollouts", "dropped: their function failed (rollout.on_error: drop)"),
+    "rollout/sequences_per_rollout": Metric("", "samples that a rollout became, mean"),
     "rollout/failed_groups": Metric("groups", "dropped: they could not be sent, scored or trained twice"),
     "rollout/filtered_groups": Metric("groups", "complete groups that the dynamic filter refused"),
     "rollout/truncated_groups": Metric("groups", "complete groups left out, as all responses were cut and masked"),

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
@@ -25,7 +27,7 @@ from mslime.rollout.filters import load_filter
 from mslime.rollout.state import Columns, Stored, begun_anew, check_stored, pack_begun, pack_groups, unpack_groups
 from mslime.rollout.statistics import StepCounters
 
-COUNTED = ("aborted", "recycled", "filtered_groups", "failed_groups")
+COUNTED = ("aborted", "recycled", "filtered_groups", "failed_groups", "failed_rollouts")
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,15 @@ class _Taken:
 
 
 def new_group(group_id: int, prompt: Prompt, size: int) -> Group:
-    """`size` fresh samples of one prompt."""
+    """`size` rollouts of one prompt, each a fresh sample."""
     samples = [Sample.from_prompt(group_id, i, prompt.tokens, prompt.label) for i in range(size)]
     for sample in samples:
         sample.metadata = copy.deepcopy(prompt.metadata)
-    return Group(group_id, samples, prompt.where, metadata=prompt.metadata)
+    tokens = np.asarray(prompt.tokens, np.int32)
+    return Group(
+        group_id, samples, prompt.where, metadata=prompt.metadata, prompt=tokens, size=size,
+        messages=prompt.messages, tools=prompt.tools,
+    )  # fmt: skip
 
 
 def trainable(groups: Sequence[Group]) -> int:
@@ -103,7 +109,7 @@ class Books:
         ledger: the fate of every generated token.
         counters: of what happened to groups and responses.
         next_group_id: groups that were begun.
-        on_discard: told of every sample whose response is thrown away.
+        on_discard: told (group, number) of every rollout that is thrown away.
     """
 
     def __init__(self, config: RunConfig, taught: bool = False) -> None:
@@ -114,7 +120,7 @@ class Books:
         self.version = self.next_group_id = 0
         self.running, self.partial, self.accepted = dict[int, Group](), list[Group](), list[Group]()
         self.ledger, self.counters = Ledger(), StepCounters()
-        self.on_discard: Callable[[Sample], None] = lambda sample: None
+        self.on_discard: Callable[[int, int], None] = lambda group, number: None
         self._base_version: int | None = None
         self._taken_count = 0
         self._taken: _Taken | None = None
@@ -154,15 +160,17 @@ class Books:
         self.ledger.generate(tokens)
         self.counters.add("aborted", sample.status is SampleStatus.ABORTED)
 
-    def begin_again(self, sample: Sample) -> None:
-        """A running sample loses its response: what made it cannot go on in the middle."""
-        self._restart(self.running[sample.group_id], [sample], "restarted")
+    def dropped(self, tokens: int, reason: str) -> None:
+        """Tokens of a rollout under way, which were to be trained, are gone."""
+        self.ledger.drop(tokens, reason)
 
-    def spoilt(self, sample: Sample, tokens: int) -> None:
-        """A running sample, which had `tokens` to train, was changed by its rollout function: its response is lost."""
-        sample.restart()
-        sample.metadata = copy.deepcopy(self.running[sample.group_id].metadata)
-        self.ledger.drop(tokens, "failed")
+    def masked(self, tokens: int, reason: str) -> None:
+        """Tokens of a rollout under way, which were to be trained, are context from now on."""
+        self.ledger.mask(tokens, reason)
+
+    def begin_again(self, group: Group, number: int) -> None:
+        """A rollout loses what it generated: what made it cannot go on in the middle."""
+        self._restart(group, [number], "restarted")
 
     def put_back(self, group: Group) -> None:
         """A running group rests as it is, until it is continued."""
@@ -171,7 +179,7 @@ class Books:
     def interrupted(self, group: Group) -> None:
         """A running group is interrupted and rests; without partial rollouts it begins again from its prompt."""
         if not self._rollout.partial:
-            self._restart(group, group.samples, "aborted")
+            self._restart(group, group.numbers, "aborted")
         self.put_back(group)
 
     def complete(self, group: Group) -> None:
@@ -185,7 +193,7 @@ class Books:
             self.ledger.drop(sample.trainable_tokens, "reward")
             group.samples.remove(sample)
         self.counters.add("reward_errors", sum(bool(s.error) for s in [*failed, *group.samples]))
-        if len(group.samples) < min(2, self._rollout.group_size):
+        if len(group.numbers) < min(2, self._rollout.group_size):
             del self.running[group.group_id]
             self._drop(group, "reward")
             return
@@ -229,16 +237,15 @@ class Books:
                 return False
         return True
 
-    def _restart(self, group: Group, samples: Sequence[Sample], reason: str) -> None:
-        self.ledger.drop(sum(s.restart() for s in samples), reason)
-        for sample in samples:
-            sample.metadata = copy.deepcopy(group.metadata)
-            self.on_discard(sample)
+    def _restart(self, group: Group, numbers: Sequence[int], reason: str) -> None:
+        for number in numbers:
+            self.ledger.drop(group.begin_again(number), reason)
+            self.on_discard(group.group_id, number)
 
     def _drop(self, group: Group, reason: str) -> None:
         self.ledger.drop(trainable([group]), reason)
-        for sample in group.samples:
-            self.on_discard(sample)
+        for number in group.numbers:
+            self.on_discard(group.group_id, number)
 
     # ---------------------------------------------------------------------------------------------- the age test
 
@@ -269,14 +276,14 @@ class Books:
         return self.version - self._rollout.max_staleness
 
     def _fresh_again(self, group: Group) -> bool:
-        """Re-roll the stale samples of a group, or drop the group; whether it is still to be generated."""
+        """Re-roll the stale rollouts of a group, or drop the group; whether it is still to be generated."""
         limit = self._oldest_allowed()
-        stale = [s for s in group.samples if (v := s.oldest_version) is not None and v < limit]
+        stale = {s.number: None for s in group.samples if (v := s.oldest_version) is not None and v < limit}
         if stale and self._on_stale == "drop":
             self._drop(group, "stale")
             self.counters.add("stale_groups")
             return False
-        self._restart(group, stale, "stale")
+        self._restart(group, list(stale), "stale")
         return True
 
     # ------------------------------------------------------------------------------------------------- the trainer

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from mslime.config.errors import EngineError, RolloutError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.data.sample import Sample
+from mslime.data.source import Prompt
+from mslime.rollout.books import new_group
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.turns import Door, Rollout
@@ -56,18 +59,19 @@ class _Script:
         self.dead: dict[str, EngineError] = {}
         self.version, self.said = 0, list[int]()
         self._replies: Iterator[str] = iter(replies)
-        self._rest: list[int] | None = None
+        self._rest = dict[str, list[int]]()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         await asyncio.sleep(0)
-        if self._rest is None:
-            reply = [ord(c) for c in next(self._replies, "")]
-            now, self._rest = reply[: len(reply) // 2], [*reply[len(reply) // 2 :], 0]
-        else:
-            now, self._rest = self._rest, None
-        now, finish = now[: request.max_new_tokens], "abort" if self._rest is not None else "stop"
+        sequence = request.rid.rpartition("-")[0]
+        now, finish = self._rest.pop(sequence, None), "stop"
+        if now is None:
+            reply, finish = [ord(c) for c in next(self._replies, "")], "abort"
+            now, self._rest[sequence] = reply[: len(reply) // 2], [*reply[len(reply) // 2 :], 0]
+        now = now[: request.max_new_tokens]
         if len(now) == request.max_new_tokens:
-            self._rest, finish = None, "length"
+            finish = "length"
+            self._rest.pop(sequence, None)
         spans, self.version = ((self.version, 0, len(now)),) if now else (), self.version + (finish == "abort")
         self.said += now
         log_probs = np.full(len(now), -1.0, np.float32)
@@ -85,6 +89,17 @@ class _Script:
 def check_workflow(
     function: str, replies: Sequence[str] = ("A reply.",), *, prompt: str = "What is 2 + 3?", label: Any = "5"
 ) -> Sample:
+    """Call a rollout function once on an engine that only pretends; tokens are characters. See `check_rollout`.
+
+    Returns:
+        The finished sample, not scored; of several sequences the one that a reward of one sample is asked about.
+    """
+    return check_rollout(function, replies, prompt=prompt, label=label)[-1]
+
+
+def check_rollout(
+    function: str, replies: Sequence[str] = ("A reply.",), *, prompt: str = "What is 2 + 3?", label: Any = "5"
+) -> list[Sample]:
     """Call a rollout function once on an engine that only pretends; tokens are characters.
 
     Args:
@@ -92,7 +107,7 @@ def check_workflow(
         replies: what the engine says, turn by turn, each interrupted once in its middle; empty turns after the last.
 
     Returns:
-        The finished sample, not scored.
+        The finished samples, not scored.
 
     Raises:
         ConfigError: the function cannot be found or called.
@@ -102,7 +117,7 @@ def check_workflow(
     return asyncio.run(_tried(function, replies, prompt, label))
 
 
-async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any) -> Sample:
+async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any) -> list[Sample]:
     tokenizer, script = _Characters(), _Script(replies)
     config = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "rollout": {"function": function}})
     model = ModelFacts(
@@ -111,12 +126,13 @@ async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any)
     generator = Generator(
         config, script, tokenizer, model, EngineLimits(), lambda: script.version, lambda *request: None
     )
-    sample = Sample.from_prompt(0, 0, tokenizer.encode(prompt, special_tokens=True), label)
+    asked = Prompt(tokenizer.encode(prompt, special_tokens=True), label, {}, "made up")
+    group = new_group(0, asked, 1)
     door, sampling = (
         Door(Traffic(open=True), admitted=True),
         Sampling.for_training(config.rollout, config.train.replay, model, EngineLimits()),
     )
-    rollout = Rollout(sample, "g0", function, generator, sampling, door)
+    rollout = Rollout(group, 0, "g0", function, generator, sampling, door)
     watch = asyncio.create_task(_longest_block())
     await asyncio.sleep(0)
     try:
@@ -128,8 +144,9 @@ async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any)
     if blocked > LONGEST_BLOCK_S:
         raise RolloutError(where, f"{blocked:.1f} s", "held up the event loop that all rollouts share",
                            "await what takes long, or run it with asyncio.to_thread")  # fmt: skip
-    assert sample.tokens[sample.loss_mask].tolist() == script.said, "trained tokens are those that the engine said"
-    return sample
+    trained = [token for s in group.samples for token in s.tokens[s.loss_mask].tolist()]
+    assert not Counter(trained) - Counter(script.said), "trained tokens are those that the engine said, each once"
+    return group.samples
 
 
 async def _longest_block() -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mslime.data.sample import Group, Sample, SampleStatus
+from mslime.data.sample import Group, SampleStatus
 from mslime.rollout.protocols import Scorer
 
 RIGHT_ABOVE = 0.5
@@ -60,16 +60,17 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def summarise(name: str, groups: Sequence[Sequence[Sample]], seconds: float) -> EvalResult:
-    """The result of `groups`: finished responses to each prompt, the same number n for all, of one weight version."""
-    n = len(groups[0])
-    assert all(len(g) == n for g in groups)
-    versions = {p.version for g in groups for s in g for p in s.segments if p.version is not None}
+def summarise(name: str, groups: Sequence[Group], seconds: float) -> EvalResult:
+    """The result of `groups`: finished rollouts of each prompt, the same number n for all, of one weight version."""
+    rollouts = [group.rollouts() for group in groups]
+    n = len(rollouts[0])
+    assert all(len(g) == n for g in rollouts)
+    samples = [s for g in groups for s in g.samples]
+    versions = {p.version for s in samples for p in s.segments if p.version is not None}
     assert len(versions) <= 1, f"weights were replaced during the evaluation of {name}: versions {sorted(versions)}"
-    rewards = np.asarray([[s.reward or 0.0 for s in g] for g in groups], np.float64)
+    rewards = np.asarray([[parts[-1].reward or 0.0 for parts in g] for g in rollouts], np.float64)
     right = (rewards > RIGHT_ABOVE).sum(axis=1)
     ks = [2**i for i in range(n.bit_length()) if 2**i <= n]
-    samples = [s for g in groups for s in g]
     return EvalResult(
         name,
         len(groups),
@@ -83,29 +84,30 @@ def summarise(name: str, groups: Sequence[Sequence[Sample]], seconds: float) -> 
     )
 
 
-async def answer(groups: Sequence[Group], roll: Callable[[Sample], Awaitable[None]], scorer: Scorer) -> None:
-    """Finish and score all samples of `groups`. Raises the first error; the others are cancelled then.
+async def answer(groups: Sequence[Group], roll: Callable[[Group, int], Awaitable[None]], scorer: Scorer) -> None:
+    """Finish and score all rollouts of `groups`. Raises the first error; the others are cancelled then.
 
     Args:
-        roll: brings a sample to its end.
+        roll: brings a rollout of a group to its end.
     """
 
-    async def run(sample: Sample) -> None:
-        await roll(sample)
-        if not scorer.per_group and sample.reward is None:
-            sample.reward = await scorer.score(sample)
+    async def run(group: Group, number: int) -> None:
+        await roll(group, number)
+        last = group.parts(number)[-1]
+        if not scorer.per_group and last.reward is None:
+            last.reward = await scorer.score(last)
 
     async def score(group: Group) -> None:
-        if all(s.reward is not None for s in group.samples):
+        last = [parts[-1] for parts in group.rollouts()]
+        if all(s.reward is not None for s in last):
             return  # the rollout function knew them, as in training
-        rewards = await scorer.score_group(group.samples)
-        for sample, reward in zip(group.samples, rewards, strict=True):
+        for sample, reward in zip(last, await scorer.score_group(last), strict=True):
             sample.reward = reward
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for sample in (s for g in groups for s in g.samples):
-                tasks.create_task(run(sample))
+            for group, number in [(g, number) for g in groups for number in g.numbers]:
+                tasks.create_task(run(group, number))
         async with asyncio.TaskGroup() as tasks:
             for group in groups if scorer.per_group else []:
                 tasks.create_task(score(group))

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mslime.backends.sglang.client import EngineDied
-from mslime.config.errors import UserError
-from mslime.data.sample import Group, Sample, SampleStatus
+from mslime.config.errors import RolloutError, UserError
+from mslime.config.schema import RunConfig
+from mslime.data.sample import Group, SampleStatus
 from mslime.rollout.books import Books
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.rewards.scoring import Scoring
@@ -27,7 +28,7 @@ class _LiveGroup:
     """A group with rollouts under way, whether it runs or rests.
 
     Attributes:
-        rollouts: by index of their samples, with the task of each.
+        rollouts: by number, with the task of each.
     """
 
     group: Group
@@ -52,7 +53,7 @@ class _LiveGroup:
     def admit(self) -> None:
         """Let those who wait go on."""
         for rollout, _ in self.rollouts.values():
-            rollout.waiting = False
+            rollout.admit()
         self.door.admit()
 
     def rest(self) -> None:
@@ -71,8 +72,8 @@ class GroupRunner:
     """Runs the groups of training.
 
     Args:
-        seed: of the run.
-        spec, workflow: `rollout.function`, and the function that it names.
+        config: `seed`, `rollout` and `deadlines` are read.
+        workflow: the function that `rollout.function` names.
         on_response: called after each finished response.
         on_end: called when a group has ended or rests, so that another may be submitted.
 
@@ -84,8 +85,7 @@ class GroupRunner:
 
     def __init__(
         self,
-        seed: int,
-        spec: str,
+        config: RunConfig,
         workflow: Workflow,
         books: Books,
         generator: Generator,
@@ -94,7 +94,8 @@ class GroupRunner:
         on_response: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._seed, self._spec, self._workflow = seed, spec, workflow
+        self._seed, self._spec, self._workflow = config.seed, config.rollout.function, workflow
+        self._on_error, self._limit_s = config.rollout.on_error, config.deadlines.rollout_function_s
         self._books, self._generator, self._sampling, self._scoring = books, generator, sampling, scoring
         self._on_response, self._on_end = on_response, on_end
         self._live: dict[int, _LiveGroup] = {}
@@ -107,9 +108,9 @@ class GroupRunner:
     def start(self, group: Group) -> None:
         """Run a group that the books call running: begin its rollouts, or let them go on."""
         live = self._live.setdefault(group.group_id, _LiveGroup(group, Door(self.traffic)))
-        for sample in group.samples:
-            if sample.index not in live.rollouts:
-                self._begin_rollout(live, sample)
+        for number in group.numbers:
+            if number not in live.rollouts:
+                self._begin_rollout(live, number)
         live.admit()
         task = asyncio.create_task(self._run(live), name=f"group {group.group_id}")
         self._tasks[group.group_id] = task
@@ -154,44 +155,56 @@ class GroupRunner:
 
     # ------------------------------------------------------------------------------------------------- one rollout
 
-    def _begin_rollout(self, live: _LiveGroup, sample: Sample) -> None:
-        """Begin a sample, or continue what an earlier process has of it if the function can."""
-        if not sample.status.finished and self._workflow is not single_turn:
-            if sample.response_length > 0:
-                self._books.begin_again(sample)
-            sample.metadata = copy.deepcopy(live.group.metadata)  # an earlier try may have noted something
-        session = f"g{sample.group_id}"
+    def _begin_rollout(self, live: _LiveGroup, number: int) -> None:
+        """Begin a rollout, or continue what an earlier process has of it if the function can."""
+        group = live.group
+        first, *others = group.parts(number)
+        if not first.status.finished and self._workflow is not single_turn:
+            if others or first.response_length:
+                self._books.begin_again(group, number)
+            (first,) = group.parts(number)
+            first.metadata = copy.deepcopy(group.metadata)  # an earlier try may have noted something
+        session = f"g{group.group_id}"
         rollout = Rollout(
-            sample, session, self._spec, self._generator, self._sampling, live.door,
-            self._books.generated, self._books.spoilt,
-        )  # fmt: skip
-        task = asyncio.create_task(self._roll(rollout), name=f"rollout {session}-{sample.index}")
+            group, number, session, self._spec, self._generator, self._sampling, live.door, self._books, self._limit_s
+        )
+        task = asyncio.create_task(self._roll(rollout), name=f"rollout {session}-{number}")
         task.add_done_callback(lambda _: live.door.moved.set())
-        live.rollouts[sample.index] = rollout, task
+        live.rollouts[number] = rollout, task
 
     async def _roll(self, rollout: Rollout) -> None:
-        """Bring a sample to its end and score it."""
-        sample = rollout.sample
-        if not sample.status.finished:
-            await rollout.run(self._workflow, rollout.task(self._seed, evaluation=False))
+        """Bring a rollout to its end and score it."""
+        if not rollout.samples[0].status.finished:
+            await self._play(rollout)
             self._books.counters.add("done")
             self._on_response()
-        if sample.status is not SampleStatus.FAILED:
-            await rollout.admitted()
+        if rollout.samples[0].status is not SampleStatus.FAILED:
+            await rollout.scoring()
             try:
-                await self._scoring.sample_finished(sample)
+                await self._scoring.rollout_finished(rollout.samples)
             finally:
-                rollout.busy = False
+                rollout.scored()
 
-    def _end_rollout(self, sample: Sample) -> None:
+    async def _play(self, rollout: Rollout) -> None:
+        """Call the function; where it fails and `rollout.on_error` is `drop`, the rollout counts as failed."""
+        try:
+            await rollout.run(self._workflow, rollout.task(self._seed, evaluation=False))
+        except RolloutError as error:
+            if self._on_error == "fail":
+                raise
+            print(f"a rollout is dropped (rollout.on_error): {error}", flush=True)
+            rollout.fail()
+            self._books.counters.add("failed_rollouts")
+
+    def _end_rollout(self, group_id: int, number: int) -> None:
         """A response was thrown away, so the function that made it stops."""
-        live = self._live.get(sample.group_id)
-        if live is not None and sample.index in live.rollouts:
-            rollout, task = live.rollouts.pop(sample.index)
+        live = self._live.get(group_id)
+        if live is not None and number in live.rollouts:
+            rollout, task = live.rollouts.pop(number)
             rollout.end()
             task.cancel()
-            if not live.rollouts and sample.group_id not in self._tasks:
-                del self._live[sample.group_id]
+            if not live.rollouts and group_id not in self._tasks:
+                del self._live[group_id]
 
     # --------------------------------------------------------------------------------------------------- one group
 

@@ -22,7 +22,7 @@ from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.checksums import FileSum
 from mslime.data.ledger import Ledger
-from mslime.data.sample import Group, Sample
+from mslime.data.sample import Group
 from mslime.data.source import Prompt, PromptSource, PromptStream
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.books import Books, new_group
@@ -92,8 +92,7 @@ class RolloutService:
         scoring = Scoring(config.reward, config.rollout.max_response_tokens, scorer, teacher, self._teaching)
         self._workflow = load_workflow(config.rollout.function)
         self._runner = GroupRunner(
-            config.seed,
-            config.rollout.function,
+            config,
             self._workflow,
             self.books,
             self._generator,
@@ -207,16 +206,18 @@ class RolloutService:
         groups = [new_group(i, prompt, eval_set.samples_per_prompt) for i, prompt in enumerate(rows)]
         door = Door(Traffic(open=True), admitted=True)
 
-        async def roll(sample: Sample) -> None:
-            session = f"{eval_set.name}-{sample.group_id}"
-            rollout = Rollout(sample, session, self._config.rollout.function, self._generator, sampling, door)
+        async def roll(group: Group, number: int) -> None:
+            rollout = Rollout(
+                group, number, f"{eval_set.name}-{group.group_id}", self._config.rollout.function, self._generator,
+                sampling, door, limit_s=self._config.deadlines.rollout_function_s,
+            )  # fmt: skip
             await rollout.run(self._workflow, rollout.task(self._config.seed, evaluation=True))
 
         await answer(groups, roll, self._eval_scorers.get(eval_set.name, self._scorer))
         self._span("rollout", "evaluate", started, step)
         if self._on_evaluated is not None:
             self._on_evaluated(eval_set.name, groups)
-        return summarise(eval_set.name, [g.samples for g in groups], time.time() - started)
+        return summarise(eval_set.name, groups, time.time() - started)
 
     async def close(self) -> None:
         """Stop generating, whatever it loses at the engines. `state_dict` may still be taken."""
@@ -331,6 +332,7 @@ class RolloutService:
             f"{len(books.accepted)} of {self._config.rollout.groups_per_step} groups",
             f"not complete within {self._config.deadlines.rollout_step_s:g} s ({len(books.running)} groups running, "
             f"{self._runner.outside()} rollouts busy with something else than generation, "
+            f"{books.counters.since_mark('failed_rollouts')} failed, "
             f"{books.counters.since_mark('filtered_groups')} refused by the dynamic filter, "
             f"{books.counters.since_mark('truncated_groups')} truncated and masked whole, "
             f"{living(self._engines)} engines alive)",

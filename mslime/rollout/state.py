@@ -56,6 +56,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str
     supports = [s.supports for s in samples if s.supports is not None]
     columns["support_ids"] = [s.ids for s in supports]
     columns["support_sizes"] = [s.sizes.astype(np.int32) for s in supports]
+    columns["prompts"] = [g.prompt for g in groups]
     headers = [_group_header(g) for g in groups]
     return headers, columns
 
@@ -68,16 +69,7 @@ def unpack_groups(headers: Sequence[Mapping[str, Any]], columns: Columns | Store
 
 def pack_begun(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, list[NDArray[Any]]]]:
     """(headers, columns) from which `begun_anew` makes these groups as they were before anything was generated."""
-    headers: list[dict[str, Any]] = []
-    prompts: list[NDArray[Any]] = []
-    for g in groups:
-        first = g.samples[0]
-        prompts.append(first.tokens[: first.prompt_length])
-        headers.append(
-            {"group_id": g.group_id, "source": g.source, "size": len(g.samples), "prompt": first.prompt_length,
-             "label": first.label, "metadata": g.metadata, "failures": g.failures}
-        )  # fmt: skip
-    return headers, {"prompts": prompts}
+    return [_begun_header(g) for g in groups], {"prompts": [g.prompt for g in groups]}
 
 
 def begun_anew(
@@ -87,23 +79,42 @@ def begun_anew(
     stored = InMemory(columns) if isinstance(columns, Mapping) else columns
     groups: list[Group] = []
     for h in headers:
-        prompt = Prompt(stored.cut("prompts", h["prompt"]).tolist(), h["label"], dict(h["metadata"]), h["source"])
-        groups.append(make(int(h["group_id"]), prompt, int(h["size"])))
+        tokens, chat = stored.cut("prompts", h["prompt"]).tolist(), h.get("chat") or {}
+        asked = Prompt(
+            tokens, h["label"], dict(h["metadata"]), h["source"], "", chat.get("messages"), chat.get("tools")
+        )
+        groups.append(make(int(h["group_id"]), asked, int(h["size"])))
         groups[-1].failures = int(h["failures"])
     return groups
 
 
+def _begun_header(g: Group) -> dict[str, Any]:
+    """Everything of a group but what its rollouts made of it."""
+    return {
+        "group_id": g.group_id,
+        "source": g.source,
+        "size": g.size,
+        "prompt": len(g.prompt),
+        "label": g.samples[0].label,
+        "metadata": g.metadata,
+        "failures": g.failures,
+        "chat": None if g.messages is None else {"messages": g.messages, "tools": g.tools},
+    }
+
+
 def _group_header(g: Group) -> dict[str, Any]:
-    samples = [_header(s) for s in g.samples]
-    header: dict[str, Any] = {"group_id": g.group_id, "source": g.source, "metadata": g.metadata, "samples": samples}
-    return header | ({"failures": g.failures} if g.failures else {})
+    return {**_begun_header(g), "samples": [_header(s) for s in g.samples]}
 
 
-def _group(header: Mapping[str, Any], stored: Stored) -> Group:
-    samples = [_sample(s, stored) for s in header["samples"]]
+def _group(h: Mapping[str, Any], stored: Stored) -> Group:
+    samples = [_sample(s, stored) for s in h["samples"]]
     # Files from before rollout functions say it of the samples only, which nobody could change then.
-    metadata = header.get("metadata", samples[0].metadata if samples else {})
-    return Group(header["group_id"], samples, header["source"], header.get("failures", 0), metadata)
+    metadata = h.get("metadata", samples[0].metadata if samples else {})
+    group = Group(h["group_id"], samples, h["source"], h.get("failures", 0), metadata)
+    if "prompt" in h:  # not in files from before rollouts of several sequences
+        group.prompt, group.size = stored.cut("prompts", h["prompt"]).astype(np.int32), h["size"]
+        group.messages, group.tools = (h["chat"] or {}).get("messages"), (h["chat"] or {}).get("tools")
+    return group
 
 
 def save_state(path: Path, state: Mapping[str, Any], columns: Columns) -> FileSum:
@@ -321,6 +332,10 @@ def check_stored(groups: Sequence[Group]) -> None:
     for group in groups:
         if type(group.group_id) is not int or type(group.failures) is not int or not isinstance(group.source, str):
             raise TypeError(f"group {group.group_id!r} of {group.source!r}")
+        if type(group.size) is not int or group.size <= max(
+            (s.index for s in group.samples if s.rollout_id is None), default=-1
+        ):
+            raise ValueError(f"group {group.group_id} is of {group.size!r} rollouts")
         if not isinstance(group.metadata, dict):
             raise TypeError(f"metadata of group {group.group_id} must be an object")
         if not group.samples or any(s.group_id != group.group_id for s in group.samples):

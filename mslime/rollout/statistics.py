@@ -28,6 +28,7 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
         "reward/zero_variance_groups": float(sum(len({s.reward for s in g.samples}) == 1 for g in groups)),
         "rollout/groups": float(len(groups)),
         "rollout/responses": float(len(samples)),
+        "rollout/sequences_per_rollout": len(samples) / len(rewards),
         "rollout/prompt_len_mean": float(np.mean([s.prompt_length for s in samples])),
         "rollout/response_len_mean": float(lengths.mean()),
         "rollout/response_len_p10": float(p10),

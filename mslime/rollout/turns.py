@@ -7,16 +7,16 @@ whoever finds it closed waits inside `generate` until the group is continued.
 from __future__ import annotations
 
 import asyncio
-import json
-import math
+import copy
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from mslime.backends.sglang.generating import Finish
 from mslime.config.errors import RolloutError, UserError
-from mslime.data.sample import Sample, SampleStatus, check_invariants
+from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.rollout.generation import Generator, Sampling, Traffic
+from mslime.rollout.growing import GrowingSample, NoBooks, TokenBooks, settle
+from mslime.rollout.returned import Told, told_of
 from mslime.rollout.workflow import SETTING, NoRoomError, Task, Turn, Workflow
 
 
@@ -52,79 +52,116 @@ class Rollout:
     """One rollout, and the `workflow.Engine` of its function.
 
     Args:
+        number: of the rollout within its group.
         session: its requests prefer one engine.
         spec: name of the function, for messages.
-        booked: told of the tokens that an engine added to the sample.
-        spoilt: told of a sample that its function has changed, and of the tokens that were to be trained before.
+        limit_s: seconds that the function may take between two requests to the engines; None: as long as it likes.
 
-    Attributes:
-        busy: it is at an engine, or is scored. waiting: for its group to be continued. Neither: its function works.
     """
 
     def __init__(
         self,
-        sample: Sample,
+        group: Group,
+        number: int,
         session: str,
         spec: str,
         generator: Generator,
         sampling: Sampling,
         door: Door,
-        booked: Callable[[Sample, int], None] = lambda sample, tokens: None,
-        spoilt: Callable[[Sample, int], None] = lambda sample, tokens: None,
+        books: TokenBooks | None = None,
+        limit_s: float | None = None,
     ) -> None:
-        self.sample, self._session, self._spec = sample, session, spec
+        self._group, self.number, self._session, self._spec = group, number, session, spec
         self._generator, self._sampling, self._door = generator, sampling, door
-        self._booked, self._spoilt, self._trained = booked, spoilt, sample.trainable_tokens
-        self.busy = self.waiting = self._given = self._over = False
-        self._turn_start = sample.prompt_length
-        self._finish: Finish | None = None
-        self._known = self._print()
+        self._books, self._limit_s = books or NoBooks(), limit_s
+        self._grown = [GrowingSample(s, s.prompt_length) for s in group.parts(number)]
+        self._at_work, self._waiting = set[object](), set[object]()
+        self._given = self._over = False
+        self._turns = 0
+        self._watch: asyncio.Timeout | None = None
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Its sequences, the last one with the newest turn once it has ended."""
+        return self._group.parts(self.number)
+
+    @property
+    def busy(self) -> bool:
+        """It is at an engine, or is scored. Neither busy nor waiting: its function works."""
+        return bool(self._at_work)
+
+    @property
+    def waiting(self) -> bool:
+        """It waits for its group to be continued."""
+        return bool(self._waiting)
 
     # ------------------------------------------------------------------------------------ as the function sees it
 
-    def new_sample(self) -> Sample:
+    def new_sample(self, prompt: Sequence[int] | None = None) -> Sample:
         """See `workflow.Engine`."""
-        if self._given:
-            raise self._error("called new_sample() a second time", "one rollout is one sample so far; take turns in it")
-        self._given = True
-        return self.sample
+        self._check_alive()
+        if prompt is None and not self._given:
+            self._given = True
+            return self._grown[0].sample
+        tokens = self._group.prompt if prompt is None else prompt
+        if not 0 < len(tokens) < self._sampling.longest_input:
+            raise self._error(f"began a sequence with {len(tokens)} tokens",
+                              f"give at least one, and fewer than {self._sampling.longest_input}")  # fmt: skip
+        index, label = self._group.next_index(self.number), self._grown[0].sample.label
+        sample = Sample.from_prompt(self._group.group_id, index, tokens, label)
+        sample.metadata = copy.deepcopy(self._group.metadata)
+        return self._add(GrowingSample(sample, len(sample)))
+
+    def branch(self, sample: Sample, at: int | None = None) -> Sample:
+        """See `workflow.Engine`."""
+        source = self._checked(sample)
+        known = source.turn_start if source.busy else len(sample)
+        where = known if at is None else at
+        if not sample.prompt_length <= where <= known:
+            raise self._error(f"branched at token {where} of {len(sample)}",
+                              f"branch between the prompt's end ({sample.prompt_length}) and {known}")  # fmt: skip
+        new = sample.branch(self._group.next_index(self.number), where)
+        return self._add(GrowingSample(new, where, source=source, at=where))
 
     async def generate(self, sample: Sample, *, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
         """See `workflow.Engine`."""
-        self._check(sample)
-        if self.busy or self.waiting:
-            raise self._error("called generate() while another call was under way", "await one turn after the other")
-        texts = (stop,) if isinstance(stop, str) else tuple(stop)
-        start, end = len(sample), None if max_tokens is None else len(sample) + max_tokens
-        if start > sample.prompt_length and self._finish is None:
-            start = self._turn_start  # the turn began in an earlier process
-        self._finish = None
-        while self._finish in (None, "abort"):
-            await self._enter()
-            try:
-                most = None if end is None else end - len(sample)
-                step = await self._generator.advance(
-                    sample, self._sampling, self._session, self._door.traffic, start=start, most=most, stop=texts
-                )
-            finally:
-                self._leave()
-            self._check_alive()
-            self._finish = step.finish
-            sample.status = SampleStatus.ABORTED if step.finish == "abort" else SampleStatus.PENDING
-            self._known, self._trained = self._print(), sample.trainable_tokens
-            self._booked(sample, step.tokens)
-        self._turn_start = len(sample)
-        return Turn(sample.tokens[start:], "stop" if self._finish == "stop" else "length", self._generator.decode)
+        grown = self._checked(sample)
+        if grown.busy:
+            raise self._error("called generate() while another call was under way for the sequence",
+                              "await one turn after the other")  # fmt: skip
+        grown.busy = True
+        try:
+            return await self._turn(grown, max_tokens, (stop,) if isinstance(stop, str) else tuple(stop))
+        finally:
+            grown.busy = False
 
     def append(self, sample: Sample, added: str | Sequence[int]) -> None:
         """See `workflow.Engine`."""
-        self._check(sample)
+        grown = self._idle(sample)
         tokens = self.encode(added) if isinstance(added, str) else list(added)
         if len(sample) + len(tokens) >= self._sampling.longest_input:
-            self._finish = "length"
+            grown.finish = "length"
             raise NoRoomError(f"{len(tokens)} tokens after {len(sample)}; {self._sampling.longest_input} are too many")
         sample.extend(tokens)
-        self._turn_start, self._known = len(sample), self._print()
+        grown.turn_start = len(sample)
+        grown.note()
+
+    def cut(self, sample: Sample, at: int) -> None:
+        """See `workflow.Engine`."""
+        grown = self._idle(sample)
+        self._check_span(sample, at, len(sample))
+        self._books.dropped(sample.cut(at), "cut")
+        for branch in (g for g in self._grown if g is grown or g.source is grown):
+            branch.at = min(branch.at, at)
+        grown.turn_start, grown.finish = len(sample), "stop" if sample.trainable_tokens else None
+        grown.note()
+
+    def mask(self, sample: Sample, start: int, end: int) -> None:
+        """See `workflow.Engine`."""
+        grown = self._idle(sample)
+        self._check_span(sample, start, end)
+        self._books.masked(sample.mask_span(start, end), "rollout")
+        grown.note()
 
     def room(self, sample: Sample) -> int:
         """See `workflow.Engine`."""
@@ -142,21 +179,61 @@ class Rollout:
         Args:
             seed: of the run.
         """
-        s = self.sample
-        own = zlib.crc32(f"{seed}/{self._session}/{s.index}".encode()) & 0x7FFFFFFF
-        prompt = s.tokens[: s.prompt_length]
-        return Task(prompt, s.label, s.metadata, s.group_id, s.index, evaluation, own, self._generator.decode)
+        g, first = self._group, self._grown[0].sample
+        own = zlib.crc32(f"{seed}/{self._session}/{self.number}".encode()) & 0x7FFFFFFF
+        return Task(
+            g.prompt, first.label, first.metadata, g.group_id, self.number, evaluation, own, self._generator.decode,
+            g.messages, g.tools,
+        )  # fmt: skip
 
     async def run(self, function: Workflow, task: Task) -> None:
-        """Call the function and finish its sample.
+        """Call the function and finish its sequences.
 
         Raises:
-            RolloutError: the function raised, or returned or changed what it may not. Its own UserErrors pass.
+            RolloutError: the function raised, took too long, says that its rollout failed, or returned or changed what
+                it may not. Its own UserErrors pass.
         """
+        returned = await self._called(function, task)
+        for grown in self._grown:
+            self._check_untouched(grown)
+        told = told_of(returned, self._grown, self._error)
+        settle(self._group, self._grown, told.chosen, self._books)
+        self._over = True
+        self._finish(told)
+
+    def fail(self) -> None:
+        """Give the rollout up: what it generated is dropped, and it does not count in its group."""
+        self._over = True
+        self._books.dropped(self._group.begin_again(self.number), "failed")
+        self.samples[0].status = SampleStatus.FAILED
+
+    def end(self) -> None:
+        """The function may add nothing any more: its response was thrown away."""
+        self._over = True
+
+    def admit(self) -> None:
+        """The group goes on."""
+        self._waiting.clear()
+
+    async def scoring(self) -> None:
+        """Be scored from now on until `scored`, when the group does not rest."""
+        while not self._door.admitted:
+            await self._wait(self)
+        self._at_work.add(self)
+
+    def scored(self) -> None:
+        """Nothing is left to do."""
+        self._at_work.discard(self)
+
+    # --------------------------------------------------------------------------------------------------- inside
+
+    async def _called(self, function: Workflow, task: Task) -> object:
+        """What the function returns; None when it let a NoRoomError through."""
         try:
-            returned = await function(task, self)
+            async with asyncio.timeout(self._limit_s) as self._watch:
+                return await function(task, self)
         except NoRoomError:
-            returned = None
+            return None
         except UserError:
             raise
         except asyncio.CancelledError as error:
@@ -165,88 +242,115 @@ class Rollout:
                 raise
             raise self._error("was cancelled from within", "catch CancelledError in it") from error
         except Exception as error:  # a user's function may raise anything
+            if isinstance(error, TimeoutError) and self._watch is not None and self._watch.expired():
+                way_out = "give its tools a time limit, or raise deadlines.rollout_function_s"
+                raise self._error(f"did something else than to generate for {self._limit_s:g} s", way_out) from error
             place = traceback.extract_tb(error.__traceback__)[-1]
-            told = f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-            raise self._error(told, "mend the function") from error
-        self._check_returned(returned)
-        self.sample.status = SampleStatus.COMPLETED if self._finish == "stop" else SampleStatus.TRUNCATED
-        self.sample.response = self._generator.decode(self.sample.response_tokens.tolist())
+            raised = f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+            raise self._error(raised, "mend the function") from error
+        finally:
+            self._watch = None
 
-    def end(self) -> None:
-        """The function may add nothing any more: its response was thrown away."""
-        self._over = True
+    async def _turn(self, grown: GrowingSample, max_tokens: int | None, stop: tuple[str, ...]) -> Turn:
+        sample, start = grown.sample, grown.turn_start
+        end = None if max_tokens is None else len(sample) + max_tokens
+        grown.finish = None
+        while grown.finish in (None, "abort"):
+            await self._enter(grown)
+            try:
+                most = None if end is None else end - len(sample)
+                step = await self._generator.advance(
+                    sample, self._sampling, self._session, self._door.traffic, start=start, most=most, stop=stop
+                )
+            finally:
+                self._leave(grown)
+            self._check_alive()
+            grown.finish = step.finish
+            sample.status = SampleStatus.ABORTED if step.finish == "abort" else SampleStatus.PENDING
+            grown.note()
+            self._books.generated(sample, step.tokens)
+        self._turns += 1
+        grown.newest, grown.turn_start = self._turns, len(sample)
+        return Turn(sample.tokens[start:], "stop" if grown.finish == "stop" else "length", self._generator.decode)
 
-    async def admitted(self) -> None:
-        """Be scored from now on, when the group does not rest."""
-        while not self._door.admitted:
-            await self._wait()
-        self.busy = True
+    def _finish(self, told: Told) -> None:
+        """Mark the chosen sequences as finished, with what the function told of them."""
+        for grown in told.chosen:
+            sample = grown.sample
+            sample.status = SampleStatus.COMPLETED if grown.finish == "stop" else SampleStatus.TRUNCATED
+            sample.response = self._generator.decode(sample.response_tokens.tolist())
+            sample.reward = told.reward
+            sample.process_rewards = told.steps.get(id(sample), sample.process_rewards)
+        told.chosen[-1].sample.scores |= {f"user/{name}": number for name, number in told.metrics.items()}
 
-    async def _enter(self) -> None:
+    def _add(self, grown: GrowingSample) -> Sample:
+        """A further sequence of the rollout, which the group holds from now on."""
+        self._grown.append(grown)
+        self._group.set_parts(self.number, [*self.samples, grown.sample])
+        return grown.sample
+
+    async def _enter(self, who: object) -> None:
         self._check_alive()
         while not self._door.open:
-            await self._wait()
-        self.busy = True
+            await self._wait(who)
+        self._at_work.add(who)
+        self._watch_outside()
 
-    async def _wait(self) -> None:
-        self.waiting = True
+    async def _wait(self, who: object) -> None:
+        self._waiting.add(who)
+        self._watch_outside()
         self._door.moved.set()
         try:
             await self._door.next_admission()
         finally:
-            self.waiting = False
+            self._waiting.discard(who)
 
-    def _leave(self) -> None:
-        self.busy = False
+    def _leave(self, who: object) -> None:
+        self._at_work.discard(who)
+        self._watch_outside()
         self._door.moved.set()
+
+    def _watch_outside(self) -> None:
+        """Count the time that the function takes outside the engines, from now on."""
+        if self._limit_s is not None and self._watch is not None and not self._watch.expired():
+            outside = not self._at_work and not self._waiting
+            self._watch.reschedule(asyncio.get_running_loop().time() + self._limit_s if outside else None)
 
     # --------------------------------------------------------------------------------------------------- mistakes
 
-    def _check(self, sample: Sample) -> None:
+    def _checked(self, sample: Sample) -> GrowingSample:
         self._check_alive()
-        if sample is not self.sample:
-            raise self._error(f"used {type(sample).__name__} of another rollout", "use the one of engine.new_sample()")
-        if self._print() != self._known:
+        grown = next((g for g in self._grown if g.sample is sample), None)
+        if grown is None:
+            raise self._error(f"used a {type(sample).__name__} that is not of this rollout",
+                              "use those of engine.new_sample() and engine.branch()")  # fmt: skip
+        self._check_untouched(grown)
+        return grown
+
+    def _idle(self, sample: Sample) -> GrowingSample:
+        grown = self._checked(sample)
+        if grown.busy:
+            raise self._error("changed a sequence while a turn of it was generated", "await generate() first")
+        return grown
+
+    def _check_span(self, sample: Sample, start: int, end: int) -> None:
+        if not sample.prompt_length <= start <= end <= len(sample):
+            raise self._error(f"named the tokens {start} to {end} of {len(sample)}",
+                              f"stay between the prompt's end ({sample.prompt_length}) and the sequence's")  # fmt: skip
+
+    def _check_untouched(self, grown: GrowingSample) -> None:
+        if not grown.untouched:
             self._over = True  # even if the function goes on after the error
-            self._spoilt(sample, self._trained)
+            grown.sample.restart()
+            grown.sample.metadata = copy.deepcopy(self._group.metadata)
+            self._books.dropped(grown.trained, "failed")
             raise self._error("changed tokens, loss mask or log-probs of its sample",
                               "let it grow by engine.generate and engine.append only")  # fmt: skip
 
     def _check_alive(self) -> None:
         if self._over:
-            raise asyncio.CancelledError(f"rollout {self._session}-{self.sample.index} begins anew")
-
-    def _check_returned(self, returned: object) -> None:
-        samples = returned if isinstance(returned, list) else [self.sample if returned is None else returned]
-        if len(samples) != 1:
-            way_out = "return the sample of engine.new_sample(); several samples of one rollout are not trained yet"
-            raise self._error(f"returned {len(samples)} samples", way_out)
-        if samples[0] is not self.sample:
-            raise self._error(f"returned {samples[0]!r:.80}", "return the sample of engine.new_sample(), or None")
-        self._check(self.sample)
-        if self._finish is None:
-            raise self._error("returned without generating", "call engine.generate at least once")
-        reward = self.sample.reward
-        if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
-            raise self._error(f"set the reward {reward!r:.80}", "set a finite number, or leave it to the reward")
-        self.sample.reward = None if reward is None else float(reward)
-        try:
-            json.dumps(self.sample.metadata)
-        except (TypeError, ValueError) as error:
-            raise self._error(f"left metadata that cannot be saved: {error}",
-                              "keep text, numbers, lists and objects in it") from error  # fmt: skip
-        try:
-            check_invariants(self.sample)
-        except AssertionError as error:
-            raise self._error(f"left a broken sample: {error}", "change nothing but its metadata") from error
+            raise asyncio.CancelledError(f"rollout {self._session}-{self.number} has ended, or begins anew")
 
     def _error(self, rule: str, way_out: str) -> RolloutError:
-        where = f"group {self.sample.group_id}, response {self.sample.index}"
+        where = f"group {self._group.group_id}, response {self.number}"
         return RolloutError(f"{SETTING} {self._spec}", where, rule, way_out)
-
-    def _print(self) -> tuple[int, int]:
-        """Length and checksum of what only the engine and the environment may write."""
-        s, checksum = self.sample, 0
-        for column in (s.tokens, s.loss_mask, s.log_probs):
-            checksum = zlib.crc32(column.tobytes(), checksum)
-        return len(s), checksum

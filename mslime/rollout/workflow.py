@@ -1,11 +1,15 @@
 """What a rollout does, as a function of a task and an engine: `rollout.function: module:function`.
 
-    async def rollout(task: Task, engine: Engine) -> Sample | None
+    async def rollout(task: Task, engine: Engine) -> Sample | list[Sample] | Episode | None
 
-The function may take several turns, call tools and wait for them. It knows nothing of Ray, SGLang, weight updates or
+The function may take several turns, call tools and wait for them, start sub-agents, and branch: a rollout is one
+sequence or several, which share one reward. It knows nothing of Ray, SGLang, weight updates or
 ages: `engine.generate` waits while the engines take new weights, and continues what was interrupted. It runs in the
 rollout service's process, in one event loop with all others, so it awaits what takes long. The same function serves
 training and evaluation. `single_turn` is the built-in one.
+
+Sequences that were generated and are not among the samples of what the function returns are dropped from training, and
+are in the ledger as `unused`. A reward of one sample is asked about the last of them.
 
 A function lives in its process only. After a resume, or when it raised, an unfinished rollout begins anew, and the
 tokens it had are in the ledger as dropped (`restarted`); `single_turn` continues its response instead.
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -35,6 +39,7 @@ class Task:
     Attributes:
         prompt: [prompt] int32 token ids, in the chat template if there is one.
         label, metadata: of the prompt's row; the function may add to `sample.metadata`, in JSON values.
+        messages, tools: the prompt as chat messages, and the tools that its row offers; None where it has none.
         group_id, index: of the prompt, and of the rollout among those of the prompt.
         evaluation: whether this is for a held-out set, and nothing is trained.
         seed: the same at every try of this rollout, and another for every other rollout of the run.
@@ -49,6 +54,8 @@ class Task:
     evaluation: bool
     seed: int
     decode: Callable[[Sequence[int]], str]
+    messages: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def text(self) -> str:
@@ -79,11 +86,23 @@ class Turn:
 class Engine(Protocol):
     """The engines as one rollout sees them."""
 
-    def new_sample(self) -> Sample:
-        """The sample of this rollout. It holds the prompt, and grows in `generate` and `append` only.
+    def new_sample(self, prompt: Sequence[int] | None = None) -> Sample:
+        """A sequence of this rollout. It grows in `generate` and `append` only.
+
+        Args:
+            prompt: token ids that it begins with; None: the task's. The first call without one gives the sequence that
+                an earlier process may have begun.
 
         Raises:
-            RolloutError: at the second call. One rollout is one sample so far.
+            RolloutError: `prompt` is empty, or leaves no room for a response.
+        """
+        ...
+
+    def branch(self, sample: Sample, at: int | None = None) -> Sample:
+        """A new sequence that begins with the first `at` tokens of `sample`, or with all.
+
+        They are context here, with their versions, log-probs and routes, and are trained in `sample` alone. `sample`
+        may be growing meanwhile, where `at` is not beyond the turn that is generated.
         """
         ...
 
@@ -91,7 +110,9 @@ class Engine(Protocol):
         """Let the model go on after what the sample holds, and add what it says.
 
         Waits while the engines take new weights. A response that is interrupted by that goes on afterwards; each token
-        keeps the weight version that sampled it. Without room for another token it returns an empty turn.
+        keeps the weight version that sampled it. Without room for another token it returns an empty turn. Several
+        sequences of a rollout may be generated at once, each by one call at a time. When a call is cancelled, the
+        sequence keeps what it has of the turn, with which the next call goes on; see `cut`.
 
         Args:
             max_tokens: of this turn; the limits of the run hold as well.
@@ -110,6 +131,14 @@ class Engine(Protocol):
         """
         ...
 
+    def cut(self, sample: Sample, at: int) -> None:
+        """Throw away the tokens from `at` on. The sampled ones among them are dropped in the ledger, as `cut`."""
+        ...
+
+    def mask(self, sample: Sample, start: int, end: int) -> None:
+        """Take tokens [start, end) out of the loss; they stay as context, and are masked in the ledger as `rollout`."""
+        ...
+
     def room(self, sample: Sample) -> int:
         """Tokens that the model may still add."""
         ...
@@ -119,8 +148,27 @@ class Engine(Protocol):
         ...
 
 
-Workflow = Callable[[Task, Engine], Awaitable[Sample | list[Sample] | None]]
-"""None and a list of the one sample stand for the sample of `new_sample`."""
+@dataclass(frozen=True)
+class Episode:
+    """What came of a rollout, where there is more to tell than its sequences.
+
+    Attributes:
+        samples: the sequences that are trained; None: all that were generated, in the order of their newest turns.
+        reward: of the whole rollout; None: `reward` scores the last of the sequences.
+        step_rewards: (sequence, position of the token that ends a step, reward), beside `reward`.
+        metrics: numbers that are logged as `user/<name>`.
+        failed: why the rollout is worth nothing, when an environment broke, for example; see `rollout.on_error`.
+    """
+
+    samples: Sequence[Sample] | None = None
+    reward: float | None = None
+    step_rewards: Sequence[tuple[Sample, int, float]] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    failed: str = ""
+
+
+Workflow = Callable[[Task, Engine], Awaitable[Sample | list[Sample] | Episode | None]]
+"""A sample or a list stands for the `Episode` of these sequences, None for that of all."""
 
 
 class NoRoomError(Exception):

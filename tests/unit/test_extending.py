@@ -22,7 +22,7 @@ from mslime.data.sample import Group, Sample
 from mslime.data.user_source import UserSource
 from mslime.observe.hooks import call_step_hook
 from mslime.preflight.seams import check_seams, seams_of
-from mslime.rollout.contract import check_workflow
+from mslime.rollout.contract import check_rollout, check_workflow
 from mslime.rollout.rewards.result import checked
 from tests.unit.rollout_fakes import FakeTokenizer
 
@@ -67,6 +67,10 @@ def test_the_reward_says_what_the_table_says() -> None:
 
 
 def test_the_rollout_makes_the_sample_of_the_table() -> None:
+    critic, answer = check_rollout(
+        "examples.extending.rollout:with_a_critic", replies=["4", "No."], prompt="What is 2 + 3?"
+    )
+    assert (critic.response, answer.response) == ("No.", "4") and critic.tokens[critic.prompt_length - 1] == ord("?")
     made = check_workflow("examples.extending.rollout:with_calculator", replies=["<sum>2+3</sum>", "5"])
     assert made.response == "<sum>2+3</sum>=5\n5"
     trained = ["".join(chr(t) for t in made.tokens[s.start : s.end] if t) for s in made.segments if s.trainable]

@@ -312,7 +312,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
 
 
 def test_a_held_out_set_is_summarised_by_prompt():
-    groups = [group(0, [1, 0, 0, 0, 0, 0]).samples, group(1, [1] * 6).samples, group(2, [0] * 6).samples]
+    groups = [group(0, [1, 0, 0, 0, 0, 0]), group(1, [1] * 6), group(2, [0] * 6)]
     result = summarise("sums", groups, 2.0)
     assert result.accuracy == result.mean_reward == pytest.approx(7 / 18)
     assert result.pass_at == pytest.approx({1: (1 / 6 + 1) / 3, 2: (1 / 3 + 1) / 3, 4: (4 / 6 + 1) / 3})

@@ -113,11 +113,6 @@ async def says_nothing(task: Task, engine: Engine) -> None:
     engine.new_sample()
 
 
-async def takes_two_samples(task: Task, engine: Engine) -> None:
-    engine.new_sample()
-    engine.new_sample()
-
-
 async def changes_tokens(task: Task, engine: Engine) -> None:
     sample = engine.new_sample()
     await engine.generate(sample)

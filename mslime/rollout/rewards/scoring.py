@@ -15,7 +15,7 @@ from mslime.rollout.protocols import Scorer, Teacher
 
 
 class Scoring:
-    """Rewards and teaches samples as they finish, or rewards a whole group once it has. What was done before an
+    """Rewards and teaches rollouts as they finish, or rewards a whole group once it has. What was done before an
     interruption is not done again."""
 
     def __init__(
@@ -34,29 +34,35 @@ class Scoring:
         self._shaping, self._limit = shaping, limit
         self._scorer, self._teacher, self._span = scorer, teacher, span
 
-    async def sample_finished(self, sample: Sample) -> None:
-        """Reward and teach a sample, both at once. Raises the first error of the two, when both are through."""
-        both = await asyncio.gather(self._reward(sample), self._teach(sample), return_exceptions=True)
-        for error in both:
+    async def rollout_finished(self, samples: Sequence[Sample]) -> None:
+        """Reward a rollout and teach its samples, all at once. Raises the first error, when all are through.
+
+        A reward of one sample is asked about the last one, and is that of all.
+        """
+        done = await asyncio.gather(self._reward(samples), *map(self._teach, samples), return_exceptions=True)
+        for error in done:
             if error is not None:
                 raise error
 
     async def group_finished(self, group: Group) -> None:
-        """Reward the samples of a group together, where the reward is of groups."""
-        samples = [s for s in group.samples if s.status is not SampleStatus.FAILED]
-        if self._scorer.per_group and any(s.reward is None for s in samples):
-            self._settle(samples, await self._scorer.score_group(samples))
+        """Reward the rollouts of a group together, where the reward is of groups."""
+        rollouts = [r for r in group.rollouts() if r[0].status is not SampleStatus.FAILED]
+        if self._scorer.per_group and any(r[-1].reward is None for r in rollouts):
+            rewards = await self._scorer.score_group([r[-1] for r in rollouts])
+            for samples, reward in zip(rollouts, rewards, strict=True):
+                self._settle(samples, reward)
 
-    async def _reward(self, sample: Sample) -> None:
-        if not self._scorer.per_group and sample.reward is None:
-            self._settle([sample], [await self._scorer.score(sample)])
+    async def _reward(self, samples: Sequence[Sample]) -> None:
+        if not self._scorer.per_group and samples[-1].reward is None:
+            self._settle(samples, await self._scorer.score(samples[-1]))
 
-    def _settle(self, samples: Sequence[Sample], rewards: Sequence[float | None]) -> None:
-        for sample, reward in zip(samples, rewards, strict=True):
-            if reward is None:
-                sample.status = SampleStatus.FAILED
-            else:
-                sample.reward = shaped(sample, reward, self._shaping, self._limit)
+    def _settle(self, samples: Sequence[Sample], reward: float | None) -> None:
+        """Give all samples of a rollout its reward, or let it fail."""
+        if reward is not None:
+            reward = shaped(samples[-1], reward, self._shaping, self._limit)
+        for sample in samples:
+            sample.reward = reward
+            sample.status = SampleStatus.FAILED if reward is None else sample.status
 
     async def _teach(self, sample: Sample) -> None:
         if self._teacher is not None and sample.teacher_log_probs is None:

@@ -1,0 +1,104 @@
+"""The sequences of one rollout: how they grow, that nobody else changed them, and which of them are trained."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mslime.backends.sglang.generating import Finish
+from mslime.data.sample import Group, Sample
+
+
+class TokenBooks(Protocol):
+    """Who is told what becomes of the tokens of a rollout under way."""
+
+    def generated(self, sample: Sample, tokens: int) -> None:
+        """An engine returned `tokens` more of a sample, which are in it."""
+        ...
+
+    def dropped(self, tokens: int, reason: str) -> None:
+        """So many tokens that were to be trained are gone."""
+        ...
+
+    def masked(self, tokens: int, reason: str) -> None:
+        """So many tokens that were to be trained are context from now on."""
+        ...
+
+
+class NoBooks:
+    """For rollouts of which nothing is trained."""
+
+    def generated(self, sample: Sample, tokens: int) -> None:
+        """Nobody counts."""
+
+    def dropped(self, tokens: int, reason: str) -> None:
+        """Nobody counts."""
+
+    def masked(self, tokens: int, reason: str) -> None:
+        """Nobody counts."""
+
+
+@dataclass(eq=False)
+class GrowingSample:
+    """A sample that grows.
+
+    Attributes:
+        turn_start: where the turn begins that is generated now or comes next.
+        finish: how the newest turn ended; None when there is none, or it was cancelled.
+        newest: number of its newest turn among all turns of the rollout; 0 when it has none.
+        busy: a turn is generated.
+        source, at: the sequence that it was branched off, and how many tokens of that it begins with.
+        trained: tokens that were to be trained when `note` was called.
+    """
+
+    sample: Sample
+    turn_start: int
+    finish: Finish | None = None
+    newest: int = 0
+    busy: bool = False
+    source: GrowingSample | None = None
+    at: int = 0
+    trained: int = 0
+    _known: tuple[int, int] = field(default=(0, 0))
+
+    def __post_init__(self) -> None:
+        self.note()
+
+    def note(self) -> None:
+        """What it holds now is right."""
+        self._known, self.trained = self._print(), self.sample.trainable_tokens
+
+    @property
+    def untouched(self) -> bool:
+        """Whether it holds what `note` saw."""
+        return self._print() == self._known
+
+    def _print(self) -> tuple[int, int]:
+        """Length and checksum of what only the engine and the environment may write."""
+        s, checksum = self.sample, 0
+        for column in (s.tokens, s.loss_mask, s.log_probs):
+            checksum = zlib.crc32(column.tobytes(), checksum)
+        return len(s), checksum
+
+
+def settle(group: Group, grown: Sequence[GrowingSample], chosen: Sequence[GrowingSample], books: TokenBooks) -> None:
+    """Let a rollout consist of the chosen ones of its sequences, in this order.
+
+    A turn that only the others train is trained in the first chosen sequence that was branched off behind it; the rest
+    of what they were to train is dropped.
+
+    Args:
+        grown: all sequences of the rollout, in the order in which they were begun.
+    """
+    for other in (g for g in grown if g not in chosen):
+        heir = next((g for g in grown if g.source is other and (g in chosen or _has_heir(g, grown, chosen))), None)
+        inherited = 0 if heir is None else heir.sample.adopt(other.sample, heir.at)
+        books.dropped(other.sample.trainable_tokens - inherited, "unused")
+    group.set_parts(grown[0].sample.number, [g.sample for g in chosen])
+
+
+def _has_heir(grown: GrowingSample, every: Sequence[GrowingSample], chosen: Sequence[GrowingSample]) -> bool:
+    """Whether a chosen sequence was branched off this one, or off a branch of it."""
+    return any(g.source is grown and (g in chosen or _has_heir(g, every, chosen)) for g in every)

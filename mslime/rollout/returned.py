@@ -1,0 +1,112 @@
+"""What a rollout function returned: the sequences that are trained, and what it tells of them, or an error in words."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mslime.config.errors import RolloutError
+from mslime.data.sample import Sample, check_invariants
+from mslime.extensions import checked_metrics
+from mslime.rollout.growing import GrowingSample
+from mslime.rollout.workflow import Episode
+
+OWN = "return samples of engine.new_sample() and engine.branch()"
+Mistake = Callable[[str, str], RolloutError]
+"""An error that names the function and its rollout, from a rule and a way out."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a function told of its rollout.
+
+    Attributes:
+        chosen: the sequences that are trained, at least one.
+        steps: process rewards by id() of their sample, where the function gives some.
+    """
+
+    chosen: list[GrowingSample]
+    reward: float | None
+    steps: Mapping[int, list[tuple[int, float]]]
+    metrics: Mapping[str, float]
+
+
+def told_of(returned: object, grown: Sequence[GrowingSample], error: Mistake) -> Told:
+    """What a function told that returned this, from the sequences of its rollout. Raises RolloutError."""
+    episode = _episode(returned, error)
+    if episode.failed:
+        way_out = "look at the environment; rollout.on_error: drop goes on without such rollouts"
+        raise error(f"says that its rollout failed: {episode.failed}", way_out)
+    chosen = _chosen(episode.samples, grown, error)
+    for one in chosen:
+        _check_sample(one.sample, error)
+    metrics = checked_metrics(episode.metrics)
+    if isinstance(metrics, str):
+        raise error(metrics, "return numbers under plain names")
+    return Told(chosen, _reward(episode, chosen, error), _steps(episode, chosen, error), metrics)
+
+
+def _episode(returned: object, error: Mistake) -> Episode:
+    if returned is None or isinstance(returned, Sample):
+        return Episode(None if returned is None else [returned])
+    if isinstance(returned, list | tuple):
+        return Episode(returned)
+    if not isinstance(returned, Episode):
+        raise error(f"returned {returned!r:.80}", f"{OWN}, an Episode, or None")
+    return returned
+
+
+def _chosen(samples: Sequence[Sample] | None, grown: Sequence[GrowingSample], error: Mistake) -> list[GrowingSample]:
+    """The sequences of an episode; without it, all that have turns, in the order of the newest ones."""
+    if samples is None:
+        found = sorted((g for g in grown if g.finish is not None), key=lambda g: g.newest)
+    else:
+        by_id = {id(g.sample): g for g in grown}
+        found = [by_id[id(s)] for s in samples if id(s) in by_id]
+        if len(found) < len(samples):
+            wrong = next(s for s in samples if id(s) not in by_id)
+            raise error(f"returned {wrong!r:.80}", OWN)
+        if len({id(g) for g in found}) < len(found):
+            raise error("returned a sample twice", "return each sequence once")
+    if not found or any(g.finish is None for g in found):
+        raise error("returned without generating", "call engine.generate at least once for each sample")
+    if any(g.busy for g in found):
+        raise error("returned while a turn was generated", "await it, or cancel it")
+    return found
+
+
+def _check_sample(sample: Sample, error: Mistake) -> None:
+    try:
+        json.dumps(sample.metadata)
+    except (TypeError, ValueError) as problem:
+        raise error(f"left metadata that cannot be saved: {problem}", "keep text, numbers, lists and objects "
+                    "in it") from problem  # fmt: skip
+    try:
+        check_invariants(sample)
+    except AssertionError as problem:
+        raise error(f"left a broken sample: {problem}", "change nothing but its metadata") from problem
+
+
+def _reward(episode: Episode, chosen: Sequence[GrowingSample], error: Mistake) -> float | None:
+    """The rollout's, from the episode or from a sample of it."""
+    given = [r for r in (episode.reward, *(g.sample.reward for g in chosen)) if r is not None]
+    for reward in given:
+        if not (isinstance(reward, int | float) and math.isfinite(reward)):
+            raise error(f"set the reward {reward!r:.80}", "set a finite number, or leave it to the reward")
+    if len(set(given)) > 1:
+        raise error(f"set the rewards {sorted(given)}", "a rollout has one; use Episode.step_rewards beside it")
+    return float(given[0]) if given else None
+
+
+def _steps(episode: Episode, chosen: Sequence[GrowingSample], error: Mistake) -> dict[int, list[tuple[int, float]]]:
+    steps: dict[int, list[tuple[int, float]]] = {}
+    samples = {id(g.sample): g.sample for g in chosen}
+    for sample, at, reward in episode.step_rewards:
+        known = samples.get(id(sample))
+        if known is None or not 0 <= at < len(known) or not math.isfinite(reward):
+            way_out = "name a sequence that is returned, a position within it, and a finite number"
+            raise error(f"gave the step reward {reward!r:.40} at token {at!r:.40}", way_out)
+        steps.setdefault(id(sample), []).append((int(at), float(reward)))
+    return steps

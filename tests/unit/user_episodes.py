@@ -1,0 +1,157 @@
+"""Rollout functions of several sequences, good and bad."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+
+from mslime.data.sample import Sample
+from mslime.rollout.workflow import Engine, Episode, NoRoomError, Task
+
+OTHER_PROMPT = [7, 8, 9]
+
+
+async def branches(task: Task, engine: Engine) -> list[Sample]:
+    """Two turns, and another second turn branched off the first."""
+    trunk = engine.new_sample()
+    await engine.generate(trunk, max_tokens=3)
+    other = engine.branch(trunk)
+    for sample, said in ((trunk, "A"), (other, "BB")):
+        engine.append(sample, said)
+    await asyncio.gather(engine.generate(trunk), engine.generate(other, max_tokens=2))
+    return [trunk, other]
+
+
+async def returns_only_the_branch(task: Task, engine: Engine) -> list[Sample]:
+    return [(await branches(task, engine))[1]]
+
+
+async def returns_a_branch_of_a_branch(task: Task, engine: Engine) -> list[Sample]:
+    _, other = await branches(task, engine)
+    leaf = engine.branch(other, len(other) - 1)
+    engine.append(leaf, "C")
+    await engine.generate(leaf, max_tokens=1)
+    return [leaf]
+
+
+async def sub_agents(task: Task, engine: Engine) -> None:
+    """A sequence from another prompt at the same time as one from the task's."""
+    asked = engine.new_sample(OTHER_PROMPT)
+    await asyncio.gather(engine.generate(asked, max_tokens=4), engine.generate(engine.new_sample()))
+
+
+async def only_another_prompt(task: Task, engine: Engine) -> Episode:
+    sample = engine.new_sample(OTHER_PROMPT)
+    await engine.generate(sample, max_tokens=4)
+    return Episode([sample], reward=1.0, step_rewards=[(sample, 4, 0.5)], metrics={"calls": 2})
+
+
+async def cuts_and_masks(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample, max_tokens=4)
+    engine.mask(sample, len(sample) - 4, len(sample) - 2)
+    engine.append(sample, "X")
+    await engine.generate(sample, max_tokens=3)
+    engine.cut(sample, len(sample) - 2)
+
+
+async def cancels_a_turn(task: Task, engine: Engine) -> None:
+    """A turn that takes too long is thrown away, and another one taken."""
+    sample = engine.new_sample()
+    await engine.generate(sample, max_tokens=2)
+    start = len(sample)
+    turn = asyncio.create_task(engine.generate(sample))
+    for _ in range(40):
+        await asyncio.sleep(0)
+    turn.cancel()
+    with suppress(asyncio.CancelledError):
+        await turn
+    engine.cut(sample, start)
+    engine.append(sample, "X")
+    await engine.generate(sample, max_tokens=2)
+
+
+async def fails_for_one(task: Task, engine: Engine) -> Episode:
+    sample = engine.new_sample()
+    await engine.generate(sample, max_tokens=2)
+    return Episode(failed="the environment is gone" if task.group_id == 1 and task.index == 0 else "")
+
+
+async def hangs_for_one(task: Task, engine: Engine) -> None:
+    await engine.generate(engine.new_sample(), max_tokens=2)
+    if task.group_id == 1 and task.index == 0:
+        await asyncio.Event().wait()
+
+
+async def anything(task: Task, engine: Engine) -> list[Sample] | None:
+    """Whatever a function may do, by chance."""
+    chance = random.Random(f"{task.seed}")
+    grown = [engine.new_sample()]
+    await engine.generate(grown[0], max_tokens=chance.randint(1, 5))
+    for _ in range(chance.randint(1, 6)):
+        sample = chance.choice(grown)
+        match chance.choice(["turn", "turn", "branch", "cut", "mask", "new", "both"]):
+            case "turn":
+                with suppress(NoRoomError):
+                    engine.append(sample, "X" * chance.randint(1, 3))
+                    await engine.generate(sample, max_tokens=chance.randint(1, 5))
+            case "branch":
+                grown.append(engine.branch(sample, chance.randint(sample.prompt_length, len(sample))))
+            case "cut":
+                engine.cut(sample, chance.randint(sample.prompt_length, len(sample)))
+            case "mask":
+                start = chance.randint(sample.prompt_length, len(sample))
+                engine.mask(sample, start, chance.randint(start, len(sample)))
+            case "new":
+                grown.append(engine.new_sample(OTHER_PROMPT))
+            case _:
+                two = chance.sample(grown, min(2, len(grown)))
+                await asyncio.gather(*(engine.generate(s, max_tokens=3) for s in two))
+    for sample in grown:
+        await engine.generate(sample, max_tokens=1)
+    return chance.choice([None, [chance.choice(grown)], chance.sample(grown, chance.randint(1, len(grown)))])
+
+
+async def branches_inside_the_prompt(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    engine.branch(sample, 1)
+
+
+async def begins_with_nothing(task: Task, engine: Engine) -> None:
+    engine.new_sample([])
+
+
+async def appends_while_it_generates(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    turn = asyncio.create_task(engine.generate(sample))
+    await asyncio.sleep(0)
+    engine.append(sample, "X")
+    await turn
+
+
+async def returns_while_it_generates(task: Task, engine: Engine) -> list[Sample]:
+    first, second = engine.new_sample(), engine.new_sample()
+    await engine.generate(first, max_tokens=1)
+    task_of_second = asyncio.create_task(engine.generate(second))
+    await asyncio.sleep(0)
+    assert not task_of_second.done()
+    return [first, second]
+
+
+async def two_rewards(task: Task, engine: Engine) -> list[Sample]:
+    found = await branches(task, engine)
+    found[0].reward, found[1].reward = 1.0, 2.0
+    return found
+
+
+async def a_metric_of_text(task: Task, engine: Engine) -> Episode:
+    await engine.generate(engine.new_sample(), max_tokens=1)
+    return Episode(metrics={"calls": "two"})  # type: ignore[dict-item]
+
+
+async def a_step_beyond(task: Task, engine: Engine) -> Episode:
+    sample = engine.new_sample()
+    await engine.generate(sample, max_tokens=1)
+    return Episode(step_rewards=[(sample, 100, 1.0)])
