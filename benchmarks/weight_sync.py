@@ -30,7 +30,8 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.schema import DeadlineConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.table import RuleTable
-from mslime.weights.broadcast import BroadcastTransport, in_thread
+from mslime.threads import in_thread
+from mslime.weights.broadcast import BroadcastTransport
 from mslime.weights.buckets import convert, named_tensors, pack
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.transport import Link

@@ -91,9 +91,16 @@ def calling(spec: str, setting: str, about: str = "") -> Generator[None]:
         raise ConfigError(setting, spec, f"{told} ({place.filename}:{place.lineno})", "mend the function") from error
 
 
-METRIC_NAME = r"[\w.@+-]+"
 MOST_METRICS = 64
 """Numbers that one function of the user's may have logged."""
+_METRIC_NAME = re.compile(r"[\w.@+-]+")
+
+
+def bad_metric_name(name: object) -> str | None:
+    """What is wrong with the name of a metric that a user's function returned, in words."""
+    if isinstance(name, str) and _METRIC_NAME.fullmatch(name) is not None:
+        return None
+    return f"returned a metric named {name!r:.80}; a name is letters, digits and _ . @ + -"
 
 
 def checked_metrics(metrics: object) -> dict[str, float] | str:
@@ -105,9 +112,9 @@ def checked_metrics(metrics: object) -> dict[str, float] | str:
         return f"returned {len(given)} metrics; {MOST_METRICS} are the most"
     found: dict[str, float] = {}
     for name, number in given.items():
-        if not isinstance(name, str) or re.fullmatch(METRIC_NAME, name) is None:
-            return f"returned a metric named {name!r:.80}; a name is letters, digits and _ . @ + -"
+        if (wrong := bad_metric_name(name)) is not None:
+            return wrong
         if isinstance(number, str) or not isinstance(number, SupportsFloat) or not math.isfinite(float(number)):
             return f"returned the metric {name} = {number!r:.80}, which is not a finite number"
-        found[name] = float(number)
+        found[str(name)] = float(number)
     return found

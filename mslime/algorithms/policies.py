@@ -8,7 +8,6 @@ has the value s and the gradient s * d(log r). Formulas, papers and defaults: do
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mslime.algorithms.kl import clamp_log_ratio
-from mslime.algorithms.token_batch import TokenBatch
+from mslime.algorithms.token_batch import LOSS_SETTING, TokenBatch
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.errors import ConfigError
-from mslime.extensions import METRIC_NAME, calling, load_function
+from mslime.extensions import bad_metric_name, calling, load_function
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class TokenLoss:
 
 
 PolicyLoss = Callable[[TokenBatch, AlgorithmConfig], TokenLoss]
-LOSS_SETTING = "algorithm.loss"
 
 
 def ppo(batch: TokenBatch, config: AlgorithmConfig) -> TokenLoss:
@@ -160,11 +158,11 @@ def _checked(found: object, batch: TokenBatch, spec: str) -> TokenLoss:
             LOSS_SETTING, spec, f"returned {type(found).__name__}, and not a TokenLoss or a tensor of losses",
             "see docs/extending.md for an example",
         )  # fmt: skip
-    columns: dict[str, object] = {"loss": result.loss, "below": result.below, "above": result.above, **result.metrics}
-    for name, column in columns.items():
-        if re.fullmatch(METRIC_NAME, name) is None:
-            raise ConfigError(LOSS_SETTING, spec, f"returned a metric named {name!r:.80}",
-                              "a name is letters, digits and _ . @ + -")  # fmt: skip
+    for name in result.metrics:
+        if (wrong := bad_metric_name(name)) is not None:
+            raise ConfigError(LOSS_SETTING, spec, wrong, "name it otherwise")
+    own: list[tuple[str, object]] = [("loss", result.loss), ("below", result.below), ("above", result.above)]
+    for name, column in [*own, *result.metrics.items()]:
         if not isinstance(column, Tensor):
             raise ConfigError(LOSS_SETTING, spec, f"returned {name} = {column!r:.80}, and not a tensor",
                               "return one number for each token: mslime weighs them and adds them up")  # fmt: skip

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from mslime.algorithms.token_batch import LOSS_SETTING
 from mslime.config.errors import ConfigError
 
 SUM_NAMES = (
@@ -88,7 +89,7 @@ _EDGES = [FIRST_EDGE * math.exp(index * _LOG_STEP) for index in range(BINS)]
 def other_metrics(names: tuple[str, ...], others: tuple[str, ...]) -> ConfigError:
     """That a loss of the user's reports other metrics for other tokens."""
     return ConfigError(
-        "algorithm.loss", f"{', '.join(names)} and {', '.join(others)}", "reports other metrics in another micro-batch",
+        LOSS_SETTING, f"{', '.join(names)} and {', '.join(others)}", "reports other metrics in another micro-batch",
         "return the same metrics in every call, 0 where there is nothing to say",
     )  # fmt: skip
 
@@ -154,7 +155,7 @@ class LossStatistics:
             ConfigError: there are more than USER_METRICS.
         """
         if len(of_tokens) > USER_METRICS:
-            raise ConfigError("algorithm.loss", len(of_tokens), f"reports more than {USER_METRICS} metrics",
+            raise ConfigError(LOSS_SETTING, len(of_tokens), f"reports more than {USER_METRICS} metrics",
                               "report fewer")  # fmt: skip
         self.user_names = tuple(sorted(of_tokens))
         for index, name in enumerate(self.user_names):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mslime.algorithms.kl import clamp_log_ratio
 
+LOSS_SETTING = "algorithm.loss"
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that hold other tokens of the same sequences, possibly in place."""
 

@@ -35,13 +35,14 @@ from mslime.algorithms.token_batch import Reduce
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.errors import ConfigError
 from mslime.config.schema import DataConfig, RunConfig
-from mslime.data.sample import Group, Sample
+from mslime.data.sample import Group
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import Tokenizer, load_tokenizer
 from mslime.data.user_source import UserSource, open_prompts
 from mslime.observe.hooks import call_step_hook
 from mslime.observe.names import METRICS
 from mslime.preflight.seams import seams_of
+from mslime.rollout.books import new_group
 from mslime.rollout.contract import check_workflow
 from mslime.rollout.filters import load_filter
 
@@ -276,15 +277,13 @@ def check_filter(function: str, prompt: Prompt | None = None, group_size: int = 
 
 
 def _group(prompt: Prompt, rewards: list[float]) -> Group:
-    samples: list[Sample] = []
-    for index, reward in enumerate(rewards):
-        sample = Sample.from_prompt(0, index, prompt.tokens, prompt.label)
-        sample.metadata = dict(prompt.metadata)
+    """A complete group with these rewards."""
+    group = new_group(0, prompt, len(rewards))
+    for sample, reward in zip(group.samples, rewards, strict=True):
         sample.response = "made up"
         sample.extend([1, 2, 3], log_probs=[-1.0, -1.0, -1.0], versions=[(0, 0, 3)], engine="made up")
         sample.reward = reward
-        samples.append(sample)
-    return Group(0, samples, prompt.where)
+    return group
 
 
 # Prompts, the hook

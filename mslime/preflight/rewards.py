@@ -9,7 +9,6 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +24,7 @@ from mslime.rollout.rewards.graders.labels import alternatives, label_problem, m
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.rewards.servers import token_of
 from mslime.rollout.workflow import load_workflow
+from mslime.threads import in_thread
 
 READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
 SHOWN = 60
@@ -132,8 +132,7 @@ def _try_functions(
         return []
     sample = _answered_by_its_label(source, tokenizer)
     places = [(p, f"{place}.parts[{i}]" if scoring.parts else place) for i, p in custom]
-    with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
-        return list(thread.submit(asyncio.run, _try_all(places, sample, group_size)).result())
+    return in_thread(asyncio.run, _try_all(places, sample, group_size)).result()  # the caller may have an event loop
 
 
 async def _try_all(functions: list[tuple[RewardPartConfig, str]], sample: Sample, group_size: int) -> list[str]:

@@ -8,12 +8,11 @@ Every wait has a deadline, and an engine that answers with an error ends the wai
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
@@ -24,25 +23,9 @@ from torch.distributed import distributed_c10d as c10d
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import EngineInfo
 from mslime.network import listen
+from mslime.threads import in_thread
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-
-
-def in_thread(call: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
-    """`call(*args)` in a daemon thread: an abandoned wait must not keep the process from ending, as a pool's would."""
-    future: Future[_R] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name=f"weights-{call.__name__}").start()
-    return future
 
 
 def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:

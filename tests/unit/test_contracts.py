@@ -87,6 +87,12 @@ def names_a_metric_badly(batch: TokenBatch, algorithm: AlgorithmConfig) -> Token
     return TokenLoss(-batch.log_probs * batch.advantages, never, never, {"a b": batch.log_ratio})
 
 
+def hides_its_loss(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
+    """A sum as the loss, behind a metric of its name that is as it should be."""
+    never = torch.zeros_like(batch.mask)
+    return TokenLoss(-(batch.log_probs * batch.advantages).sum(), never, never, {"loss": batch.log_ratio})
+
+
 def one_number(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
     never = torch.zeros_like(batch.mask)
     return TokenLoss(-batch.log_probs * batch.advantages, never, never, {"x": 0.5})  # type: ignore[dict-item]
@@ -127,6 +133,7 @@ def test_corrections_that_are_known_to_be_right_keep_the_contract(preset: str) -
         (check_loss, f"{USER}:summed", "one number for each token"),
         (check_loss, f"{HERE}:looks_at_what_is_trained", "raised RuntimeError: max"),
         (check_loss, f"{HERE}:names_a_metric_badly", "a metric named 'a b'"),
+        (check_loss, f"{HERE}:hides_its_loss", r"returned loss of shape \(\)"),
         (check_loss, f"{HERE}:one_number", "x = 0.5, and not a tensor"),
         (check_correction, f"{HERE}:stale_mean", "depends on which sequences share"),
         (check_advantage, f"{HERE}:in_place", "changes the rewards"),

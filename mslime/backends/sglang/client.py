@@ -14,10 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any, Self, TypeVar
 
 import aiohttp
@@ -41,6 +39,7 @@ from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig
+from mslime.threads import in_thread
 
 T = TypeVar("T")
 CONNECT_S = 10.0
@@ -66,16 +65,7 @@ def blocking(call: Coroutine[Any, Any, T]) -> T:
 
     A signal interrupts the wait at once: nobody joins the thread, which ends with the call.
     """
-    done: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            done.set_result(asyncio.run(call))
-        except BaseException as error:
-            done.set_exception(error)
-
-    Thread(target=work, daemon=True, name="engine call").start()
-    return done.result()
+    return in_thread(asyncio.run, call).result()
 
 
 class EngineClient:

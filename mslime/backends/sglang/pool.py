@@ -150,9 +150,7 @@ class EnginePool:
         for slot, answer in zip(self._slots, answers, strict=True):
             if isinstance(answer, EngineError) and slot.error is not None:
                 raise slot.error from answer
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        return _all_or_first_failure(answers)
 
     async def broadcast(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
         """One call to every live engine at the same time. The first failure is raised, after all have answered."""
@@ -160,10 +158,7 @@ class EnginePool:
         answers = await asyncio.gather(
             *(self._unless_dead(slot, call(slot.client)) for slot in slots), return_exceptions=True
         )
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        return _all_or_first_failure(answers)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -219,3 +214,11 @@ class EnginePool:
         finally:
             task.cancel()
             death.cancel()
+
+
+def _all_or_first_failure(answers: Sequence[T | BaseException]) -> list[T]:
+    """The answers of calls that have all ended. Raises the first failure among them."""
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
