@@ -10,6 +10,8 @@ from mslime.data.sample import Sample
 from mslime.rollout.workflow import Engine, Episode, NoRoomError, Task
 
 OTHER_PROMPT = [7, 8, 9]
+stages: list[asyncio.Event] = []
+"""When each tool call of `patient` returns."""
 
 
 async def branches(task: Task, engine: Engine) -> list[Sample]:
@@ -155,3 +157,13 @@ async def a_step_beyond(task: Task, engine: Engine) -> Episode:
     sample = engine.new_sample()
     await engine.generate(sample, max_tokens=1)
     return Episode(step_rewards=[(sample, 100, 1.0)])
+
+
+async def patient(task: Task, engine: Engine) -> None:
+    """A turn more than there are `stages`, with a tool call between them that waits for its stage."""
+    sample = engine.new_sample()
+    for stage in stages:
+        await engine.generate(sample, max_tokens=90)
+        await stage.wait()
+        engine.append(sample, "=OK")
+    await engine.generate(sample, max_tokens=90)
