@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.set_defaults(run=_report)
     _add_samples(commands.add_parser("samples", help="show responses of a run: the best, the worst, the longest ..."))
+    _add_inspect(commands.add_parser("inspect", help="show responses of a run turn by turn and token by token"))
     add_convert(commands, _TAKE_SETTINGS["convert", "run"][0])
     models = commands.add_parser("models", help="list the model families and what works with each")
     models.add_argument("--markdown", action="store_true", help="as the page docs/models.md")
@@ -113,6 +114,21 @@ def _add_samples(parser: Any) -> None:
         which.add_argument(f"--{kind}", action="store_true", help=f"those {meaning}")
     parser.add_argument("--json", action="store_true", help="print lines of JSON, with every token")
     parser.set_defaults(run=_samples)
+
+
+def _add_inspect(parser: Any) -> None:
+    parser.add_argument("run_dir", type=Path, help="outputs/NAME")
+    parser.add_argument("--step", type=int, metavar="N", help="of this step, as in the metrics (default: the newest)")
+    parser.add_argument("--eval", nargs="?", const="", metavar="SET", help="of the evaluation, or of one held-out set")
+    parser.add_argument("--group", type=int, metavar="G", help="the kept responses of this group")
+    parser.add_argument("--sample", type=int, metavar="I", help="this response of the group")
+    parser.add_argument(
+        "--color", choices=("version", "difference", "mask"), default="version",
+        help="what a token's colour says: the weights that sampled it, its log-prob at the trainer minus that at the "
+        "sampler, or whether it is trained",
+    )  # fmt: skip
+    parser.add_argument("--tokens", action="store_true", help="a line for each token, with log-probs and experts")
+    parser.set_defaults(run=_inspect)
 
 
 def _add_train(parser: Any) -> None:
@@ -286,6 +302,18 @@ def _samples(args: argparse.Namespace) -> int:
     kind = "truncated" if args.truncated else "continued" if args.continued else ""
     wanted = Wanted(args.step, args.eval is not None, args.eval or "", order, count, kind)
     show_samples(args.run_dir, wanted, Console(), args.json)
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from mslime.observe.inspect_view import Inspected, inspect_run
+
+    wanted = Inspected(
+        args.step, args.eval is not None, args.eval or "", args.group, args.sample, args.color, args.tokens
+    )
+    inspect_run(args.run_dir, wanted, Console())
     return 0
 
 

@@ -369,6 +369,12 @@ class ObserveConfig(Section):
         "(best, worst, longest, truncated, continued ...), at most 1 MiB each. all: every one, whole. true means "
         "all, and false none.",
     )
+    sample_routes: int = Field(
+        default=4,
+        ge=0,
+        description="MoE layers, evenly spread, whose routes are kept with the few responses of a step, for the "
+        "report and `mslime inspect`: of the first tokens, 16 KiB a response. 0: none.",
+    )
     save_groups: bool = Field(
         default=False,
         description="Write what every step trains on to groups/step_N.npz, lossless, for `mslime train --replay`.",

@@ -30,11 +30,13 @@ class Assembled:
         metrics: `advantage/*`, `reward/*` by group and by source, `packing/*`.
         advantages: of each sample, groups one after the other: one number, or [T]. None when the trainer
             completes them.
+        trained: the samples that became sequences 0, 1, ...
     """
 
     shards: list[list[TrainShard]]
     metrics: dict[str, float]
     advantages: Sequence[float | NDArray[np.floating]] | None
+    trained: list[Sample]
 
 
 class SourceNames:
@@ -78,10 +80,10 @@ def assemble(
     sources = [source_name(data_source(group, sample)) for group in groups for sample in group.samples]
     metrics = reward_metrics(grouped, sources) | _packing_metrics(shards, config)
     if is_token_level(config.algorithm):  # the trainer reports what became of them
-        return Assembled(shards, metrics, None)
+        return Assembled(shards, metrics, None, chosen)
     every = [shard for step in shards for shard in step]
     metrics |= advantage_metrics([s.advantages for s in every], [s.loss_mask for s in every])
-    return Assembled(shards, metrics, advantages)
+    return Assembled(shards, metrics, advantages, chosen)
 
 
 def have_advantages(group: Group, config: RunConfig) -> bool:

@@ -21,7 +21,7 @@ def train_rl(session: Session) -> None:
             with session.step(step) as record:
                 batch = session.take(step)
                 record.update(batch.metrics)
-                record.update(session.train(batch.shards))
+                record.update(session.train(batch.shards, batch.watched))
                 record.update(session.evaluated())  # of the weights that are now replaced
                 record.update(session.publish_weights(version=step + 1))
                 if evaluation_due(config, step):

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from mslime.config.dtypes import engine_dtype
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.pool import EnginePool
     from mslime.backends.sglang.server import EngineAddress
     from mslime.config.layout import ParallelLayout
+    from mslime.data.sample import Sample
     from mslime.data.shard import TrainShard
     from mslime.data.tokenizer import Tokenizer
     from mslime.preflight.resolve import ResolvedRun
@@ -56,6 +59,7 @@ class StepShards:
         outline: small state file of the service after this step, should it be lost.
         spans: (lane, name, start, end, step) of engines and service since the last step.
         notes: lines for the person who watches the run.
+        watched: sequences whose log-probs at the trainer are to be told to `RolloutHandle.log_trained`.
     """
 
     shards: list[list[ray.ObjectRef]]
@@ -63,6 +67,7 @@ class StepShards:
     outline: bytes
     spans: Spans = field(default_factory=list)
     notes: list[str] = field(default_factory=list[str])
+    watched: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,7 @@ class RolloutActor:
             check_sums(state.directory, {state.name: state.total})
             self._service.load(state.directory / state.name)
         _log.info("prompts are open, generation begins with version %d", version)
-        self._samples = SampleLog(config.observe.save_rollouts, tokenizer)
+        self._samples = SampleLog(config.observe.save_rollouts, tokenizer, config.observe.sample_routes)
         samples.begin(config.run_dir, version)
 
     async def _meet_engines(self, addresses: Sequence[EngineAddress]) -> int:
@@ -236,7 +241,7 @@ class RolloutActor:
             batch = await self._service.take(step)
             try:
                 # In a thread: seconds for a million tokens, in which responses are to be continued and submitted.
-                references, metrics, logged = await asyncio.to_thread(self._shard, batch)
+                references, metrics, logged, trained = await asyncio.to_thread(self._shard, batch)
                 break
             except RewardError as error:
                 _log.warning("step %d: groups without an advantage: %s", step + 1, error)
@@ -245,17 +250,28 @@ class RolloutActor:
                     raise
         if self._config.observe.save_groups:
             await asyncio.to_thread(_write, self._config.run_dir / "groups", batch)
+        watched = self._samples.watch(step + 1, batch.samples, trained)
         self._samples.write(samples.file_of(self._config.run_dir, step + 1), step + 1, [logged])
         _log.info("step %d: handed over, %s", step + 1, summary_line(batch.metrics | metrics))
         spans, self._spans = self._spans, []
-        return StepShards(references, batch.metrics | metrics, self._service.outline(), spans, self._samples.notes())
+        outline, notes = self._service.outline(), self._samples.notes()
+        return StepShards(references, batch.metrics | metrics, outline, spans, notes, watched)
 
-    def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float], Logged]:
+    def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float], Logged, list[Sample]]:
         from mslime.control.assemble import assemble
 
         work = assemble(batch.groups, self._config, batch.version, self._source_name)
         shards = references(work.shards, self._config.layout, self._layers)
-        return shards, work.metrics, Logged(batch.groups, batch.version, work.advantages)
+        return shards, work.metrics, Logged(batch.groups, batch.version, work.advantages), work.trained
+
+    async def log_trained(self, step: int, log_probs: Mapping[int, NDArray[np.float32]]) -> None:
+        """Write what the trainer found of the sequences that `take` named, beside the step's responses.
+
+        Args:
+            step: of the metrics.
+            log_probs: by sequence, [T].
+        """
+        self._samples.write_trained(samples.trainer_file_of(self._config.run_dir, step), step, log_probs)
 
     async def collect(self, step: int, directory: str) -> dict[str, float]:
         """A step's groups into a file of `rollout.groups`, and none to a trainer; returns the rollout's metrics. Then
@@ -405,6 +421,10 @@ class RolloutHandle:
     def take(self, step: int, on_counts: Callable[[RolloutCounts], None]) -> StepShards:
         """See `RolloutActor.take`; reports group counts while it waits."""
         return self._groups(step, self._actor.take.remote(step), on_counts)
+
+    def log_trained(self, step: int, log_probs: Mapping[int, NDArray[np.float32]]) -> None:
+        """See `RolloutActor.log_trained`; waits for nothing, and a failure ends nothing."""
+        self._actor.log_trained.remote(step, log_probs)
 
     def collect(self, step: int, directory: Path, on_counts: Callable[[RolloutCounts], None]) -> dict[str, float]:
         """See `RolloutActor.collect`; reports group counts while it waits."""

@@ -205,19 +205,25 @@ class Session(Started):
         self._outlines = {at: old for at, old in self._outlines.items() if at >= step} | {step + 1: batch.outline}
         return batch
 
-    def train(self, shards: Shards) -> dict[str, float]:
-        """Optimizer steps on the shards, and one row of metrics of them all."""
+    def train(self, shards: Shards, watched: Sequence[int] = ()) -> dict[str, float]:
+        """Optimizer steps on the shards, and one row of metrics of them all.
+
+        Args:
+            watched: sequences whose log-probs are written beside their responses.
+        """
         _log.info("step %d: training", self._step)
         # While the critic is warmed up, the policy stays what it is.
         policy = not self.config.has_critic or self._step > self.config.critic.warmup_steps
         self._training = True
-        metrics, spans = self._trainers.train(shards, self.progress.train, policy, self._step)
+        found = self._trainers.train(shards, self.progress.train, policy, self._step, watched)
         self._training = False
         self._trained = self._step
         if self.config.train.task == "sft":
             self._source_state = self._rows.source.state_dict()
-        self._record_ranks("train", spans)
-        return over_optimizer_steps(metrics)
+        self._record_ranks("train", found.spans)
+        if found.log_probs:
+            self._rollouts.log_trained(self._step, found.log_probs)
+        return over_optimizer_steps(found.metrics)
 
     def publish_weights(self, version: int) -> dict[str, float]:
         """Give the engines the trainer's weights under a new version; generation goes on under it afterwards.

@@ -6,9 +6,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mslime.config.keys import Endpoint
 from mslime.config.schema import RunConfig
@@ -29,6 +32,21 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 Span = tuple[float, float]
 """Begin and end of a stretch of work, Unix seconds."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the ranks say of a step.
+
+    Attributes:
+        metrics: of each optimizer step, equal on all ranks.
+        spans: when each rank was busy.
+        log_probs: by watched sequence, [T] float32, NaN for its first token.
+    """
+
+    metrics: list[dict[str, float]]
+    spans: dict[str, Span]
+    log_probs: dict[int, NDArray[np.float32]]
 
 
 class TrainerActor(RankActor):
@@ -82,13 +100,15 @@ class TrainerActor(RankActor):
             self._prepared, self._found = self._trainer.prepare(own)
         return [shard.returns for shard in self._prepared]
 
-    def update(self, policy: bool) -> dict[str, Any]:
-        """One optimizer step per prepared shard; returns metrics of each and the span of time this rank was busy.
+    def update(self, policy: bool, watched: Sequence[int]) -> dict[str, Any]:
+        """One optimizer step per prepared shard; returns metrics of each, the span of time this rank was busy, and the
+        log-probs that it found of `watched` sequences (`Watch`).
 
         Args:
             policy: also of the policy, not only of the critic on the same GPU.
         """
         begin = time.time()
+        self._trainer.watch.begin(watched)
         rows: list[dict[str, float]] = [dict(self._found) for _ in self._prepared]
         with phase(_log, f"step {self._step}: training on {sum(len(s.tokens) for s in self._prepared)} tokens"):
             if self._critic is not None:
@@ -96,13 +116,13 @@ class TrainerActor(RankActor):
             if policy:
                 rows = [row | learnt for row, learnt in zip(rows, self._trainer.update(self._prepared), strict=True)]
         self._prepared = []
-        return {"metrics": rows, "span": (begin, time.time())}
+        return {"metrics": rows, "span": (begin, time.time()), "log_probs": self._trainer.watch.found}
 
-    def train(self, shards: Sequence[Any], policy: bool, step: int) -> dict[str, Any]:
+    def train(self, shards: Sequence[Any], policy: bool, step: int, watched: Sequence[int]) -> dict[str, Any]:
         """`prepare` and `update` in one."""
         begin = time.time()
         self.prepare(shards, step)
-        return self.update(policy) | {"span": (begin, time.time())}
+        return self.update(policy, watched) | {"span": (begin, time.time())}
 
     def negative_log_likelihood(self, shards: Sequence[Any]) -> tuple[float, int, Span]:
         """(its sum over these shards' trained tokens, how many those are, when this rank was busy)."""
@@ -223,25 +243,25 @@ class TrainerGroup:
         return [tuple(started[name]["moe_layer_ids"]) for name in self._trainers.log_paths]
 
     def train(
-        self, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool, step: int
-    ) -> tuple[list[dict[str, float]], dict[str, Span]]:
+        self, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool, step: int, watched: Sequence[int] = ()
+    ) -> Trained:
         """One optimizer step for each element of `shards[rank]`.
 
         Args:
             policy: also of the policy, not only of the critic.
             step: of the run, from 1 on, for the ranks' logs.
-
-        Returns:
-            Metrics of each optimizer step (equal on all ranks), and when each rank was busy.
+            watched: ids of sequences whose log-probs are wanted.
         """
         if self._critics is not None:
-            return self._train_apart(self._critics, shards, on_progress, policy, step)
+            return self._train_apart(self._critics, shards, on_progress, policy, step, watched)
         deadline, poll = (
             self._config.deadlines.train_step_s,
             self._trainers.poller("progress", on_progress, self._check),
         )
-        results = self._trainers.all("train step", deadline, lambda a, r: a.train.remote(shards[r], policy, step), poll)
-        return results[0]["metrics"], _spans("trainer", results)
+        results = self._trainers.all(
+            "train step", deadline, lambda a, r: a.train.remote(shards[r], policy, step, watched), poll
+        )
+        return Trained(results[0]["metrics"], _spans("trainer", results), _joined(results))
 
     def negative_log_likelihood(self, shards: Sequence[Sequence[Any]]) -> tuple[tuple[float, int], dict[str, Span]]:
         """((its sum over the trained tokens of all ranks' shards, how many those are), when each rank was busy)."""
@@ -254,8 +274,14 @@ class TrainerGroup:
         return over_data_parallel_ranks([found[:2] for found in results], layout), spans
 
     def _train_apart(
-        self, critics: RankGroup, shards: Sequence[Sequence[Any]], on_progress: Report, policy: bool, step: int
-    ) -> tuple[list[dict[str, float]], dict[str, Span]]:
+        self,
+        critics: RankGroup,
+        shards: Sequence[Sequence[Any]],
+        on_progress: Report,
+        policy: bool,
+        step: int,
+        watched: Sequence[int],
+    ) -> Trained:
         """Values go from the critic's ranks to the trainer's and returns back, from rank to rank; then both learn."""
         trainers, deadline = self._trainers, self._config.deadlines.train_step_s
         logs, poll = trainers.log_paths | critics.log_paths, trainers.poller("progress", on_progress, self._check)
@@ -265,12 +291,12 @@ class TrainerGroup:
         prepared = trainers.submit(lambda a, r: a.prepare.remote(shards[r], step, values[r]))
         gather(prepared, "train step: log-probs", deadline, logs, poll)
         returns = list(prepared.values())
-        learning = trainers.submit(lambda a, _: a.update.remote(policy))
+        learning = trainers.submit(lambda a, _: a.update.remote(policy, watched))
         learning |= critics.submit(lambda a, r: a.train.remote(returns[r]))
         found = gather(learning, "train step", deadline, logs, poll)
         of_policy, of_critic = ([found[name] for name in group.log_paths] for group in (trainers, critics))
         rows = [a | b for a, b in zip(of_policy[0]["metrics"], of_critic[0]["metrics"], strict=True)]
-        return rows, _spans("trainer", of_policy) | _spans("critic", of_critic)
+        return Trained(rows, _spans("trainer", of_policy) | _spans("critic", of_critic), _joined(of_policy))
 
     def connect(self, engines: Sequence[Endpoint], group: str) -> None:
         """Meet the engines in process groups whose names begin with `group`."""
@@ -337,6 +363,14 @@ def over_data_parallel_ranks(found: Sequence[tuple[float, int]], layout: Paralle
     """Sums of (loss, tokens) that every rank told of its data-parallel rank's shards."""
     own = {layout.dp_rank(rank): each for rank, each in enumerate(found)}  # the ranks of one shard say the same
     return math.fsum(total for total, _ in own.values()), sum(tokens for _, tokens in own.values())
+
+
+def _joined(results: Sequence[Mapping[str, Any]]) -> dict[int, NDArray[np.float32]]:
+    """Log-probs by sequence, of the ranks that hold parts of it."""
+    whole: dict[int, NDArray[np.float32]] = {}
+    for number, part in (each for result in results for each in result["log_probs"].items()):
+        whole[number] = np.where(np.isnan(part), whole[number], part) if number in whole else part
+    return whole
 
 
 def _spans(role: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Span]:

@@ -7,9 +7,10 @@ gigabytes may stop at the first line without.
 
 from __future__ import annotations
 
+import base64
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,15 +25,19 @@ from mslime.config.choices import Kept
 from mslime.data.sample import Group, Sample, SampleStatus, Segment
 from mslime.data.tokenizer import Tokenizer
 
-KINDS = ("best", "worst", "longest", "truncated", "continued", "any")
-"""Why a response is among the few: its reward or length, cut at the limit, sampled by several versions, chance."""
+KINDS = ("best", "worst", "longest", "truncated", "continued", "any", "group")
+"""Why a response is among the few: its reward or length, cut at the limit, sampled by several versions, chance; and
+those of the one group whose rewards differ most."""
 A_KIND = 2
+A_GROUP = 8
 BYTES_A_FILE = 1 << 20
 """Of a file of some responses. Lines that would not fit are left out."""
 TOKENS_A_SIDE = 1024
 CHARACTERS_A_SIDE = 8192
 OTHER_BYTES = 4096
-WAITING_FILES = 2
+ROUTE_BYTES = 16_384
+"""Of one response, before they are written as text: the first tokens' routes in the layers that are kept."""
+WAITING_FILES = 4
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -71,9 +76,14 @@ class Entry(NamedTuple):
 class SampleLog:
     """Writes files of responses in the background, one after the other."""
 
-    def __init__(self, keep: Kept, tokenizer: Tokenizer) -> None:
+    def __init__(self, keep: Kept, tokenizer: Tokenizer, route_layers: int = 0) -> None:
+        """
+        Args:
+            route_layers: MoE layers whose routes are written of the few; 0: none.
+        """
         self._keep: Kept = keep
-        self._tokenizer = tokenizer
+        self._tokenizer, self._route_layers = tokenizer, route_layers
+        self._watched: dict[int, dict[int, Sample]] = {}
         self._thread = ThreadPoolExecutor(1, "samples")
         self._waiting: list[Future[None]] = []
         self._said: set[str] = set()
@@ -83,11 +93,35 @@ class SampleLog:
         """Write the responses of a step in place of an earlier file of that name; returns at once."""
         if self._keep == "none":
             return
-        self._waiting = [file for file in self._waiting if not file.done()]
-        if len(self._waiting) >= WAITING_FILES:
-            self._note("slow", f"{path}: left out, as the files before it are still being written")
-            return
-        self._waiting.append(self._thread.submit(self._write, path, step, list(parts)))
+        self._submit(path, self._lines(step, list(parts)))
+
+    def watch(self, step: int, samples: Sequence[Sample], trained: Sequence[Sample]) -> tuple[int, ...]:
+        """Which of the `trained` sequences are among the few of a step's `samples`: `write_trained` takes theirs."""
+        few = [] if self._keep == "none" else [samples[place] for place in choose(samples, step)]
+        numbers = {id(sample): number for number, sample in enumerate(trained)}
+        found = {numbers[id(sample)]: sample for sample in few if id(sample) in numbers}
+        self._watched = {step: found}  # one step is trained at a time
+        return tuple(found)
+
+    def write_trained(self, path: Path, step: int, log_probs: Mapping[int, NDArray[np.float32]]) -> None:
+        """Write what the trainer found of the sequences that `watch` named; returns at once.
+
+        Args:
+            log_probs: by sequence, [T] float32, NaN where there is none.
+        """
+        lines = [
+            {"group": sample.group_id, "index": sample.index, "log_probs": self._trainers(sample, log_probs[number])}
+            for number, sample in self._watched.pop(step, {}).items()
+            if number in log_probs
+        ]
+        if lines:
+            self._submit(path, (orjson.dumps(line, option=_OPTIONS) + b"\n" for line in lines))
+
+    def _trainers(self, sample: Sample, log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """The trainer's log-probs of the tokens that the sample's line holds, NaN where no policy sampled."""
+        head, tail = _kept_tokens(sample.response_length, self._keep == "all")
+        own = np.where(_sampled(sample), np.round(log_probs, 4), np.nan).astype(np.float32)[sample.prompt_length :]
+        return np.concatenate([own[:head], own[tail:]])
 
     def notes(self) -> list[str]:
         """What could not be written since the last call, one line each; the same trouble is told once."""
@@ -99,12 +133,21 @@ class SampleLog:
         wait(self._waiting, timeout=seconds)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _write(self, path: Path, step: int, parts: Sequence[Logged]) -> None:
+    def _submit(self, path: Path, lines: Iterable[bytes]) -> None:
+        """Write a file in the background, unless too many are being written; `lines` is read there."""
+        self._waiting = [file for file in self._waiting if not file.done()]
+        if len(self._waiting) >= WAITING_FILES:
+            self._note("slow", f"{path}: left out, as the files before it are still being written")
+            return
+        self._waiting.append(self._thread.submit(self._write, path, lines))
+
+    def _write(self, path: Path, lines: Iterable[bytes]) -> None:
+        """Write a file, whole or not at all."""
         fresh = path.with_suffix(".tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with fresh.open("wb") as file:
-                for line in self._lines(step, parts):
+                for line in lines:
                     file.write(line)
             os.replace(fresh, path)
         except OSError as error:
@@ -133,7 +176,8 @@ class SampleLog:
 
     def _line(self, step: int, part: Logged, entry: Entry, kinds: Sequence[str]) -> bytes:
         told = sample_row(part, entry, self._tokenizer, whole=self._keep == "all", texts=bool(kinds))
-        row = {"step": step, "kinds": kinds, **told}
+        routes = routes_row(entry.sample, self._route_layers) if kinds else None
+        row = {"step": step, "kinds": kinds, **told, **({"routes": routes} if routes else {})}
         try:
             return orjson.dumps(row, default=str, option=_OPTIONS) + b"\n"
         except Exception as error:  # a user's values: numbers beyond 64 bits, keys that are objects, str() that raises
@@ -150,7 +194,8 @@ class SampleLog:
 def choose(samples: Sequence[Sample], seed: int) -> dict[int, list[str]]:
     """Positions of the few samples that show the others best, most telling first, with their KINDS.
 
-    Up to A_KIND of a kind, of different groups where there are; best and worst only where rewards differ.
+    Up to A_KIND of a kind, of different groups where there are, and up to A_GROUP of one group; best, worst and the
+    group only where rewards differ.
     """
     places = range(len(samples))
     rewards = [s.reward or 0.0 for s in samples]
@@ -166,12 +211,21 @@ def choose(samples: Sequence[Sample], seed: int) -> dict[int, list[str]]:
         "any": random.Random(seed).sample(places, min(len(places), 8 * A_KIND)),
     }
     picked = {kind: _apart(order, samples) for kind, order in orders.items()}
+    picked["group"] = _most_different(samples) if differ else []
     chosen: dict[int, list[str]] = {}
-    for turn in range(A_KIND):
+    for turn in range(A_GROUP):
         for kind in KINDS:
             if turn < len(picked[kind]):
                 chosen.setdefault(picked[kind][turn], []).append(kind)
     return chosen
+
+
+def _most_different(samples: Sequence[Sample]) -> list[int]:
+    """The first A_GROUP samples of the group whose rewards have the largest standard deviation."""
+    members: dict[int, list[int]] = {}
+    for place, sample in enumerate(samples):
+        members.setdefault(sample.group_id, []).append(place)
+    return max(members.values(), key=lambda places: np.std([samples[i].reward or 0.0 for i in places]))[:A_GROUP]
 
 
 def _apart(order: Sequence[int], samples: Sequence[Sample]) -> list[int]:
@@ -200,10 +254,7 @@ def sample_row(
     sample, prompt_length = entry.sample, entry.sample.prompt_length
     head, tail = _kept_tokens(sample.response_length, whole)
     ids = sample.response_tokens.tolist()
-    sampled = np.zeros(len(sample), np.bool_)
-    for s in sample.segments:
-        sampled[s.start : s.end] = s.version is not None
-    log_probs = np.where(sampled, np.round(sample.log_probs, 4), np.nan).astype(np.float32)[prompt_length:]
+    log_probs = np.where(_sampled(sample), np.round(sample.log_probs, 4), np.nan).astype(np.float32)[prompt_length:]
     sizes = np.empty(0, np.int64) if sample.supports is None else sample.supports.sizes[prompt_length:]
     prompt = tokenizer.decode(sample.tokens[:prompt_length].tolist(), special_tokens=True)
     return {
@@ -233,6 +284,34 @@ def sample_row(
         **({"texts": token_texts(ids[:head], tokenizer) + token_texts(ids[tail:], tokenizer)} if texts else {}),
         "log_probs": np.concatenate([log_probs[:head], log_probs[tail:]]),
         **({"support_sizes": np.concatenate([sizes[:head], sizes[tail:]])} if sample.supports is not None else {}),
+    }
+
+
+def _sampled(sample: Sample) -> NDArray[np.bool_]:
+    """[T] whether a policy sampled the token."""
+    sampled = np.zeros(len(sample), np.bool_)
+    for s in sample.segments:
+        sampled[s.start : s.end] = s.version is not None
+    return sampled
+
+
+def routes_row(sample: Sample, layers: int) -> dict[str, Any] | None:
+    """The experts of the response's first tokens in so many MoE layers, evenly spread, the first and last among them.
+
+    `experts` is the base64 of [tokens, layers, top-k], of unsigned little-endian integers of `bytes` bytes each. None
+    where there are no routes, or none are wanted.
+    """
+    if sample.routes is None or layers == 0 or not sample.routes.layer_ids:
+        return None
+    have = len(sample.routes.layer_ids)
+    columns = np.unique(np.linspace(0, have - 1, min(layers, have)).round().astype(np.int64))
+    experts = sample.routes.experts[sample.prompt_length :, columns]
+    experts = experts[: ROUTE_BYTES // max(experts[:1].nbytes, 1)]
+    return {
+        "layers": [sample.routes.layer_ids[column] for column in columns],
+        "top_k": experts.shape[2],
+        "bytes": experts.itemsize,
+        "experts": base64.b64encode(experts.astype(experts.dtype.newbyteorder("<")).tobytes()).decode(),
     }
 
 

@@ -24,7 +24,7 @@ from mslime.observe.charts import Chart, chart_data
 from mslime.observe.drawn import Drawn, choose_charts
 from mslime.observe.headline import BETWEEN, headline_tiles, run_facts
 from mslime.observe.rows import Row, by_step
-from mslime.observe.samples_card import samples_section
+from mslime.observe.samples_page import samples_data, samples_section
 from mslime.observe.timeline import Span, timeline_data
 from mslime.observe.verdict import judge_run
 
@@ -89,11 +89,13 @@ def _parts(run_dir: Path, rows: Sequence[Row], config_text: str) -> dict[str, st
         read_config(config_text),
         choose_charts(lambda chart: chart_data(chart, rows)),
     )
-    samples, no_samples = samples_section(run_dir) if _generates(config) else ("", "")
+    samples, no_samples = samples_data(run_dir) if _generates(config) else (None, "")
     missing = [*drawn.missing, *([no_samples] if no_samples else []), *([] if steps else [timeline.FILE_NAME])]
     chapters = {title: chart_section(title, cards) for title, cards in drawn.sections.items()}
     first, *others = chapters or {"": ""}
-    sections = {first: chapters.get(first, ""), "Samples": samples} | {title: chapters[title] for title in others}
+    sections = {first: chapters.get(first, ""), "Samples": samples_section(samples) if samples else ""} | {
+        title: chapters[title] for title in others
+    }
     sections |= {"Timeline": _TIMELINE if steps else "", "Not drawn": not_drawn(drawn, missing)}
     return {
         "facts": facts_list(run_facts(config, rows)),
@@ -101,7 +103,7 @@ def _parts(run_dir: Path, rows: Sequence[Row], config_text: str) -> dict[str, st
         "contents": contents({title: drawn.sections.get(title, []) for title, text in sections.items() if text}),
         "sections": "".join(sections.values()),
         "rest": _configuration(config_text),
-        "data": as_script_data(drawn.charts, steps),
+        "data": as_script_data(drawn.charts, steps, samples),
     }
 
 
@@ -196,9 +198,12 @@ def facts_list(facts: Mapping[str, str]) -> str:
     return f'<dl class="facts">{said}</dl>'
 
 
-def as_script_data(charts: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]] = ()) -> str:
+def as_script_data(
+    charts: Sequence[dict[str, Any]], steps: Sequence[dict[str, Any]] = (), samples: dict[str, Any] | None = None
+) -> str:
     """What the page's script draws, as JSON that cannot end its element."""
-    return json.dumps({"charts": charts, "timeline": steps}).replace("<", "\\u003c")
+    shown = samples["steps"] if samples else []
+    return json.dumps({"charts": charts, "timeline": steps, "samples": shown}).replace("<", "\\u003c")
 
 
 # Files
@@ -206,7 +211,7 @@ def as_script_data(charts: Sequence[dict[str, Any]], steps: Sequence[dict[str, A
 
 def page_of(**parts: str) -> str:
     """A page of its own: `brand`, `title`, `facts`, `lead`, `contents`, `sections`, `rest` and `data` in one frame."""
-    script = _template("report.js")
+    script = _template("report.js") + _template("samples.js")
     shared = {"style": _template("report.css"), "script": script, "policy": _policy(script)}
     return _fill(_template("page.html"), written=time.strftime("%Y-%m-%d %H:%M"), **shared, **parts)
 

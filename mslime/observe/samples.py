@@ -1,5 +1,6 @@
 """The responses that a run kept, in `RUN/rollouts`: `step_N.jsonl` of what step N trained on, `eval_step_N.jsonl` of
-the evaluation after N steps. Steps count as in the metrics. What a line says: docs/report.md.
+the evaluation after N steps, `trainer_step_N.jsonl` what the trainer found of some of step N. Steps count as in the
+metrics. What a line says: docs/report.md.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any, NotRequired, TypeVar
 
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict  # what pydantic can check before Python 3.12
@@ -20,7 +21,7 @@ from mslime.config.errors import UserError, reading
 from mslime.observe.metrics import free_name
 
 DIRECTORY = "rollouts"
-_NAME = re.compile(r"(eval_)?step_(\d+)\.jsonl")
+_NAME = re.compile(r"(eval_|trainer_)?step_(\d+)\.jsonl")
 
 
 class Segment(TypedDict):
@@ -32,6 +33,15 @@ class Segment(TypedDict):
     age: int | None
     engine: str
     trained: bool
+
+
+class Routes(TypedDict):
+    """Experts of the first tokens of a response in some MoE layers; `experts` is base64, see `routes_row`."""
+
+    layers: list[int]
+    top_k: int
+    bytes: int
+    experts: str
 
 
 class Sample(TypedDict):
@@ -64,16 +74,32 @@ class Sample(TypedDict):
     ids: list[int]
     texts: NotRequired[list[str]]
     log_probs: list[float | None]
+    support_sizes: NotRequired[list[int]]
+    trainer_log_probs: NotRequired[list[float | None]]
+    routes: NotRequired[Routes]
+
+
+class TrainerLine(TypedDict):
+    """A line of a trainer's file: log-probs of the tokens that the response's own line holds."""
+
+    group: int
+    index: int
+    log_probs: list[float | None]
 
 
 _SAMPLE: TypeAdapter[Sample] = TypeAdapter(Sample)
-Piece = tuple[str, int | None, bool, float | None]
-"""Text, weight version or None, whether it is trained, log-prob or None."""
+_TRAINER: TypeAdapter[TrainerLine] = TypeAdapter(TrainerLine)
+Row = TypeVar("Row")
 
 
 def file_of(run_dir: Path, step: int, *, evaluation: bool = False) -> Path:
     """Where the responses of a step are, counted as in the metrics, or those of the evaluation after it."""
     return run_dir / DIRECTORY / f"{'eval_' if evaluation else ''}step_{step:06d}.jsonl"
+
+
+def trainer_file_of(run_dir: Path, step: int) -> Path:
+    """Where the trainer's log-probs of some responses of a step are."""
+    return run_dir / DIRECTORY / f"trainer_step_{step:06d}.jsonl"
 
 
 def begin(run_dir: Path, first_step: int) -> None:
@@ -92,13 +118,14 @@ def begin(run_dir: Path, first_step: int) -> None:
 
 def recorded_steps(run_dir: Path, *, evaluation: bool = False) -> list[int]:
     """The steps with responses, in order."""
-    return sorted(step for _, of_evaluation, step in _files(run_dir / DIRECTORY) if of_evaluation == evaluation)
+    wanted = "eval_" if evaluation else ""
+    return sorted(step for _, kind, step in _files(run_dir / DIRECTORY) if kind == wanted)
 
 
-def _files(directory: Path) -> list[tuple[Path, bool, int]]:
-    """(path, whether it is of an evaluation, step) of every file of responses."""
+def _files(directory: Path) -> list[tuple[Path, str, int]]:
+    """(path, what its name begins with before `step_`, step) of every file of responses."""
     found = [(path, _NAME.fullmatch(path.name)) for path in directory.iterdir()] if directory.is_dir() else []
-    return [(path, bool(match[1]), int(match[2])) for path, match in found if match is not None]
+    return [(path, match[1] or "", int(match[2])) for path, match in found if match is not None]
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
@@ -107,17 +134,38 @@ def read_samples(path: Path) -> Iterator[Sample]:
     Raises:
         UserError: a line is not a response, as this version writes them.
     """
+    return _lines(path, _SAMPLE, "is not a response that this version wrote")
+
+
+def _lines(path: Path, kind: TypeAdapter[Row], wrong: str) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where, way_out = f"{path}:{number}", "remove the file: it is of an older version, or damaged"
-            with reading(UserError, where, "is not a response that this version wrote", way_out):
-                row = _SAMPLE.validate_json(line)
+            with reading(UserError, where, wrong, way_out):
+                row = kind.validate_json(line)
             yield row
 
 
 def telling(path: Path) -> list[Sample]:
     """The few lines that show the step best; they stand first in the file."""
     return list(itertools.takewhile(lambda row: row["kinds"], read_samples(path)))
+
+
+def telling_of_step(run_dir: Path, step: int, *, evaluation: bool = False) -> list[Sample]:
+    """`telling` of a step, each with the trainer's log-probs where those are known.
+
+    Raises:
+        UserError: a line of the step's files is not what this version writes.
+    """
+    rows, path = telling(file_of(run_dir, step, evaluation=evaluation)), trainer_file_of(run_dir, step)
+    if evaluation or not path.exists():
+        return rows
+    found = {(r["group"], r["index"]): r["log_probs"] for r in _lines(path, _TRAINER, "is not a trainer's line")}
+    for row in rows:
+        known = found.get((row["group"], row["index"]))
+        if known is not None and len(known) == len(row["log_probs"]):
+            row["trainer_log_probs"] = known
+    return rows
 
 
 def ordered(rows: Iterable[Sample], order: str, count: int) -> list[Sample]:
@@ -137,30 +185,6 @@ def mean_log_prob(row: Sample) -> float | None:
     """Over the sampled tokens that are kept; None without any."""
     known = [value for value in row["log_probs"] if value is not None]
     return sum(known) / len(known) if known else None
-
-
-def pieces(row: Sample) -> list[Piece]:
-    """The response, token by token.
-
-    What the file leaves out is one piece that says so. A line without texts of tokens is one piece.
-    """
-    if "texts" not in row:
-        return [(row["response"], None, True, None)]
-    left_out = row["left_out"]
-    out: list[Piece] = []
-    segments = iter(row["segments"])
-    segment = next(segments, None)
-    at = 0
-    for text, log_prob in zip(row["texts"], row["log_probs"], strict=False):
-        if left_out is not None and at == left_out[0]:
-            out.append((f" [... {left_out[1] - at} tokens left out ...] ", None, False, None))
-            at = left_out[1]
-        while segment is not None and segment["end"] <= at:
-            segment = next(segments, None)
-        version, trained = (segment["version"], segment["trained"]) if segment is not None else (None, False)
-        out.append((text, version, trained, log_prob))
-        at += 1
-    return out
 
 
 def facts(row: Sample) -> list[str]:

@@ -14,12 +14,12 @@ from rich.rule import Rule
 from rich.text import Text
 
 from mslime.config.errors import UserError
+from mslime.observe.sample_tokens import tokens_of
 from mslime.observe.samples import (
     Sample,
     facts,
     file_of,
     ordered,
-    pieces,
     read_samples,
     recorded_steps,
     telling,
@@ -56,7 +56,7 @@ def show_samples(run_dir: Path, wanted: Wanted, console: Console, as_json: bool 
     Raises:
         UserError: the run kept no responses, not of this step, or a file is damaged.
     """
-    path, step = _file(run_dir, wanted)
+    path, step = find_file(run_dir, wanted)
     shown = select(path, wanted)
     if as_json:
         for row in shown:
@@ -91,7 +91,7 @@ def _of_set(path: Path, rows: Iterator[Sample] | Sequence[Sample], name: str) ->
     return itertools.chain([first], found)
 
 
-def _file(run_dir: Path, wanted: Wanted) -> tuple[Path, int]:
+def find_file(run_dir: Path, wanted: Wanted) -> tuple[Path, int]:
     """The file of the wanted step, and which step that is."""
     if not run_dir.is_dir():
         raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
@@ -148,10 +148,12 @@ def _coloured(row: Sample) -> Text:
     """The response; what no policy sampled is dim, what is not trained in italics."""
     versions = versions_of(row)
     text = Text()
-    for (version, trained), together in itertools.groupby(pieces(row), key=lambda piece: piece[1:3]):
+    for (version, trained), together in itertools.groupby(
+        tokens_of(row), key=lambda token: (token.version, token.trained)
+    ):
         plain = version is None
         style = "dim" if plain else COLOURS[versions.index(version) % len(COLOURS)]
-        words = visible("".join(piece[0] for piece in together))
+        words = visible("".join(token.text for token in together))
         text.append(words, style if trained or plain else f"{style} italic")
     if len(versions) > 1:
         text.append("\n")

@@ -22,7 +22,7 @@ from mslime.data.manifest import read_manifest
 from mslime.observe.names import is_known
 from mslime.observe.report import write_report
 from mslime.observe.rows import by_step
-from mslime.observe.samples import file_of, read_samples, recorded_steps, telling, versions_of
+from mslime.observe.samples import file_of, read_samples, recorded_steps, telling, telling_of_step, versions_of
 from mslime.observe.timeline import Span, read_spans
 from mslime.rollout.state import open_state, unpack_groups
 from tests.e2e.harness import ROOT, Run, interrupt, start_program, start_run
@@ -137,6 +137,12 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
         assert row["user/done"] == row["step"] / 2 and row["user/ratio"] == row["user/ratio_seen"]
         assert row["user/ratio"] == pytest.approx(1, abs=1e-3) and row["correction/mean_weight"] == 1.0
         responses = list(read_samples(file_of(first.directory, row["step"])))
+        for told in telling_of_step(first.directory, row["step"]):
+            pairs = zip(told["log_probs"], told["trainer_log_probs"], strict=True)
+            assert all(
+                abs(own - trainers) < 1e-3 for own, trainers in pairs if own is not None and trainers is not None
+            )
+            assert told["routes"]["layers"] == [0, 1, 2, 3]
         rewards, advantages = ([response[key] for response in responses] for key in ("reward", "advantage"))
         assert len(responses) == 16 and sum(rewards) / 16 == pytest.approx(row["reward/mean"])
         assert max(advantages) == pytest.approx(row["advantage/max"]) and responses[0]["prompt"].endswith("+1=")

@@ -18,6 +18,7 @@ from mslime.control.loop import train_rl
 from mslime.control.rollouts import Evaluated, Evaluation, StepShards
 from mslime.control.session import Session
 from mslime.control.stop import Stopped
+from mslime.control.trainers import Trained
 from mslime.data.checkpoints import complete, saving_directory, steps
 from mslime.data.checksums import FileSum, write_summed
 from mslime.observe.metrics import read_metrics
@@ -93,11 +94,9 @@ class FakeTrainers:
     def __init__(self, rollouts: FakeRollouts) -> None:
         self._tell, self._update = rollouts.tell, rollouts.update
 
-    def train(
-        self, shards: object, on_progress: object, policy: bool, step: int
-    ) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    def train(self, shards: object, on_progress: object, policy: bool, step: int, watched: object) -> Trained:
         self._tell("train")
-        return [{"loss/total": 1.0, "loss/tokens": 1.0}], {}
+        return Trained([{"loss/total": 1.0, "loss/tokens": 1.0}], {}, {})
 
     def send_weights(self, version: int, verify: bool, on_progress: object) -> tuple[Any, dict[str, Any]]:
         self._tell(f"send {version}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import json
 import re
 import shutil
@@ -241,26 +242,34 @@ def test_charts_that_never_change_or_repeat_another_are_named_once_with_their_va
     assert "Reward by data source (see Reward), Entropy by position (see Entropy)</p>" in page
 
 
-def test_responses_are_shown_by_weight_version_escaped_and_bounded(own_run: Path) -> None:
+def test_responses_are_in_the_page_as_data_escaped_and_bounded(own_run: Path) -> None:
     page = write_report(own_run).read_text()
-    shown = page.partition('<section id="samples-section">')[2].partition("</section>")[0]
-    assert re.findall(r"<summary>(.*?)</summary>", shown) == [
-        "step 40", "step 21", "step 1", "evaluation after step 40", "evaluation after step 0",
-    ]  # fmt: skip
-    assert "What is 40 &amp; 0?" in shown and "<b>" not in shown and "advantage +0.5" in shown
-    assert (
-        '<span class="by0" title="weights 38">The sum is<u title="log-prob -5.00"> &lt;b&gt;</u></span>'
-        '<span class="by1" title="weights 39">40&lt;/s&gt;</span>' in shown
-    )
+    steps = page_data(page)["samples"]
+    assert [step["title"] for step in steps] == [
+        *(f"step {step}" for step in (40, 34, 29, 23, 18, 12, 7, 1)),
+        *(f"evaluation after step {step}" for step in (40, 30, 10, 0)),
+    ]
+    best, worst, continued = steps[0]["samples"]
+    assert best["prompt"] == "What is 40 & 0?" and "advantage +0.5" in best["known"] and best["group"] == "640"
+    assert steps[-1]["samples"][0]["group"] == "held_out, 0"
+    assert (best["name"], worst["name"]) == ("0: best (1)", "1: worst (0)")
+    sources = [(source["version"], source["age"], source["turn"]) for source in continued["sources"]]
+    assert sources == [(38, 1, 1), (39, 0, 1)]
+    assert continued["tokens"][3] == [" <b>", 0, 3, 3, -5.0, -4.5, 0, None] and continued["tokens"][4][1] == 1
+    assert '" <b>"' not in page and '" \\u003cb>"' in page
     path = file_of(own_run, 40)
     row = json.loads(path.read_text().splitlines()[0])
-    long = {"texts": ["\u202e<i>" * 20] * 5000, "log_probs": [-4.0] * 5000, "prompt": "<i>" * 50_000}
+    counts = {"ids": [1] * 5000, "log_probs": [-4.0] * 5000, "response_tokens": 5000}
+    counts["segments"] = [row["segments"][0] | {"start": 0, "end": 5000}]
+    long = counts | {"texts": ["\u202e<i>" * 20] * 5000, "prompt": "<i>" * 50_000}
     path.write_text("".join(json.dumps(row | long | {"kinds": [kind]}) + "\n" for kind in KINDS))
     page = write_report(own_run).read_text()
-    assert "<i>" * 2 not in page and "\u202e" not in page and len(page) < 650_000
-    path.write_text(json.dumps(row | long | {"texts": ["t"] * 5000, "log_probs": [-1.0] * 5000}) + "\n")
-    shown = write_report(own_run).read_text()
-    assert "t" * 300 + " [... 4400 tokens not shown ...] " in re.sub(r"<[^>]*>", "", shown) and "t" * 301 not in shown
+    assert "<i>" * 2 not in page and "\u202e" not in page and len(page) < 3_000_000
+    assert re.search(r"responses of 11 steps and evaluations: .* at most 2 MB \(7 more did not fit\)", page)
+    path.write_text(json.dumps(row | counts | {"texts": ["t"] * 5000}) + "\n")
+    (shown,) = page_data(write_report(own_run).read_text())["samples"][0]["samples"]
+    assert len(shown["tokens"]) == 801 and shown["tokens"][400] == [" [... 4200 tokens not shown ...] ", 0]
+    assert [token[2] for token in shown["tokens"][399:402] if len(token) > 2] == [399, 4600]
     path.write_text(json.dumps(row | {"reward": "much"}) + "\n")
     page = write_report(own_run).read_text()
     assert "samples-section" not in page and re.search(
@@ -325,6 +334,7 @@ def test_a_browser_draws_every_chart_without_an_error(run_dir: Path, tmp_path: P
     dom = _drawn(copy, tmp_path)
     assert "<title>ERROR" not in dom
     for drawn in (dom, _drawn(run_dir / "report.html", tmp_path)):
+        assert drawn.count('<pre class="answer">') == 1, "the newest step's best response"
         plots = re.findall(r'<div class="plot"[^>]*>(.*?)</div>', drawn, re.S)
         assert len(plots) == len(ALL_CHARTS) + 1
         assert all(re.search(r"<(path|rect)[^>]*style=", plot) for plot in plots)
@@ -332,6 +342,65 @@ def test_a_browser_draws_every_chart_without_an_error(run_dir: Path, tmp_path: P
     compared = re.findall(r'<div class="plot"[^>]*>(.*?)</div>', _drawn(other, tmp_path), re.S)
     assert len(compared) == len(page_data(other.read_text())["charts"]) > 20
     assert all(re.search(r"<path[^>]*style=", plot) and "NaN" not in plot for plot in compared)
+
+
+DRIVE = """<script>
+window.onload = () => {
+  const card = document.getElementById("samples"), out = [];
+  const say = (what) => out.push(what);
+  const set = (of, value) => { const s = card.querySelector(`[data-of=${of}]`); s.value = value; s.onchange(); };
+  const by = (value) => { const r = card.querySelector(`input[value=${value}]`); r.checked = true; r.onchange(); };
+  const spans = () => [...card.querySelectorAll(".answer span")];
+  const looks = () => spans().map((s) => s.className + "|" + s.style.background);
+  say(card.querySelector("[data-of=step]").options.length);
+  set("group", 2);
+  say([...card.querySelectorAll("h4")].map((h) => h.textContent));
+  say(spans().map((s) => s.textContent).join(""));
+  say(looks());
+  by("mask"); say(looks());
+  by("difference"); say(looks());
+  const box = spans()[3].getBoundingClientRect();
+  spans()[3].dispatchEvent(new PointerEvent("pointermove", { bubbles: true, clientX: box.x, clientY: box.y }));
+  say([...document.querySelectorAll("#tip div")].map((d) => d.textContent));
+  say([...card.querySelectorAll(".legend span")].map((d) => d.textContent));
+  say(document.querySelectorAll("img, b.evil").length);
+  set("step", 8); say(card.querySelector("[data-of=group]").options[0].textContent);
+  const told = document.createElement("pre");
+  told.id = "told"; told.textContent = JSON.stringify(out); document.body.append(told);
+};
+</script>"""
+HOSTILE = ["</script><img src=x onerror=alert(1)>", "<b class=evil>", "\u202e", "<tool_call>", "{}", "</tool_call>"]
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser here")
+def test_a_browser_shows_tokens_by_version_mask_and_difference_and_what_is_known_of_each(
+    own_run: Path, tmp_path: Path
+) -> None:
+    path = file_of(own_run, 40)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    outside = {"start": 2, "end": 3, "version": None, "age": None, "engine": "", "trained": False}
+    spans = [{**rows[2]["segments"][0], "end": 2}, outside, {**rows[2]["segments"][1], "start": 3, "trained": False}]
+    rows[2] |= {"texts": HOSTILE, "segments": spans, "log_probs": [-0.1, -0.2, None, -5.0, -0.1, -0.01]}
+    rows[2] |= {"prompt": HOSTILE[0], "support_sizes": [0, 0, 0, 17, 0, 0]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(own_run).read_text()
+    copy = tmp_path / "driven.html"  # with a second script the policy must go
+    copy.write_text(re.sub(r"<meta http-equiv=[^>]*>", "", page).replace("<body>", "<body>" + DRIVE))
+    told = re.findall(r'<pre id="told">(.*?)</pre>', _drawn(copy, tmp_path), re.S)
+    assert told, "the page's script did not come to its end"
+    steps, heads, text, version, mask, difference, tip, legend, injected, group = json.loads(html.unescape(told[0]))
+    assert steps == 12 and heads == ["turn 1", "from outside (tool or environment)", "turn 2"]
+    assert text == "".join(HOSTILE).replace("\u202e", "<U+202E>"), "text stays text"
+    assert version == ["by0|", "by0|", "|", "call by1 untrained|", "call by1 untrained|", "call by1 untrained|"]
+    assert mask == ["by2|", "by2|", "plain|", "call by1|", "call by1|", "call by1|"]
+    assert difference[2] == "plain|" and "var(--c0) 75%" in difference[3], "the largest difference"
+    assert tip == [
+        "position, id3, 3", "weights39, engine 0", "trainedno", "log-prob, sampler\u22125.0000",
+        "log-prob, trainer\u22124.5000", "difference0.5000", "drawn from17 ids", "part ofa tool call",
+        "experts, layer 06 7", "experts, layer 37 0",
+    ]  # fmt: skip
+    assert "trainer minus sampler" in legend[-2] and legend[-1].endswith("tool call")
+    assert injected == 0 and group == "held_out, 640"
 
 
 def _drawn(page: Path, tmp_path: Path) -> str:

@@ -33,7 +33,7 @@ def test_responses_go_on_while_a_step_is_assembled(monkeypatch: pytest.MonkeyPat
 
     def slow_assemble(*args: Any) -> Assembled:
         assert answered.wait(20), "nothing else was done meanwhile"
-        return Assembled([], {}, [])
+        return Assembled([], {}, [], [])
 
     monkeypatch.setattr(rollouts, "redirect_output", lambda path: None)
     monkeypatch.setattr(assembly, "assemble", slow_assemble)

@@ -17,7 +17,15 @@ from mslime.config.loader import build
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.data.sample_log import BYTES_A_FILE, Logged, SampleLog, choose, token_texts
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
-from mslime.observe.samples import begin, file_of, pieces, read_samples, recorded_steps, telling, visible
+from mslime.observe.sample_tokens import tokens_of
+from mslime.observe.samples import (
+    begin,
+    file_of,
+    read_samples,
+    recorded_steps,
+    telling,
+    visible,
+)
 from tests.fixtures.tiny_models import make_tokenizer
 
 
@@ -103,8 +111,8 @@ def test_a_line_says_where_every_token_came_from(tokenizer: HFTokenizer, tmp_pat
     sampled = [p for p, t in zip(row["log_probs"], row["ids"], strict=True)]
     assert sampled[0] == -0.1235 and sampled[tool["start"]] is None and sampled[-1] == -2.0
     coloured: dict[Any, str] = {}
-    for text, version, _, _ in pieces(row):
-        coloured[version] = coloured.get(version, "") + text
+    for token in tokens_of(row):
+        coloured[token.version] = coloured.get(token.version, "") + token.text
     assert coloured[3] == "héllo " and coloured[4] == "wörld" and coloured[None] == "<tool>"
 
 
@@ -131,8 +139,8 @@ def test_some_stay_below_their_bytes_and_all_keep_everything_whole(tokenizer: HF
     assert len(row["response"]) < 20_000
     start, end = row["left_out"]
     assert len(row["ids"]) == len(row["texts"]) == len(row["log_probs"]) == 20_000 - (end - start)
-    assert any("tokens left out" in text for text, *_ in pieces(row))
-    assert [pieces(row)[at][1] for at in (0, -1)] == [3, 4], "what comes after it keeps its weight version"
+    assert [token.id for token in tokens_of(row) if "tokens left out" in token.text] == [None]
+    assert [tokens_of(row)[at].version for at in (0, -1)] == [3, 4], "what comes after it keeps its weight version"
     kept = list(read_samples(every))
     assert len(kept) == 32 and all(len(row["ids"]) == len(row["response"]) == 20_000 for row in kept)
     assert any(row["metadata"].get("blob") == "b" * 100_000 for row in kept)

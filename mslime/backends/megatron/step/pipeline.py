@@ -226,18 +226,20 @@ class StepRunner(Pipeline):
         routes: RouteHooks | None,
         weight_scale: float = 1.0,
         progress: OnMicroBatch | None = None,
+        seen: Tensor | None = None,
     ) -> LossStatistics:
         """Add the gradient of the shard's loss to the gradient buffers; reduced over the ranks when this returns.
 
         Args:
             weight_scale: factor on the off-policy correction's weights (`policy_loss`).
+            seen: [N] float32 to which the log-probs of this rank's tokens are written (`Watch.column`).
 
         Returns:
             This rank's share of the statistics: sum and maximise over all ranks.
         """
 
         def loss(batch: MicroBatch, logits: Tensor) -> LossOutput:
-            return self._loss(batch, logits, weight_scale)
+            return self._loss(batch, logits, weight_scale, seen)
 
         return self.add_gradients(shard, loss, routes, progress)
 
@@ -255,11 +257,13 @@ class StepRunner(Pipeline):
             reuse_logits=True,  # the pipeline hands them to the loss alone
         )
 
-    def _loss(self, batch: MicroBatch, logits: Tensor, weight_scale: float) -> LossOutput:
+    def _loss(self, batch: MicroBatch, logits: Tensor, weight_scale: float, seen: Tensor | None) -> LossOutput:
         if self.spec.train.task == "sft":
             found = self._token_log_probs(batch, logits, with_entropy=False)
             return sft_loss(found.log_probs, batch.weights, batch.loss_mask)
         found = self._token_log_probs(batch, logits, with_entropy=True)
+        if seen is not None:
+            batch.slicer.scatter_targets(found.log_probs.detach(), seen)
         entropy = found.entropy
         assert entropy is not None
         if self.spec.algorithm.entropy_coef == 0:

@@ -30,6 +30,7 @@ from mslime.backends.megatron.step.metrics import normalising_scale
 from mslime.backends.megatron.step.pipeline import OnMicroBatch, StepRunner
 from mslime.backends.megatron.step.reference import ReferencePolicy
 from mslime.backends.megatron.step.trained_model import TrainedModel
+from mslime.backends.megatron.step.watch import Watch
 from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
 from mslime.config.training import PolicySpec
 from mslime.convert.families import get_family, read_hf_config
@@ -49,6 +50,7 @@ class MegatronTrainer(TrainedModel):
         spec: how the policy is trained.
         moe_layer_ids: global ids of this pipeline stage's MoE layers, whose routes its shards must carry.
         on_micro_batch: called with (done, in all) during `update`; may be replaced.
+        watch: sequences whose log-probs are kept during `update`.
     """
 
     spec: PolicySpec
@@ -92,6 +94,7 @@ class MegatronTrainer(TrainedModel):
             self.wrapped, transformer, spec.train.packed, parallel, device, spec, self.model.vocab_size
         )
         self.on_micro_batch: OnMicroBatch | None = None
+        self.watch = Watch(parallel)
 
     def train(self, shards: Sequence[TrainShard]) -> list[dict[str, float]]:
         """`prepare` and `update` in one."""
@@ -216,14 +219,16 @@ class MegatronTrainer(TrainedModel):
         return shard
 
     def _update(self, shard: TrainShard, index: int) -> dict[str, float]:
+        seen = self.watch.column(shard, self.device)
         scale = 1.0  # of the off-policy correction's weights
         if self.spec.train.task == "rl":
             scale = normalising_scale(shard, self.spec.algorithm, self.device, self.parallel.dp_group)
 
         def add_gradients() -> LossStatistics:
             with self.routing.gradient_pass(shard, index) as routes:
-                return self.runner.loss_and_gradients(shard, routes, scale, self.on_micro_batch)
+                return self.runner.loss_and_gradients(shard, routes, scale, self.on_micro_batch, seen)
 
         metrics = self.optimizer_step(add_gradients, len(shard.tokens))
+        self.watch.keep(shard, seen)
         report = self.routing.report(shard)
         return metrics | (report.metrics() if report is not None else {})

@@ -1,0 +1,149 @@
+"""A kept response token by token, as the report and the terminal show it: who sampled each, what the trainer made of
+it, where turns begin and where the model calls a tool.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.observe.samples import Routes, Sample, Segment
+
+TOOL_CALLS = (
+    (r"<tool_call>", r"</tool_call>"),  # Qwen, GLM, Hermes
+    (r"<minimax:tool_call>", r"</minimax:tool_call>"),
+    (r"<\|tool_calls_section_begin\|>", r"<\|tool_calls_section_end\|>"),  # Kimi
+    (r"<\uff5ctool\u2581calls\u2581begin\uff5c>", r"<\uff5ctool\u2581calls\u2581end\uff5c>"),  # DeepSeek
+    (r"<\|channel\|>commentary to=", r"<\|call\|>"),  # gpt-oss
+    (r"\[TOOL_CALLS\]", r"</s>"),  # Mistral
+    (r"<\|python_tag\|>", r"<\|eom_id\|>"),  # Llama
+)
+"""Marks around a tool call in the templates of families, as patterns; a call that is cut goes to the turn's end."""
+_CALL = re.compile("|".join(f"{begin}.*?(?:{end}|$)" for begin, end in TOOL_CALLS), re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of a response, or what stands for those that the file leaves out.
+
+    Attributes:
+        position: in the response.
+        id: token id; None for what is left out.
+        version, age, engine: of the weights that sampled it; None, None and empty where no policy did.
+        trained: whether it enters the loss.
+        log_prob, trainer_log_prob: at the sampler and at the trainer, natural log; None where not known.
+        support: ids that it was drawn from; None for a draw from the whole vocabulary.
+        experts: by MoE layer id, where routes are kept.
+        turn: number of the turn, from 1 on: what a policy sampled between texts from outside, and the text after it.
+        outside: it is from a tool or environment, sampled by no policy.
+        in_call: it is part of a tool call.
+    """
+
+    text: str
+    position: int
+    id: int | None
+    version: int | None
+    age: int | None
+    engine: str
+    trained: bool
+    log_prob: float | None = None
+    trainer_log_prob: float | None = None
+    support: int | None = None
+    experts: dict[int, list[int]] | None = None
+    turn: int = 0
+    outside: bool = False
+    in_call: bool = False
+
+    @property
+    def difference(self) -> float | None:
+        """Trainer minus sampler, in nats; None where one of the two is not known."""
+        if self.log_prob is None or self.trainer_log_prob is None:
+            return None
+        return self.trainer_log_prob - self.log_prob
+
+
+def tokens_of(row: Sample) -> list[Token]:
+    """The response, token by token; what the file leaves out is one token without an id that says so. A line without
+    texts of tokens is one of them."""
+    if "texts" not in row:
+        return [Token(row["response"], 0, None, None, None, "", trained=True)]
+    left_out, routes, calls = row["left_out"], _experts(row.get("routes")), _in_calls(row)
+    trainers = row.get("trainer_log_probs") or [None] * len(row["log_probs"])
+    supports = row.get("support_sizes") or [0] * len(row["log_probs"])
+    columns = zip(row["texts"], row["ids"], row["log_probs"], trainers, supports, calls, strict=True)
+    sources = _turns(row["segments"])
+    turn, source = next(sources, (0, None))
+    out: list[Token] = []
+    at = 0
+    for text, token_id, log_prob, trainer, support, in_call in columns:
+        if left_out is not None and at == left_out[0]:
+            out.append(_gap(left_out[1] - at, at, out[-1] if out else None))
+            at = left_out[1]
+        while source is not None and source["end"] <= at:
+            turn, source = next(sources, (turn, None))
+        assert source is not None, f"token {at} lies in no segment"
+        experts = routes[at] if at < len(routes) and (left_out is None or at < left_out[0]) else None
+        out.append(
+            Token(
+                text, at, token_id, source["version"], source["age"], source["engine"], source["trained"], log_prob,
+                trainer, support or None, experts, turn, source["version"] is None, in_call,
+            )
+        )  # fmt: skip
+        at += 1
+    return out
+
+
+def _gap(count: int, at: int, before: Token | None) -> Token:
+    """What stands for tokens that are left out; it counts as of the turn before it."""
+    turn, outside = (before.turn, before.outside) if before is not None else (0, False)
+    words = f" [... {count} tokens left out ...] "
+    return Token(words, at, None, None, None, "", trained=False, turn=turn, outside=outside)
+
+
+def by_source(tokens: Sequence[Token]) -> list[list[Token]]:
+    """Tokens of one turn, or of the text from outside after it, together; in order."""
+    return [list(together) for _, together in itertools.groupby(tokens, key=lambda t: (t.turn, t.outside))]
+
+
+def _turns(segments: Sequence[Segment]) -> Iterator[tuple[int, Segment]]:
+    """(number of the turn, segment): text from outside ends a turn, and belongs to the one before it."""
+    turn, outside = 0, True
+    for segment in segments:
+        sampled = segment["version"] is not None
+        turn += sampled and outside
+        outside = not sampled
+        yield turn, segment
+
+
+def _in_calls(row: Sample) -> list[bool]:
+    """Of each token in the line, whether it is part of a tool call that a policy sampled."""
+    texts = row.get("texts", [])
+    ends = list(itertools.accumulate(map(len, texts)))
+    inside = np.zeros(ends[-1] + 1 if ends else 1, np.bool_)
+    for call in _CALL.finditer("".join(texts)):
+        inside[call.start() : call.end()] = True
+    starts = [0, *ends[:-1]]
+    return [
+        log_prob is not None and bool(inside[start : max(end, start + 1)].any())
+        for start, end, log_prob in zip(starts, ends, row["log_probs"], strict=True)
+    ]
+
+
+def _experts(routes: Routes | None) -> list[dict[int, list[int]]]:
+    """Of each of the first tokens, experts by layer id."""
+    if routes is None:
+        return []
+    rows = decoded(routes)
+    return [dict(zip(routes["layers"], row, strict=True)) for row in rows.tolist()]
+
+
+def decoded(routes: Routes) -> NDArray[np.unsignedinteger]:
+    """[tokens, layers, top-k] experts of a line's `routes`."""
+    flat = np.frombuffer(base64.b64decode(routes["experts"]), np.dtype(f"<u{routes['bytes']}"))
+    return flat.reshape(-1, len(routes["layers"]), routes["top_k"])
