@@ -15,6 +15,7 @@ from mslime.config.algorithm import GROUP_RELATIVE
 from mslime.config.choices import check_choice
 from mslime.config.cluster import engine_nccl
 from mslime.config.engines import MASK_LIMIT, check_teacher
+from mslime.config.environments import check_environment_settings
 from mslime.config.errors import ConfigError
 from mslime.config.reward import check_reward
 
@@ -323,7 +324,7 @@ def _sampling(config: RunConfig) -> None:
 
 def _named_functions(config: RunConfig) -> None:
     check_choice("rollout.dynamic_filter", config.rollout.dynamic_filter, ("none", "zero_variance"))
-    check_choice("rollout.function", config.rollout.function, ("single_turn",))
+    check_choice("rollout.function", config.rollout.function, ("single_turn", "environment"))
     for setting, named in (("data.source", config.data.source), ("hooks.step", config.hooks.step)):
         if named is not None:
             check_choice(setting, named, ())
@@ -453,6 +454,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _sampling,
     _named_functions,
     check_reward,
+    check_environment_settings,
     _steps,
     _sets,
 )

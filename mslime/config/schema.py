@@ -26,6 +26,7 @@ from mslime.config.choices import (
 )
 from mslime.config.cluster import ClusterConfig
 from mslime.config.engines import SGLangConfig, TeacherConfig
+from mslime.config.environments import Credit, EnvironmentLimitsConfig
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import MegatronConfig
@@ -120,10 +121,25 @@ class RolloutConfig(Section):
 
     groups_per_step: int = Field(default=32, le=1_000_000, ge=1, description="Prompt groups of one training step.")
     group_size: int = Field(default=8, le=1_000_000, ge=1, description="Responses per prompt.")
-    function: Literal["single_turn"] | str = Field(
+    function: Literal["single_turn", "environment"] | str = Field(
         default="single_turn",
-        description="What a rollout does: one response to its prompt, or an async `module:function`(task, engine) of "
-        "several turns, for training and evaluation (docs/extending.md).",
+        description="What a rollout does: one response to its prompt, an episode in `environment`, or an async "
+        "`module:function`(task, engine) of several turns, for training and evaluation (docs/extending.md).",
+    )
+    environment: str | None = Field(
+        default=None,
+        description="`module:Class` with reset(task) and step(action), sync or async, for function: environment "
+        "(docs/environments.md).",
+    )
+    environment_options: dict[str, Any] = Field(
+        default_factory=dict, description="What the constructor of that class is given."
+    )
+    environment_limits: EnvironmentLimitsConfig = Field(default_factory=EnvironmentLimitsConfig)
+    environment_credit: Credit = Field(
+        default="auto",
+        description="Where an environment's rewards count. episode: the episode's reward alone. steps: each step's "
+        "where it ended, too (grpo: as process rewards beside the episode's; reinforce_pp and gae: in its place). "
+        "auto: steps for reinforce_pp and gae, else episode.",
     )
     on_error: Literal["fail", "drop"] = Field(
         default="fail",

@@ -41,6 +41,7 @@ from mslime.data.tokenizer import Tokenizer, load_tokenizer
 from mslime.data.user_source import UserSource, open_prompts
 from mslime.observe.hooks import call_step_hook
 from mslime.observe.names import METRICS
+from mslime.preflight.episodes import check_environment
 from mslime.preflight.seams import seams_of
 from mslime.rollout.books import new_group
 from mslime.rollout.contract import check_workflow
@@ -342,6 +343,7 @@ def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> li
     contracts: dict[str, Callable[[str], list[str]]] = {
         "data.source": lambda f: check_source(f, config.data, tokenizer, config.seed),
         "rollout.function": lambda f: _try_rollout(f, prompt),
+        "rollout.environment": lambda f: _try_environment(f, config, prompt),
         "rollout.dynamic_filter": lambda f: check_filter(f, prompt, size),
         "algorithm.advantage": lambda f: check_advantage(f, size),
         "algorithm.loss": lambda f: check_loss(f, algorithm),
@@ -358,6 +360,12 @@ def _tried(setting: str, function: str, contract: Callable[[str], list[str]] | N
         return Tried(setting, function, tuple(contract(function)))
     except Exception as error:  # whatever it is: the other functions are tried all the same
         return Tried(setting, function, (), error)
+
+
+def _try_environment(function: str, config: RunConfig, prompt: Prompt) -> list[str]:
+    limits = config.rollout.environment_limits
+    options = config.rollout.environment_options
+    return check_environment(function, options, prompt, limit_s=limits.call_s, memory_mib=limits.memory_mib)
 
 
 def _try_rollout(function: str, prompt: Prompt) -> list[str]:

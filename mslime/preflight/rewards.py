@@ -55,7 +55,8 @@ def check_rewards(config: RunConfig, sources: Mapping[str, Prompts], tokenizer: 
         ConfigError: a function of reward, filter or rollout cannot be used, or the token of a served reward is not set.
     """
     load_filter(config.rollout.dynamic_filter)
-    load_workflow(config.rollout.function)
+    if config.rollout.environment is None:
+        load_workflow(config.rollout.function)
     notes: list[str] = []
     own = {s.name: (f"data.eval_sets[{i}].reward", s.reward) for i, s in enumerate(config.data.eval_sets)}
     sizes = {"": config.rollout.group_size} | {s.name: s.samples_per_prompt for s in config.data.eval_sets}

@@ -11,6 +11,8 @@ from typing import Literal
 from mslime.config.choices import is_function
 from mslime.config.schema import RunConfig
 from mslime.extensions import check_parameters, load_function
+from mslime.rollout.environments.protocol import SETTING as ENVIRONMENT
+from mslime.rollout.environments.protocol import load_environment
 
 Process = Literal["driver", "rollout service", "trainer"]
 """What calls a function: `mslime check` imports all of them, each process of a run its own."""
@@ -22,8 +24,8 @@ class Seam:
 
     Attributes:
         setting: that names it.
-        function: `module:function`.
-        parameters: what it is called with, in this order.
+        function: `module:function`, or a class.
+        parameters: what it is called with, in this order; of an environment, what its constructor is given.
         process: where it is called.
     """
 
@@ -39,6 +41,7 @@ def seams_of(config: RunConfig) -> list[Seam]:
     of_rl: list[tuple[str, str | None, tuple[str, ...], Process]] = [
         ("data.source", config.data.source, ("data", "seed"), "rollout service"),
         ("rollout.function", config.rollout.function, ("task", "engine"), "rollout service"),
+        (ENVIRONMENT, config.rollout.environment, tuple(config.rollout.environment_options), "rollout service"),
         ("rollout.dynamic_filter", config.rollout.dynamic_filter, ("group",), "rollout service"),
         ("algorithm.advantage", algorithm.advantage, ("rewards",), "rollout service"),
         ("algorithm.loss", algorithm.loss, ("batch", "algorithm"), "trainer"),
@@ -63,6 +66,10 @@ def check_seams(config: RunConfig, process: Process | None = None) -> None:
         ConfigError: the first function that cannot be imported or called so.
     """
     for seam in seams_of(config):
-        if process in (None, seam.process):
+        if process not in (None, seam.process):
+            continue
+        if seam.setting == ENVIRONMENT:
+            load_environment(seam.function, config.rollout.environment_options)
+        else:
             function = load_function(seam.function, seam.setting)
             check_parameters(function, seam.function, seam.setting, *seam.parameters)

@@ -26,6 +26,7 @@ from mslime.data.sample import Group
 from mslime.data.source import Prompt, PromptSource, PromptStream
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.books import Books, new_group
+from mslime.rollout.environments.play import EnvironmentRollout, open_workflow
 from mslime.rollout.evaluate import EvalResult, answer, summarise
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.protocols import (
@@ -44,7 +45,6 @@ from mslime.rollout.runner import GroupRunner
 from mslime.rollout.state import Columns, Stored, open_state, save_state, state_bytes
 from mslime.rollout.statistics import batch_metrics
 from mslime.rollout.turns import Door, Rollout
-from mslime.rollout.workflow import load_workflow
 
 SETTLE_S = 0.01
 ABORT_EVERY_S = 0.25  # a request can slip past an abort that reaches the engine before it does
@@ -90,7 +90,7 @@ class RolloutService:
         self._generator = Generator(config, engines, tokenizer, model, limits, lambda: self.version, self._request_done)
         self._sampling = Sampling.for_training(config.rollout, config.train.replay, model, limits)
         scoring = Scoring(config.reward, config.rollout.max_response_tokens, scorer, teacher, self._teaching)
-        self._workflow = load_workflow(config.rollout.function)
+        self._workflow = open_workflow(config, tokenizer)
         self._runner = GroupRunner(
             config,
             self._workflow,
@@ -222,6 +222,8 @@ class RolloutService:
     async def close(self) -> None:
         """Stop generating, whatever it loses at the engines. `state_dict` may still be taken."""
         await self._runner.close()
+        if isinstance(self._workflow, EnvironmentRollout):
+            await self._workflow.close()
 
     # ---------------------------------------------------------------------------------------------------- state
 

@@ -16,9 +16,10 @@ from mslime.config.schema import RewardConfig
 from mslime.data.sample import Group, Sample
 from mslime.rollout.evaluate import pass_at_k, summarise
 from mslime.rollout.filters import load_filter
-from mslime.rollout.rewards.pool import Worker, WorkerLostError, end_process
+from mslime.rollout.rewards.pool import MODULE, Worker
 from mslime.rollout.rewards.result import Job
 from mslime.rollout.rewards.scorer import RewardScorer
+from mslime.rollout.workers.process import WorkerLostError, end_process
 
 USER = "tests.unit.user_rewards"
 
@@ -201,11 +202,11 @@ def test_a_process_that_somebody_else_kills_costs_no_sample_its_reward():
 
 def test_a_dead_worker_answers_at_once_that_it_is_dead(capfd: pytest.CaptureFixture[str]):
     async def work() -> None:
-        worker = await Worker.start(Job(f"{USER}:length", "reward.function", 20.0))
+        worker = await Worker.start(MODULE, Job(f"{USER}:length", "reward.function", 20.0))
         await worker.kill()
         began = time.monotonic()
         with pytest.raises(WorkerLostError):
-            await worker.call(sample("abc"), 20.0)
+            await worker.ask(sample("abc"), 20.0)
         assert not worker.alive and time.monotonic() - began < 2
 
     asyncio.run(asyncio.wait_for(work(), 30))

@@ -7,21 +7,14 @@ pays for what another one did. The process's side is `worker`.
 from __future__ import annotations
 
 import asyncio
-import os
-import pickle
-import signal
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
-from mslime.config.errors import ConfigError
 from mslime.data.sample import Sample
 from mslime.rollout.rewards.result import Job, RewardResult
-from mslime.rollout.rewards.worker import HEADER, encode
+from mslime.rollout.workers.process import WorkerLostError, WorkerProcess
 
-START_SECONDS = 120.0  # importing a user's module may load a model
-GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
+MODULE = "mslime.rollout.rewards.worker"
 ASYNC_SLOTS = 64  # samples that one worker's async function may be awaiting at once
 
 
@@ -29,11 +22,7 @@ Asked = Sample | list[Sample]
 Answer = RewardResult | list[RewardResult]
 
 
-class WorkerLostError(Exception):
-    """A worker process ended with samples in hand."""
-
-
-class Worker:
+class Worker(WorkerProcess):
     """One reward process.
 
     Attributes:
@@ -42,104 +31,10 @@ class Worker:
         reserved: it works on one sample and takes no other.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, concurrent: bool) -> None:
-        self._process, self.concurrent = process, concurrent
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._count = 0
+    def __init__(self, process: asyncio.subprocess.Process, told: Any) -> None:
+        super().__init__(process, told)
+        self.concurrent: bool = told
         self.claims, self.reserved = 0, False
-        self._reader = asyncio.create_task(self._read())
-
-    @property
-    def alive(self) -> bool:
-        """Whether it can take samples."""
-        return self._process.returncode is None and not self._reader.done()
-
-    @classmethod
-    async def start(cls, job: Job) -> Worker:
-        """Start a process and wait until it has imported the function. Raises ConfigError when it cannot."""
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "mslime.rollout.rewards.worker",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(encode(job))
-        try:
-            kind, detail = await asyncio.wait_for(_read_message(process.stdout), START_SECONDS)
-        except (TimeoutError, asyncio.IncompleteReadError) as error:
-            await _end(process)
-            reason = "ended" if isinstance(error, asyncio.IncompleteReadError) else "did not return"
-            rule = f"the process that imports it {reason} within {START_SECONDS:g} s"
-            way_out = "mend what the module does when it is imported"
-            raise ConfigError(job.setting, job.function, rule, way_out) from error
-        except BaseException:
-            await _end(process)
-            raise
-        if kind == "error":
-            await process.wait()
-            raise detail
-        return cls(process, detail)
-
-    async def call(self, asked: Asked, limit_s: float) -> Answer:
-        """The answer to a sample or a group. Raises WorkerLostError when the process ends, TimeoutError when stuck."""
-        if not self.alive:
-            raise WorkerLostError("its process had ended")
-        assert self._process.stdin is not None
-        number, self._count = self._count, self._count + 1
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._process.stdin.write(encode((number, asked)))
-            return await asyncio.wait_for(future, limit_s + GRACE_SECONDS)
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise WorkerLostError("its process had ended") from error
-        finally:
-            del self._waiting[number]
-
-    async def kill(self) -> None:
-        """End the process at once."""
-        await _end(self._process)
-        await self._reader
-
-    async def _read(self) -> None:
-        """Hand answers to those who wait; when the process ends, or speaks nonsense, tell all of them."""
-        assert self._process.stdout is not None
-        try:
-            while True:
-                number, result = await _read_message(self._process.stdout)
-                if number in self._waiting and not self._waiting[number].done():
-                    self._waiting[number].set_result(result)
-        except asyncio.IncompleteReadError:
-            reason = _describe_exit(await self._process.wait())
-        except Exception as error:  # the function wrote to the pipe: whatever unpickling raises
-            end_process(self._process)
-            reason = f"its process wrote something that is no answer ({type(error).__name__})"
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(WorkerLostError(reason))
-
-
-def end_process(process: asyncio.subprocess.Process) -> None:
-    """SIGKILL without `Process.kill`: that one polls, so it may reap the child before asyncio's watcher, which then
-    prints `Unknown child process` and makes the exit code up."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    end_process(process)
-    await process.wait()
-
-
-def _describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"its process ended with exit code {code}"
-    return f"its process was ended by {signal.Signals(-code).name}"
-
-
-async def _read_message(stream: asyncio.StreamReader) -> Any:
-    header = await stream.readexactly(HEADER.size)
-    return pickle.loads(await stream.readexactly(HEADER.unpack(header)[0]))
 
 
 class WorkerPool:
@@ -208,7 +103,7 @@ class WorkerPool:
         """The answer of one process; None when something else may be to blame that there is none."""
         worker = await self._claim(alone)
         try:
-            return await worker.call(asked, self._job.limit_s)
+            return await worker.ask(asked, self._job.limit_s)
         except TimeoutError:
             await worker.kill()
             stuck = RewardResult(0.0, f"took longer than {self._job.limit_s:g} s; its process was killed")
@@ -248,7 +143,7 @@ class WorkerPool:
             task.add_done_callback(self._started)
 
     async def _start_one(self) -> None:
-        self._workers.append(await Worker.start(self._job))
+        self._workers.append(await Worker.start(MODULE, self._job))
 
     def _started(self, task: asyncio.Task[None]) -> None:
         self._starting.discard(task)

@@ -1,43 +1,23 @@
 """A process that runs one reward function for its parent: `python -m mslime.rollout.rewards.worker`.
 
-Frames (four bytes of length, then a pickle) arrive on standard input and leave on a private copy of standard output;
-what the function prints goes to standard error. The first frame is the job; afterwards every frame is
-(number, sample) and is answered by (number, result), or both are lists, of a group. The parent kills a worker that
-does not answer.
+It is asked about samples and answers with results, or both are lists, of a group. The parent kills a worker that does
+not answer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-import pickle
-import struct
-import sys
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from typing import Any, BinaryIO
+from typing import Any
 
-from mslime.config.errors import ConfigError
 from mslime.extensions import check_parameters, load_function
-from mslime.rollout.rewards.graders.limits import Interrupted, interrupted_after, limit_memory
+from mslime.rollout.rewards.graders.limits import Interrupted, interrupted_after
 from mslime.rollout.rewards.result import Job, RewardResult, checked, checked_group
-
-HEADER = struct.Struct("<I")
-
-
-def encode(message: object) -> bytes:
-    """A frame."""
-    body = pickle.dumps(message)
-    return HEADER.pack(len(body)) + body
-
-
-def read_frame(stream: BinaryIO) -> Any:
-    """The next message; None at the end of the stream."""
-    header = stream.read(HEADER.size)
-    return pickle.loads(stream.read(HEADER.unpack(header)[0])) if len(header) == HEADER.size else None
+from mslime.rollout.workers.frames import run
+from mslime.rollout.workers.memory import limit_memory
 
 
 async def answer(function: Callable[[Any], Any], asked: Any, job: Job) -> RewardResult | list[RewardResult]:
@@ -59,41 +39,14 @@ async def answer(function: Callable[[Any], Any], asked: Any, job: Job) -> Reward
     return checked_group(value, [len(s) for s in asked]) if job.per_group else checked(value, len(asked))
 
 
-async def serve(stdin: BinaryIO, out: BinaryIO) -> None:
-    """Answer frames until the parent closes the pipe."""
-    job: Job = read_frame(stdin)
-    try:
-        function = load_function(job.function, job.setting)
-        check_parameters(function, job.function, job.setting, "samples" if job.per_group else "sample")
-    except ConfigError as error:
-        out.write(encode(("error", error)))
-        out.flush()
-        return
+def open_job(job: Job) -> tuple[bool, Callable[[Any], Awaitable[Any]]]:
+    """(Whether the function is async, what answers about samples.) Raises ConfigError when it cannot be used."""
+    function = load_function(job.function, job.setting)
+    check_parameters(function, job.function, job.setting, "samples" if job.per_group else "sample")
     if job.more_memory is not None:
         limit_memory(job.more_memory)
-    out.write(encode(("ready", inspect.iscoroutinefunction(function))))
-    out.flush()
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def work(number: int, asked: Any) -> None:
-        out.write(encode((number, await answer(function, asked, job))))
-        out.flush()
-
-    loop = asyncio.get_running_loop()
-    with ThreadPoolExecutor(1) as reader:
-        while (message := await loop.run_in_executor(reader, read_frame, stdin)) is not None:
-            task = asyncio.create_task(work(*message))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-
-def main() -> None:
-    """Serve on the process's own pipes, with standard output turned over to standard error."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    asyncio.run(serve(sys.stdin.buffer, out))
-    os._exit(0)  # a function may have left threads behind
+    return inspect.iscoroutinefunction(function), lambda asked: answer(function, asked, job)
 
 
 if __name__ == "__main__":
-    main()
+    run(open_job)

@@ -1,10 +1,8 @@
-"""An end to computations that would not come to one: interrupted after some seconds, refused more memory."""
+"""An end to computations that would not come to one: interrupted after some seconds."""
 
 from __future__ import annotations
 
-import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -50,12 +48,3 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, previous)
         if others > 0:
             signal.setitimer(signal.ITIMER_REAL, max(others - (time.monotonic() - began), 1e-3), interval)
-
-
-def limit_memory(more_bytes: int) -> None:
-    """Let this process take `more_bytes` beyond what it has; what asks for more gets a MemoryError. Linux only."""
-    if sys.platform != "linux":
-        return
-    with open("/proc/self/statm") as file:
-        held = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (held + more_bytes, held + more_bytes))

@@ -1,0 +1,147 @@
+"""Environments in processes of their own: each holds many, and is replaced when one of them hangs or ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from typing import Any, cast
+
+from mslime.rollout.environments.protocol import EnvironmentTask, Observation, Step
+from mslime.rollout.environments.result import EnvironmentJob, Failure
+from mslime.rollout.workers.process import WorkerLostError, WorkerProcess
+
+MODULE = "mslime.rollout.environments.worker"
+
+
+class EnvironmentFailedError(Exception):
+    """An environment broke, by its own fault; the message names its class."""
+
+
+class EnvironmentLostError(Exception):
+    """An environment broke, and another one that shared its process may be to blame."""
+
+
+class _Home(WorkerProcess):
+    """A process of environments.
+
+    Attributes:
+        residents: environments in it.
+        retired: one of them hangs, so it takes no further ones.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, told: Any) -> None:
+        super().__init__(process, told)
+        self.residents, self.retired = 0, False
+
+
+class OpenEnvironment:
+    """One environment; close it.
+
+    Attributes:
+        seconds: that its calls took.
+    """
+
+    def __init__(
+        self, home: _Home, number: int, job: EnvironmentJob, alone: bool, closings: set[asyncio.Task[None]]
+    ) -> None:
+        self._home, self._number, self._job, self._alone = home, number, job, alone
+        self._closings, self.seconds = closings, 0.0
+        home.residents += 1
+
+    async def reset(self, task: EnvironmentTask) -> Observation:
+        """Begin the episode. Raises EnvironmentFailedError, EnvironmentLostError."""
+        return await self._ask("reset", task)
+
+    async def step(self, action: str) -> Step:
+        """Take one action. Raises EnvironmentFailedError, EnvironmentLostError."""
+        return await self._ask("step", action)
+
+    async def close(self) -> None:
+        """End it, and its process when nothing else is in it and it hangs. What goes wrong with that is only told: the
+        episode is over. It goes on when it is cancelled; the pool waits for it."""
+        closing = asyncio.create_task(self._close())
+        self._closings.add(closing)
+        closing.add_done_callback(self._closings.discard)
+        await asyncio.shield(closing)
+
+    async def _close(self) -> None:
+        try:
+            if self._home.alive:
+                await self._ask("close", None)
+        except (EnvironmentFailedError, EnvironmentLostError) as error:
+            print(f"an environment was not closed: {error}", flush=True)
+        finally:
+            self._home.residents -= 1
+            if not self._home.residents and (self._home.retired or self._alone):
+                await self._home.kill()
+
+    async def _ask(self, method: str, argument: object) -> Any:
+        began = time.monotonic()
+        try:
+            failure, answer = await self._home.ask((method, self._number, argument), self._job.limit_of(method))
+        except TimeoutError:
+            await self._home.kill()
+            held = f"{method} took longer than {self._job.limit_of(method):g} s and let nothing else run in its process"
+            raise self._lost(held) from None
+        except WorkerLostError as error:
+            raise self._lost(f"{method} was not answered: {error}") from error
+        finally:
+            self.seconds += time.monotonic() - began
+        if failure is None:
+            return answer
+        self._home.retired |= failure is Failure.LATE
+        raise self._lost(answer) if failure is Failure.MEMORY else self._failed(answer)
+
+    def _lost(self, why: str) -> Exception:
+        return self._failed(why) if self._alone else EnvironmentLostError(f"{self._job.function}: {why}")
+
+    def _failed(self, why: str) -> Exception:
+        return EnvironmentFailedError(f"{self._job.function}: {why}")
+
+
+class EnvironmentPool:
+    """Keeps `workers` processes for one class. Belongs to one event loop; close it there."""
+
+    def __init__(self, job: EnvironmentJob, workers: int) -> None:
+        self._job, self._size = job, workers
+        self._homes, self._all = list[_Home](), list[_Home]()
+        self._closings = set[asyncio.Task[None]]()
+        self._numbers, self._refilling = itertools.count(), asyncio.Lock()
+
+    async def open(self, alone: bool = False) -> OpenEnvironment:
+        """A place for an environment in the process that holds the fewest; it is made when it is reset.
+
+        Args:
+            alone: in a process of its own, so that nothing else can be to blame if it breaks.
+
+        Raises:
+            ConfigError: the class cannot be imported.
+        """
+        home = await self._start() if alone else await self._shared()
+        return OpenEnvironment(home, next(self._numbers), self._job, alone, self._closings)
+
+    def failed(self, why: str) -> EnvironmentFailedError:
+        """An error that names the class."""
+        return EnvironmentFailedError(f"{self._job.function}: {why}")
+
+    async def close(self) -> None:
+        """End all processes, when the environments that are being closed are."""
+        await asyncio.gather(*self._closings, return_exceptions=True)
+        for home in self._all:
+            await home.kill()
+        self._homes.clear()
+        self._all.clear()
+
+    async def _shared(self) -> _Home:
+        async with self._refilling:
+            self._homes = [h for h in self._homes if h.alive and not h.retired]
+            self._all = [h for h in self._all if h.alive]
+            if missing := self._size - len(self._homes):
+                self._homes += await asyncio.gather(*(self._start() for _ in range(missing)))
+        return min(self._homes, key=lambda home: home.residents)
+
+    async def _start(self) -> _Home:
+        home = await _Home.start(MODULE, self._job)
+        self._all.append(home)
+        return cast("_Home", home)

@@ -1,0 +1,155 @@
+"""What an environment is: a class of the user's, what its methods are given, and what they may return."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, SupportsFloat
+
+from mslime.config.errors import ConfigError
+from mslime.extensions import check_parameters, checked_metrics, load_function
+
+SETTING = "rollout.environment"
+Messages = list[dict[str, str]]
+"""Chat messages of a role and a text each."""
+Observation = str | Messages
+METHODS: dict[str, tuple[str, ...]] = {"reset": ("task",), "step": ("action",), "close": ()}
+_ROLES = ("system", "user", "tool")
+
+
+@dataclass(frozen=True)
+class EnvironmentTask:
+    """What an episode is about.
+
+    Attributes:
+        text: of the prompt, without special tokens. messages: the same as chat messages; None where it has none.
+        label, metadata: of the prompt's row.
+        group_id, index: of the prompt, and of the rollout among those of the prompt. Rollouts of a prompt are compared
+            with each other, so what is drawn at random should depend on `group_id`, not on `seed`.
+        evaluation: whether this is for a held-out set.
+        seed: the same at every try of this rollout, and another for every other rollout of the run.
+    """
+
+    text: str
+    label: Any
+    metadata: Mapping[str, Any]
+    group_id: int
+    index: int
+    evaluation: bool
+    seed: int
+    messages: Sequence[Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an action led to.
+
+    Attributes:
+        observation: what the model reads next: a text, or chat messages. Empty when the episode is done.
+        reward: of this step; None: it has none. Where no step has one, `reward` of the run scores the episode.
+        done: the episode has ended.
+        final_reward: of the whole episode, in place of the sum of its steps' rewards.
+        metrics: numbers that are logged as `user/<name>`; of an episode the last one of each name counts.
+    """
+
+    observation: Observation = ""
+    reward: float | None = None
+    done: bool = False
+    final_reward: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class WrongAnswerError(Exception):
+    """A method returned what it may not; the message says what."""
+
+
+class Environment(Protocol):
+    """One episode. It is made for it, reset once, and closed in every case. Each method may be async instead.
+
+    A method that is not async runs on a thread that belongs to this episode.
+    """
+
+    def reset(self, task: EnvironmentTask) -> Observation | Awaitable[Observation]:
+        """Begin. What it returns follows the prompt; an empty text adds nothing."""
+        ...
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """What the model said leads to the next observation. A tuple (observation, reward, done) will do, too."""
+        ...
+
+
+def load_environment(spec: str, options: Mapping[str, Any]) -> type:
+    """The class of `rollout.environment`.
+
+    Args:
+        options: what its constructor is given.
+
+    Raises:
+        ConfigError: it cannot be found, is no class, or its constructor or a method of METHODS takes other arguments.
+    """
+    found = load_function(spec, SETTING)
+    if not inspect.isclass(found):
+        raise ConfigError(SETTING, spec, "is no class", "name a class with the methods reset(task) and step(action)")
+    try:
+        inspect.signature(found).bind(**options)
+    except ValueError:
+        pass  # written in C, without a readable signature
+    except TypeError as error:
+        given = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
+        raise ConfigError(
+            f"{SETTING}_options", dict(options), f"{spec} cannot be made with ({given}): {error}",
+            "give what its __init__ takes",
+        ) from error  # fmt: skip
+    for method, parameters in METHODS.items():
+        function = getattr(found, method, None)
+        if callable(function):
+            check_parameters(function, spec, SETTING, "self", *parameters)
+        elif method != "close":
+            written = f"write it as def {method}(self, {', '.join(parameters)})"
+            raise ConfigError(SETTING, spec, f"has no method {method}", written)
+    return found
+
+
+def checked_observation(value: object, place: str) -> Observation:
+    """A text, or messages of plain strings. Raises WrongAnswerError that says what else `place` returned."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise WrongAnswerError(f"{place} returned {value!r:.80}, which is neither a text nor a list of chat messages")
+    return [_message(one, place) for one in value]
+
+
+def _message(value: object, place: str) -> dict[str, str]:
+    given: Mapping[Any, Any] = value if isinstance(value, Mapping) else {}
+    role, content = given.get("role"), given.get("content")
+    if role not in _ROLES or not isinstance(content, str):
+        asked = f'{{"role": ..., "content": text}} with a role of {", ".join(_ROLES)}'
+        raise WrongAnswerError(f"{place} returned the message {value!r:.80}; a message is {asked}")
+    return {str(key): str(part) for key, part in given.items()}
+
+
+def checked_step(value: object) -> Step:
+    """What `step` returned, with plain numbers. Raises WrongAnswerError that says what is wrong with it."""
+    if isinstance(value, tuple) and len(value) == 3:
+        value = Step(*value)
+    if not isinstance(value, Step):
+        raise WrongAnswerError(f"step returned {value!r:.80}, which is neither a Step nor (observation, reward, done)")
+    if not isinstance(value.done, bool | int) or value.done not in (0, 1):
+        raise WrongAnswerError(f"step returned done = {value.done!r:.80}, which is neither true nor false")
+    metrics = checked_metrics(value.metrics)
+    if isinstance(metrics, str):
+        raise WrongAnswerError(f"step {metrics}")
+    return Step(
+        checked_observation(value.observation, "step"), _number(value.reward, "reward"), bool(value.done),
+        _number(value.final_reward, "final_reward"), metrics,
+    )  # fmt: skip
+
+
+def _number(value: object, name: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, SupportsFloat) or not math.isfinite(float(value)):
+        raise WrongAnswerError(f"step returned {name} = {value!r:.80}, which is not a finite number")
+    return float(value)

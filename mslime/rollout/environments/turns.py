@@ -1,0 +1,94 @@
+"""What an environment says, as the tokens that the model reads: plain text, or a turn in the chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from mslime.config.errors import ConfigError
+from mslime.data.sample import Sample
+from mslime.data.tokenizer import Tokenizer
+from mslime.rollout.environments.protocol import Messages, Observation
+from mslime.rollout.workflow import Engine, Task
+
+_SAID = "\ue000said\ue001"
+"""Stands for a reply in the template; no template writes it."""
+
+
+class Turns(Protocol):
+    """How an episode's sequence begins, and how it goes on after a turn of the model."""
+
+    def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
+        """A sequence with the prompt and what `reset` returned."""
+        ...
+
+    def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
+        """What the model reads next. Raises NoRoomError when it does not fit."""
+        ...
+
+
+class PlainTurns:
+    """Texts one after the other, where prompts are in no chat template."""
+
+    def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
+        """See `Turns`."""
+        sample = engine.new_sample()
+        self.add(engine, sample, first)
+        return sample
+
+    def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
+        """See `Turns`."""
+        text = observation if isinstance(observation, str) else "\n".join(m["content"] for m in observation)
+        if text:
+            engine.append(sample, text)
+
+
+class ChatTurns:
+    """Turns in the tokenizer's chat template.
+
+    Args:
+        options: `data.chat_template_kwargs`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
+        self._tokenizer, self._options = tokenizer, options
+
+    def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
+        """See `Turns`. A first text goes to the end of the prompt, where that is a user's message."""
+        if not first:
+            return engine.new_sample()
+        prompt = [dict(m) for m in task.messages or [{"role": "user", "content": task.text}]]
+        new = _messages(first)
+        last = prompt[-1]
+        if isinstance(first, str) and last["role"] == "user" and isinstance(last["content"], str):
+            prompt[-1], new = {**last, "content": f"{last['content']}\n\n{first}"}, []
+        return engine.new_sample(engine.encode(self._render([*prompt, *new])))
+
+    def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
+        """See `Turns`."""
+        engine.append(sample, self.user_turn(_messages(observation), int(sample.tokens[-1])))
+
+    def user_turn(self, messages: Messages, last: int) -> str:
+        """The text between a reply and the next one: what the template writes after a reply, up to where the assistant
+        speaks again.
+
+        Args:
+            last: the reply's last token. The end of a turn is left out where that is one.
+
+        Raises:
+            ConfigError: the template does not write replies as they are.
+        """
+        whole = self._render([{"role": "user", "content": "."}, {"role": "assistant", "content": _SAID}, *messages])
+        _, found, after = whole.rpartition(_SAID)
+        if not found:
+            raise ConfigError("data.apply_chat_template", True, "the chat template does not write a reply as it is, so "
+                              "nothing can follow one", "use a rollout function of yours")  # fmt: skip
+        ended = self._tokenizer.decode([last], special_tokens=True) if last in self._tokenizer.special_ids else ""
+        return after.removeprefix(ended) if ended else after
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return self._tokenizer.render(messages, self._options)
+
+
+def _messages(observation: Observation) -> Messages:
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation

@@ -1,0 +1,165 @@
+"""A process that environments of one class live in: `python -m mslime.rollout.environments.worker`.
+
+It is asked (method, number of the environment, argument) and answers (None, what came back) or (Failure, why). `reset`
+makes the environment, `close` ends it. The parent kills a process that does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from mslime.rollout.environments.protocol import (
+    METHODS,
+    WrongAnswerError,
+    checked_observation,
+    checked_step,
+    load_environment,
+)
+from mslime.rollout.environments.result import EnvironmentJob, Failure
+from mslime.rollout.workers.frames import run
+from mslime.rollout.workers.memory import DataLimit
+
+STACK_BYTES = 8 * 2**20  # of a thread, where nobody said otherwise
+
+
+class _Episode:
+    """One environment, and the thread on which what is not async in it runs, one call after the other.
+
+    Attributes:
+        running: the call under way.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self._kind, self._thread = kind, ThreadPoolExecutor(1)
+        self._environment: Any = None
+        self.running: asyncio.Task[Any] | None = None
+
+    async def make(self, options: dict[str, Any]) -> None:
+        """Construct it where its methods will run."""
+
+        def construct() -> None:
+            self._environment = self._kind(**options)
+
+        if any(self._is_async(method) for method in METHODS):
+            construct()
+        else:
+            await self._on_thread(construct)
+
+    async def call(self, method: str, *arguments: object) -> Any:
+        """What a method returns; None where there is no such method, or no environment."""
+
+        def work() -> Any:
+            function = getattr(self._environment, method, None)
+            return None if function is None else function(*arguments)
+
+        value = work() if self._is_async(method) else await self._on_thread(work)
+        return await value if inspect.isawaitable(value) else value
+
+    def leave_thread(self) -> None:
+        """What runs on it may run on; further calls get another one."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread = ThreadPoolExecutor(1)
+
+    def end(self) -> None:
+        """Let the thread go; one that hangs goes with the process."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _is_async(self, method: str) -> bool:
+        return inspect.iscoroutinefunction(getattr(self._kind, method, None))
+
+    async def _on_thread(self, function: Callable[[], Any]) -> Any:
+        def call() -> Any:
+            try:
+                return function()
+            except StopIteration as error:  # which no future can hold
+                raise RuntimeError("StopIteration") from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+
+class _Episodes:
+    """All environments of this process."""
+
+    def __init__(self, job: EnvironmentJob, kind: type) -> None:
+        self._job, self._kind, self._limit = job, kind, DataLimit()
+        self._open = dict[int, _Episode]()
+        self._methods = {"reset": self._reset, "step": self._step, "close": self._close}
+
+    async def answer(self, asked: tuple[str, int, Any]) -> tuple[Failure | None, object]:
+        """(None, result), or (Failure, why)."""
+        method, number, argument = asked
+        limit = asyncio.timeout(self._job.limit_of(method))
+        try:
+            async with limit:
+                return None, await self._methods[method](number, argument)
+        except Exception as error:  # a user's class may raise anything: reported, never fatal
+            if isinstance(error, TimeoutError) and limit.expired():
+                if number in self._open:
+                    self._open[number].leave_thread()
+                return Failure.LATE, f"{method} took longer than {self._job.limit_of(method):g} s"
+            return self._failure(method, error)
+
+    async def _reset(self, number: int, task: object) -> object:
+        """Make the environment and begin."""
+        episode = self._open[number] = _Episode(self._kind)
+        self._make_room()
+
+        async def begin() -> object:
+            await episode.make(self._job.options)
+            return await episode.call("reset", task)
+
+        return checked_observation(await self._run(episode, begin()), "reset")
+
+    async def _step(self, number: int, action: str) -> object:
+        episode = self._open[number]
+        return checked_step(await self._run(episode, episode.call("step", action)))
+
+    async def _close(self, number: int, argument: None) -> None:
+        """End the environment, if it was made, also in the middle of a call that nobody waits for any more."""
+        episode = self._open.pop(number, None)
+        if episode is None:
+            return
+        try:
+            if episode.running is not None:
+                episode.running.cancel()
+            await episode.call("close")
+        finally:
+            episode.end()
+            self._make_room()
+
+    async def _run(self, episode: _Episode, call: Awaitable[Any]) -> Any:
+        episode.running = asyncio.ensure_future(call)
+        try:
+            return await episode.running
+        finally:
+            episode.running = None
+
+    def _failure(self, method: str, error: Exception) -> tuple[Failure, str]:
+        if isinstance(error, WrongAnswerError):
+            return Failure.RAISED, str(error)
+        if isinstance(error, MemoryError) or "can't start new thread" in str(error):
+            return Failure.MEMORY, f"{method} needed more memory than the {self._job.memory_mib:g} MiB of its process"
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return Failure.RAISED, f"{method} raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+
+    def _make_room(self) -> None:
+        """The memory of this process, and a stack for the thread of each environment."""
+        if self._job.memory_mib is not None:
+            stacks = len(self._open) * (threading.stack_size() or STACK_BYTES)
+            self._limit.set(int(self._job.memory_mib * 2**20) + stacks)
+
+
+def open_job(job: EnvironmentJob) -> tuple[None, Callable[[Any], Awaitable[Any]]]:
+    """(Nothing to tell, what answers.) Raises ConfigError when the class cannot be used."""
+    episodes = _Episodes(job, load_environment(job.function, job.options))
+    return None, episodes.answer
+
+
+if __name__ == "__main__":
+    run(open_job)

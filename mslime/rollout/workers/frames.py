@@ -1,0 +1,71 @@
+"""What a worker process and its parent say to each other, and the process's side of it.
+
+Frames (four bytes of length, then a pickle) arrive on standard input and leave on a private copy of standard output;
+what the user's code prints goes to standard error. The first frame is the job, which is answered by ("ready", more) or
+("error", a ConfigError); afterwards every frame is (number, what is asked) and is answered by (number, answer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO
+
+from mslime.config.errors import ConfigError
+
+HEADER = struct.Struct("<I")
+
+Answer = Callable[[Any], Awaitable[Any]]
+Open = Callable[[Any], tuple[Any, Answer]]
+"""Of the job: (what the parent is told beside `ready`, what answers further frames). Raises ConfigError."""
+
+
+def encode(message: object) -> bytes:
+    """A frame."""
+    body = pickle.dumps(message)
+    return HEADER.pack(len(body)) + body
+
+
+def read_frame(stream: BinaryIO) -> Any:
+    """The next message; None at the end of the stream."""
+    header = stream.read(HEADER.size)
+    return pickle.loads(stream.read(HEADER.unpack(header)[0])) if len(header) == HEADER.size else None
+
+
+async def serve(open_job: Open, stdin: BinaryIO, out: BinaryIO) -> None:
+    """Answer frames, several at a time, until the parent closes the pipe."""
+
+    def say(message: object) -> None:
+        out.write(encode(message))
+        out.flush()
+
+    try:
+        told, answer = open_job(read_frame(stdin))
+    except ConfigError as error:
+        say(("error", error))
+        return
+    say(("ready", told))
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def work(number: int, asked: Any) -> None:
+        say((number, await answer(asked)))
+
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as reader:
+        while (message := await loop.run_in_executor(reader, read_frame, stdin)) is not None:
+            task = asyncio.create_task(work(*message))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+
+def run(open_job: Open) -> None:
+    """Serve on the process's own pipes, with standard output turned over to standard error."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    asyncio.run(serve(open_job, sys.stdin.buffer, out))
+    os._exit(0)  # the user's code may have left threads behind

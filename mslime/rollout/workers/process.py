@@ -1,0 +1,146 @@
+"""A worker process as its parent sees it: started, asked, and killed when it does not answer. Its side is `frames`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import sys
+from contextlib import suppress
+from typing import Any, Protocol, Self
+
+from mslime.config.errors import ConfigError
+from mslime.rollout.workers.frames import HEADER, encode
+
+START_SECONDS = 120.0  # importing a user's module may load a model
+GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
+
+
+class Job(Protocol):
+    """What a worker process is for; it is pickled.
+
+    Attributes:
+        function: `module:name` of what the process imports.
+        setting: the configuration field that named it, for messages.
+    """
+
+    @property
+    def function(self) -> str: ...
+    @property
+    def setting(self) -> str: ...
+
+
+class WorkerLostError(Exception):
+    """A worker process ended with questions unanswered."""
+
+
+class WorkerProcess:
+    """One process, which may be asked several things at once.
+
+    Attributes:
+        told: what it said of its job when it was ready.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, told: Any) -> None:
+        self._process, self.told = process, told
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._count = 0
+        self._reader = asyncio.create_task(self._read())
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.returncode is None and not self._reader.done()
+
+    @classmethod
+    async def start(cls, module: str, job: Job) -> Self:
+        """Start a process and wait until it has opened its job. Raises ConfigError when it cannot.
+
+        Args:
+            module: its program, which calls `frames.run`.
+        """
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", module,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(encode(job))
+        try:
+            kind, told = await asyncio.wait_for(_read_message(process.stdout), START_SECONDS)
+        except (TimeoutError, asyncio.IncompleteReadError) as error:
+            await _end(process)
+            reason = "ended" if isinstance(error, asyncio.IncompleteReadError) else "did not return"
+            rule = f"the process that imports it {reason} within {START_SECONDS:g} s"
+            way_out = "mend what the module does when it is imported"
+            raise ConfigError(job.setting, job.function, rule, way_out) from error
+        except BaseException:
+            await _end(process)
+            raise
+        if kind == "error":
+            await process.wait()
+            raise told
+        return cls(process, told)
+
+    async def ask(self, asked: object, limit_s: float) -> Any:
+        """The answer. Raises WorkerLostError when the process ends, TimeoutError when it is stuck."""
+        if not self.alive:
+            raise WorkerLostError("its process had ended")
+        assert self._process.stdin is not None
+        number, self._count = self._count, self._count + 1
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._process.stdin.write(encode((number, asked)))
+            async with asyncio.timeout(limit_s + GRACE_SECONDS):  # Python 3.11's wait_for may swallow a cancellation
+                return await future
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise WorkerLostError("its process had ended") from error
+        finally:
+            del self._waiting[number]
+
+    async def kill(self) -> None:
+        """End the process at once."""
+        await _end(self._process)
+        await self._reader
+
+    async def _read(self) -> None:
+        """Hand answers to those who wait; when the process ends, or speaks nonsense, tell all of them."""
+        assert self._process.stdout is not None
+        try:
+            while True:
+                number, answer = await _read_message(self._process.stdout)
+                if number in self._waiting and not self._waiting[number].done():
+                    self._waiting[number].set_result(answer)
+        except asyncio.IncompleteReadError:
+            reason = _describe_exit(await self._process.wait())
+        except Exception as error:  # the user's code wrote to the pipe: whatever unpickling raises
+            end_process(self._process)
+            reason = f"its process wrote something that is no answer ({type(error).__name__})"
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(WorkerLostError(reason))
+
+
+def end_process(process: asyncio.subprocess.Process) -> None:
+    """SIGKILL without `Process.kill`: that one polls, so it may reap the child before asyncio's watcher, which then
+    prints `Unknown child process` and makes the exit code up."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    end_process(process)
+    await process.wait()
+
+
+def _describe_exit(code: int) -> str:
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    return f"its process was ended by {signal.Signals(-code).name}"
+
+
+async def _read_message(stream: asyncio.StreamReader) -> Any:
+    header = await stream.readexactly(HEADER.size)
+    return pickle.loads(await stream.readexactly(HEADER.unpack(header)[0]))
