@@ -10,9 +10,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from mslime.observe.samples import Routes, Sample, Segment
 
 TOOL_CALLS = (
@@ -125,12 +122,12 @@ def _in_calls(row: Sample) -> list[bool]:
     """Of each token in the line, whether it is part of a tool call that a policy sampled."""
     texts = row.get("texts", [])
     ends = list(itertools.accumulate(map(len, texts)))
-    inside = np.zeros(ends[-1] + 1 if ends else 1, np.bool_)
+    inside = bytearray(ends[-1] + 1 if ends else 1)  # 1 for each character of a call
     for call in _CALL.finditer("".join(texts)):
-        inside[call.start() : call.end()] = True
+        inside[call.start() : call.end()] = b"\1" * (call.end() - call.start())
     starts = [0, *ends[:-1]]
     return [
-        log_prob is not None and bool(inside[start : max(end, start + 1)].any())
+        log_prob is not None and any(inside[start : max(end, start + 1)])
         for start, end, log_prob in zip(starts, ends, row["log_probs"], strict=True)
     ]
 
@@ -139,11 +136,13 @@ def _experts(routes: Routes | None) -> list[dict[int, list[int]]]:
     """Of each of the first tokens, experts by layer id."""
     if routes is None:
         return []
-    rows = decoded(routes)
-    return [dict(zip(routes["layers"], row, strict=True)) for row in rows.tolist()]
+    return [dict(zip(routes["layers"], row, strict=True)) for row in decoded(routes)]
 
 
-def decoded(routes: Routes) -> NDArray[np.unsignedinteger]:
-    """[tokens, layers, top-k] experts of a line's `routes`."""
-    flat = np.frombuffer(base64.b64decode(routes["experts"]), np.dtype(f"<u{routes['bytes']}"))
-    return flat.reshape(-1, len(routes["layers"]), routes["top_k"])
+def decoded(routes: Routes) -> list[list[list[int]]]:
+    """[tokens][layers][top-k] experts of a line's `routes`."""
+    flat, size = base64.b64decode(routes["experts"]), routes["bytes"]
+    ids = [int.from_bytes(flat[at : at + size], "little") for at in range(0, len(flat), size)]
+    rows = [list(row) for row in zip(*[iter(ids)] * routes["top_k"], strict=True)]
+    layers = len(routes["layers"])
+    return [rows[at : at + layers] for at in range(0, len(rows), layers)]
