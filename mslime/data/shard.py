@@ -49,8 +49,8 @@ class TrainShard:
         teacher_log_probs: [N] float32; from the rollouts when the teacher is served, else computed like those before.
         values, returns: [N] float32, the critic's and what it is to learn, once computed, else None.
         routes: N rows (rows without a route are masked), None when replay is off or recorded by the trainer.
-        supports: N rows, the ids that each token was drawn from; None when all were drawn from the whole vocabulary,
-            and for stages that have no logits.
+        supports: N rows, the ids that each token within the mask was drawn from; None when all were drawn from the
+            whole vocabulary, and for stages that have no logits.
         micro_batches: indices into the B sequences; every rank of the step has the same number of micro-batches. An
             empty tuple is a micro-batch that only keeps the ranks in step.
     """
@@ -206,10 +206,16 @@ def _joined_routes(template: Routes, mine: Sequence[Sample]) -> Routes:
 
 
 def _joined_supports(mine: Sequence[Sample]) -> Supports | None:
-    """Supports of `mine`, one row per token; None when no sample has any."""
+    """Supports of `mine`, one row per token, empty outside the mask; None when no sample has any."""
     if all(s.supports is None for s in mine):
         return None
-    return Supports.joined([Supports.empty(len(s)) if s.supports is None else s.supports for s in mine])
+    return Supports.joined([_trained_supports(s) for s in mine])
+
+
+def _trained_supports(sample: Sample) -> Supports:
+    if sample.supports is None:
+        return Supports.empty(len(sample))
+    return sample.supports.take(np.where(sample.loss_mask, np.arange(len(sample)), -1))
 
 
 def token_weights(

@@ -38,11 +38,6 @@ class Supports:
         """[rows] ids of each row."""
         return np.diff(self.offsets)
 
-    @property
-    def nbytes(self) -> int:
-        """Of both arrays."""
-        return self.ids.nbytes + self.offsets.nbytes
-
     def row(self, position: int) -> NDArray[np.int32]:
         """The ids that the token at `position` was drawn from; empty for the full vocabulary."""
         return self.ids[self.offsets[position] : self.offsets[position + 1]]

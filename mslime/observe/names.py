@@ -134,12 +134,11 @@ METRICS: dict[str, Metric] = {
     "rollout/response_len_max": Metric("tokens", "longest response"),
     "rollout/truncated": Metric("", "share cut at the length limit", "rollout/responses"),
     "rollout/support_tokens": Metric(
-        "tokens", "drawn from a part of the vocabulary (`rollout.top_p`, `top_k`, `min_p`)"
+        "tokens", "trained, and drawn from a part of the vocabulary (`rollout.top_p`, `top_k`, `min_p`)"
     ),
     "rollout/support_mean": Metric("ids", "mean size of the support: the ids a token was drawn from", _SUPPORTED),
     "rollout/support_p99": Metric("ids", "99th percentile of the support's size", _SUPPORTED),
     "rollout/support_max": Metric("ids", "largest support"),
-    "rollout/support_bytes": Metric("bytes", "that the supports take, in memory and on the way to ranks", _SUPPORTED),
     "rollout/aborted": Metric("responses", "stopped in mid-generation"),
     "rollout/recycled": Metric("responses", "continued from an earlier step"),
     "rollout/failed_rollouts": Metric("rollouts", "dropped: their function failed (rollout.on_error: drop)"),

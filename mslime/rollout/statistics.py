@@ -44,9 +44,9 @@ def batch_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def support_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """From how many ids tokens were drawn, and what recording them takes; nothing where all were of the vocabulary."""
-    recorded = [s.supports for s in samples if s.supports is not None]
-    sizes = np.concatenate([np.empty(0, np.int64), *(s.sizes[s.sizes > 0] for s in recorded)])
+    """From how many ids trained tokens were drawn; nothing where all were drawn from the whole vocabulary."""
+    recorded = [s.supports.sizes[s.loss_mask] for s in samples if s.supports is not None]
+    sizes = np.concatenate([np.empty(0, np.int64), *(r[r > 0] for r in recorded)])
     if not len(sizes):
         return {}
     return {
@@ -54,7 +54,6 @@ def support_metrics(samples: Sequence[Sample]) -> dict[str, float]:
         "rollout/support_mean": float(sizes.mean()),
         "rollout/support_p99": float(np.percentile(sizes, 99)),
         "rollout/support_max": float(sizes.max()),
-        "rollout/support_bytes": float(sum(s.nbytes for s in recorded)) / len(sizes),
     }
 
 

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mslime.data.sample import check_invariants
@@ -24,7 +25,7 @@ def settings(model: Path, directory: Path) -> dict[str, Any]:
         "model": {"path": str(model)},
         "data": {"prompts": [str(prompts)], "eval_sets": [{"name": "held_out", "path": f"{prompts}@[:4]"}]},
         "cluster": {"device": "cpu"},
-        "rollout": {"groups_per_step": 4, "group_size": 4, "max_response_tokens": 24},
+        "rollout": {"groups_per_step": 4, "group_size": 4, "max_response_tokens": 24, "top_p": 0.9, "top_k": 4096},
         "reward": {"kind": "custom", "function": "tests.e2e.rewards:even_tokens"},
         "train": {"num_steps": 1, "lr": 1e-3},
         "observe": {"save_groups": True, "eval_at_start": False},
@@ -54,6 +55,8 @@ def test_parts_of_a_run_alone_do_what_they_do_in_it(tiny_qwen3_moe: Path, tmp_pa
 
     live = finished("train")
     (trained,) = live.rows()
+    assert trained["mismatch/abs_max"] < 1e-4, "over the supports of a truncated draw"
+    assert trained["rollout/support_mean"] > 10 and trained["entropy/mean"] < 5.7 < np.log(320)
 
     groups = tmp_path / "groups"
     said = finished("rollout", "--steps", "2", "--out", str(groups)).text()
@@ -65,13 +68,24 @@ def test_parts_of_a_run_alone_do_what_they_do_in_it(tiny_qwen3_moe: Path, tmp_pa
         for sample in (s for g in stored.groups for s in g.samples):
             check_invariants(sample)
             assert sample.reward is not None and sample.oldest_version == stored.version, "of the step's own version"
+            assert sample.supports is not None and (sample.supports.sizes > 0).tolist() == sample.loss_mask.tolist()
 
     # The live run's first step, and a second one of groups that no trainer has seen.
     shutil.copy(live.directory / "groups" / "step_1.npz", groups / "step_1.npz")
     finished("train", "--replay", str(groups), train={"num_steps": 5, "lr": 1e-3})
     first, second = replayed(tmp_path)
     assert (first["step"], second["step"]) == (1, 2)
-    for name in ("loss/total", "loss/policy", "grad_norm", "mismatch/kl", "replay/agreement", "reward/mean", "lr"):
+    for name in (
+        "loss/total",
+        "loss/policy",
+        "grad_norm",
+        "mismatch/kl",
+        "entropy/mean",
+        "rollout/support_mean",
+        "replay/agreement",
+        "reward/mean",
+        "lr",
+    ):
         assert first[name] == pytest.approx(trained[name], rel=1e-6, abs=1e-12), name
     of_engines = ("weights", "eval", "ledger", "rollout", "data")
     of_training = {name for name in timeless(trained) if name.split("/")[0] not in of_engines} - {"reward/errors"}

@@ -138,6 +138,16 @@ def test_supports_are_what_the_settings_keep_and_log_probs_are_over_them(
     assert max(sizes) < 320 and np.mean(sizes) > 3, "so that the numbers are worth comparing"
 
 
+def check_against(model: Any, sample: Sample) -> None:
+    """Each log-prob is the model's, over the token's support."""
+    with torch.no_grad():
+        log_p = logits_of(model, sample).log_softmax(-1).numpy()
+    assert sample.supports is not None and (sample.supports.sizes[sample.prompt_length :] > 1).all()
+    for t in range(sample.prompt_length, len(sample)):
+        mass = np.logaddexp.reduce(log_p[t - 1, sample.supports.row(t)])
+        assert sample.log_probs[t] == pytest.approx(log_p[t - 1, sample.tokens[t]] - mass, abs=2e-5)
+
+
 def test_an_abort_leaves_the_supports_of_the_tokens_that_came(sglang_server: SharedServer) -> None:
     sample = Sample.from_prompt(0, 0, PROMPTS[1])
 
@@ -152,13 +162,26 @@ def test_an_abort_leaves_the_supports_of_the_tokens_that_came(sglang_server: Sha
             await _continue(client, sample, "rest", 7, NUCLEUS)
 
     asyncio.run(asyncio.wait_for(work(), 120))
-    assert sample.supports is not None and (sample.supports.sizes[sample.prompt_length :] > 1).all()
-    model = double_model(sglang_server.checkpoint)
-    with torch.no_grad():
-        log_p = logits_of(model, sample).log_softmax(-1).numpy()
-    for t in range(sample.prompt_length, len(sample)):
-        mass = np.logaddexp.reduce(log_p[t - 1, sample.supports.row(t)])
-        assert sample.log_probs[t] == pytest.approx(log_p[t - 1, sample.tokens[t]] - mass, abs=2e-5)
+    check_against(double_model(sglang_server.checkpoint), sample)
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+def test_supports_outlive_a_pause_in_which_the_engine_keeps_the_request(mode: Any, sglang_server: SharedServer) -> None:
+    sample = Sample.from_prompt(0, 0, PROMPTS[1])
+
+    async def work() -> None:
+        async with sglang_server.client() as client:
+            running = asyncio.create_task(_continue(client, sample, f"paused-{mode}", 200, NUCLEUS))
+            while await load(client, "used_tokens") < 60:
+                await asyncio.sleep(0.02)
+            await client.pause(mode)
+            assert not running.done()
+            await client.resume()
+            await running
+
+    asyncio.run(asyncio.wait_for(work(), 120))
+    assert sample.response_length == 200
+    check_against(double_model(sglang_server.checkpoint), sample)
 
 
 def test_a_top_k_beyond_the_server_s_limit_is_refused_in_its_own_words(sglang_server: SharedServer) -> None:

@@ -176,6 +176,36 @@ def test_the_reference_stays_what_it_was_and_the_actor_comes_back(tmp_path: Path
     assert reference == 0.0 and actor == 0.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_softmax_over_supports_is_that_of_the_cpu(dtype: torch.dtype) -> None:
+    """Values, entropy and gradient in one vocabulary of 150,000; a third of the rows is unrestricted."""
+    from mslime.backends.megatron.log_probs.support import Support
+    from mslime.backends.megatron.log_probs.vocab_parallel import vocab_parallel_log_probs
+
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(64, 150_016, generator=generator) * 3).to(dtype)
+    labels = torch.randint(0, 150_000, (64,), generator=generator)
+    rows = [torch.randperm(150_000, generator=generator)[: 0 if t % 3 == 0 else 1 + 40 * t] for t in range(64)]
+    rows = [
+        torch.cat([row[row != label], label[None]]) if len(row) else row
+        for row, label in zip(rows, labels, strict=True)
+    ]
+    offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    found: list[list[torch.Tensor]] = []
+    for device in ("cpu", "cuda"):
+        x = logits.to(device, copy=True).requires_grad_()
+        support = Support(torch.cat(rows).int().to(device), offsets.to(device))
+        out = vocab_parallel_log_probs(
+            x, labels.to(device), tp_group=None, vocab_start=0, vocab_size=150_000, with_entropy=True, support=support
+        )
+        assert out.entropy is not None
+        (out.log_probs + out.entropy).sum().backward()
+        assert x.grad is not None
+        found.append([part.detach().float().cpu() for part in (out.log_probs, out.entropy, x.grad)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
 @two_gpus
 @pytest.mark.parametrize("sizes", [{"tp": 2, "ep": 2}, {"pp": 2}, {"ep": 2}], ids=str)
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss"])

@@ -41,5 +41,6 @@ def test_sizes_of_supports_count_tokens_that_have_one() -> None:
     metrics = batch_metrics([Group(0, [drawn, free])], 0)
     assert (metrics["rollout/support_tokens"], metrics["rollout/support_mean"]) == (2, 2)
     assert metrics["rollout/support_max"] == 3
-    assert metrics["rollout/support_bytes"] == (4 * 4 + 5 * 8) / 2, "4 an id, 8 a token of the sequence and one more"
+    drawn.mask_span(2, 3)
+    assert batch_metrics([Group(0, [drawn, free])], 0)["rollout/support_max"] == 1, "of tokens that are trained"
     assert not any(name.startswith("rollout/support") for name in batch_metrics([Group(0, [free])], 0))
