@@ -153,8 +153,8 @@ def _names(text: str) -> list[str]:
 def _warm_start(directory: Path, seed: int, console: Console) -> None:
     """Task, model and supervised training of scripts/quickstart.sh, once a seed."""
     if not (directory / "task" / "heldout.jsonl").exists():
-        command = [sys.executable, str(QUICKSTART / "make_task.py"), "--out", str(directory / "task")]
-        subprocess.run([*command, "--seed", str(seed)], check=True)
+        command = [sys.executable, "-m", "examples.quickstart.make_task", "--out", str(directory.resolve() / "task")]
+        subprocess.run([*command, "--seed", str(seed)], check=True, cwd=QUICKSTART.parents[1])
     if (directory / "sft" / "hf" / "config.json").exists():
         return
     console.rule(f"supervised warm start, seed {seed}")

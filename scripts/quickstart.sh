@@ -49,7 +49,7 @@ mkdir -p "$OUT"
 echo "$SEED" > "$OUT/seed"
 
 say "2/4  Make a small Qwen3-MoE checkpoint and a task"
-[ -f "$OUT/task/heldout.jsonl" ] || python examples/quickstart/make_task.py --out "$OUT/task" --seed "$SEED"
+[ -f "$OUT/task/heldout.jsonl" ] || python -m examples.quickstart.make_task --out "$OUT/task" --seed "$SEED"
 
 say "3/4  Supervised warm start (Megatron, ${LAYOUT[*]})"
 if [ -f "$OUT/sft/hf/config.json" ]; then

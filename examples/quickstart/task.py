@@ -1,7 +1,8 @@
 """The quickstart's task: put a list of digits in ascending order. `[52817]` is answered by `12578`.
 
 Here live the lists, their answers, and the careless demonstrations that the supervised warm start learns from. Prompts
-and answers are plain text over `SYMBOLS`. Free of torch; every draw comes from the generator that is handed in.
+and answers are plain text over the symbols of `examples/tiny_model.py`. Free of torch; every draw comes from the
+generator that is handed in.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SYMBOLS = "0123456789[](){}<>=+-*/,.:; "
 MIN_DIGITS, MAX_DIGITS = 2, 7
 ASCENDING_SHARE = 0.35
 """Share of the demonstrations that are right. The others put the digits in descending order."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from examples.quickstart import make_task, task
+from examples.tiny_model import SYMBOLS
 from mslime.config.loader import read_yaml
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
@@ -17,10 +19,6 @@ from mslime.data.tokenizer import check_vocabulary, load_tokenizer
 from mslime.rollout.rewards.scorer import exact_match
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
-sys.path.insert(0, str(EXAMPLE))
-
-import make_task  # noqa: E402
-import task  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +82,7 @@ def test_the_seed_decides_the_rows(rows: dict[str, list[task.Row]]) -> None:
 
 
 def test_a_row_file_holds_prompt_label_and_metadata(rows: dict[str, list[task.Row]], tmp_path: Path) -> None:
-    make_task.write_rows(tmp_path / "rows.jsonl", rows["heldout"])
+    make_task.write_rows(tmp_path / "rows.jsonl", map(asdict, rows["heldout"]))
     read = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [(r["prompt"], r["label"]) for r in read] == [(r.prompt, r.label) for r in rows["heldout"]]
     assert read[0]["metadata"] == rows["heldout"][0].metadata
@@ -93,7 +91,7 @@ def test_a_row_file_holds_prompt_label_and_metadata(rows: dict[str, list[task.Ro
 def test_tokenizer_gives_one_token_a_symbol_and_decodes_back(checkpoint: Path, rows: dict[str, list[task.Row]]) -> None:
     tokenizer = load_tokenizer(checkpoint)
     check_vocabulary(tokenizer, checkpoint)
-    texts = {task.SYMBOLS} | {t for r in rows["heldout"] for t in (r.prompt, r.label)}
+    texts = {SYMBOLS} | {t for r in rows["heldout"] for t in (r.prompt, r.label)}
     for text in texts:
         ids = tokenizer.encode(text, special_tokens=True)
         assert ids == tokenizer.encode(text, special_tokens=False) and len(ids) == len(text)
