@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -26,24 +27,28 @@ NORMAL_PATHS = frozenset(
 )
 
 
-def _accept(value: SecretStr) -> SecretStr:
+def refuse_empty(name: str, value: SecretStr) -> SecretStr:
+    """The secret of setting `name`. Raises ConfigError where it is none."""
     text = value.get_secret_value()
     if text == REDACTED:
         raise ConfigError(
-            "sglang.api_key", text, "is what a written configuration shows instead of a key",
+            name, text, "is what a written configuration shows instead of a key",
             "write env:NAME or file:PATH, which say where the key is",
         )  # fmt: skip
     if not text.strip():
-        raise ConfigError("sglang.api_key", text, "a key is not empty", "remove it, or give the server's key")
+        raise ConfigError(name, text, "a key is not empty", "remove it, or give the server's key")
     return value
 
 
-def _shown(value: SecretStr) -> str:
+def shown_secret(value: SecretStr) -> str:
+    """What is written out instead of a secret: where it is, or that there is one."""
     text = value.get_secret_value()
     return text if text.startswith(FORMS) else REDACTED
 
 
-Secret = Annotated[SecretStr, AfterValidator(_accept), PlainSerializer(_shown, return_type=str)]
+Secret = Annotated[
+    SecretStr, AfterValidator(partial(refuse_empty, "sglang.api_key")), PlainSerializer(shown_secret, return_type=str)
+]
 """A setting that holds a secret, or (`env:NAME`, `file:PATH`) says where it is. Only the latter is ever written out."""
 
 

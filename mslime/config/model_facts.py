@@ -15,6 +15,7 @@ class ModelFacts:
         num_layers: transformer layers, dense ones counted.
         moe_layer_ids: global ids of the layers that route; empty for a dense model.
         num_experts, top_k: routed experts of a layer, and of a token; 0 for a dense model.
+        renderers: names of those that may know how the family's checkpoints chat (`rollout.renderer`).
     """
 
     vocab_size: int
@@ -23,3 +24,4 @@ class ModelFacts:
     moe_layer_ids: tuple[int, ...]
     num_experts: int
     top_k: int
+    renderers: tuple[str, ...] = ()

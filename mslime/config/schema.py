@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from mslime.config.agents import AgentLimits, AgentServer
 from mslime.config.algorithm import AlgorithmConfig, CriticConfig
 from mslime.config.base import Section
 from mslime.config.choices import (
@@ -146,6 +147,22 @@ class RolloutConfig(Section):
         description="What it means when a rollout function raises, or says that its rollout failed. fail: the run "
         "ends, and at the second time, after a resume, the group is dropped. drop: this rollout does not count in "
         "its group (rollout/failed_rollouts).",
+    )
+    renderer: str | None = Field(
+        default=None,
+        description="How rollout functions that chat turn messages into tokens and back: a renderer of the package "
+        "`renderers` by name, template (the checkpoint's chat template), harmony (gpt-oss), or "
+        "`module:function`(tokenizer, thinking). Default: the first of the model family's that writes as the "
+        "checkpoint's template does, else template (docs/agents.md).",
+    )
+    thinking: Literal["template", "keep"] = Field(
+        default="template",
+        description="Earlier reasoning in chats. template: as the chat template says; where it drops reasoning at a "
+        "new query, each query begins a sequence. keep: it stays, and a rollout is one sequence.",
+    )
+    limits: AgentLimits = Field(default_factory=AgentLimits, description="What one rollout that chats may take.")
+    server: AgentServer = Field(
+        default_factory=AgentServer, description="The server that agents of rollout functions speak to."
     )
     max_staleness: int = Field(
         default=0,

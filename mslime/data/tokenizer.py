@@ -6,6 +6,7 @@ the `Tokenizer` protocol alone.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import re
@@ -55,6 +56,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of `ids`, without special tokens or with them."""
+        ...
+
+    def for_thread(self) -> Any:
+        """transformers' tokenizer, as a copy for another thread: it carries state."""
         ...
 
 
@@ -122,6 +127,10 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of `ids`, without special tokens or with them."""
         return cast("str", self._inner.decode(list(ids), skip_special_tokens=not special_tokens))
+
+    def for_thread(self) -> Any:
+        """transformers' tokenizer, as a copy for another thread: it carries state."""
+        return copy.deepcopy(self._inner)
 
 
 def load_tokenizer(path: Path | str) -> HFTokenizer:

@@ -143,6 +143,15 @@ METRICS: dict[str, Metric] = {
     "rollout/recycled": Metric("responses", "continued from an earlier step"),
     "rollout/failed_rollouts": Metric("rollouts", "dropped: their function failed (rollout.on_error: drop)"),
     "rollout/sequences_per_rollout": Metric("", "samples that a rollout became, mean"),
+    "rollout/turns": Metric("turns", "replies of the model, mean", "rollouts that chat"),
+    "rollout/new_sequence/{reason}": Metric(
+        "sequences", "begun for this reason (docs/agents.md), mean", "rollouts that chat"
+    ),
+    "rollout/chat/{event}": Metric(
+        "",
+        "malformed_calls, unknown_tools, undelivered_turns, joined_retries, ignored_fields, limits_reached; mean",
+        "rollouts that chat",
+    ),
     "rollout/failed_groups": Metric("groups", "dropped: they could not be sent, scored or trained twice"),
     "rollout/filtered_groups": Metric("groups", "complete groups that the dynamic filter refused"),
     "rollout/truncated_groups": Metric("groups", "complete groups left out, as all responses were cut and masked"),

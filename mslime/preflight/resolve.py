@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mslime.config.cluster import WHOLE, Parts, check_machines
@@ -55,7 +55,7 @@ def resolve(config: RunConfig, parts: Parts = WHOLE) -> ResolvedRun:
     _check_paths(config)
     hf_config, checkpoint = _read_model(config, config.model.path)
     family = get_family(hf_config)
-    model = family.model_fields(hf_config)
+    model = replace(family.model_fields(hf_config), renderers=family.support.renderers)
     if config.train.task == "rl":
         _refuse_quantised(config, checkpoint)
         family.refuse_for_engine(hf_config)

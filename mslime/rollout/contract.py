@@ -10,6 +10,7 @@ def test_my_agent():
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,11 @@ from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.data.sample import Sample
 from mslime.data.source import Prompt
+from mslime.rollout.agents import Agents
 from mslime.rollout.books import new_group
+from mslime.rollout.chat.messages import Tools
+from mslime.rollout.chat.parsing import read_call
+from mslime.rollout.chat.renderer import Parsed
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.turns import Door, Rollout
@@ -49,6 +54,30 @@ class _Characters:
 
     def marks(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
         return None
+
+    def for_thread(self) -> _Characters:
+        return self
+
+
+class _Plain:
+    """A renderer for them: a message a line; calls of tools are JSON between `<tool_call>` and `</tool_call>`."""
+
+    name, stop_ids = "plain", frozenset({0})
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
+        return [ord(c) for m in messages for c in f"{m['role']}: {m['content']}\n"]
+
+    def extend(self, before: Sequence[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
+        return [*before, ord("\n"), *self.render(new, tools)]
+
+    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
+        text = self.spell(sampled)
+        found = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
+        calls = tuple(read_call(call, f"<tool_call>{call}</tool_call>") for call in found)
+        return Parsed(re.sub(r"<tool_call>.*?</tool_call>", "", text, flags=re.DOTALL), calls=calls)
+
+    def spell(self, ids: Sequence[int]) -> str:
+        return "".join(chr(i) for i in ids if i)
 
 
 class _Script:
@@ -118,7 +147,7 @@ def check_rollout(
 
 
 async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any) -> list[Sample]:
-    tokenizer, script = _Characters(), _Script(replies)
+    workflow, tokenizer, script = load_workflow(function), _Characters(), _Script(replies)
     config = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "rollout": {"function": function}})
     model = ModelFacts(
         vocab_size=1 << 20, max_positions=1 << 20, num_layers=0, moe_layer_ids=(), num_experts=0, top_k=0
@@ -132,12 +161,14 @@ async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any)
         Door(Traffic(open=True), admitted=True),
         Sampling.for_training(config.rollout, config.train.replay, model, EngineLimits()),
     )
-    rollout = Rollout(group, 0, "g0", function, generator, sampling, door)
+    agents = Agents(config.rollout, _Plain)
+    rollout = Rollout(group, 0, "g0", function, generator, sampling, door, agents)
     watch = asyncio.create_task(_longest_block())
     await asyncio.sleep(0)
     try:
-        await rollout.run(load_workflow(function), rollout.task(config.seed, evaluation=False))
+        await rollout.run(workflow, rollout.task(config.seed, evaluation=False))
     finally:
+        await agents.close()
         watch.cancel()
         (blocked,) = await asyncio.gather(watch)
     where = f"{SETTING} {function}"

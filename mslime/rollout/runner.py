@@ -16,6 +16,7 @@ from mslime.backends.sglang.client import EngineDied
 from mslime.config.errors import RolloutError, UserError
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus
+from mslime.rollout.agents import Agents
 from mslime.rollout.books import Books
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.rewards.scoring import Scoring
@@ -74,6 +75,7 @@ class GroupRunner:
     Args:
         config: `seed`, `rollout` and `deadlines` are read.
         workflow: the function that `rollout.function` names.
+        agents: with which rollouts chat.
         on_response: called after each finished response.
         on_end: called when a group has ended or rests, so that another may be submitted.
 
@@ -91,10 +93,12 @@ class GroupRunner:
         generator: Generator,
         sampling: Sampling,
         scoring: Scoring,
+        agents: Agents,
         on_response: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
         self._seed, self._spec, self._workflow = config.seed, config.rollout.function, workflow
+        self._agents = agents
         self._on_error, self._limit_s = config.rollout.on_error, config.deadlines.rollout_function_s
         self._books, self._generator, self._sampling, self._scoring = books, generator, sampling, scoring
         self._on_response, self._on_end = on_response, on_end
@@ -166,8 +170,9 @@ class GroupRunner:
             first.metadata = copy.deepcopy(group.metadata)  # an earlier try may have noted something
         session = f"g{group.group_id}"
         rollout = Rollout(
-            group, number, session, self._spec, self._generator, self._sampling, live.door, self._books, self._limit_s
-        )
+            group, number, session, self._spec, self._generator, self._sampling, live.door, self._agents,
+            self._books, self._limit_s,
+        )  # fmt: skip
         task = asyncio.create_task(self._roll(rollout), name=f"rollout {session}-{number}")
         task.add_done_callback(lambda _: live.door.moved.set())
         live.rollouts[number] = rollout, task

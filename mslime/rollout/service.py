@@ -25,6 +25,7 @@ from mslime.data.ledger import Ledger
 from mslime.data.sample import Group
 from mslime.data.source import Prompt, PromptSource, PromptStream
 from mslime.data.tokenizer import Tokenizer
+from mslime.rollout.agents import Agents
 from mslime.rollout.books import Books, new_group
 from mslime.rollout.environments.play import EnvironmentRollout, open_workflow
 from mslime.rollout.evaluate import EvalResult, answer, summarise
@@ -91,6 +92,7 @@ class RolloutService:
         self._sampling = Sampling.for_training(config.rollout, config.train.replay, model, limits)
         scoring = Scoring(config.reward, config.rollout.max_response_tokens, scorer, teacher, self._teaching)
         self._workflow = open_workflow(config, tokenizer)
+        self._agents = Agents.with_tokenizer(config.rollout, model.renderers, tokenizer.for_thread)
         self._runner = GroupRunner(
             config,
             self._workflow,
@@ -98,6 +100,7 @@ class RolloutService:
             self._generator,
             self._sampling,
             scoring,
+            self._agents,
             self._report,
             self._pump,
         )
@@ -209,7 +212,7 @@ class RolloutService:
         async def roll(group: Group, number: int) -> None:
             rollout = Rollout(
                 group, number, f"{eval_set.name}-{group.group_id}", self._config.rollout.function, self._generator,
-                sampling, door, limit_s=self._config.deadlines.rollout_function_s,
+                sampling, door, self._agents, limit_s=self._config.deadlines.rollout_function_s,
             )  # fmt: skip
             await rollout.run(self._workflow, rollout.task(self._config.seed, evaluation=True))
 
@@ -224,6 +227,7 @@ class RolloutService:
         await self._runner.close()
         if isinstance(self._workflow, EnvironmentRollout):
             await self._workflow.close()
+        await self._agents.close()
 
     # ---------------------------------------------------------------------------------------------------- state
 

@@ -10,13 +10,18 @@ import asyncio
 import copy
 import traceback
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mslime.config.errors import RolloutError, UserError
 from mslime.data.sample import Group, Sample, SampleStatus
+from mslime.rollout.agents import Agents, Conversations
+from mslime.rollout.chat.errors import ChatError
+from mslime.rollout.chat.session import Reply
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.growing import GrowingSample, NoBooks, TokenBooks, settle
 from mslime.rollout.returned import Told, told_of
+from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import SETTING, NoRoomError, Task, Turn, Workflow
 
 
@@ -55,8 +60,8 @@ class Rollout:
         number: of the rollout within its group.
         session: its requests prefer one engine.
         spec: name of the function, for messages.
+        agents: with which it chats.
         limit_s: seconds that the function may take between two requests to the engines; None: as long as it likes.
-
     """
 
     def __init__(
@@ -68,12 +73,14 @@ class Rollout:
         generator: Generator,
         sampling: Sampling,
         door: Door,
+        agents: Agents,
         books: TokenBooks | None = None,
         limit_s: float | None = None,
     ) -> None:
         self._group, self.number, self._session, self._spec = group, number, session, spec
         self._generator, self._sampling, self._door = generator, sampling, door
         self._books, self._limit_s = books or NoBooks(), limit_s
+        self._chats = Conversations(agents, self)
         self._grown = [GrowingSample(s, s.prompt_length) for s in group.parts(number)]
         self._at_work, self._waiting = set[object](), set[object]()
         self._given = self._over = False
@@ -171,6 +178,19 @@ class Rollout:
         """See `workflow.Engine`."""
         return self._generator.encode(text)
 
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *,
+        max_tokens: int | None = None, stop: Sequence[str] = (),
+    ) -> Reply:  # fmt: skip
+        """See `workflow.Engine`."""
+        self._check_alive()
+        return await self._chats.chat(messages, tools, max_tokens, (stop,) if isinstance(stop, str) else tuple(stop))
+
+    async def endpoint(self) -> ModelEndpoint:
+        """See `workflow.Engine`."""
+        self._check_alive()
+        return await self._chats.endpoint()
+
     # -------------------------------------------------------------------------------------- as the runner sees it
 
     def task(self, seed: int, evaluation: bool) -> Task:
@@ -193,13 +213,17 @@ class Rollout:
             RolloutError: the function raised, took too long, says that its rollout failed, or returned or changed what
                 it may not. Its own UserErrors pass.
         """
-        returned = await self._called(function, task)
+        try:
+            returned = await self._called(function, task)
+        finally:
+            await self._chats.stop()
+        told_by_chats = self._chats.settle()
         for grown in self._grown:
             self._check_untouched(grown)
         told = told_of(returned, self._grown, self._error)
         settle(self._group, self._grown, told.chosen, self._books)
         self._over = True
-        self._finish(told)
+        self._finish(told, told_by_chats)
 
     def fail(self) -> None:
         """Give the rollout up: what it generated is dropped, and it does not count in its group."""
@@ -234,6 +258,8 @@ class Rollout:
                 return await function(task, self)
         except NoRoomError:
             return None
+        except ChatError as error:
+            raise self._error(f"sent the model what cannot be answered: {error}", "mend the messages") from error
         except UserError:
             raise
         except asyncio.CancelledError as error:
@@ -245,6 +271,10 @@ class Rollout:
             if isinstance(error, TimeoutError) and self._watch is not None and self._watch.expired():
                 way_out = "give its tools a time limit, or raise deadlines.rollout_function_s"
                 raise self._error(f"did something else than to generate for {self._limit_s:g} s", way_out) from error
+            if self._chats.full:  # its agent was told so, and made an error of its own of it
+                return None
+            if self._chats.failure is not None:
+                raise self._chats.failure from error
             place = traceback.extract_tb(error.__traceback__)[-1]
             raised = f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
             raise self._error(raised, "mend the function") from error
@@ -273,15 +303,17 @@ class Rollout:
         grown.newest, grown.turn_start = self._turns, len(sample)
         return Turn(sample.tokens[start:], "stop" if grown.finish == "stop" else "length", self._generator.decode)
 
-    def _finish(self, told: Told) -> None:
+    def _finish(self, told: Told, told_by_chats: Mapping[str, float]) -> None:
         """Mark the chosen sequences as finished, with what the function told of them."""
+        last = told.chosen[-1]
         for grown in told.chosen:
             sample = grown.sample
-            sample.status = SampleStatus.COMPLETED if grown.finish == "stop" else SampleStatus.TRUNCATED
+            whole = grown.finish == "stop" and not (grown is last and self._chats.full)
+            sample.status = SampleStatus.COMPLETED if whole else SampleStatus.TRUNCATED
             sample.response = self._generator.decode(sample.response_tokens.tolist())
             sample.reward = told.reward
             sample.process_rewards = told.steps.get(id(sample), sample.process_rewards)
-        told.chosen[-1].sample.scores |= {f"user/{name}": number for name, number in told.metrics.items()}
+        last.sample.scores |= {f"user/{name}": number for name, number in told.metrics.items()} | dict(told_by_chats)
 
     def _add(self, grown: GrowingSample) -> Sample:
         """A further sequence of the rollout, which the group holds from now on."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,10 @@ from numpy.typing import NDArray
 from mslime.config.errors import ConfigError
 from mslime.data.sample import Sample
 from mslime.extensions import check_parameters, load_function
+
+if TYPE_CHECKING:
+    from mslime.rollout.chat.session import Reply
+    from mslime.rollout.server.sessions import ModelEndpoint
 
 SETTING = "rollout.function"
 
@@ -141,6 +145,30 @@ class Engine(Protocol):
 
     def room(self, sample: Sample) -> int:
         """Tokens that the model may still add."""
+        ...
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *,
+        max_tokens: int | None = None, stop: Sequence[str] = (),
+    ) -> Reply:  # fmt: skip
+        """The model's reply to messages, in the form of OpenAI's chat completions; `task.messages` to begin with.
+
+        Send `reply.message` back as it is, followed by new messages: they are added to the tokens of the turn. What
+        does not go on from a recorded turn begins a sequence (docs/agents.md). Waits and continues like `generate`;
+        several may be asked at once.
+
+        Raises:
+            NoRoomError: the messages leave no room for a reply, or a limit of `rollout.limits` is reached.
+            ChatError: the messages cannot be answered.
+        """
+        ...
+
+    async def endpoint(self) -> ModelEndpoint:
+        """Where an agent finds the model of this rollout, with an API key of its own, until the function returns.
+
+        It is OpenAI's API (chat completions, responses, completions) and Anthropic's (messages). What the agent asks
+        is recorded as by `chat`; replies that it did not receive are not trained.
+        """
         ...
 
     def encode(self, text: str) -> list[int]:

@@ -59,6 +59,9 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return " ".join(str(i) for i in ids)
 
+    def for_thread(self) -> Any:
+        raise AssertionError("it has no chat template")
+
 
 def support_at(position: int, version: int) -> list[int]:
     """Ids that `FakeSlowEngine` draws the token at a position from, under weights of a version."""

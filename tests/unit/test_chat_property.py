@@ -88,7 +88,7 @@ def test_what_the_model_saw_is_what_is_trained(thinking: Any, replies: list[str]
     async def work() -> None:
         chat = Chat(*replies, thinking=thinking, ending=ending)
         await converse(chat, steps)
-        await chat.session.close()
+        await chat.close()
         check(chat)
         chat.rendering.close()
 

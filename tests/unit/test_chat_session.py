@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 import pytest
 
+from mslime.config.agents import AgentLimits
+from mslime.observe.names import is_known
 from mslime.rollout.chat.errors import ChatError, ContextFull, LimitReached, SessionOver
 from mslime.rollout.chat.forest import Turn
 from mslime.rollout.chat.messages import canonical_json, from_chat, to_chat
 from mslime.rollout.chat.package import PackageRenderer
 from mslime.rollout.chat.renderer import Rendering
-from mslime.rollout.chat.session import ChatSession, Limits
+from mslime.rollout.chat.session import COUNTED, REASONS, ChatSession
 from tests.fixtures.made_tokenizer import tokenizer_for
 from tests.fixtures.scripted_engine import ScriptedEngine
 
@@ -32,7 +34,7 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"flag": false, "a": 1}}\n</to
 SYSTEM: dict[str, Any] = {"role": "system", "content": "be brief"}
 QUESTION: dict[str, Any] = {"role": "user", "content": "what is 1 and 2?"}
 MORE: dict[str, Any] = {"role": "user", "content": "and 3?"}
-LIMITS = Limits(turns=100, sequences=100, tokens=10**6, idle_s=1e6, wall_s=1e6)
+LIMITS = AgentLimits(turns=100, sequences=100, tokens=10**6, idle_s=1e6, wall_s=1e6)
 TOKENIZER = tokenizer_for("qwen3")
 
 
@@ -40,7 +42,11 @@ class Chat:
     """A session over a scripted engine, and how a client would use it."""
 
     def __init__(
-        self, *texts: str, thinking: Literal["template", "keep"] = "template", limits: Limits = LIMITS, **engine: Any
+        self,
+        *texts: str,
+        thinking: Literal["template", "keep"] = "template",
+        limits: AgentLimits = LIMITS,
+        **engine: Any,
     ) -> None:
         self.engine = ScriptedEngine(TOKENIZER, texts, **engine)
         self.rendering = Rendering(PackageRenderer("qwen3", TOKENIZER, thinking))
@@ -50,6 +56,11 @@ class Chat:
         turn = await self.session.reply([from_chat(m, "m") for m in messages], tools, **given)
         turn.delivered = delivered
         return turn
+
+    async def close(self) -> None:
+        """As at the end of a rollout."""
+        await self.session.stop()
+        self.session.mask_undelivered()
 
     async def engine_waits(self, count: int) -> None:
         while self.engine.waiting < count:
@@ -202,7 +213,7 @@ def test_14_a_reply_that_nobody_received_is_not_trained() -> None:
     async def work() -> None:
         chat = Chat("<think>a</think>x")
         a = await chat.ask(SYSTEM, QUESTION, delivered=False)
-        await chat.session.close()
+        await chat.close()
         assert chat.engine.masked == [(a.sample, a.start, a.end)] and not chat.engine.trained()
         assert chat.session.counts["undelivered_turns"] == 1
 
@@ -214,7 +225,7 @@ def test_14_a_reply_that_was_gone_on_from_had_been_received() -> None:
         chat = Chat("<think>a</think>" + CALL, "y")
         a = await chat.ask(SYSTEM, QUESTION, delivered=False)
         await chat.ask(SYSTEM, QUESTION, echo(a), result(a))
-        await chat.session.close()
+        await chat.close()
         assert not chat.engine.masked
 
     run(work)
@@ -305,7 +316,7 @@ def test_22_tokens_after_a_stop_are_never_dropped_silently() -> None:
 def test_23_a_session_that_is_over_refuses() -> None:
     async def work() -> None:
         chat = Chat("x")
-        await chat.session.close()
+        await chat.close()
         with pytest.raises(SessionOver, match="has ended"):
             await chat.ask(SYSTEM, QUESTION)
 
@@ -319,7 +330,7 @@ def test_24_a_turn_under_way_at_the_end_leaves_no_trace() -> None:
         chat.engine.gate.clear()
         second = asyncio.create_task(chat.ask(SYSTEM, QUESTION, echo(a), result(a)))
         await chat.engine_waits(2)
-        await chat.session.close()
+        await chat.close()
         await asyncio.gather(second, return_exceptions=True)
         assert second.cancelled() and chat.session.forest.turns == [a]
         assert len(a.sample) == a.end and chat.engine.trained() == [a.sample]
@@ -483,14 +494,26 @@ def test_what_a_client_stops_at_is_not_in_the_text_but_in_the_tokens() -> None:
 )  # fmt: skip
 def test_a_limit_names_itself_and_what_is_recorded_stays(limits: dict[str, float], name: str) -> None:
     async def work() -> None:
-        chat = Chat("a", "b", "c", limits=Limits(**{**vars(LIMITS), **limits}))
+        chat = Chat("a", "b", "c", limits=LIMITS.model_copy(update=limits))
         first = await chat.ask(SYSTEM, QUESTION)
         with pytest.raises(LimitReached, match=f"rollout.limits.{name} = .*has reached the limit") as told:
             for i in range(2):
                 await chat.ask(SYSTEM, {"role": "user", "content": str(i)})
-        assert chat.session.counts[f"limit_{name}"] == 1 and first.sample.loss_mask.any()
+        assert chat.session.counts["limits_reached"] == 1 and chat.session.full and first.sample.loss_mask.any()
         if name == "sequences":
             assert "1 first, 1 new_conversation" in str(told.value), "the reasons are named"
+
+    run(work)
+
+
+def test_what_happened_is_reported_by_metric() -> None:
+    async def work() -> None:
+        chat = Chat("<think>hm</think>" + CALL, "three")
+        await tool_loop(chat, content="edited")
+        report = chat.session.report()
+        assert report["rollout/turns"] == 2 and report["rollout/new_sequence/history_differs"] == 1
+        assert set(chat.session.reasons) <= set(REASONS) and set(chat.session.counts) <= set(COUNTED)
+        assert all(is_known(name) for name in report)
 
     run(work)
 
@@ -504,7 +527,7 @@ def test_a_function_chats_in_a_few_lines() -> None:
         messages += [reply.message, {"role": "tool", "tool_call_id": reply.calls[0].id, "content": "3"}]
         last = await chat.session.chat(messages, TOOLS)
         assert last.text == "three" and last.sample is reply.sample and last.finish == "stop"
-        await chat.session.close()
+        await chat.close()
         assert not chat.engine.masked, "whoever is answered in the process has received it"
 
     run(work)

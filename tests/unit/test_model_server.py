@@ -15,8 +15,8 @@ import pytest
 
 from mslime.config.errors import ConfigError, EngineError
 from mslime.rollout.server.app import ModelServer, Patience
-from mslime.rollout.server.sessions import Endpoint, Session
-from tests.unit.test_chat_session import CALL, LIMITS, MORE, QUESTION, SYSTEM, TOOLS, Chat, Limits
+from mslime.rollout.server.sessions import ModelEndpoint, Session
+from tests.unit.test_chat_session import CALL, LIMITS, MORE, QUESTION, SYSTEM, TOOLS, Chat
 
 ANTHROPIC_TOOLS: Any = [{"name": "add", "description": "adds", "input_schema": TOOLS[0]["function"]["parameters"]}]
 RESPONSES_TOOLS: Any = [{"type": "function", "strict": False, **TOOLS[0]["function"]}]
@@ -27,7 +27,7 @@ class Served(Chat):
     """A session behind the server, and the clients."""
 
     server: ModelServer
-    endpoint: Endpoint
+    endpoint: ModelEndpoint
     session_: Session
 
     def openai(self, **given: Any) -> openai.AsyncOpenAI:
@@ -389,6 +389,7 @@ def test_14_a_client_that_left_before_the_reply_leaves_a_turn_that_is_not_traine
             await asyncio.sleep(0)
         assert not chat.session.forest.turns[0].delivered
         await chat.server.end(chat.session_)
+        await chat.close()
         assert not chat.engine.trained() and len(chat.engine.masked) == 1
 
     serve(work, "x")
@@ -523,7 +524,7 @@ def test_a_limit_is_told_to_the_agent() -> None:
             await client.chat.completions.create(model="m", messages=[MORE])  # type: ignore[list-item]
         assert told.value.code == "limit_reached"
 
-    serve(work, "x", "y", limits=Limits(**{**vars(LIMITS), "turns": 1}))
+    serve(work, "x", "y", limits=LIMITS.model_copy(update={"turns": 1}))
 
 
 def test_fields_that_clients_send_beside_are_ignored_and_counted() -> None:

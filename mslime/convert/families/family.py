@@ -63,6 +63,7 @@ class Support:
         compared_on: devices of engines whose parameters `weights.verify` can compare with the trainer's bit for bit; on
             others SGLang keeps them in a layout that mslime does not rebuild (shared experts fused into routed ones).
         largest_engine_tp: largest `sglang.tp_size` at which SGLang computes this family; None: any that divides it.
+        renderers: that may know how the family's checkpoints chat; each is compared with the checkpoint's template.
         notes: what a user should know, one sentence each.
     """
 
@@ -71,6 +72,7 @@ class Support:
     not_served: str = ""
     compared_on: tuple[str, ...] = ("cpu", "cuda")
     largest_engine_tp: int | None = None
+    renderers: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -23,6 +23,7 @@ class Glm4Moe(Decoder):
     architecture = "Glm4MoeForCausalLM"
     support = Support(
         ("GLM-4.5", "GLM-4.5-Air", "GLM-4.7"),
+        renderers=("glm-4.5", "glm-5"),
         compared_on=("cpu",),  # on GPUs SGLang loads the shared expert as one more routed expert
         notes=("The layer of multi-token prediction is not trained; exports copy it from the source checkpoint.",),
     )

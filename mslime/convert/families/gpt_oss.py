@@ -37,6 +37,7 @@ class GptOss(Decoder):
     architecture = "GptOssForCausalLM"
     support = Support(
         ("gpt-oss-20b", "gpt-oss-120b"),
+        renderers=("harmony",),
         not_served="SGLang 0.5.23's attention for CPUs takes no sinks",
         compared_on=(),  # SGLang keeps stacked experts otherwise than the file
         notes=(f"Expert tensor parallelism is refused: {_NO_ETP}.",),

@@ -19,7 +19,7 @@ class MiniMaxM2(Decoder):
     """The family."""
 
     architecture = "MiniMaxM2ForCausalLM"
-    support = Support(("MiniMax-M2",))
+    support = Support(("MiniMax-M2",), renderers=("minimax-m2",))
     harmless = frozenset({"use_mtp", "num_mtp_modules", "mtp_transformer_layers"})
     partial_rotary = 1.0
     engine_float32 = (".block_sparse_moe.gate.weight",)

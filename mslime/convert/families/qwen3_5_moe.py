@@ -74,6 +74,7 @@ class Qwen35Moe(Family):
     architecture = "Qwen3_5MoeForConditionalGeneration"
     support = Support(
         ("Qwen3.5-35B-A3B", "Qwen3.5-397B-A17B"),
+        renderers=("qwen3.5", "qwen3.6", "qwen3.8"),
         not_served=NOT_SERVED,
         compared_on=(),  # SGLang keeps stacked experts and delta-net projections otherwise than the file
         notes=(

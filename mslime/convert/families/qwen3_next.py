@@ -27,6 +27,7 @@ class Qwen3Next(Decoder):
     architecture = "Qwen3NextForCausalLM"
     support = Support(
         ("Qwen3-Next-80B-A3B",),
+        renderers=("qwen3",),
         not_served=NOT_SERVED,
         compared_on=(),  # SGLang keeps stacked experts and delta-net projections otherwise than the file
         notes=(f"Context parallelism is refused: {_NO_CP}.",),

@@ -14,7 +14,7 @@ class ContextFull(ChatError, NoRoomError):
     """The messages leave no room for a reply. What was recorded before stays."""
 
 
-class LimitReached(ChatError):
+class LimitReached(ChatError, NoRoomError):
     """The rollout has had its share of turns, sequences, tokens or time; `field` is the setting."""
 
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from mslime.config.agents import AgentLimits
+from mslime.config.errors import RolloutError, UserError
 from mslime.data.sample import Sample
 from mslime.rollout import workflow
 from mslime.rollout.chat.errors import ChatError, ContextFull, LimitReached, SessionOver
@@ -25,6 +27,14 @@ from mslime.rollout.chat.renderer import Parsed, Rendering
 from mslime.rollout.workflow import NoRoomError
 
 SHORTER = "send fewer messages, or shorter ones"
+REASONS = (
+    "first", "new_conversation", "history_differs", "foreign_assistant_message", "tools_differ", "sibling",
+    "template_rewrites_history", "prefix_broken",
+)  # fmt: skip
+"""Why a sequence begins; docs/agents.md says what each means."""
+COUNTED = (
+    "malformed_calls", "unknown_tools", "undelivered_turns", "joined_retries", "ignored_fields", "limits_reached",
+)  # fmt: skip
 
 
 class Sequences(Protocol):
@@ -39,22 +49,6 @@ class Sequences(Protocol):
     def cut(self, sample: Sample, at: int) -> None: ...
     def mask(self, sample: Sample, start: int, end: int) -> None: ...
     def encode(self, text: str) -> list[int]: ...
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one rollout may take; `rollout.limits`.
-
-    Attributes:
-        turns: replies. sequences: samples. tokens: sampled ones, over all sequences.
-        idle_s, wall_s: seconds since its last reply, and since its first request.
-    """
-
-    turns: int
-    sequences: int
-    tokens: int
-    idle_s: float
-    wall_s: float
 
 
 @dataclass(frozen=True)
@@ -99,14 +93,18 @@ class ChatSession:
 
     Attributes:
         forest, completions: turns of chats, and of plain prompts.
-        counts: of what happened beside that: calls that were malformed or of unknown tools, undelivered turns.
+        counts: of what happened beside that, by the names in `COUNTED`.
+        closed: it takes no more requests.
+        full: the last request was refused for want of room, or by a limit.
+        failure: of the engines, at the last request.
     """
 
-    def __init__(self, engine: Sequences, rendering: Rendering, limits: Limits) -> None:
+    def __init__(self, engine: Sequences, rendering: Rendering, limits: AgentLimits) -> None:
         self._engine, self._rendering, self._limits = engine, rendering, limits
         self.forest, self.completions = Forest(), Forest()
         self.counts: Counter[str] = Counter()
-        self.closed = False
+        self.closed = self.full = False
+        self.failure: UserError | None = None
         self._running: set[asyncio.Task[Turn]] = set()
         self._numbers, self._nonce = itertools.count(), uuid.uuid4().hex[:8]
         self._begun, self._tokens = 0, 0
@@ -158,16 +156,33 @@ class ChatSession:
         """The text of each token."""
         return await self._rendering.spell_each(ids)
 
-    async def close(self) -> None:
-        """Take no more requests, cancel turns under way without a trace, and mask those that nobody received."""
+    async def stop(self) -> None:
+        """Take no more requests, and cancel turns under way, which leave no trace."""
         self.closed = True
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        for turn in [*self.forest.turns, *self.completions.turns]:
+
+    def mask_undelivered(self) -> None:
+        """Take replies that nobody received out of the loss."""
+        for turn in self.turns:
             if not turn.known:
                 self.counts["undelivered_turns"] += 1
                 self._engine.mask(turn.sample, turn.start, turn.end)
+
+    def report(self) -> dict[str, float]:
+        """Numbers of the rollout, by metric."""
+        reasons = self.reasons
+        return {
+            "rollout/turns": float(len(self.turns)),
+            **{f"rollout/new_sequence/{why}": float(reasons[why]) for why in REASONS},
+            **{f"rollout/chat/{name}": float(self.counts[name]) for name in COUNTED},
+        }
+
+    @property
+    def turns(self) -> list[Turn]:
+        """All of them."""
+        return [*self.forest.turns, *self.completions.turns]
 
     @property
     def reasons(self) -> Counter[str]:
@@ -178,18 +193,30 @@ class ChatSession:
 
     async def _tracked(self, work: Coroutine[Any, Any, Turn]) -> Turn:
         """A turn as a task that `close` can cancel."""
-        try:
-            self._check_limits()
-        except ChatError:
-            work.close()
-            raise
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(self._noted(work))
         self._running.add(task)
         try:
             return await task
         finally:
             self._running.discard(task)
             self._last = time.monotonic()
+
+    async def _noted(self, work: Coroutine[Any, Any, Turn]) -> Turn:
+        """A turn, of which it is kept how it ended: the function may hear of it in its agent's words only."""
+        self.full, self.failure = False, None
+        try:
+            self._check_limits()
+            return await work
+        except NoRoomError:
+            self.full = True
+            raise
+        except ChatError:
+            raise
+        except UserError as error:
+            self.failure = error
+            raise
+        finally:
+            work.close()
 
     async def _reply(
         self, messages: Sequence[Message], tools: Tools, max_tokens: int | None, stop: tuple[str, ...]
@@ -306,7 +333,7 @@ class ChatSession:
         why = "new_conversation" if why == "first" and self._begun else why  # another one is under way
         try:
             sample = self._begin(lambda: self._engine.new_sample(ids))
-        except NoRoomError as error:
+        except RolloutError as error:
             raise ContextFull("messages", str(error), "are too long", SHORTER) from error
         return _Grown(sample, len(sample), None, asked, why)
 
@@ -331,19 +358,19 @@ class ChatSession:
         if self.closed:
             raise SessionOver("rollout", "over", "the rollout has ended and takes no more turns", "stop the agent")
         now, limits = time.monotonic(), self._limits
-        turns = len(self.forest.turns) + len(self.completions.turns) + len(self._running)
+        turns = len(self.turns) + len(self._running) - 1  # this one
         if turns >= limits.turns:
             raise self._over("turns", limits.turns, "let the agent end earlier")
         if self._tokens >= limits.tokens:
             raise self._over("tokens", limits.tokens, "let the agent end earlier")
-        if turns and not self._running and now - self._last > limits.idle_s:
+        if len(self._running) == 1 and turns and now - self._last > limits.idle_s:
             raise self._over("idle_s", limits.idle_s, "let the agent's tools answer sooner")
         if turns and now - self._first > limits.wall_s:
             raise self._over("wall_s", limits.wall_s, "let the agent end earlier")
         self._first = self._first if turns else now
 
     def _over(self, name: str, value: object, way_out: str) -> LimitReached:
-        self.counts[f"limit_{name}"] += 1
+        self.counts["limits_reached"] += 1
         rule = "this rollout has reached the limit; what it has is kept"
         return LimitReached(f"rollout.limits.{name}", value, rule, f"{way_out}, or raise the limit")
 

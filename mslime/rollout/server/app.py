@@ -26,7 +26,7 @@ from mslime.rollout.server.completions import Completions
 from mslime.rollout.server.openai_chat import ChatCompletions
 from mslime.rollout.server.requests import MODEL, Dialect, Request, Told
 from mslime.rollout.server.responses import Responses
-from mslime.rollout.server.sessions import Endpoint, Session
+from mslime.rollout.server.sessions import ModelEndpoint, Session
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class ModelServer:
         self._starting = asyncio.Lock()
         self._address = ""
 
-    async def open(self, chat: ChatSession) -> tuple[Endpoint, Session]:
+    async def open(self, chat: ChatSession) -> tuple[ModelEndpoint, Session]:
         """Serve a rollout. Starts the server when it is the first.
 
         Raises:
@@ -83,15 +83,15 @@ class ModelServer:
         session = Session(chat, self._token)
         self._sessions[session.name] = session
         url = f"{self._address}/{session.name}"
-        return Endpoint(url, f"{url}/v1", session.key, MODEL), session
+        return ModelEndpoint(url, f"{url}/v1", session.key, MODEL), session
 
     async def end(self, session: Session) -> None:
-        """The rollout has ended: its requests are refused from now on."""
+        """The rollout has ended: its requests are refused from now on, and turns under way cancelled."""
         if self._sessions.pop(session.name, None) is not None:
             self._ended[session.name] = None
             while len(self._ended) > 100_000:  # names are kept so that a late agent is told why
                 del self._ended[next(iter(self._ended))]
-        await session.close()
+        await session.chat.stop()
 
     async def close(self) -> None:
         """Stop serving."""

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ModelEndpoint:
     """Where an agent finds the model of one rollout.
 
     Attributes:
@@ -83,10 +83,6 @@ class Session:
     def recorded(self) -> Mapping[str, Turn]:
         """Turns by the name that clients know."""
         return {turn.reply.echo: turn for turn in self.chat.forest.turns}
-
-    async def close(self) -> None:
-        """The rollout has ended."""
-        await self.chat.close()
 
     async def _replies(self, request: Request) -> list[Turn]:
         self.chat.counts["ignored_fields"] += len(request.ignored)

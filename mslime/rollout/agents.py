@@ -1,0 +1,136 @@
+"""How the rollouts of a service chat: one renderer and one server for all, one set of conversations for each.
+
+Both are made when a rollout first needs them: most runs do not chat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from mslime.config.errors import UserError
+from mslime.config.schema import RolloutConfig
+from mslime.rollout.chat.choose import choose_renderer
+from mslime.rollout.chat.messages import Tools
+from mslime.rollout.chat.renderer import Renderer, Rendering
+from mslime.rollout.chat.session import ChatSession, Reply, Sequences
+from mslime.rollout.server.app import ModelServer
+from mslime.rollout.server.sessions import ModelEndpoint, Session
+
+T = TypeVar("T")
+
+
+class Agents:
+    """What the rollouts of a service share.
+
+    Args:
+        config: `rollout`.
+        make: the renderer; called once.
+    """
+
+    def __init__(self, config: RolloutConfig, make: Callable[[], Renderer]) -> None:
+        self._config, self._make = config, make
+        self._rendering: Rendering | None = None
+        self._server: ModelServer | None = None
+        self._making = asyncio.Lock()
+
+    @classmethod
+    def with_tokenizer(cls, config: RolloutConfig, family: Sequence[str], tokenizer: Callable[[], Any]) -> Agents:
+        """With the renderer that the run or the model's family names.
+
+        Args:
+            family: see `ModelFacts.renderers`.
+            tokenizer: transformers', for a thread of its own.
+        """
+        return cls(config, lambda: choose_renderer(config.renderer, family, tokenizer(), config.thinking))
+
+    async def chat(self, engine: Sequences) -> ChatSession:
+        """The conversations of a rollout. Raises ConfigError when there is no renderer for them."""
+        async with self._making:
+            if self._rendering is None:
+                self._rendering = Rendering(await asyncio.to_thread(self._make))
+        return ChatSession(engine, self._rendering, self._config.limits)
+
+    async def serve(self, chat: ChatSession) -> tuple[ModelEndpoint, Session]:
+        """Serve the conversations of a rollout. Raises ConfigError when the address cannot be listened on."""
+        if self._server is None:
+            s = self._config.server
+            self._server = ModelServer(s.host, s.port, s.secret(), s.max_request_mib << 20)
+        return await self._server.open(chat)
+
+    async def end(self, session: Session) -> None:
+        """Serve these conversations no more."""
+        if self._server is not None:
+            await self._server.end(session)
+
+    async def close(self) -> None:
+        """End the server and the renderer."""
+        if self._server is not None:
+            await self._server.close()
+        if self._rendering is not None:
+            self._rendering.close()
+
+
+class Conversations:
+    """The conversations of one rollout, none before it asks for one."""
+
+    def __init__(self, agents: Agents, engine: Sequences) -> None:
+        self._agents, self._engine = agents, engine
+        self._chat: asyncio.Task[ChatSession] | None = None
+        self._served: asyncio.Task[tuple[ModelEndpoint, Session]] | None = None
+
+    async def chat(self, messages: Sequence[Any], tools: Tools, max_tokens: int | None, stop: Sequence[str]) -> Reply:
+        """See `workflow.Engine.chat`."""
+        return await (await self._session()).chat(messages, tools, max_tokens=max_tokens, stop=stop)
+
+    async def endpoint(self) -> ModelEndpoint:
+        """See `workflow.Engine.endpoint`."""
+        if self._served is None:
+            self._served = asyncio.create_task(self._serve())
+        return (await asyncio.shield(self._served))[0]
+
+    @property
+    def failure(self) -> UserError | None:
+        """What the engines said to the last request, where they failed: whatever its agent makes of it."""
+        return None if (chat := self._begun) is None else chat.failure
+
+    @property
+    def full(self) -> bool:
+        """Whether the last request was refused for want of room, or by a limit."""
+        return (chat := self._begun) is not None and chat.full
+
+    async def stop(self) -> None:
+        """Take no more requests; cancel turns under way."""
+        if (served := _made(self._served)) is not None:
+            await self._agents.end(served[1])
+        for task in (self._chat, self._served):
+            if task is not None:
+                task.cancel()
+        if (chat := self._begun) is not None:
+            await chat.stop()
+
+    def settle(self) -> dict[str, float]:
+        """After `stop`: mask replies that nobody received. Numbers of the rollout, by metric."""
+        if (chat := self._begun) is None:
+            return {}
+        chat.mask_undelivered()
+        return chat.report()
+
+    @property
+    def _begun(self) -> ChatSession | None:
+        return _made(self._chat)
+
+    async def _session(self) -> ChatSession:
+        if self._chat is None:
+            self._chat = asyncio.create_task(self._agents.chat(self._engine))
+        return await asyncio.shield(self._chat)
+
+    async def _serve(self) -> tuple[ModelEndpoint, Session]:
+        return await self._agents.serve(await self._session())
+
+
+def _made(task: asyncio.Task[T] | None) -> T | None:
+    """What a task has made; None where there is none yet."""
+    done = task is not None and task.done() and not task.cancelled() and task.exception() is None
+    return task.result() if task is not None and done else None

@@ -1,0 +1,107 @@
+"""Rollout functions that chat: what their rollouts record, and what becomes of their mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mslime.config.errors import ConfigError, RolloutError
+from mslime.config.loader import build
+from mslime.data.sample import Sample, SampleStatus, check_invariants
+from mslime.rollout import contract
+from mslime.rollout.contract import check_rollout
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients import half of themselves when they first ask, which takes its time on a busy machine."""
+    monkeypatch.setattr(contract, "LONGEST_BLOCK_S", 60.0)
+
+
+def rolled(function: str, *replies: str) -> list[Sample]:
+    samples = check_rollout(f"tests.unit.user_agents:{function}", replies)
+    for sample in samples:
+        check_invariants(sample)
+    return samples
+
+
+@pytest.mark.parametrize("function", ["calculates", "with_openai"])
+def test_a_tool_loop_is_one_sequence_whose_replies_alone_are_trained(function: str) -> None:
+    """Each reply is interrupted in its middle, as a weight update does: its halves have two versions."""
+    (sample,) = rolled(function, CALL, "It is 5.")
+    text = "".join(map(chr, sample.tokens[sample.prompt_length :]))
+    assert text == f"{CALL}\0\ntool: 5\nIt is 5.\0"
+    trained = "".join(chr(t) for t in sample.tokens[sample.loss_mask])
+    assert trained == f"{CALL}\0It is 5.\0"
+    assert [s.version for s in sample.segments if s.version is not None] == [0, 1, 1, 2]
+    assert sample.status is SampleStatus.COMPLETED
+    assert sample.scores["rollout/turns"] == 2 and sample.scores["rollout/new_sequence/first"] == 1
+    if function == "with_openai":
+        assert sample.reward == 1.0 and sample.scores["user/length"] == 4
+
+
+def test_a_client_of_anthropics_may_be_the_agent() -> None:
+    (sample,) = rolled("with_anthropic", "5.")
+    assert sample.loss_mask.sum() == len("5.\0")
+
+
+def test_agents_at_the_same_time_are_sequences_of_one_rollout() -> None:
+    proposer, solver = rolled("proposes_and_solves", "a", "b")
+    assert proposer.rollout == solver.rollout and proposer.loss_mask.sum() == solver.loss_mask.sum() == 2
+    assert solver.scores["rollout/new_sequence/new_conversation"] == 1
+
+
+def test_a_reply_that_the_client_did_not_wait_for_is_not_trained() -> None:
+    samples = rolled("leaves_early", "a", "b")
+    assert sum(int(s.loss_mask.sum()) for s in samples) == len("a\0")
+
+
+def test_an_agent_that_dies_of_a_full_context_ends_the_rollout_as_truncated() -> None:
+    (sample,) = rolled("until_it_is_full", "x")
+    assert sample.status is SampleStatus.TRUNCATED and sample.loss_mask.sum() == len("x\0")
+
+
+def test_messages_that_cannot_be_answered_name_the_function() -> None:
+    with pytest.raises(RolloutError, match="user_agents:asks_nonsense = .*cannot be answered: messages = "):
+        rolled("asks_nonsense")
+
+
+def test_an_error_of_the_function_after_a_reply_is_its_own() -> None:
+    with pytest.raises(RolloutError, match="raised KeyError: 'no such tool'"):
+        rolled("dies", "x")
+
+
+@pytest.mark.parametrize(
+    ("server", "field", "rule"),
+    [
+        ({"host": "10.1.2.3"}, "rollout.server.token", "would be reached by others"),
+        ({"host": "0.0.0.0", "token": "env:T"}, "rollout.server.host", "no address under which agents find"),
+        ({"token": " "}, "rollout.server.token", "not empty"),
+        ({"port": 70000}, "rollout.server.port", "65535"),
+    ],
+)
+def test_a_server_that_others_could_reach_needs_a_token(server: dict[str, object], field: str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule) as told:
+        config(server=server)
+    assert told.value.field == field
+
+
+def config(**rollout: object) -> object:
+    return build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "rollout": rollout})
+
+
+def test_the_servers_token_is_not_written_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = build({
+        "model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "rollout": {"server": {"token": "hush"}},
+    })  # fmt: skip
+    assert "hush" not in yaml.safe_dump(made.as_dict()) and made.rollout.server.secret() == "hush"
+    monkeypatch.setenv("AGENTS", "quiet")
+    named = build({
+        "model": {"path": "."}, "data": {"prompts": ["p.jsonl"]},
+        "rollout": {"server": {"token": "env:AGENTS", "host": "::1"}},
+    })  # fmt: skip
+    assert named.rollout.server.secret() == "quiet"

@@ -1,0 +1,93 @@
+"""Rollout functions that chat, as users write them: in the function itself, and through the clients of others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import openai
+
+from mslime.data.sample import Sample
+from mslime.rollout.workflow import Engine, Episode, Task
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+]
+
+
+def answer(call: Any) -> dict[str, Any]:
+    """What the tool says to a call, in chat completions' form."""
+    numbers = json.loads(call.arguments)
+    return {"role": "tool", "tool_call_id": call.id, "content": str(sum(numbers.values()))}
+
+
+async def calculates(task: Task, engine: Engine) -> None:
+    messages: list[Any] = [*(task.messages or [{"role": "user", "content": task.text}])]
+    while True:
+        reply = await engine.chat(messages, TOOLS)
+        messages.append(reply.message)
+        if not reply.calls:
+            return
+        messages += [answer(call) for call in reply.calls]
+
+
+async def with_openai(task: Task, engine: Engine) -> Episode:
+    endpoint = await engine.endpoint()
+    async with openai.AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key, max_retries=0) as client:
+        messages: list[Any] = [{"role": "user", "content": task.text}]
+        while True:
+            got = await client.chat.completions.create(model=endpoint.model, messages=messages, tools=TOOLS)
+            said = got.choices[0].message
+            messages.append(said)
+            if not said.tool_calls:
+                return Episode(reward=1.0, metrics={"length": len(messages)})
+            for call in said.tool_calls:
+                assert call.type == "function"
+                total = sum(json.loads(call.function.arguments).values())
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": str(total)})
+
+
+async def with_anthropic(task: Task, engine: Engine) -> None:
+    endpoint = await engine.endpoint()
+    async with anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=endpoint.key) as client:
+        await client.messages.create(model="any", max_tokens=99, messages=[{"role": "user", "content": task.text}])
+
+
+async def proposes_and_solves(task: Task, engine: Engine) -> list[Sample]:
+    """Two agents at once, whose conversations are sequences of one rollout."""
+    replies = await asyncio.gather(
+        *(engine.chat([{"role": "user", "content": f"{who}: {task.text}"}]) for who in ("propose", "solve"))
+    )
+    return [reply.sample for reply in replies]
+
+
+async def until_it_is_full(task: Task, engine: Engine) -> None:
+    """An agent that dies of what it is told: that nothing fits any more."""
+    endpoint = await engine.endpoint()
+    async with openai.AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key, max_retries=2) as client:
+        messages: list[Any] = [{"role": "user", "content": task.text}]
+        while True:
+            got = await client.chat.completions.create(model="any", messages=messages)
+            messages += [got.choices[0].message, {"role": "user", "content": "more " * 300_000}]
+
+
+async def leaves_early(task: Task, engine: Engine) -> None:
+    """A client that is gone before the reply, and a reply that is received."""
+    endpoint = await engine.endpoint()
+    async with openai.AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key, max_retries=0) as client:
+        question: list[Any] = [{"role": "user", "content": task.text}]
+        await client.chat.completions.create(model="any", messages=question)
+        lost = asyncio.create_task(client.chat.completions.create(model="any", messages=question))
+        await asyncio.sleep(0)
+        lost.cancel()
+
+
+async def asks_nonsense(task: Task, engine: Engine) -> None:
+    await engine.chat([{"role": "assistant", "content": "Sure"}])
+
+
+async def dies(task: Task, engine: Engine) -> None:
+    await engine.chat([{"role": "user", "content": task.text}])
+    raise KeyError("no such tool")
