@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.loader import build
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
+from mslime.rollout.chat.session import REASONS
 from mslime.rollout.contract import check_rollout
 
+ROOT = Path(__file__).parents[2]
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 
 
@@ -105,3 +108,20 @@ def test_the_servers_token_is_not_written_out(monkeypatch: pytest.MonkeyPatch, t
         "rollout": {"server": {"token": "env:AGENTS", "host": "::1"}},
     })  # fmt: skip
     assert named.rollout.server.secret() == "quiet"
+
+
+def test_the_page_shows_the_example_as_it_is_and_its_try_works() -> None:
+    page = (ROOT / "docs/agents.md").read_text()
+    code = (ROOT / "examples/agents/tools.py").read_text().partition("from __future__ import annotations\n")[2].strip()
+    assert f"```python\n{code}\n```" in page
+    tried = page.split("```python\nfrom mslime.rollout.contract")[1].split("```")[0]
+    exec(f"from mslime.rollout.contract{tried}", {})
+    reasons = set(re.findall(r"`(\w+)`", page.split("| reason |")[1].split("`rollout.limits")[0])) - {"rollout"}
+    assert reasons >= set(REASONS)
+
+
+@pytest.mark.parametrize("function", ["with_tools", "with_openai"])
+def test_the_example_ends_a_loop_and_answers_broken_calls(function: str) -> None:
+    broken = CALL.replace('"a": 2, "b": 3', '"numbers": "x"')
+    samples = check_rollout(f"examples.agents.tools:{function}", [broken, "sorry"])
+    assert "tool: error: unsupported operand" in samples[0].response and samples[0].response.endswith("sorry")

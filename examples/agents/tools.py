@@ -1,0 +1,59 @@
+"""Rollouts that chat: the loop of an agent in the function, and an agent that knows OpenAI's client only."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from mslime.rollout.workflow import Engine, Task
+
+NUMBERS = {"type": "array", "items": {"type": "number"}}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds numbers.",
+            "parameters": {"type": "object", "properties": {"numbers": NUMBERS}, "required": ["numbers"]},
+        },
+    }
+]
+
+
+def add(call_id: str, arguments: str) -> dict[str, Any]:
+    """The tool's answer, or what is wrong with the call: the model may try again."""
+    try:
+        said = str(sum(json.loads(arguments)["numbers"]))
+    except (ValueError, KeyError, TypeError) as error:
+        said = f"error: {error}"
+    return {"role": "tool", "tool_call_id": call_id, "content": said}
+
+
+def question(task: Task) -> list[Any]:
+    """The row's messages, or its text as a user's."""
+    return [*(task.messages or [{"role": "user", "content": task.text}])]
+
+
+async def with_tools(task: Task, engine: Engine) -> None:
+    """At most eight replies."""
+    messages = question(task)
+    for _ in range(8):
+        reply = await engine.chat(messages, TOOLS)
+        if not reply.calls:
+            break
+        messages += [reply.message, *(add(call.id, call.arguments) for call in reply.calls)]
+
+
+async def with_openai(task: Task, engine: Engine) -> None:
+    """The same by way of HTTP, as an agent of somebody else would do it."""
+    endpoint = await engine.endpoint()
+    async with AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key) as client:
+        messages = question(task)
+        for _ in range(8):
+            got = await client.chat.completions.create(model=endpoint.model, messages=messages, tools=TOOLS)
+            said = got.choices[0].message
+            if not said.tool_calls:
+                break
+            messages += [said, *(add(c.id, c.function.arguments) for c in said.tool_calls if c.type == "function")]
