@@ -10,16 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mslime.config.agents import AgentLimits, AgentServer
 from mslime.config.algorithm import AlgorithmConfig, CriticConfig
 from mslime.config.base import Section
 from mslime.config.choices import (
     TRANSPORT_NAMES,
-    Kept,
     PauseMode,
-    ProgressMode,
     ReplayMode,
     Resume,
     SftLossOn,
@@ -28,9 +26,9 @@ from mslime.config.choices import (
 from mslime.config.cluster import ClusterConfig
 from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.environments import Credit, EnvironmentLimitsConfig
-from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import MegatronConfig
+from mslime.config.observing import ObserveConfig
 from mslime.config.reward import RewardConfig, ScoringConfig
 from mslime.config.rules import check_run
 
@@ -356,83 +354,6 @@ class CheckpointConfig(Section):
     )
     load: Path | None = Field(default=None, description="Start from this mslime checkpoint directory.")
     save_hf: bool = Field(default=True, description="Also export a Hugging Face checkpoint at the end.")
-
-
-_WANDB_OWN = {
-    "project": "use observe.wandb_project",
-    "name": "use the run's name",
-    "config": "the whole configuration is there already",
-    "id": "remove it: a resumed run goes on under its own",
-    "resume": "remove it: a resumed run goes on under its own id",
-    "dir": "remove it: files are kept in the run's directory",
-}
-
-
-class ObserveConfig(Section):
-    """What a person sees."""
-
-    progress: ProgressMode = Field(default="auto", description="auto: live bars on a terminal, plain lines elsewhere.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info",
-        description="Least of mslime's own lines in RUN/logs; info: what each process begins and how long it took.",
-    )
-    tensorboard: bool = Field(
-        default=False, description="Also write TensorBoard events to the run's directory (needs the package)."
-    )
-    wandb_project: str | None = Field(
-        default=None, description="Also log to this Weights & Biases project (needs the package); null: not."
-    )
-    wandb: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Further arguments of wandb.init: entity, group, tags, notes, job_type, mode (offline) and so on. "
-        "They are written to the run's config.yaml: no secrets here.",
-    )
-    eval_every: int = Field(
-        default=10,
-        ge=0,
-        description="Steps between evaluations; there is also one after the last step. 0: none, not even that one. "
-        "With rollout.max_staleness above 0 the trainer goes on meanwhile.",
-    )
-    eval_at_start: bool = Field(
-        default=True, description="Evaluate before the first step too, whatever eval_every says; logged as step 0."
-    )
-    save_rollouts: Kept = Field(
-        default="some",
-        description="Responses to keep in rollouts/, to be read by people. some: a few of each step and evaluation "
-        "(best, worst, longest, truncated, continued ...), at most 1 MiB each. all: every one, whole. true means "
-        "all, and false none.",
-    )
-    sample_routes: int = Field(
-        default=4,
-        ge=0,
-        description="MoE layers, evenly spread, whose routes are kept with the few responses of a step, for the "
-        "report and `mslime inspect`: of the first tokens, 16 KiB a response. 0: none.",
-    )
-    save_groups: bool = Field(
-        default=False,
-        description="Write what every step trains on to groups/step_N.npz, lossless, for `mslime train --replay`.",
-    )
-
-    @classmethod
-    def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """`save_rollouts` as true or false is all or none."""
-        given = values.get("save_rollouts")
-        return values | {"save_rollouts": "all" if given else "none"} if isinstance(given, bool) else values
-
-    @field_validator("wandb")
-    @classmethod
-    def _not_our_own_arguments(cls, given: dict[str, Any]) -> dict[str, Any]:
-        for name, instead in _WANDB_OWN.items():
-            if name in given:
-                raise ConfigError(f"observe.wandb.{name}", given[name], "mslime sets this argument itself", instead)
-        return given
-
-    @model_validator(mode="after")
-    def _wandb_needs_a_project(self) -> ObserveConfig:
-        if self.wandb and self.wandb_project is None:
-            raise ConfigError("observe.wandb", self.wandb, "is for a Weights & Biases project, and none is named",
-                              "set observe.wandb_project too, or remove it")  # fmt: skip
-        return self
 
 
 class DeadlineConfig(Section):

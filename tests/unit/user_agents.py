@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import anthropic
 import openai
 
 from mslime.data.sample import Sample
+from mslime.rollout.chat.renderer import Parsed, ParsedCall
+from mslime.rollout.chat.template import TemplateRenderer
 from mslime.rollout.workflow import Engine, Episode, Task
+from tests.fixtures import chat_templates
 
 TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    {
+        "type": "function",
+        "function": {"name": "add", "strict": True, "parameters": {"type": "object", "properties": {}}},
+    }
 ]
 
 
@@ -91,3 +98,33 @@ async def asks_nonsense(task: Task, engine: Engine) -> None:
 async def dies(task: Task, engine: Engine) -> None:
     await engine.chat([{"role": "user", "content": task.text}])
     raise KeyError("no such tool")
+
+
+class CallsThenAnswers(TemplateRenderer):
+    """For models that say anything at all: their first reply is a call of the tool, whatever it says."""
+
+    def __init__(self, tokenizer: Any, thinking: Any) -> None:
+        tokenizer.chat_template = chat_templates.HERMES
+        super().__init__(tokenizer, thinking)
+
+    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Any) -> Parsed:
+        named = [tool["function"]["name"] for tool in tools]
+        if named != ["add"] or "<tool_response>" in self.spell(prompt):
+            return super().parse(sampled, prompt, tools)
+        return Parsed("", calls=(ParsedCall("add", '{"a":2,"b":3}', ""),))
+
+
+async def two_long_turns_with_openai(task: Task, engine: Engine) -> None:
+    """A call, its result, and an answer; every second rollout asks for streams."""
+    endpoint = await engine.endpoint()
+    async with openai.AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key, max_retries=0) as client:
+        asked: Any = {"model": endpoint.model, "tools": TOOLS, "max_tokens": 300, "temperature": 0.1}
+        messages: list[Any] = [{"role": "user", "content": task.text}]
+        if task.index % 2:
+            async with client.chat.completions.stream(messages=messages, **asked) as stream:
+                said = (await stream.get_final_completion()).choices[0].message
+        else:
+            said = (await client.chat.completions.create(messages=messages, **asked)).choices[0].message
+        assert said.tool_calls
+        result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "5"}
+        await client.chat.completions.create(messages=[*messages, said, result], **asked)
