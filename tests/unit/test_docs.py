@@ -47,3 +47,11 @@ def test_the_picture_of_the_rooms_is_drawn_from_what_the_code_imports() -> None:
     assert (ROOT / "docs/images/rooms.svg").read_text() == drawing["draw"](), "renew: python scripts/draw_rooms.py"
     edges = {"a": {"b", "c"}, "b": {"c"}, "c": set()}
     assert drawing["without_shortcuts"](edges) == {"a": {"b"}, "b": {"c"}, "c": set()}
+
+
+def test_the_picture_of_a_rollout_is_drawn_from_samples() -> None:
+    drawing = runpy.run_path(str(ROOT / "scripts/draw_lifecycle.py"))
+    renew = "renew: python scripts/draw_lifecycle.py"
+    assert (ROOT / "docs/images/lifecycle.svg").read_text() == drawing["draw"](), renew
+    masks = {event: int(sample.loss_mask.sum()) for event, _, sample in drawing["rows"]()}
+    assert (masks["completed"], masks["branched at the tool call"], masks["on_stale: mask"]) == (13, 3, 7)
