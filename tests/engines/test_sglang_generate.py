@@ -229,6 +229,7 @@ def test_what_a_request_leaves_in_the_cache_is_found_under_its_own_key_only(
     long = GenerateRequest("across", [5, 6, 7], 300, ignore_eos=True, cache_key="0")
 
     async def across(client: EngineClient) -> list[GenerateResult]:
+        await client.flush_cache()  # of what other tests left under no key
         running = asyncio.create_task(client.generate(long))
         while await load(client, "used_tokens") < 20:
             await asyncio.sleep(0.02)
