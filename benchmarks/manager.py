@@ -4,8 +4,8 @@
 
 The fleet is fake: one process listens on a port for each engine and sends a canned answer in SGLang 0.5.23's format at
 once. Real are the requests, HTTP, parsing, the pool, groups, books and the assembly of shards. CPU seconds are those of
-this process alone; measure on a quiet machine all the same. The floor is an aiohttp client that posts the same bodies and reads
-the answers without looking at them. Ends with one line of JSON; `ratio` is the service's CPU over the floor's.
+this process alone; measure on a quiet machine all the same. The floor is an aiohttp client that posts the same bodies
+and reads the answers without looking at them. Ends with one line of JSON; `ratio` is CPU over the floor.
 """
 
 from __future__ import annotations
