@@ -115,16 +115,12 @@ class CallsThenAnswers(TemplateRenderer):
 
 
 async def two_long_turns_with_openai(task: Task, engine: Engine) -> None:
-    """A call, its result, and an answer; every second rollout asks for streams."""
+    """A call, its result, and an answer."""
     endpoint = await engine.endpoint()
     async with openai.AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key, max_retries=0) as client:
         asked: Any = {"model": endpoint.model, "tools": TOOLS, "max_tokens": 300, "temperature": 0.1}
         messages: list[Any] = [{"role": "user", "content": task.text}]
-        if task.index % 2:
-            async with client.chat.completions.stream(messages=messages, **asked) as stream:
-                said = (await stream.get_final_completion()).choices[0].message
-        else:
-            said = (await client.chat.completions.create(messages=messages, **asked)).choices[0].message
+        said = (await client.chat.completions.create(messages=messages, **asked)).choices[0].message
         assert said.tool_calls
         result = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "5"}
         await client.chat.completions.create(messages=[*messages, said, result], **asked)

@@ -182,7 +182,7 @@ class RewardScorer:
         sample.process_rewards = [
             (at, part.weight * step) for part, v in zip(parts, results, strict=True) for at, step in v.steps
         ]
-        sample.scores = {f"user/{name}": number for v in results for name, number in v.metrics.items()}
+        sample.scores |= {f"user/{name}": number for v in results for name, number in v.metrics.items()}
         if self._config.parts:
             sample.scores |= {f"reward/{p.name}/mean": v.reward for p, v in zip(parts, results, strict=True)}
         return sum(part.weight * v.reward for part, v in zip(parts, results, strict=True))
