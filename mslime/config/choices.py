@@ -26,6 +26,9 @@ SftLossOn = Literal["all", "last", "each"]
 Resume = Literal["auto", "older", "never"]
 """Which checkpoint of its own a run continues from."""
 
+OnError = Literal["fail", "drop"]
+"""What the failure of one rollout means: the end of the run, or of this rollout."""
+
 ProgressMode = Literal["auto", "on", "off"]
 """Whether the console shows live bars."""
 

@@ -17,6 +17,7 @@ from mslime.config.algorithm import AlgorithmConfig, CriticConfig
 from mslime.config.base import Section
 from mslime.config.choices import (
     TRANSPORT_NAMES,
+    OnError,
     PauseMode,
     ReplayMode,
     Resume,
@@ -140,11 +141,11 @@ class RolloutConfig(Section):
         "where it ended, too (grpo: as process rewards beside the episode's; reinforce_pp and gae: in its place). "
         "auto: steps for reinforce_pp and gae, else episode.",
     )
-    on_error: Literal["fail", "drop"] = Field(
+    on_error: OnError = Field(
         default="fail",
         description="What it means when a rollout function raises, or says that its rollout failed. fail: the run "
         "ends, and at the second time, after a resume, the group is dropped. drop: this rollout does not count in "
-        "its group (rollout/failed_rollouts).",
+        "its group (rollout/failed_rollouts); in an evaluation it counts as wrong.",
     )
     renderer: str | None = Field(
         default=None,

@@ -22,7 +22,7 @@ class EvalResult:
     Attributes:
         prompts: rows of the set.
         accuracy: share of responses that are right, that is, whose reward exceeds 0.5.
-        mean_reward: mean over responses; a response that could not be scored counts 0.
+        mean_reward: mean over responses; one that failed or could not be scored counts 0.
         pass_at: k -> probability that one of k responses is right, mean over prompts; k = 1, 2, 4 ... up to n.
         response_len_mean: tokens. truncated: share of responses cut at the length limit.
         version: weight version that sampled every token; None when no token was sampled.
@@ -94,11 +94,11 @@ async def answer(groups: Sequence[Group], roll: Callable[[Group, int], Awaitable
     async def run(group: Group, number: int) -> None:
         await roll(group, number)
         last = group.parts(number)[-1]
-        if not scorer.per_group and last.reward is None:
+        if not scorer.per_group and last.reward is None and last.status is not SampleStatus.FAILED:
             last.reward = await scorer.score(last)
 
     async def score(group: Group) -> None:
-        last = [parts[-1] for parts in group.rollouts()]
+        last = [parts[-1] for parts in group.rollouts() if parts[-1].status is not SampleStatus.FAILED]
         if all(s.reward is not None for s in last):
             return  # the rollout function knew them, as in training
         for sample, reward in zip(last, await scorer.score_group(last), strict=True):

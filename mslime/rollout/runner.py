@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mslime.backends.sglang.client import EngineDied
-from mslime.config.errors import RolloutError, UserError
+from mslime.config.choices import OnError
+from mslime.config.errors import UserError
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus
 from mslime.rollout.agents import Agents
@@ -99,7 +100,8 @@ class GroupRunner:
     ) -> None:
         self._seed, self._spec, self._workflow = config.seed, config.rollout.function, workflow
         self._agents = agents
-        self._on_error, self._limit_s = config.rollout.on_error, config.deadlines.rollout_function_s
+        self._on_error: OnError = config.rollout.on_error
+        self._limit_s = config.deadlines.rollout_function_s
         self._books, self._generator, self._sampling, self._scoring = books, generator, sampling, scoring
         self._on_response, self._on_end = on_response, on_end
         self._live: dict[int, _LiveGroup] = {}
@@ -180,7 +182,8 @@ class GroupRunner:
     async def _roll(self, rollout: Rollout) -> None:
         """Bring a rollout to its end and score it."""
         if not rollout.samples[0].status.finished:
-            await self._play(rollout)
+            counts = await rollout.play(self._workflow, rollout.task(self._seed, evaluation=False), self._on_error)
+            self._books.counters.add("failed_rollouts", not counts)
             self._books.counters.add("done")
             self._on_response()
         if rollout.samples[0].status is not SampleStatus.FAILED:
@@ -189,17 +192,6 @@ class GroupRunner:
                 await self._scoring.rollout_finished(rollout.samples)
             finally:
                 rollout.scored()
-
-    async def _play(self, rollout: Rollout) -> None:
-        """Call the function; where it fails and `rollout.on_error` is `drop`, the rollout counts as failed."""
-        try:
-            await rollout.run(self._workflow, rollout.task(self._seed, evaluation=False))
-        except RolloutError as error:
-            if self._on_error == "fail":
-                raise
-            print(f"a rollout is dropped (rollout.on_error): {error}", flush=True)
-            rollout.fail()
-            self._books.counters.add("failed_rollouts")
 
     def _end_rollout(self, group_id: int, number: int) -> None:
         """A response was thrown away, so the function that made it stops."""

@@ -214,7 +214,8 @@ class RolloutService:
                 group, number, f"{eval_set.name}-{group.group_id}", self._config.rollout.function, self._generator,
                 sampling, door, self._agents, limit_s=self._config.deadlines.rollout_function_s,
             )  # fmt: skip
-            await rollout.run(self._workflow, rollout.task(self._config.seed, evaluation=True))
+            asked = rollout.task(self._config.seed, evaluation=True)
+            await rollout.play(self._workflow, asked, self._config.rollout.on_error)
 
         await answer(groups, roll, self._eval_scorers.get(eval_set.name, self._scorer))
         self._span("rollout", "evaluate", started, step)

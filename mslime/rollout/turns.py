@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mslime.config.choices import OnError
 from mslime.config.errors import RolloutError, UserError
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.rollout.agents import Agents, Conversations
@@ -206,6 +207,21 @@ class Rollout:
             g.messages, g.tools,
         )  # fmt: skip
 
+    async def play(self, function: Workflow, task: Task, on_error: OnError) -> bool:
+        """`run`; whether the rollout counts. With `drop` one whose function fails is given up: what it generated is
+        dropped, and it does not count in its group."""
+        try:
+            await self.run(function, task)
+        except RolloutError as error:
+            if on_error == "fail":
+                raise
+            print(f"a rollout is dropped (rollout.on_error): {error}", flush=True)
+            self._over = True
+            self._books.dropped(self._group.begin_again(self.number), "failed")
+            self.samples[0].status = SampleStatus.FAILED
+            return False
+        return True
+
     async def run(self, function: Workflow, task: Task) -> None:
         """Call the function and finish its sequences.
 
@@ -224,12 +240,6 @@ class Rollout:
         settle(self._group, self._grown, told.chosen, self._books)
         self._over = True
         self._finish(told, told_by_chats)
-
-    def fail(self) -> None:
-        """Give the rollout up: what it generated is dropped, and it does not count in its group."""
-        self._over = True
-        self._books.dropped(self._group.begin_again(self.number), "failed")
-        self.samples[0].status = SampleStatus.FAILED
 
     def end(self) -> None:
         """The function may add nothing any more: its response was thrown away."""

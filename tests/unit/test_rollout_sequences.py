@@ -12,10 +12,11 @@ import pytest
 
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.errors import RolloutError
+from mslime.config.schema import EvalSetConfig
 from mslime.control.assemble import assemble
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.rollout.state import open_state, save_state
-from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, publish, run_config
+from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, publish, run_config, write_prompts
 from tests.unit.user_episodes import OTHER_PROMPT
 
 LENGTH = 9
@@ -278,3 +279,21 @@ def test_time_at_the_engines_is_not_the_functions(tmp_path: Path) -> None:
         await service.close()
 
     asyncio.run(work())
+
+
+def test_a_failed_rollout_of_an_evaluation_counts_as_wrong(tmp_path: Path) -> None:
+    async def work() -> None:
+        held_out = write_prompts(tmp_path / "held_out.jsonl", 4)
+        eval_set = EvalSetConfig(name="held_out", path=str(held_out), samples_per_prompt=2, temperature=1.0)
+        settings = {"function": named("fails_for_one")}
+        service = make_service(run_config(tmp_path, **settings), engine(), FakeScorer(lambda sample: 1.0))
+        with pytest.raises(RolloutError, match="the environment is gone"):
+            await service.evaluate(eval_set)
+        await service.close()
+        scorer = FakeScorer(lambda sample: 1.0)
+        service = make_service(run_config(tmp_path, on_error="drop", **settings), engine(), scorer)
+        result = await service.evaluate(eval_set)
+        assert (result.accuracy, scorer.scored) == (7 / 8, 7)
+        await service.close()
+
+    run(work)
