@@ -555,7 +555,8 @@ def test_supports_of_interrupted_responses_are_kept_and_only_new_ones_are_added(
         for sample in (*first.samples, *second.samples):
             check_sample(sample)
             check_supports(sample)
-        sizes = [len(row) for s in second.samples for row in rows_of(s.supports) or [] if row]
+        trained = [(s.loss_mask, rows_of(s.supports) or []) for s in second.samples]
+        sizes = [len(row) for mask, rows in trained for inside, row in zip(mask, rows, strict=True) if inside]
         assert second.metrics["rollout/support_tokens"] == len(sizes) and second.metrics["rollout/support_max"] == 3
         assert second.metrics["rollout/support_mean"] == pytest.approx(np.mean(sizes))
         await other.close()
