@@ -106,7 +106,8 @@ class Traffic:
     async def idle(self, seconds: float) -> bool:
         """Wait until no request is at an engine, or so long; whether there is none."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
+            async with asyncio.timeout(seconds):  # Python 3.11's wait_for can lose a cancellation
+                await self._idle.wait()
         return self._idle.is_set()
 
     @contextmanager

@@ -68,7 +68,8 @@ class WorkerProcess:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(encode(job))
         try:
-            kind, told = await asyncio.wait_for(_read_message(process.stdout), START_SECONDS)
+            async with asyncio.timeout(START_SECONDS):
+                kind, told = await _read_message(process.stdout)
         except (TimeoutError, asyncio.IncompleteReadError) as error:
             await _end(process)
             reason = "ended" if isinstance(error, asyncio.IncompleteReadError) else "did not return"
