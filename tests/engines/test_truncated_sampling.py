@@ -96,7 +96,9 @@ def samples(sglang_server: SharedServer) -> list[Sample]:
 
 def double_model(checkpoint: Path) -> Any:
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, **eager).eval()
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, **eager).eval()
+    model.get_input_embeddings().padding_idx = None  # a sampled padding token has a gradient as any other
+    return model
 
 
 def logits_of(model: Any, sample: Sample) -> Tensor:
