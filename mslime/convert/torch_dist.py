@@ -17,6 +17,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -314,6 +315,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles the classes of the checkpoint format, and nothing else."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _enum_member
         if global_name in _MEGATRON_STAND_INS and module_name.startswith("megatron.core."):
             return _StandIn
         # A dotted name would lead out of the module, through what it imports, to any class there is.
@@ -323,6 +326,13 @@ class _MetadataUnpickler(pickle.Unpickler):
         if found is None or (module_name in _METADATA_MODULES and not own):
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is no part of the format")
         return found
+
+
+def _enum_member(enum: Any, name: str) -> Any:
+    """What a file may mean by `getattr`: some versions of Python (3.11.2) write a member of an enum as that call."""
+    if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {enum!r}, which is no member of an enum")
+    return enum[name]
 
 
 def _is_known(module: str, name: str) -> bool:

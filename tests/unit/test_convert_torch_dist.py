@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -175,6 +177,41 @@ def test_metadata_that_is_none_is_refused_and_runs_nothing(written_by_torch: Pat
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         DistCheckpoint(written_by_torch)
     assert not Path("/tmp/mslime_was_here").exists()
+
+
+class _EnumsByGetattr(pickle.Pickler):
+    """As Python 3.11.2 pickles."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_metadata_of_a_python_that_writes_enums_as_calls_is_read(written_by_torch: Path) -> None:
+    metadata = pickle.loads((written_by_torch / METADATA).read_bytes())
+    file = io.BytesIO()
+    _EnumsByGetattr(file).dump(metadata)
+    assert b"getattr" in file.getvalue()
+    (written_by_torch / METADATA).write_bytes(file.getvalue())
+    test_what_torch_wrote_is_read_bit_for_bit(written_by_torch)
+
+
+class _Asks:
+    """For an attribute of a class of the format that is no member of an enum."""
+
+    def __init__(self, of: type, name: str) -> None:
+        self._of, self._name = of, name
+
+    def __reduce__(self) -> tuple[Any, tuple[type, str]]:
+        return getattr, (self._of, self._name)
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__init__"), (set, "__subclasses__")]
+)
+def test_getattr_in_metadata_reaches_members_of_enums_alone(written_by_torch: Path, of: type, name: str) -> None:
+    (written_by_torch / METADATA).write_bytes(pickle.dumps(_Asks(of, name)))
+    with pytest.raises(CheckpointError, match=f"asks for '{name}'.*no member of an enum"):
+        DistCheckpoint(written_by_torch)
 
 
 def test_a_chunk_that_names_code_is_refused_and_runs_nothing(tmp_path: Path) -> None:

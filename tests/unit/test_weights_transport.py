@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import threading
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.timeout(120)
 TABLE = moe_table()
 WHOLE = whole_tensors(TABLE)
 PLAN = plan_of(LAYOUTS["one rank"], 4000)
+NUMBERS = itertools.count()
 
 
 def filled(bucket: Bucket) -> torch.Tensor:
@@ -79,7 +81,8 @@ def transport(engines: list[StandInEngine]) -> Iterator[BroadcastTransport]:
     """Connected to both engines, with a short deadline."""
     for engine in engines:
         engine.set_mode("obey")
-    transport = transport_within(20, "test")
+    # A group whose broadcast was never met stays in torch's books, with its name.
+    transport = transport_within(20, f"test-{next(NUMBERS)}")
     transport.connect([EngineInfo(engine.url) for engine in engines])
     yield transport
     transport.disconnect()
