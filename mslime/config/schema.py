@@ -124,7 +124,7 @@ class RolloutConfig(Section):
     function: Literal["single_turn", "environment"] | str = Field(
         default="single_turn",
         description="What a rollout does: one response to its prompt, an episode in `environment`, or an async "
-        "`module:function`(task, engine) of several turns, for training and evaluation (docs/extending.md).",
+        "`module:function`(task, engine) of several turns, for training and evaluation (docs/rollout_functions.md).",
     )
     environment: str | None = Field(
         default=None,

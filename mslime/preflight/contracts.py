@@ -369,7 +369,8 @@ def _try_environment(function: str, config: RunConfig, prompt: Prompt) -> list[s
 
 
 def _try_rollout(function: str, prompt: Prompt) -> list[str]:
-    sample = check_workflow(function, prompt=prompt.text or "A prompt", label=prompt.label)
+    asked = prompt.messages or prompt.text or "A prompt"
+    sample = check_workflow(function, prompt=asked, label=prompt.label, metadata=prompt.metadata, tools=prompt.tools)
     tokens = f"{sample.response_length} tokens, {sample.trainable_tokens} of them trained"
     return [f"one response of {tokens}, by an engine that interrupted it once"]
 

@@ -36,6 +36,7 @@ from mslime.rollout.turns import Door, Rollout
 from mslime.rollout.workflow import SETTING, load_workflow
 
 LONGEST_BLOCK_S = 1.0
+Messages = Sequence[Mapping[str, Any]]
 
 
 class _Characters:
@@ -116,24 +117,38 @@ class _Script:
 
 
 def check_workflow(
-    function: str, replies: Sequence[str] = ("A reply.",), *, prompt: str = "What is 2 + 3?", label: Any = "5"
+    function: str,
+    replies: Sequence[str] = ("A reply.",),
+    *,
+    prompt: str | Messages = "What is 2 + 3?",
+    label: Any = "5",
+    metadata: Mapping[str, Any] | None = None,
+    tools: Tools | None = None,
 ) -> Sample:
     """Call a rollout function once on an engine that only pretends; tokens are characters. See `check_rollout`.
 
     Returns:
         The finished sample, not scored; of several sequences the one that a reward of one sample is asked about.
     """
-    return check_rollout(function, replies, prompt=prompt, label=label)[-1]
+    return check_rollout(function, replies, prompt=prompt, label=label, metadata=metadata, tools=tools)[-1]
 
 
 def check_rollout(
-    function: str, replies: Sequence[str] = ("A reply.",), *, prompt: str = "What is 2 + 3?", label: Any = "5"
+    function: str,
+    replies: Sequence[str] = ("A reply.",),
+    *,
+    prompt: str | Messages = "What is 2 + 3?",
+    label: Any = "5",
+    metadata: Mapping[str, Any] | None = None,
+    tools: Tools | None = None,
 ) -> list[Sample]:
     """Call a rollout function once on an engine that only pretends; tokens are characters.
 
     Args:
         function: `module:function`.
         replies: what the engine says, turn by turn, each interrupted once in its middle; empty turns after the last.
+        prompt: a text, or chat messages, which are `task.messages` then.
+        label, metadata, tools: of the task.
 
     Returns:
         The finished samples, not scored.
@@ -143,10 +158,14 @@ def check_rollout(
         RolloutError: it raised, did to its sample what it may not, holds up other rollouts, or leaves metadata that
             cannot be saved.
     """
-    return asyncio.run(_tried(function, replies, prompt, label))
+    messages = None if isinstance(prompt, str) else [dict(m) for m in prompt]
+    tokens = [ord(c) for c in prompt] if isinstance(prompt, str) else _Plain().render(prompt, tools or ())
+    offered = None if tools is None else [dict(t) for t in tools]
+    asked = Prompt(tokens, label, dict(metadata or {}), "made up", messages=messages, tools=offered)
+    return asyncio.run(_tried(function, replies, asked))
 
 
-async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any) -> list[Sample]:
+async def _tried(function: str, replies: Sequence[str], asked: Prompt) -> list[Sample]:
     workflow, tokenizer, script = load_workflow(function), _Characters(), _Script(replies)
     config = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "rollout": {"function": function}})
     model = ModelFacts(
@@ -155,7 +174,6 @@ async def _tried(function: str, replies: Sequence[str], prompt: str, label: Any)
     generator = Generator(
         config, script, tokenizer, model, EngineLimits(), lambda: script.version, lambda *request: None
     )
-    asked = Prompt(tokenizer.encode(prompt, special_tokens=True), label, {}, "made up")
     group = new_group(0, asked, 1)
     door, sampling = (
         Door(Traffic(open=True), admitted=True),

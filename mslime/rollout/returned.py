@@ -70,10 +70,10 @@ def _chosen(samples: Sequence[Sample] | None, grown: Sequence[GrowingSample], er
             raise error(f"returned {wrong!r:.80}", OWN)
         if len({id(g) for g in found}) < len(found):
             raise error("returned a sample twice", "return each sequence once")
+    if any(g.busy for g in found):  # before the next one: until a turn has ended, there is none
+        raise error("returned while a turn was generated", "await it, or cancel it")
     if not found or any(g.finish is None for g in found):
         raise error("returned without generating", "call engine.generate at least once for each sample")
-    if any(g.busy for g in found):
-        raise error("returned while a turn was generated", "await it, or cancel it")
     return found
 
 

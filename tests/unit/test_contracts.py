@@ -16,8 +16,10 @@ from mslime.algorithms.token_batch import TokenBatch
 from mslime.cli import main
 from mslime.config.algorithm import PRESETS, AlgorithmConfig
 from mslime.config.errors import ConfigError, UserError
+from mslime.config.loader import build
 from mslime.config.schema import DataConfig
 from mslime.data.sample import Group
+from mslime.data.source import Prompt
 from mslime.preflight.contracts import _check_algorithm as check_algorithm
 from mslime.preflight.contracts import (
     check_advantage,
@@ -26,6 +28,7 @@ from mslime.preflight.contracts import (
     check_hook,
     check_loss,
     check_source,
+    try_functions,
 )
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
@@ -166,6 +169,18 @@ def test_a_source_must_go_on_where_it_was() -> None:
         check_source(f"{USER}:Forgetful", data, FakeTokenizer())
 
 
+def test_a_rollout_is_tried_with_all_of_its_row() -> None:
+    config = build({
+        "model": {"path": "m"}, "data": {"prompts": ["p"]},
+        "rollout": {"function": "tests.unit.user_rollouts:needs_its_row"},
+    })  # fmt: skip
+    asked = Prompt([1], "2", {"first": "52"}, "p:1", "hi", [{"role": "user", "content": "hi"}], [{"name": "add"}])
+    (tried,) = try_functions(config, asked, FakeTokenizer())
+    assert tried.error is None and tried.findings[0].startswith("one response of 20 tokens, 9 of them trained")
+    (tried,) = try_functions(config, Prompt([1], "2", {}, "p:1", "hi"), FakeTokenizer())
+    assert "raised AssertionError" in str(tried.error)
+
+
 def test_the_command_tries_what_the_settings_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = make_tiny_qwen3_moe(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1=", "label": "2"}) + "\n")
@@ -173,7 +188,7 @@ def test_the_command_tries_what_the_settings_name(tmp_path: Path, capsys: pytest
     base += ["--output-dir", str(tmp_path / "out")]
     assert main(base) == 0 and "nothing to try" in capsys.readouterr().out
     own = ["--algorithm.loss", f"{EXAMPLES}.loss:spo", "--hooks.step", f"{EXAMPLES}.hook:tell"]
-    own += ["--rollout.function", f"{EXAMPLES}.rollout:with_calculator"]
+    own += ["--rollout.function", "examples.rollout_functions.tool_loop:with_sums"]
     assert main([*base, *own]) == 0
     said = "".join(capsys.readouterr().out.split())
     assert all(part in said for part in ("context-parallel", "user/tokens_per_response", "interruptedit"))

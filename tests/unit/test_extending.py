@@ -22,16 +22,15 @@ from mslime.data.sample import Group, Sample
 from mslime.data.user_source import UserSource
 from mslime.observe.hooks import call_step_hook
 from mslime.preflight.seams import check_seams, seams_of
-from mslime.rollout.contract import check_rollout, check_workflow
 from mslime.rollout.rewards.result import checked
+from tests.fixtures.pages import ROOT, blocks, read_page, shown
 from tests.unit.rollout_fakes import FakeTokenizer
 
 from .algorithms_reference import random_tokens
 from .test_algorithms_layouts import LAYOUTS, step
 from .test_algorithms_losses import LENGTHS, as_inputs
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/extending.md").read_text()
+PAGE = read_page("extending.md")
 EXAMPLES = sorted((ROOT / "examples/extending").glob("*.py"))
 SPO = AlgorithmConfig(loss="examples.extending.loss:spo", clip_high=0.2)
 
@@ -44,13 +43,12 @@ def sample(response: str, label: str) -> Sample:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_page_shows_every_example_as_it_is(path: Path) -> None:
-    code = path.read_text().partition("from __future__ import annotations\n")[2].strip()
-    assert f"```python\n{code}\n```" in PAGE, f"{path} differs from the page"
+    assert shown(path) in blocks(PAGE, "python"), f"{path} differs from the page"
 
 
 def test_the_settings_on_the_page_are_those_of_the_examples() -> None:
     settings: dict[str, dict[str, object]] = {"model": {"path": "m"}, "data": {"prompts": ["p.jsonl"]}}
-    for block in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE):
+    for block in blocks(PAGE, "yaml"):
         for section, values in yaml.safe_load(block).items():
             settings.setdefault(section, {}).update(values)
     config = build(settings)
@@ -64,19 +62,6 @@ def test_the_reward_says_what_the_table_says() -> None:
         verdict = checked(reward.close_to_label(sample(response, "1 2 3")), 2)
         assert verdict.reward == pytest.approx(worth) and not verdict.error
         assert verdict.metrics == {"exact": exact, "empty": float(not response)}
-
-
-def test_the_rollout_makes_the_sample_of_the_table() -> None:
-    critic, answer = check_rollout(
-        "examples.extending.rollout:with_a_critic", replies=["4", "No."], prompt="What is 2 + 3?"
-    )
-    assert (critic.response, answer.response) == ("No.", "4") and critic.tokens[critic.prompt_length - 1] == ord("?")
-    made = check_workflow("examples.extending.rollout:with_calculator", replies=["<sum>2+3</sum>", "5"])
-    assert made.response == "<sum>2+3</sum>=5\n5"
-    trained = ["".join(chr(t) for t in made.tokens[s.start : s.end] if t) for s in made.segments if s.trainable]
-    assert "".join(trained) == "<sum>2+3</sum>5"
-    (said,) = [s for s in made.segments[1:] if not s.trainable]
-    assert "".join(map(chr, made.tokens[said.start : said.end])) == "=5\n"
 
 
 def test_the_filter_keeps_groups_of_both_kinds() -> None:

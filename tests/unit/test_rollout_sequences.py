@@ -243,7 +243,7 @@ def test_a_failed_rollout_ends_the_run_or_does_not_count(
         ("branches_inside_the_prompt", r"branched at token 1 of"),
         ("begins_with_nothing", r"began a sequence with 0 tokens"),
         ("appends_while_it_generates", r"changed a sequence while a turn of it was generated"),
-        ("returns_while_it_generates", r"returned without generating"),
+        ("returns_while_it_generates", r"returned while a turn was generated"),
         ("two_rewards", r"set the rewards \[1.0, 2.0\]"),
         ("a_metric_of_text", r"returned the metric calls = 'two'"),
         ("a_step_beyond", r"gave the step reward 1.0 at token 100"),

@@ -45,6 +45,14 @@ async def with_a_tool(task: Task, engine: Engine) -> None:
     await engine.generate(sample)
 
 
+async def needs_its_row(task: Task, engine: Engine) -> None:
+    """A function that reads all that a row may have."""
+    sample = engine.new_sample()
+    assert task.messages is not None and task.tools is not None
+    engine.append(sample, f"{task.messages[0]['content']}, {task.tools[0]['name']}, {task.metadata['first']}")
+    await engine.generate(sample)
+
+
 async def one_in_a_list(task: Task, engine: Engine) -> list[Sample]:
     sample = engine.new_sample()
     await engine.generate(sample)

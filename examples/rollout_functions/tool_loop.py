@@ -1,0 +1,22 @@
+"""A loop with a tool: `rollout.function: examples.rollout_functions.tool_loop:with_sums`."""
+
+from __future__ import annotations
+
+import re
+
+from mslime.data.sample import Sample
+from mslime.rollout.workflow import Engine, Task
+
+SUM = re.compile(r"<sum>(\d+(?:\+\d+)*)</sum>$")
+
+
+async def with_sums(task: Task, engine: Engine) -> Sample:
+    """At most four turns. What the model writes as <sum>2+3</sum> is added up, and it goes on with the result."""
+    sample = engine.new_sample()
+    for _ in range(4):
+        turn = await engine.generate(sample, stop=["</sum>"])
+        asked = SUM.search(turn.text)
+        if asked is None:
+            break
+        engine.append(sample, f"={sum(int(n) for n in asked[1].split('+'))}\n")
+    return sample
