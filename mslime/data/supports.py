@@ -81,12 +81,13 @@ class Supports:
     def hold(self, tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
         """[rows] whether a row has the token [rows] at its position exactly once, or is empty."""
         assert tokens.shape == (len(self),), f"{len(tokens)} tokens for {len(self)} supports"
-        row = np.repeat(np.arange(len(self)), self.sizes)
-        found = np.bincount(row[self.ids == tokens[row]], minlength=len(self))
+        places = np.flatnonzero(self.ids == np.repeat(tokens, self.sizes))
+        found = np.bincount(np.searchsorted(self.offsets, places, "right") - 1, minlength=len(self))
         return (found == 1) | (self.sizes == 0)
 
     def repeats(self) -> bool:
         """Whether a row has an id twice, so that its probability would be counted twice."""
-        row = np.repeat(np.arange(len(self)), self.sizes)
-        keys = np.sort((row << 32) + self.ids)
+        keys = np.repeat(np.arange(len(self)) << 32, self.sizes)
+        keys += self.ids
+        keys.sort()
         return bool((keys[1:] == keys[:-1]).any())

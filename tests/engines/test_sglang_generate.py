@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from mslime.backends.sglang.answers import MASKS, ROUTES, IntegerRows, load_answer
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
@@ -152,6 +156,22 @@ def test_log_probs_of_a_restricted_draw_are_renormalised_over_its_support(
 def test_an_unrestricted_draw_has_no_supports(sglang_server: SharedServer) -> None:
     (result,) = generate(sglang_server, GenerateRequest("free", [1, 2], 5, ignore_eos=True))
     assert len(result.output_ids) == 5 and result.supports is None
+
+
+def test_the_bytes_of_a_real_answer_are_read_without_json_and_say_the_same(sglang_server: SharedServer) -> None:
+    """The shapes that `load_answer` cuts out are those that SGLang writes."""
+    asked = GenerateRequest("raw", PROMPTS[1], 80, top_p=0.99, top_k=4096, want_routes=True, ignore_eos=True).payload()
+    headers = sglang_server.address.keys.headers("/generate")
+    request = urllib.request.Request(
+        f"{sglang_server.url}/generate", orjson.dumps(asked), {"Content-Type": "application/json", **headers}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        content = response.read()
+    meta, plain = load_answer(content)["meta_info"], json.loads(content)["meta_info"]
+    rows, routes = meta.pop(MASKS), meta.pop(ROUTES)
+    assert isinstance(rows, IntegerRows) and isinstance(routes, memoryview), "the answer was read by JSON"
+    assert [row.tolist() for row in np.split(rows.values, np.cumsum(rows.sizes)[:-1])] == plain.pop(MASKS)
+    assert bytes(routes).decode() == plain.pop(ROUTES) and meta == plain
 
 
 def test_an_abort_keeps_the_tokens_and_a_continuation_completes_the_routes(

@@ -24,12 +24,12 @@ import orjson
 import tenacity
 from numpy.typing import NDArray
 
+from mslime.backends.sglang.answers import load_answer
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     GenerateResult,
     answer_limit,
     format_version,
-    load_answer,
     parse_generation,
     parse_version,
 )

@@ -17,10 +17,10 @@ from itertools import chain
 from typing import Any, Literal, get_args
 
 import numpy as np
-import orjson
 import pybase64
 from numpy.typing import NDArray
 
+from mslime.backends.sglang.answers import MASKS, ROUTES, IntegerRows
 from mslime.config.errors import EngineError
 from mslime.config.model_facts import ModelFacts
 from mslime.data.routes import narrowest_dtype
@@ -31,8 +31,6 @@ Finish = Literal["stop", "length", "abort"]
 LOWEST_LOG_PROB, HIGHEST_LOG_PROB = -1e4, 1e-4
 """A sampled token's log-prob lies between these: the log of a rounded probability can exceed 0 by a few ulp, and a
 token with less than the lower one is never drawn."""
-
-_ROUTES_KEY = b'"routed_experts":"'
 
 
 @dataclass(frozen=True)
@@ -153,25 +151,6 @@ def parse_version(text: str) -> int:
     return 0 if text == "default" else int(text)
 
 
-def load_answer(content: bytes) -> dict[str, Any]:
-    """The JSON object of an answer, {} for an empty or plain-text one. Raises ValueError for what is not JSON.
-
-    Most bytes of an answer with routes are their base64, so those are cut out before JSON is parsed and stand in the
-    object as a view of `content`. An escaped quote cannot imitate the key's own: `\\"` is no `"` followed by a name.
-    """
-    if content.lstrip()[:1] != b"{":
-        return {}
-    start = content.find(_ROUTES_KEY) + len(_ROUTES_KEY)
-    end = content.find(b'"', start) if start >= len(_ROUTES_KEY) else -1
-    if end < 0:
-        return orjson.loads(content)
-    answer = orjson.loads(content[:start] + content[end:])
-    if (answer.get("meta_info") or {}).get("routed_experts") != "":
-        return orjson.loads(content)  # the key was found somewhere else
-    answer["meta_info"]["routed_experts"] = memoryview(content)[start:end]
-    return answer
-
-
 def decode_routes(encoded: str | memoryview, rows: int, model: ModelFacts) -> NDArray[np.integer]:
     """Base64 of C-ordered int32 -> [rows, layers, top-k] expert ids in the narrowest dtype for the model's experts.
 
@@ -212,8 +191,8 @@ def parse_generation(
     ids = _token_ids(answer["output_ids"], model)
     finish = meta["finish_reason"]["type"]
     assert finish in get_args(Finish), f"finished by {finish!r}"
-    restricted, encoded = request.restricted, meta.get("routed_experts")
-    incomplete = (request.want_routes and encoded is None) or (restricted and "output_token_sampling_mask" not in meta)
+    restricted, encoded = request.restricted, meta.get(ROUTES)
+    incomplete = (request.want_routes and encoded is None) or (restricted and MASKS not in meta)
     if finish == "abort" and (incomplete or len(ids) == 0):
         return _nothing(request, engine, meta)
     n = len(ids)
@@ -245,8 +224,8 @@ def _integers(values: Sequence[Any]) -> NDArray[np.int64]:
     return found.astype(np.int64)
 
 
-def _token_ids(values: Sequence[Any], model: ModelFacts | None) -> NDArray[np.int32]:
-    ids = _integers(values)
+def _token_ids(values: Sequence[Any] | NDArray[np.uint32], model: ModelFacts | None) -> NDArray[np.int32]:
+    ids = values if isinstance(values, np.ndarray) else _integers(values)
     top = model.vocab_size if model is not None else 1 << 31
     beyond = ids[(ids < 0) | (ids >= top)]
     assert not len(beyond), f"token id {beyond[0]} beyond the vocabulary of {top}"
@@ -277,13 +256,20 @@ def _version_spans(spans: Sequence[Mapping[str, Any]], n: int) -> tuple[tuple[in
 
 def _supports(meta: Mapping[str, Any], ids: NDArray[np.int32], model: ModelFacts | None) -> Supports:
     """The ids that each token was drawn from: distinct ones of the vocabulary, with the token itself among them."""
-    masks = meta.get("output_token_sampling_mask")
+    masks = meta.get(MASKS)
     assert masks is not None, "the engine returned no sampling mask, the ids that top-k, top-p and min-p left"
     assert len(masks) == len(ids), f"{len(masks)} sampling masks for {len(ids)} tokens"
-    sizes = np.asarray([len(mask) for mask in masks], np.int64)
-    supports = Supports.of_sizes(_token_ids(list(chain.from_iterable(masks)), model), sizes)
+    if isinstance(masks, IntegerRows):
+        kept, sizes = _token_ids(masks.values, model), masks.sizes
+    else:
+        sizes = np.asarray([len(mask) for mask in masks], np.int64)
+        kept = _token_ids(list(chain.from_iterable(masks)), model)
+    supports = Supports.of_sizes(kept, sizes)
     outside = np.flatnonzero((sizes == 0) | ~supports.hold(ids))
-    assert not len(outside), f"token {ids[outside[0]]} was drawn from {masks[outside[0]]!s:.100}, its sampling mask"
+    if len(outside):
+        at = int(outside[0])
+        told = str(supports.row(at).tolist())[:100]
+        raise AssertionError(f"token {ids[at]} was drawn from {told}, its sampling mask")
     assert not supports.repeats(), "a sampling mask names an id twice"
     return supports
 
