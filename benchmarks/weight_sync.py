@@ -34,6 +34,7 @@ from mslime.threads import in_thread
 from mslime.weights.broadcast import BroadcastTransport
 from mslime.weights.buckets import convert, named_tensors, pack
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
+from mslime.weights.senders import Senders
 from mslime.weights.transport import Link
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -150,7 +151,7 @@ def main() -> None:
     config = read_hf_config(args.model) if args.model else synthetic_config(args)
     table = get_family(config).rules(config)
     layers = sorted({rule.layer for rule in table.bound.values()} - {-1})
-    plan = build_plan(table, ParallelLayout(), [layers], args.dtype, int(args.bucket_mib * (1 << 20)))
+    plan = build_plan(table, Senders(ParallelLayout()), [layers], args.dtype, int(args.bucket_mib * (1 << 20)))
     stand_in = None if args.engine else StandInEngine()
     with TemporaryDirectory() as directory:
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)

@@ -311,6 +311,12 @@ class WeightsConfig(Section):
     bucket_mib: float = Field(
         default=512, gt=0, description="Size of a bucket of the weight sync; two are held at once."
     )
+    senders: int = Field(
+        default=8,
+        ge=1,
+        description="Trainer ranks that send, at most. A stage has one for every expert-parallel rank, or block, "
+        "and at least one. Every engine GPU holds a connection to each.",
+    )
     verify: Literal["first", "always", "never"] = Field(
         default="first", description="Bit-exact comparison of engine and trainer."
     )

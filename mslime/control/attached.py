@@ -18,6 +18,7 @@ from mslime.backends.sglang.client import EngineClient, blocking
 from mslime.config.errors import EngineError, UserError
 from mslime.config.keys import Endpoint
 from mslime.config.schema import DeadlineConfig, RunConfig
+from mslime.weights.senders import Senders
 from mslime.weights.transport import group_name
 
 RECORD = "weight_groups.json"
@@ -41,7 +42,9 @@ class AttachedEngines:
         self._engines = tuple(engines)
         self._deadlines = config.deadlines
         self._record = config.run_dir / RECORD
-        self._groups = [group_name(group, stage) for stage in range(config.layout.pp)]
+        self._groups = [
+            group_name(group, rank) for rank in Senders.at_most(config.layout, config.weights.senders).everyone()
+        ]
 
     def take_over(self) -> None:
         """Undo what a killed run may have left, and write down what this one will leave if it is killed.

@@ -78,6 +78,10 @@ class Kind(ABC):
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The Hugging Face tensors, from the shards of all ranks in rank order."""
 
+    def in_order(self, tp_size: int) -> bool:
+        """Whether the shards of `tp_size` ranks in a row are the Hugging Face tensors in a row."""
+        return False
+
     def shared_out(self, tp_size: int) -> dict[str, int]:
         """What `tp_size` ranks must share evenly, by name in plain words; for the check before anything is built."""
         return {} if self.tp_axis is None else {"features": self.full_shape[self.tp_axis]}
@@ -107,6 +111,9 @@ class Replicated(Kind):
     def full_shape(self) -> Shape:
         return self.shape
 
+    def in_order(self, tp_size: int) -> bool:
+        return tp_size == 1
+
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
         return parts[0][...]
 
@@ -132,6 +139,9 @@ class Sharded(Kind):
     @property
     def full_shape(self) -> Shape:
         return self.shape
+
+    def in_order(self, tp_size: int) -> bool:
+        return tp_size == 1 or self.axis == 0
 
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
         mine = rank_range(self.shape[self.axis], tp_rank, tp_size)
@@ -170,6 +180,9 @@ class Vocabulary(Kind):
     def shared_out(self, tp_size: int) -> dict[str, int]:
         return {}
 
+    def in_order(self, tp_size: int) -> bool:
+        return padded_vocab_size(self.vocab_size, tp_size) == self.vocab_size
+
     def local_shape(self, tp_size: int) -> Shape:
         return (padded_vocab_size(self.vocab_size, tp_size) // tp_size, self.hidden)
 
@@ -202,6 +215,10 @@ class RowRuns(Kind):
     def full_shape(self) -> Shape:
         shapes = self.hf_shapes
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def in_order(self, tp_size: int) -> bool:
+        runs = _joined(run for rank in range(tp_size) for run in self.runs(rank, tp_size))
+        return list(runs) == [(part, 0, shape[0]) for part, shape in enumerate(self.hf_shapes)]
 
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
         return cat([parts[part][first : first + rows] for part, first, rows in _joined(self.runs(tp_rank, tp_size))])

@@ -139,19 +139,18 @@ def _engine(plan: RunPlan) -> Table:
 
 
 def _sync(plan: RunPlan) -> Table:
-    gathered = sum(stage.gathered_near + stage.gathered_far for stage in plan.syncs)
-    far = sum(stage.gathered_far for stage in plan.syncs)
-    seconds = sum(stage.seconds for stage in plan.syncs)
+    gathered = sum(sender.gathered_near + sender.gathered_far for sender in plan.syncs)
+    far, count = sum(sender.gathered_far for sender in plan.syncs), len(plan.syncs)
     from_others = f", {_gib(far)} of it from other machines" if far else ""
     return facts_table(
         "Weight sync",
         [
-            ("gathered by stage leaders", f"{_gib(gathered)} GiB{from_others}"),
-            ("sent by a leader", f"at most {_gib(max(stage.sent for stage in plan.syncs))} GiB, one after the other"),
-            ("sent by another rank", f"at most {_gib(max(stage.contributed for stage in plan.syncs))} GiB"),
+            ("gathered by senders", f"{_gib(gathered)} GiB{from_others}"),
+            (f"sent by {count} ranks", f"at most {_gib(max(s.sent for s in plan.syncs))} GiB each"),
+            ("for a sender, by another rank", f"at most {_gib(max(s.contributed for s in plan.syncs))} GiB"),
             ("to every engine GPU", f"{_gib(plan.sync_bytes)} GiB in {sum(s.buckets for s in plan.syncs)} buckets"),
             ("into every engine machine", f"{_gib(plan.sync_bytes)} GiB, and as much out of it to the next"),
-            ("at least", f"{seconds:.1f} s over {plan.network / 1e9:g} GB/s for each GPU's adapter"),
+            ("at least", f"{plan.sync_seconds:.1f} s over {plan.network / 1e9:g} GB/s for each GPU's adapter"),
         ],
     )
 

@@ -21,7 +21,7 @@ from mslime.convert.kinds import padded_vocab_size
 from mslime.planner.activations import read_widths
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, engine_memory
 from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
-from mslime.planner.sync import StageSync, network_bytes_per_second, stage_syncs
+from mslime.planner.sync import SenderSync, least_seconds, network_bytes_per_second, sender_syncs
 from mslime.planner.trainer import (
     HostMemory,
     TrainerMemory,
@@ -32,6 +32,7 @@ from mslime.planner.trainer import (
     trainer_memory,
 )
 from mslime.weights.plan import WeightPlan, build_plan
+from mslime.weights.senders import Senders
 
 GIB = 2**30
 USABLE = 0.99
@@ -93,7 +94,7 @@ class RunPlan:
         responses: of a step on the data-parallel rank that has fewest, and most.
         micro_batches: of an optimizer step at most, when every response is as long as it may be.
         bubble: share of a step that a stage waits, with that many micro-batches (arXiv:2104.04473, section 2.2).
-        syncs: weight-sync traffic by stage.
+        syncs: weight-sync traffic by sender.
         host: memory of the trainer machine that needs most.
         network: bytes a second of one GPU's adapter.
         problems: what does not fit.
@@ -116,7 +117,7 @@ class RunPlan:
     responses: tuple[int, int]
     micro_batches: int
     bubble: float
-    syncs: tuple[StageSync, ...]
+    syncs: tuple[SenderSync, ...]
     host: HostMemory
     network: float
     problems: tuple[Problem, ...]
@@ -142,11 +143,16 @@ class RunPlan:
     @property
     def sync_bytes(self) -> int:
         """What every engine GPU receives in one sync."""
-        return sum(stage.sent for stage in self.syncs)
+        return sum(sender.sent for sender in self.syncs)
+
+    @property
+    def sync_seconds(self) -> float:
+        """Lower bound of one sync."""
+        return least_seconds(self.syncs, self.network)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        summed = {"sync_bytes": self.sync_bytes, "host_bytes": self.host.total}
+        summed = {"sync_bytes": self.sync_bytes, "sync_seconds": self.sync_seconds, "host_bytes": self.host.total}
         return asdict(self) | {"fits": self.fits, "verdict": self.verdict} | summed | {
             name: [asdict(stage) | {"trained": stage.held.trained, "peak": stage.memory.peak} for stage in stages]
             for name, stages in (("stages", self.stages), ("critic_stages", self.critic_stages))
@@ -174,12 +180,13 @@ def make_plan(
     wire = engine_dtype(config, hf_config) if serves else export_dtype(hf_config)
     bucket = int(config.weights.bucket_mib * 2**20)
     flat = [[layer for chunk in stage for layer in chunk] for stage in config.megatron.stage_layers(model.num_layers)]
-    sync = build_plan(table, layout, flat, wire, bucket) if serves else WeightPlan(layout, ())
+    senders = Senders.at_most(layout, config.weights.senders)
+    sync = build_plan(table, senders, flat, wire, bucket) if serves else WeightPlan(senders, ())
     stages = _stages(spec, hf_config, limit, sync, gpu_bytes, values=False)
     apart: tuple[StagePlan, ...] = ()
     beside: tuple[StagePlan, ...] = ()
     if config.has_critic:
-        unsent = WeightPlan(layout, ())
+        unsent = WeightPlan(senders, ())
         apart = _stages(critic_spec(config), critic or hf_config, limit, unsent, gpu_bytes, values=True)
         if config.critic.placement == "shared":
             pairs = zip(stages, apart, strict=True)
@@ -212,7 +219,7 @@ def make_plan(
         responses=responses,
         micro_batches=micro_batches,
         bubble=(layout.pp - 1) / (chunks_of_step + layout.pp - 1),
-        syncs=stage_syncs(sync, layout, config.cluster) if serves else (),
+        syncs=sender_syncs(sync, config.cluster),
         host=host,
         network=network_bytes_per_second(config.cluster),
         problems=(

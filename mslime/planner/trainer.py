@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from mslime.config.dtypes import trainer_dtype
-from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig, TrainConfig
 from mslime.config.training import ModelSpec, PolicySpec
 from mslime.planner.activations import Widths, chunks_in_flight, kept_elements, working_elements
@@ -174,7 +173,7 @@ def trainer_memory(
         activations=int(kept * tokens * width),
         working=int(working_elements(widths, layout, held.layers, how) * tokens * width),
         logits=_output_bytes(tokens, vocab_rows, widths.hidden, width) if held.stage == layout.pp - 1 else 0,
-        sync=max((_sync_bytes(bucket, layout) for bucket in sync.stage_buckets(held.stage)), default=0),
+        sync=max((_sync_bytes(bucket) for bucket in sync.stage_buckets(held.stage)), default=0),
         reserve=CONTEXT_BYTES + int(gpu_bytes * FRAGMENTATION),
     )
 
@@ -209,11 +208,12 @@ def _output_bytes(tokens: int, vocab_rows: int, hidden: int, width: int) -> int:
     return tokens * (vocab_rows * width + LOG_PROB_BYTES + 2 * hidden * width)
 
 
-def _sync_bytes(bucket: Bucket, layout: ParallelLayout) -> int:
-    """On the stage leader: what it packs, gathers and converts, and the bucket that is still on its way."""
-    group = layout.expert_size if bucket.expert else layout.tp
-    gathered = bucket.local_numel * DTYPE_BYTES[bucket.dtype] * (group + (group > 1))
-    return gathered + 2 * bucket.hf_bytes
+def _sync_bytes(bucket: Bucket) -> int:
+    """On a sender: what it packs, gathers and converts, and the bucket that is still on its way."""
+    local, members = bucket.local_numel * DTYPE_BYTES[bucket.dtype], len(bucket.members)
+    packed = local if members > 1 or not bucket.in_order else 0
+    gathered = local * members if members > 1 and not bucket.in_order else 0
+    return packed + gathered + 2 * bucket.hf_bytes
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""Filling a bucket: every rank packs its shards, one gather brings them to the stage leader, which converts them.
+"""Filling a bucket: every member packs its shards, one gather brings them to the sender, which converts them.
 
 The result is one flat buffer in the order of the bucket's entries, in which tensors follow each other without gaps:
-engines call it a flattened bucket.
+engines call it a flattened bucket. What lies so already is not moved: shards that are neighbours in Megatron's
+parameter buffer are packed as a view of it, and shards that make the flat buffer are gathered into it.
 """
 
 from __future__ import annotations
@@ -13,75 +14,98 @@ import torch.distributed as dist
 
 from mslime.config.errors import sync_error
 from mslime.convert.table import RuleTable
-from mslime.weights.plan import Bucket
+from mslime.weights.plan import Bucket, Slot
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], ep_rank: int) -> torch.Tensor:
-    """This rank's shards of a bucket in one buffer.
+def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor:
+    """A member's shards of a bucket in one buffer, which is a view of the parameters where they lie like that.
 
     Args:
-        bucket: of this rank's stage.
         params: local parameters by canonical name, any dtype (cast to the bucket's while copying).
-        ep_rank: this rank's expert-parallel index.
+        rank: this global rank, a member of the bucket.
 
     Returns:
-        [bucket.local_numel], the bucket's dtype, on the parameters' device.
+        [bucket.local_numel], the bucket's dtype, on the parameters' device. Not to be written to.
 
     Raises:
         WeightSyncError: a parameter is missing or has another shape than the plan says.
     """
-    flat: torch.Tensor | None = None
-    for slot in bucket.slots:
-        name = slot.names[ep_rank] if bucket.expert else slot.names[0]
-        param = params.get(name)
-        if param is None or tuple(param.shape) != slot.shape:
-            found = None if param is None else tuple(param.shape)
-            raise sync_error(
-                "gather", f"{bucket.describe()}: {name}", f"the plan expects shape {slot.shape}, found {found}",
-                "build the rules from the config.json and the layout that the model was built from",
-            )  # fmt: skip
-        if flat is None:
-            flat = torch.empty(bucket.local_numel, dtype=wire_dtype(bucket), device=param.device)
-        flat[slot.offset : slot.offset + slot.numel].copy_(param.detach().reshape(-1))
-    assert flat is not None, "a bucket is never empty"
+    shards = [
+        _shard(bucket, slot, name, params) for slot, name in zip(bucket.slots, bucket.packed_by(rank), strict=True)
+    ]
+    if (whole := _as_they_lie(shards, wire_dtype(bucket))) is not None:
+        return whole
+    flat = torch.empty(bucket.local_numel, dtype=wire_dtype(bucket), device=shards[0].device)
+    for slot, shard in zip(bucket.slots, shards, strict=True):
+        flat[slot.offset : slot.offset + slot.numel].copy_(shard.reshape(-1))
     return flat
 
 
-def gather(bucket: Bucket, flat: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor] | None:
-    """The bucket's one collective: all ranks' buffers, in rank order, on the group's first rank; None on the others.
+def _shard(bucket: Bucket, slot: Slot, name: str, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    param = params.get(name)
+    if param is None or tuple(param.shape) != slot.shape:
+        found = None if param is None else tuple(param.shape)
+        raise sync_error(
+            "gather", f"{bucket.describe()}: {name}", f"the plan expects shape {slot.shape}, found {found}",
+            "build the rules from the config.json and the layout that the model was built from",
+        )  # fmt: skip
+    return param.detach()
+
+
+def _as_they_lie(shards: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    """One view of all shards, where each begins in memory where the one before ends."""
+    first, end = shards[0], shards[0].storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for shard in shards:
+        there = shard.untyped_storage().data_ptr() == storage and shard.storage_offset() == end
+        if not there or shard.dtype != dtype or not shard.is_contiguous():
+            return None
+        end += shard.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
+
+
+def gather(
+    bucket: Bucket, flat: torch.Tensor, group: dist.ProcessGroup | None, rank: int
+) -> tuple[torch.Tensor, ...] | None:
+    """The bucket's one collective: all members' buffers, in their order, on the sender; None on the others.
+
+    The buffers are neighbours, [members, bucket.local_numel] of one tensor.
 
     Args:
-        flat: from `pack`, the same size on every rank.
-        group: the bucket's gather group; None when this rank is alone.
+        flat: from `pack`, the same size on every member.
+        group: of the bucket's members; None when there is one.
+        rank: this global rank.
 
     Raises:
         WeightSyncError: a rank of the group died or missed the group's timeout.
     """
-    if group is None or dist.get_world_size(group) == 1:
-        return [flat]
-    leader = dist.get_rank(group) == 0
-    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size(group))] if leader else None
+    if group is None:
+        return (flat,)
+    gathered = None
+    if rank == bucket.sender:
+        gathered = list(flat.new_empty(len(bucket.members), len(flat)).unbind())
     try:
-        dist.gather(flat, gathered, group=group, group_dst=0)
+        dist.gather(flat, gathered, group=group, group_dst=bucket.members.index(bucket.sender))
     except RuntimeError as error:
         raise sync_error("gather", bucket.describe(), f"a trainer rank is gone or late: {error}") from error
-    return gathered
+    return None if gathered is None else tuple(gathered)
 
 
 def convert(bucket: Bucket, gathered: Sequence[torch.Tensor], table: RuleTable) -> torch.Tensor:
-    """The flat buffer that is sent, [bucket.hf_numel], from the gathered buffers.
+    """The flat buffer that is sent, [bucket.hf_numel]; without a copy where the bucket is in order.
 
-    The expert grid counts expert-tensor parallelism fastest: rank i of the group is (etp i % etp, ep i // etp).
+    Args:
+        gathered: the members' buffers, neighbours in memory as `gather` returns them.
     """
+    if bucket.in_order:
+        return gathered[0].as_strided((bucket.hf_numel,), (1,))
     flat = torch.empty(bucket.hf_numel, dtype=gathered[0].dtype, device=gathered[0].device)
-    ep = len(bucket.slots[0].names)
-    tp_size = len(gathered) // ep
     pieces = iter(bucket.pieces)
     for slot in bucket.slots:
         for index, name in enumerate(slot.names):
-            ranks = gathered[index * tp_size : (index + 1) * tp_size]
+            ranks = gathered[index * bucket.sharing : (index + 1) * bucket.sharing]
             shards = [rank[slot.offset : slot.offset + slot.numel].view(slot.shape) for rank in ranks]
             for hf_name, tensor in table.bind(name).to_hf(shards):
                 piece = next(pieces)

@@ -77,7 +77,7 @@ def _buckets() -> list[Bucket]:
         for name, shape in shapes.items():
             entries.append(Entry(name, shape, at))
             at += math.prod(shape)
-        found.append(Bucket(index, 0, False, dtype, (), tuple(entries), tuple(entries)))
+        found.append(Bucket(index, 0, 0, (0,), dtype, (), tuple(entries), tuple(entries), in_order=True))
     return found
 
 

@@ -1,8 +1,9 @@
 """The weight plan: which tensors travel in which bucket, in which order, at which offset. Pure data, no torch.
 
 A plan is computed once from the model's rule table and the parallel layout; it is the same on every rank (compare
-`fingerprint`), so that all ranks enter the same collectives in the same order. Stages follow each other; within a stage
-the shared tensors (gathered over tensor parallelism) come before the experts (gathered over expert parallelism).
+`fingerprint`), so that all ranks enter the same collectives in the same order. Each bucket has one sender. Senders take
+turns bucket by bucket, so that each fills one while others send; experts, which cost a sender least, come before its
+share of the shared tensors.
 """
 
 from __future__ import annotations
@@ -10,25 +11,26 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from mslime.config.errors import ConfigError
-from mslime.config.layout import ParallelLayout
 from mslime.convert.kinds import Shape
 from mslime.convert.table import BoundRule, RuleTable
+from mslime.weights.senders import Senders
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Unit = tuple[tuple[BoundRule, ...], ...]
-"""What must travel in one bucket: slots, each with the rule of every expert-parallel rank."""
+"""What must travel in one bucket: slots, each with the rule of every expert-parallel rank that is gathered from."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of the buffer that every rank of the gather group packs.
+    """One tensor of the buffer that every member of the bucket packs.
 
     Attributes:
-        names: canonical Megatron name that the rank at each expert-parallel index packs here; one if not an expert.
-        shape: local shape, the same on every rank of the group.
+        names: canonical Megatron names; each is packed by as many neighbouring members as share the tensor out.
+        shape: local shape, the same on every member.
         offset: first element in the rank's buffer.
     """
 
@@ -68,25 +70,40 @@ class Bucket:
 
     Attributes:
         index: position in the plan.
-        stage: pipeline stage that owns the tensors; its leader sends.
-        expert: gathered over the expert grid (EP x ETP) instead of the tensor-parallel group.
+        stage: pipeline stage that owns the tensors.
+        sender: global rank that gathers, converts and sends.
+        members: global ranks that hold the tensors, the sender among them, in the order in which they are converted:
+            the shards of a tensor are neighbours.
         dtype: of every tensor on the wire, as torch names it.
-        slots: what each rank packs, in order.
+        slots: what each member packs, in order.
         pieces: what conversion makes of the slots, in order; slices where the checkpoint stacks experts.
-        entries: what the leader sends, in order; the same as `pieces` where nothing is stacked.
+        entries: what is sent, in order; the same as `pieces` where nothing is stacked.
+        in_order: the members' packed buffers, one after the other, are what is sent: there is nothing to convert.
     """
 
     index: int
     stage: int
-    expert: bool
+    sender: int
+    members: tuple[int, ...]
     dtype: str
     slots: tuple[Slot, ...]
     pieces: tuple[Entry, ...]
     entries: tuple[Entry, ...]
+    in_order: bool
+
+    @property
+    def sharing(self) -> int:
+        """Members that share each tensor out."""
+        return len(self.members) // len(self.slots[0].names)
+
+    def packed_by(self, rank: int) -> tuple[str, ...]:
+        """Canonical names that a member packs, one for each slot."""
+        index = self.members.index(rank) // self.sharing
+        return tuple(slot.names[index] for slot in self.slots)
 
     @property
     def local_numel(self) -> int:
-        """Elements that each rank of the gather group packs."""
+        """Elements that each member packs."""
         return self.slots[-1].offset + self.slots[-1].numel
 
     @property
@@ -102,14 +119,15 @@ class Bucket:
     def describe(self) -> str:
         """For messages: `bucket 3 (stage 0, 12 tensors from x to y)`."""
         first, last = self.entries[0].name, self.entries[-1].name
-        return f"bucket {self.index} (stage {self.stage}, {len(self.entries)} tensors from {first} to {last})"
+        count = f"{len(self.entries)} tensors from {first} to {last}"
+        return f"bucket {self.index} (stage {self.stage}, rank {self.sender}, {count})"
 
 
 @dataclass(frozen=True)
 class WeightPlan:
     """All buckets of a model, in sending order."""
 
-    layout: ParallelLayout
+    senders: Senders
     buckets: tuple[Bucket, ...]
 
     @property
@@ -121,6 +139,10 @@ class WeightPlan:
         """Buckets of one pipeline stage, in order."""
         return tuple(bucket for bucket in self.buckets if bucket.stage == stage)
 
+    def buckets_of(self, rank: int) -> tuple[Bucket, ...]:
+        """Buckets that a rank packs a part of, in order."""
+        return tuple(bucket for bucket in self.buckets if rank in bucket.members)
+
     def fingerprint(self) -> str:
         """Equal on two ranks exactly when their plans are equal."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
@@ -128,7 +150,7 @@ class WeightPlan:
 
 def build_plan(
     table: RuleTable,
-    layout: ParallelLayout,
+    senders: Senders,
     stage_layers: Sequence[Sequence[int]],
     dtype: str,
     bucket_bytes: int,
@@ -137,17 +159,18 @@ def build_plan(
 
     Args:
         table: the model's conversion rules.
-        layout: the trainer's parallel sizes.
+        senders: the trainer's layout, and which of its ranks send.
         stage_layers: global layer ids of each pipeline stage (all of its virtual chunks).
         dtype: of the tensors on the wire, as torch names it (`bfloat16`); the engine's. Rules may pin their own.
-        bucket_bytes: upper bound on what a bucket sends; a single tensor (one expert of every rank; all experts of a
-            layer where the checkpoint stacks them) may exceed it.
+        bucket_bytes: upper bound on what a bucket sends; a single tensor (one expert of every rank that is gathered
+            from; all experts of a layer where the checkpoint stacks them) may exceed it.
 
     Raises:
         ConfigError: the dtype is not a weight dtype.
     """
     if dtype not in DTYPE_BYTES:
         raise ConfigError("weights.dtype", dtype, f"must be one of {', '.join(DTYPE_BYTES)}", "use the engine's dtype")
+    layout = senders.layout
     assert len(stage_layers) == layout.pp, (stage_layers, layout)
     held = sorted(layer for layers in stage_layers for layer in layers)
     assert held == sorted({rule.layer for rule in table.bound.values()} - {-1}), f"stages hold layers {held}"
@@ -156,16 +179,66 @@ def build_plan(
     for rule in table.bound.values():
         if rule.exported:
             owned_by[_stage_of(rule, stages, layout.pp)].append(rule)
-    buckets: list[Bucket] = []
-    for stage, owned in enumerate(owned_by):
-        for expert in (False, True):
-            size = layout.etp if expert else layout.tp
-            for wire_dtype in dict.fromkeys(rule.dtype or dtype for rule in owned):
-                rules = [rule for rule in owned if rule.is_expert == expert and (rule.dtype or dtype) == wire_dtype]
-                units: Iterable[Unit] = _expert_units(rules, layout.ep) if expert else (((rule,),) for rule in rules)
-                for run in _fill(units, bucket_bytes // DTYPE_BYTES[wire_dtype]):
-                    buckets.append(_bucket(len(buckets), stage, expert, wire_dtype, run, size))
-    return WeightPlan(layout, tuple(buckets))
+    queues = [queue for stage, owned in enumerate(owned_by) for queue in _queues(senders, stage, owned, dtype)]
+    limited = [[bucket for load in queue for bucket in load.buckets(bucket_bytes)] for queue in queues]
+    turns = (bucket for turn in zip_longest(*limited) for bucket in turn if bucket is not None)
+    return WeightPlan(senders, tuple(replace(bucket, index=index) for index, bucket in enumerate(turns)))
+
+
+@dataclass(frozen=True)
+class _Load:
+    """Tensors of one kind that one rank sends.
+
+    Attributes:
+        sharing: members that share each tensor out.
+    """
+
+    stage: int
+    sender: int
+    members: tuple[int, ...]
+    sharing: int
+    dtype: str
+    units: tuple[Unit, ...]
+
+    def buckets(self, limit_bytes: int) -> Iterator[Bucket]:
+        """The units in buckets of at most so many bytes, not numbered yet."""
+        for run in _fill(self.units, limit_bytes // DTYPE_BYTES[self.dtype]):
+            yield _bucket(self, run)
+
+
+def _queues(senders: Senders, stage: int, owned: Sequence[BoundRule], dtype: str) -> Iterator[list[_Load]]:
+    """What each sender of a stage sends, in its order."""
+    dtypes = dict.fromkeys(rule.dtype or dtype for rule in owned)
+    ranks = senders.ranks(stage)
+    queues: list[list[_Load]] = [[] for _ in ranks]
+    for wire_dtype in dtypes:
+        rules = [rule for rule in owned if (rule.dtype or dtype) == wire_dtype]
+        loose = list(_expert_units([r for r in rules if r.is_expert and not r.stack], senders.layout.ep))
+        stacked = list(_expert_units([r for r in rules if r.is_expert and r.stack], senders.layout.ep))
+        shared: list[Unit] = [((rule,),) for rule in rules if not rule.is_expert]
+        dealt, dealt_stacked = _deal(shared, len(ranks)), _deal(stacked, len(ranks))
+        for index, (queue, rank) in enumerate(zip(queues, ranks, strict=True)):
+            block = slice(index * senders.block, (index + 1) * senders.block)
+            own = [tuple(slot[block] for slot in unit) for unit in loose]
+            etp, tp = senders.layout.etp, senders.layout.tp
+            loads = (
+                _Load(stage, rank, senders.expert_ranks(rank), etp, wire_dtype, tuple(own)),
+                _Load(stage, rank, senders.all_expert_ranks(stage), etp, wire_dtype, dealt_stacked[index]),
+                _Load(stage, rank, senders.tensor_ranks(rank), tp, wire_dtype, dealt[index]),
+            )
+            queue += [load for load in loads if load.units]
+    yield from queues
+
+
+def _deal(units: Sequence[Unit], senders: int) -> list[tuple[Unit, ...]]:
+    """Consecutive runs of units, of about the same size, one for each sender."""
+    whole, sent = sum(map(_hf_numel, units)), 0
+    runs: list[list[Unit]] = [[] for _ in range(senders)]
+    for unit in units:
+        middle = sent + _hf_numel(unit) / 2
+        runs[min(int(middle * senders / whole), senders - 1)].append(unit)
+        sent += _hf_numel(unit)
+    return [tuple(run) for run in runs]
 
 
 def _stage_of(rule: BoundRule, stages: Mapping[int, int], pp: int) -> int:
@@ -215,13 +288,13 @@ def _fill(units: Iterable[Unit], limit: int) -> Iterator[list[Unit]]:
         yield run
 
 
-def _bucket(index: int, stage: int, expert: bool, dtype: str, run: Sequence[Unit], tp_size: int) -> Bucket:
+def _bucket(load: _Load, run: Sequence[Unit]) -> Bucket:
     slots: list[Slot] = []
     pieces: list[Entry] = []
     entries: dict[str, Entry] = {}
     packed = sent = 0
     for slot in (slot for unit in run for slot in unit):
-        slots.append(Slot(tuple(rule.name for rule in slot), slot[0].local_shape(tp_size), packed))
+        slots.append(Slot(tuple(rule.name for rule in slot), slot[0].local_shape(load.sharing), packed))
         packed += slots[-1].numel
         for rule in slot:
             for name, whole, piece in zip(rule.hf_names, rule.hf_shapes, rule.kind.hf_shapes, strict=True):
@@ -230,4 +303,18 @@ def _bucket(index: int, stage: int, expert: bool, dtype: str, run: Sequence[Unit
                     sent += entries[name].numel
                 first = entries[name].offset + (rule.expert * math.prod(piece) if rule.stack else 0)
                 pieces.append(Entry(name, piece, first))
-    return Bucket(index, stage, expert, dtype, tuple(slots), tuple(pieces), tuple(entries.values()))
+    return Bucket(
+        -1, load.stage, load.sender, load.members, load.dtype, tuple(slots), tuple(pieces), tuple(entries.values()),
+        _is_in_order(load, run, pieces),
+    )  # fmt: skip
+
+
+def _is_in_order(load: _Load, run: Sequence[Unit], pieces: Sequence[Entry]) -> bool:
+    """Whether the packed buffers of all members, one after the other, are the pieces one after the other."""
+    slots = [slot for unit in run for slot in unit]
+    if len(load.members) > 1 and len(slots) > 1:
+        return False
+    if any(not rule.kind.in_order(load.sharing) for slot in slots for rule in slot):
+        return False
+    ends = [piece.offset + piece.numel for piece in pieces]
+    return [piece.offset for piece in pieces] == [0, *ends[:-1]]

@@ -1,8 +1,9 @@
 """The trainer's side of a sync: one `WeightSender` on every trainer rank, driven phase by phase by control.
 
-All ranks call the same method at the same time. Stages send one after the other (an engine takes one bucket at a time);
-within a stage the leader converts bucket k + 1 while the engines load bucket k. A failure on any rank is raised on
-every rank, with the culprit's words: a leader that cannot send goes on gathering, so that nobody waits for it.
+All ranks call the same method at the same time. Every rank walks through the buckets of the plan that it holds a part
+of; what a sender has filled goes on its way in a thread (`courier`), while the sender fills its next. A failure on any
+rank is raised on every rank, with the culprit's words: a sender that cannot send goes on gathering, so that nobody
+waits for it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publi
 from mslime.convert.table import RuleTable
 from mslime.weights.buckets import TORCH_DTYPES, convert, gather, named_tensors, pack
 from mslime.weights.carried import CarriedTensors
+from mslime.weights.courier import Courier, Seconds, Turns
 from mslime.weights.expected import ExpectedDigests
 from mslime.weights.groups import SyncGroups
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
-from mslime.weights.transport import Link, Pending, Receivers, Transport, find_transport, group_name
+from mslime.weights.senders import Senders
+from mslime.weights.transport import Link, Receivers, Transport, find_transport, group_name
 
 _T = TypeVar("_T")
 NamedParams = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -70,6 +73,7 @@ class SendReport:
         bytes: on the wire, to each engine rank.
         buckets: number of broadcasts.
         seconds: of the whole send, on the slowest rank.
+        phases: where they went, by sender's global rank.
         expected: where asked for, the digests that every rank of an engine must report, by the engine's URL.
     """
 
@@ -77,6 +81,7 @@ class SendReport:
     bytes: int
     buckets: int
     seconds: float
+    phases: Mapping[int, Seconds]
     expected: Mapping[str, Sequence[Mapping[str, str]]]
 
 
@@ -89,7 +94,7 @@ class WeightSender:
         params: gives this rank's parameters by canonical name; called anew for every sync.
         options: how to send.
         receivers: the engines; None where nothing is sent, only exported. The sender closes them.
-        on_bucket: called on leaders with (buckets of the stage sent, buckets of the stage), for progress.
+        on_bucket: called on senders with (buckets filled, buckets that it sends), for progress.
 
     Raises:
         CheckpointError: the model's parameters and the rules do not match.
@@ -111,9 +116,9 @@ class WeightSender:
         self._transport: Transport | None = None
         self._sent = False
         self.engines: tuple[EngineInfo, ...] = ()
-        self.plan = self._make_plan(options.dtype)
+        self.plan = self._make_plan(options.dtype, groups.senders)
 
-    def _make_plan(self, dtype: str) -> WeightPlan:
+    def _make_plan(self, dtype: str, senders: Senders) -> WeightPlan:
         """Collective: every rank learns every stage's layers from the parameters themselves."""
         groups, layout = self._groups, self._groups.layout
         mine = {name: tuple(param.shape) for name, param in self._params()}
@@ -126,13 +131,7 @@ class WeightSender:
         layers: list[set[int]] = [set() for _ in range(layout.pp)]
         for stage, names in held:
             layers[stage] |= {self._table.bind(name).layer for name in names} - {-1}
-        plan = build_plan(
-            self._table,
-            layout,
-            [sorted(stage) for stage in layers],
-            dtype,
-            self._options.bucket_bytes,
-        )
+        plan = build_plan(self._table, senders, [sorted(stage) for stage in layers], dtype, self._options.bucket_bytes)
         assert len(set(self._exchange(plan.fingerprint()))) == 1, "trainer ranks disagree about the weight plan"
         return plan
 
@@ -157,7 +156,7 @@ class WeightSender:
             raise sync_error(phase, f"trainer rank {culprit}", str(failures[culprit])) from failure
 
     def connect(self, engines: Sequence[Endpoint], group: str | None = None) -> None:
-        """Meet the engines: one group for each stage leader. Collective.
+        """Meet the engines: one group for each sender. Collective.
 
         Args:
             engines: running servers.
@@ -168,21 +167,21 @@ class WeightSender:
             WeightSyncError: on every rank, naming the engine and its answer.
         """
         assert self._receivers is not None, "a sender without receivers only exports"
-        for stage in range(self._groups.layout.pp):
+        for sender in self._groups.senders.everyone():
             failure: WeightSyncError | None = None
-            if self._groups.is_leader:
+            if self._groups.sends:
                 try:
                     self.engines = self.engines or tuple(map(self._receivers.describe, engines))
-                    if stage == self._groups.stage:
-                        self._meet(self._receivers, group, stage)
+                    if sender == self._groups.rank:
+                        self._meet(self._receivers, group)
                 except WeightSyncError as error:
                     failure = error
             self._raise_together("connect", failure)
         self.engines = self._exchange(self.engines)[0]
 
-    def _meet(self, receivers: Receivers, group: str | None, stage: int) -> None:
+    def _meet(self, receivers: Receivers, group: str | None) -> None:
         options = self._options
-        name = group_name(group or f"{options.name}-{uuid.uuid4().hex[:8]}", stage)
+        name = group_name(group or f"{options.name}-{uuid.uuid4().hex[:8]}", self._groups.rank)
         self._transport = self._make_transport(Link(name, options.backend, options.deadline_s, receivers))
         self._transport.connect(self.engines)
 
@@ -201,74 +200,92 @@ class WeightSender:
             _give_back_memory()
             self._sent = True
         started = time.monotonic()
-        params = dict(self._params())
-        layouts = sorted({engine.layout for engine in self.engines}, key=repr) if verify else []
-        digests: dict[EngineLayout, list[dict[str, str]]] = {}
-        for stage in range(self._groups.layout.pp):
-            failure: Exception | None = None
-            if stage == self._groups.stage:
-                found = [self._expected(stage, layout) for layout in layouts] if self._groups.is_leader else []
-                failure = self._send_stage(params, found, started)
-                digests = {layout: each.digests for layout, each in zip(layouts, found, strict=False)}
-            self._raise_together("send", failure)
-        everyone = self._exchange((time.monotonic() - started, digests))
-        by_layout = {
-            layout: [_merged(stages, rank) for rank in range(layout.tp)]
-            for layout in layouts
-            for stages in [[found[layout] for _, found in everyone if layout in found]]
-        }
-        expected = {engine.url: by_layout[engine.layout] for engine in self.engines if verify}
-        seconds = max(elapsed for elapsed, _ in everyone)
-        return SendReport(version, self.plan.total_bytes, len(self.plan.buckets), seconds, expected)
+        params, spent = dict(self._params()), Seconds()
+        self._raise_together("send", self._send_buckets(params, started, spent))
+        everyone = self._exchange((time.monotonic() - started, spent))
+        return SendReport(
+            version,
+            self.plan.total_bytes,
+            len(self.plan.buckets),
+            max(elapsed for elapsed, _ in everyone),
+            {rank: everyone[rank][1] for rank in self._groups.senders.everyone()},
+            self._expected_digests(params) if verify else {},
+        )
 
-    def _expected(self, stage: int, layout: EngineLayout) -> ExpectedDigests:
-        names = {entry.name for bucket in self.plan.stage_buckets(stage) for entry in bucket.entries}
-        assert self._receivers is not None
-        return ExpectedDigests(names, self._options.engine_parameters, layout, self._receivers.digest)
+    def _send_buckets(self, params: Mapping[str, torch.Tensor], started: float, spent: Seconds) -> Exception | None:
+        """Fill and send this rank's buckets; the first failure is returned after all gathers are over."""
+        rank, deadline_s = self._groups.rank, self._options.deadline_s
+        courier: Courier | None = None
+        if self._groups.sends:
+            assert self._transport is not None, "connect comes before send"
+            turns = self._groups.turns if len(self.engines) > 1 else None
+            order = Turns(self.plan, turns) if turns is not None else None
+            courier = Courier(self._transport, order, started + deadline_s, deadline_s, spent)
+        failure: Exception | None = None
+        buckets = self.plan.buckets_of(rank)
+        mine, filled = sum(bucket.sender == rank for bucket in buckets), 0
+        for bucket in buckets:
+            begin, flat = time.monotonic(), None
+            try:
+                flat = self._fill(bucket, params)
+            except WeightSyncError as error:
+                failure = failure or error
+            spent.fill += time.monotonic() - begin
+            if courier is None or bucket.sender != rank:
+                continue
+            courier.put(bucket, flat)
+            filled += 1
+            if self._on_bucket is not None:
+                self._on_bucket(filled, mine)
+        not_sent = courier.close() if courier is not None else None
+        return failure or not_sent
 
-    def _send_stage(
-        self, params: Mapping[str, torch.Tensor], expected: Sequence[ExpectedDigests], started: float
-    ) -> WeightSyncError | None:
-        """Gather and send this stage's buckets; the first failure to send is returned after all gathers are over."""
-        buckets = self.plan.stage_buckets(self._groups.stage)
-        failure: WeightSyncError | None = None
-        pending: Pending | None = None
-        for done, bucket in enumerate(buckets):
+    def _expected_digests(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, Sequence[Mapping[str, str]]]:
+        """What every rank of an engine must report, by the engine's URL. Collective.
+
+        An engine joins tensors of several senders into one parameter, so here the first rank of a stage gathers all.
+        """
+        layouts = sorted({engine.layout for engine in self.engines}, key=repr)
+        plan, stage = self._gathered_plan(self._options.dtype), self._groups.stage
+        found = [self._expected(plan, stage, layout) for layout in layouts] if self._groups.is_leader else []
+        failure: Exception | None = None
+        for bucket in plan.buckets_of(self._groups.rank):
             try:
                 flat = self._fill(bucket, params)
             except WeightSyncError as error:
                 failure = failure or error
                 continue
-            if flat is None or failure is not None:
-                continue
-            assert self._transport is not None, "connect comes before send"
-            for each in expected:
-                for name, tensor in named_tensors(bucket, flat):
+            for name, tensor in named_tensors(bucket, flat) if flat is not None else ():
+                for each in found:
                     each.add(name, tensor)
-            try:
-                if pending is not None:
-                    pending.wait()
-                if time.monotonic() - started > self._options.deadline_s:
-                    raise sync_error("send", bucket.describe(), f"the sync took over {self._options.deadline_s:.0f} s")
-                pending = self._transport.start(bucket, flat)
-            except WeightSyncError as error:
-                failure = error
-            if self._on_bucket is not None:
-                self._on_bucket(done + 1, len(buckets))
-        if pending is not None and failure is None:
-            try:
-                pending.wait()
-            except WeightSyncError as error:
-                failure = error
-        return failure
+        self._raise_together("check", failure)
+        everyone = self._exchange({layout: each.digests for layout, each in zip(layouts, found, strict=False)})
+        by_layout = {
+            layout: [
+                _merged([stage[layout] for stage in everyone if layout in stage], rank) for rank in range(layout.tp)
+            ]
+            for layout in layouts
+        }
+        return {engine.url: by_layout[engine.layout] for engine in self.engines}
+
+    def _gathered_plan(self, dtype: str) -> WeightPlan:
+        """The plan with one sender for each stage, which gathers all of the stage. Collective where it is new."""
+        return (
+            self.plan
+            if (self.plan.senders.per_stage, dtype) == (1, self._options.dtype)
+            else self._make_plan(dtype, Senders(self._groups.layout))
+        )
+
+    def _expected(self, plan: WeightPlan, stage: int, layout: EngineLayout) -> ExpectedDigests:
+        names = {entry.name for bucket in plan.stage_buckets(stage) for entry in bucket.entries}
+        assert self._receivers is not None
+        return ExpectedDigests(names, self._options.engine_parameters, layout, self._receivers.digest)
 
     def _fill(self, bucket: Bucket, params: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        """The bucket's flat buffer on the stage leader, None elsewhere; collective over the bucket's gather group."""
+        """The bucket's flat buffer on its sender, None elsewhere; collective over the bucket's members."""
         groups = self._groups
-        if not groups.gathers(bucket.expert):
-            return None
-        local = pack(bucket, params, groups.ep_rank)
-        gathered = gather(bucket, local, groups.expert if bucket.expert else groups.tensor)
+        local = pack(bucket, params, groups.rank)
+        gathered = gather(bucket, local, groups.gathers.get(bucket.members), groups.rank)
         return convert(bucket, gathered, self._table) if gathered is not None else None
 
     def export(self, directory: Path, source: Path) -> None:
@@ -287,7 +304,7 @@ class WeightSender:
             for left_over in staging.iterdir():
                 left_over.unlink()
         self._exchange(None)
-        plan, params = self._export_plan(), dict(self._params())
+        plan, params = self._gathered_plan(self._export_dtype), dict(self._params())
         failure: Exception | None = None
         carried = CarriedTensors(self._table, None, (), {})
         try:
@@ -316,17 +333,12 @@ class WeightSender:
     def _export_dtype(self) -> str:
         return self._options.export_dtype or self._options.dtype
 
-    def _export_plan(self) -> WeightPlan:
-        """The plan of an export; collective where its dtype is not that of the wire."""
-        same = self._export_dtype == self._options.dtype
-        return self.plan if same else self._make_plan(self._export_dtype)
-
     def _write_stage(
         self, writer: ShardWriter, plan: WeightPlan, params: Mapping[str, torch.Tensor], carried: CarriedTensors
     ) -> ValueError | None:
         """This stage's tensors; the first failure to write is returned after all gathers are over."""
         failure: ValueError | None = None
-        for bucket in plan.stage_buckets(self._groups.stage):
+        for bucket in plan.buckets_of(self._groups.rank):
             try:
                 flat = self._fill(bucket, params)
                 for name, tensor in named_tensors(bucket, flat) if flat is not None and failure is None else ():

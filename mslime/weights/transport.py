@@ -108,9 +108,9 @@ class Transport(Protocol):
         ...
 
 
-def group_name(group: str, stage: int) -> str:
-    """The name of the connection of a stage's leader with the engines."""
-    return f"{group}-stage{stage}"
+def group_name(group: str, sender: int) -> str:
+    """The name of the connection of a trainer rank with the engines."""
+    return f"{group}-rank{sender}"
 
 
 MakeTransport = Callable[[Link], Transport]

@@ -21,7 +21,7 @@ class LeftBehind:
     """A stand-in for an engine as a run left it: it knows which of the four things are to be undone."""
 
     def __init__(self, key: str = "") -> None:
-        self.key, self.paused, self.updating, self.groups, self.aborted = key, True, True, {"old-stage0"}, False
+        self.key, self.paused, self.updating, self.groups, self.aborted = key, True, True, {"old-rank0"}, False
         handler = type("Handler", (_Handler,), {"engine": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -80,11 +80,11 @@ def test_an_engine_is_taken_over_from_a_killed_run(tmp_path: Path, engine: LeftB
     config = config_of(tmp_path)
     killed = AttachedEngines(config, [engine.endpoint], "old")
     killed.take_over()  # and then it is killed, in the middle of a sync:
-    engine.paused, engine.updating, engine.groups = True, True, {"old-stage0"}
+    engine.paused, engine.updating, engine.groups = True, True, {"old-rank0"}
     following = AttachedEngines(config, [engine.endpoint], "new")
     following.take_over()
     assert engine.clean and engine.aborted
-    engine.groups.add("new-stage0")
+    engine.groups.add("new-rank0")
     left: list[float] = []
     following.leave(left.append)
     assert engine.clean and left and not (config.run_dir / RECORD).exists()
@@ -98,7 +98,7 @@ def test_leaving_goes_on_without_ranks_and_without_an_engine(tmp_path: Path, eng
         raise TrainerError("weight sync: disconnect", "trainer rank 0", "the process died", "read its log")
 
     (config.run_dir).mkdir(parents=True)
-    (config.run_dir / RECORD).write_text('["old-stage0"]')
+    (config.run_dir / RECORD).write_text('["old-rank0"]')
     attached.leave(dead_ranks)
     assert engine.clean and (config.run_dir / RECORD).exists(), "one of them still knows our group"
 
@@ -108,7 +108,7 @@ def test_a_damaged_record_is_no_obstacle(tmp_path: Path, engine: LeftBehind) -> 
     config.run_dir.mkdir(parents=True)
     (config.run_dir / RECORD).write_text('{"broken')
     AttachedEngines(config, [engine.endpoint], "new").take_over()
-    assert json.loads((config.run_dir / RECORD).read_text()) == ["new-stage0"]
+    assert json.loads((config.run_dir / RECORD).read_text()) == ["new-rank0"]
 
 
 @pytest.mark.parametrize(("key", "says"), [("wrong", "asks for a key.*sglang.api_key"), (None, "Cannot connect.*")])

@@ -7,21 +7,25 @@ import torch
 
 from mslime.config.errors import WeightSyncError
 from mslime.weights.buckets import convert, named_tensors, pack
-from tests.unit.weights_world import LAYOUTS, gather_size, local_params, moe_table, plan_of, whole_tensors
+from mslime.weights.plan import Bucket
+from tests.unit.weights_world import LAYOUTS, gathered, local_params, moe_table, plan_of, whole_tensors
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("bucket_bytes", [1, 900, 1 << 30])
+@pytest.mark.parametrize("senders", [1, 8])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_sent_is_what_the_ranks_hold_bit_for_bit(name: str, bucket_bytes: int, dtype: str) -> None:
+def test_what_is_sent_is_what_the_ranks_hold_bit_for_bit(
+    name: str, senders: int, bucket_bytes: int, dtype: str
+) -> None:
     layout, table = LAYOUTS[name], moe_table()
     whole = whole_tensors(table, {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
-    ranks = [local_params(table, layout, rank, whole) for rank in range(layout.world_size // layout.pp)]
+    ranks = [local_params(table, layout, rank, whole) for rank in range(layout.stage_size)]
     sent: dict[str, torch.Tensor] = {}
-    for bucket in plan_of(layout, bucket_bytes, dtype).buckets:
-        gathered = [pack(bucket, ranks[r], r // layout.etp) for r in range(gather_size(bucket, layout))]
-        assert {len(buffer) for buffer in gathered} == {bucket.local_numel}
-        sent.update(named_tensors(bucket, convert(bucket, gathered, table)))
+    for bucket in plan_of(layout, bucket_bytes, dtype, senders).buckets:
+        found = gathered(bucket, lambda rank: ranks[rank % layout.stage_size])
+        assert {len(buffer) for buffer in found} == {bucket.local_numel}
+        sent.update(named_tensors(bucket, convert(bucket, found, table)))
     assert sent.keys() == whole.keys()
     different = [n for n, t in whole.items() if not torch.equal(sent[n].view(torch.uint8), t.view(torch.uint8))]
     assert not different
@@ -74,3 +78,33 @@ def sglang_bucket_class() -> type:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module.FlattenedTensorBucket
+
+
+def in_one_buffer(bucket: Bucket, rank: int, gap: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Parameters of a bucket as views of one buffer, with so many elements between the first two."""
+    numbers = torch.arange(bucket.local_numel + gap, dtype=dtype)
+    held: dict[str, torch.Tensor] = {}
+    at = 0
+    for slot, name in zip(bucket.slots, bucket.packed_by(rank), strict=True):
+        held[name] = numbers[at : at + slot.numel].view(slot.shape)
+        at += slot.numel + (gap if not held.keys() - {name} else 0)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("gap", "dtype", "moved"), [(0, "float32", False), (3, "float32", True), (0, "bfloat16", True)]
+)
+def test_parameters_that_lie_right_are_sent_as_they_lie(gap: int, dtype: str, moved: bool) -> None:
+    bucket = next(b for b in plan_of(LAYOUTS["dp4 ep4"], senders=4).buckets if b.sender == 2 and b.in_order)
+    assert len(bucket.slots) > 3
+    params = in_one_buffer(bucket, 2, gap, getattr(torch, dtype))
+    sent = convert(bucket, [pack(bucket, params, 2)], moe_table())
+    first = next(iter(params.values()))
+    assert (sent.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()) == moved
+    assert torch.equal(sent, torch.cat([p.reshape(-1) for p in params.values()]).to(torch.float32))
+
+
+def test_a_turned_parameter_is_copied() -> None:
+    bucket = next(b for b in plan_of(LAYOUTS["one rank"], 1).buckets if b.slots[0].shape == (21, 8))
+    turned = torch.randn(8, 21).T
+    assert torch.equal(pack(bucket, {bucket.slots[0].names[0]: turned}, 0), turned.reshape(-1))

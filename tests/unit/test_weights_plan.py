@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from graphlib import TopologicalSorter
 
 import pytest
+import torch
 
 from mslime.config.errors import ConfigError
-from mslime.weights.plan import build_plan
-from tests.unit.weights_world import LAYOUTS, moe_table, plan_of, stages
+from mslime.config.layout import ParallelLayout
+from mslime.weights.buckets import convert
+from mslime.weights.plan import Bucket, build_plan
+from mslime.weights.senders import Senders
+from tests.unit.weights_world import LAYOUTS, gathered, local_params, moe_table, plan_of, stages
 
 BUCKET_SIZES = [1, 700, 1 << 30]
 
 
+@pytest.mark.parametrize("senders", [1, 3, 8])
 @pytest.mark.parametrize("bucket_bytes", BUCKET_SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_hf_tensor_is_sent_exactly_once_in_its_shape(layout: str, bucket_bytes: int) -> None:
-    plan = plan_of(LAYOUTS[layout], bucket_bytes)
+def test_every_hf_tensor_is_sent_exactly_once_in_its_shape(layout: str, bucket_bytes: int, senders: int) -> None:
+    plan = plan_of(LAYOUTS[layout], bucket_bytes, senders=senders)
     sent = [(entry.name, entry.shape) for bucket in plan.buckets for entry in bucket.entries]
     assert len(sent) == len({name for name, _ in sent})
     assert dict(sent) == moe_table().hf_shapes()
@@ -47,20 +55,114 @@ def test_buckets_respect_the_limit_unless_one_group_is_larger() -> None:
     assert len(smallest.buckets) == len([rule for rule in table.bound.values() if rule.exported])
 
 
-def test_stages_follow_each_other_and_shared_tensors_come_before_experts() -> None:
-    plan = plan_of(LAYOUTS["tp2 ep2 pp2"], 700)
-    order = [(bucket.stage, bucket.expert) for bucket in plan.buckets]
-    assert order == sorted(order) and [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
+def test_senders_take_turns_and_send_experts_before_shared_tensors() -> None:
+    layout = LAYOUTS["tp2 ep2 pp2"]
+    plan = plan_of(layout, 700, senders=8)
+    assert plan.senders.everyone() == (0, 1, 2, 3)
+    assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
+    assert [bucket.sender for bucket in plan.buckets[:8]] == [0, 1, 2, 3] * 2
+    for sender in range(4):
+        own = [bucket for bucket in plan.buckets if bucket.sender == sender]
+        experts = ["local_experts" in bucket.slots[0].names[0] for bucket in own]
+        assert experts == sorted(experts, reverse=True) and any(experts) and not all(experts)
+        assert {bucket.stage for bucket in own} == {layout.pp_rank(sender)}
     first = {entry.name for bucket in plan.stage_buckets(0) for entry in bucket.entries}
     assert "model.embed_tokens.weight" in first and "lm_head.weight" not in first
     layers = {name.split(".")[2] for name in first if ".layers." in name}
     assert layers == {"0", "2"}
 
 
-def test_an_expert_slot_names_the_expert_of_every_rank() -> None:
-    bucket = next(bucket for bucket in plan_of(LAYOUTS["dp4 ep4"]).buckets if bucket.expert)
-    experts = [name.split("local_experts.")[1].split(".")[0] for name in bucket.slots[0].names]
-    assert experts == ["0", "2", "4", "6"]
+def experts_of(names: Iterable[str]) -> list[str]:
+    return [name.split("local_experts.")[1].split(".")[0] for name in names]
+
+
+def test_a_sender_gathers_the_experts_of_its_block() -> None:
+    layout = LAYOUTS["dp4 ep4"]
+    one = plan_of(layout).buckets[0]
+    assert one.members == (0, 1, 2, 3) and experts_of(one.slots[0].names) == ["0", "2", "4", "6"]
+    assert [experts_of(one.packed_by(rank))[:1] for rank in range(4)] == [["0"], ["2"], ["4"], ["6"]]
+    two = plan_of(layout, senders=2).buckets[1]
+    assert (two.sender, two.members) == (2, (2, 3)) and experts_of(two.slots[0].names) == ["4", "6"]
+    every = plan_of(layout, senders=4).buckets[3]
+    assert (every.sender, every.members) == (3, (3,)) and set(experts_of(every.packed_by(3))) == {"6", "7"}
+    assert every.in_order and not two.in_order
+
+
+def test_shared_tensors_are_dealt_out_evenly_and_gathered_over_each_sender_s_own_tensor_ranks() -> None:
+    layout = ParallelLayout(tp=2, dp=2, ep=4)
+    shared = [b for b in plan_of(layout, 1, senders=4).buckets if "local_experts" not in b.slots[0].names[0]]
+    assert {bucket.sender: bucket.members for bucket in shared} == {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+    sizes = [sum(bucket.hf_bytes for bucket in shared if bucket.sender == rank) for rank in range(4)]
+    assert max(sizes) - min(sizes) <= max(bucket.hf_bytes for bucket in shared)
+
+
+@pytest.mark.parametrize(
+    ("layout", "most", "ranks", "block"),
+    [
+        (ParallelLayout(), 8, (0,), 1),
+        (ParallelLayout(dp=4, ep=4, pp=2), 4, (0, 2, 4, 6), 2),
+        (ParallelLayout(dp=6, ep=6), 4, (0, 2, 4), 2),
+        (ParallelLayout(dp=4, ep=4, pp=4), 1, (0, 4, 8, 12), 4),
+        (ParallelLayout(tp=2, dp=2, ep=2, etp=2), 8, (0, 2), 1),
+        (ParallelLayout(tp=2, dp=4, ep=2), 8, (0, 1), 1),
+    ],
+)
+def test_there_are_as_many_senders_as_allowed(
+    layout: ParallelLayout, most: int, ranks: tuple[int, ...], block: int
+) -> None:
+    senders = Senders.at_most(layout, most)
+    assert (senders.everyone(), senders.block) == (ranks, block)
+
+
+@pytest.mark.parametrize("senders", [1, 2, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bucket_is_in_order_exactly_where_converting_would_not_move_anything(layout: str, senders: int) -> None:
+    """Against the conversion itself, bucket by bucket, with numbers that are all different."""
+    table, sizes = moe_table(), LAYOUTS[layout]
+    whole = {name: torch.zeros(shape) for name, shape in table.hf_shapes().items()}
+    at = 0
+    for tensor in whole.values():
+        tensor.view(-1).copy_(torch.arange(at, at + tensor.numel()))
+        at += tensor.numel()
+    ranks = [local_params(table, sizes, rank, whole) for rank in range(sizes.stage_size)]
+    for bucket in plan_of(sizes, 500, senders=senders).buckets:
+        packed = gathered(bucket, lambda rank: ranks[rank % sizes.stage_size])
+        converted = convert(replace(bucket, in_order=False), packed, table)
+        same = torch.equal(torch.cat(packed), converted)
+        assert same == bucket.in_order, bucket.describe()
+
+
+FULL_SIZE = ParallelLayout(tp=4, pp=16, dp=16, ep=64)
+
+
+def test_nobody_waits_in_a_circle_on_1024_ranks() -> None:
+    """What every rank and every engine waits for, as a graph: gathers, turns, the thread that sends, and engines.
+
+    A rank walks its buckets in the order of the plan; a bucket is sent when it is filled, its sender's bucket before
+    has arrived, and so has the bucket before it in the plan; every engine takes them in the order in which they are
+    sent. Then every event waits for earlier ones alone, whoever is slow.
+    """
+    table = moe_table(num_hidden_layers=32, num_experts=128, mlp_only_layers=[])
+    layers = [[2 * stage, 2 * stage + 1] for stage in range(16)]
+    plan = build_plan(table, Senders.at_most(FULL_SIZE, 64), layers, "bfloat16", 600)
+    waits: dict[tuple[str, int, int], set[tuple[str, int, int]]] = {}
+    walked: dict[int, Bucket] = {}  # by rank: where it was before
+    own: dict[int, list[int]] = {}  # by sender
+    for bucket in plan.buckets:
+        filled, arrived = ("filled", bucket.index, 0), ("arrived", bucket.index, 0)
+        waits[filled] = {("entered", bucket.index, member) for member in bucket.members}
+        for member in bucket.members:
+            entered = waits["entered", bucket.index, member] = set()
+            before = walked.get(member)
+            if before is not None:
+                entered.add(("filled", before.index, 0))
+            if before is not None and before.sender == member:  # it is handed on when the one before it has arrived
+                entered |= {("arrived", older, 0) for older in own[member][-2:-1]}
+            walked[member] = bucket
+        waits[arrived] = {filled} | ({("arrived", bucket.index - 1, 0)} if bucket.index else set())
+        own.setdefault(bucket.sender, []).append(bucket.index)
+    assert len(plan.buckets) > 500 and len({m for b in plan.buckets for m in b.members}) == 1024
+    assert len(list(TopologicalSorter(waits).static_order())) == len(waits)
 
 
 def test_bytes_count_the_wire_dtype() -> None:
@@ -70,7 +172,7 @@ def test_bytes_count_the_wire_dtype() -> None:
 
 def test_a_tied_output_layer_is_not_sent() -> None:
     table = moe_table(tie_word_embeddings=True)
-    plan = build_plan(table, LAYOUTS["one rank"], stages(LAYOUTS["one rank"]), "float32", 1 << 30)
+    plan = build_plan(table, Senders(LAYOUTS["one rank"]), stages(LAYOUTS["one rank"]), "float32", 1 << 30)
     names = [entry.name for bucket in plan.buckets for entry in bucket.entries]
     assert names.count("model.embed_tokens.weight") == 1 and "lm_head.weight" not in names
 

@@ -284,7 +284,7 @@ def test_the_example_of_the_docs_keeps_the_contract_and_logs_every_bucket(
 ) -> None:
     check(engines, find_transport("examples.extending.transport:timed"), "example")
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 9 and "bucket 1 (stage 0, 1 tensors" in lines[1] and ": 18 bytes in 0." in lines[1]
+    assert len(lines) == 9 and "bucket 1 (stage 0, rank 0, 1 tensors" in lines[1] and ": 18 bytes in 0." in lines[1]
 
 
 class Broken(BroadcastTransport):

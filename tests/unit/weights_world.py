@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ import torch
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
 from mslime.convert.table import RuleTable
+from mslime.weights.buckets import pack
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
+from mslime.weights.senders import Senders
 
 MOE_CONFIG: dict[str, object] = {
     "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4,
@@ -39,9 +42,11 @@ def stages(layout: ParallelLayout) -> list[list[int]]:
     return [list(range(4))] if layout.pp == 1 else [[0, 2], [1, 3]]
 
 
-def plan_of(layout: ParallelLayout, bucket_bytes: int = 1 << 30, dtype: str = "float32") -> WeightPlan:
-    """The plan of `moe_table` in a layout."""
-    return build_plan(moe_table(), layout, stages(layout), dtype, bucket_bytes)
+def plan_of(
+    layout: ParallelLayout, bucket_bytes: int = 1 << 30, dtype: str = "float32", senders: int = 1
+) -> WeightPlan:
+    """The plan of `moe_table` in a layout, with so many senders, or one for each stage."""
+    return build_plan(moe_table(), Senders.at_most(layout, senders), stages(layout), dtype, bucket_bytes)
 
 
 def whole_tensors(table: RuleTable, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -68,6 +73,6 @@ def local_params(
     return held
 
 
-def gather_size(bucket: Bucket, layout: ParallelLayout) -> int:
-    """Ranks of the bucket's gather group."""
-    return layout.ep * layout.etp if bucket.expert else layout.tp
+def gathered(bucket: Bucket, params: Callable[[int], Mapping[str, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """The buffers of all members, as `buckets.gather` gives them; `params` of a global rank."""
+    return tuple(torch.stack([pack(bucket, params(rank), rank) for rank in bucket.members]).unbind())

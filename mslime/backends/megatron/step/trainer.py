@@ -37,6 +37,7 @@ from mslime.convert.families import get_family, read_hf_config
 from mslime.data.shard import TrainShard
 from mslime.logs import phase
 from mslime.weights.groups import make_groups
+from mslime.weights.senders import Senders
 from mslime.weights.sync import SyncOptions, WeightSender
 from mslime.weights.transport import Receivers
 
@@ -177,7 +178,7 @@ class MegatronTrainer(TrainedModel):
 
         Args:
             receivers: the engines; None where weights are only exported.
-            on_bucket: called on stage leaders with (buckets sent, buckets of the stage).
+            on_bucket: called on senders with (buckets filled, buckets that it sends).
         """
         spec, backend = self.spec, dist.get_backend()
         exported, family = export_dtype(self.hf_config), get_family(self.hf_config)
@@ -192,7 +193,8 @@ class MegatronTrainer(TrainedModel):
             name=spec.name,
             transport=spec.weights.transport,
         )
-        groups = make_groups(spec.layout, backend, spec.deadlines.weight_sync_s)
+        senders = Senders.at_most(spec.layout, spec.weights.senders)
+        groups = make_groups(senders, backend, spec.deadlines.weight_sync_s)
         return WeightSender(rules, groups, self.named_local_params, options, receivers, on_bucket)
 
     def close(self) -> None:

@@ -1,0 +1,157 @@
+"""A sender's filled buckets on their way: one at a time, in the order of the plan, while the next is filled.
+
+Engines receive one bucket at a time. Two engines that took buckets of two senders in different orders would wait for
+each other for ever, so with several engines a sender sends when the bucket before it in the plan has arrived: its
+sender passes the turn on. All that anyone waits for here lies earlier in the plan, so that nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from queue import Queue
+
+import torch
+import torch.distributed as dist
+
+from mslime.config.errors import WeightSyncError, sync_error
+from mslime.threads import in_thread
+from mslime.weights.plan import Bucket, WeightPlan
+from mslime.weights.transport import Transport
+
+
+class Turns:
+    """Whose turn it is to send, passed from sender to sender with whether all went well so far.
+
+    Args:
+        plan: its buckets are sent in order.
+        group: of the plan's senders, over gloo.
+    """
+
+    def __init__(self, plan: WeightPlan, group: dist.ProcessGroup) -> None:
+        self._order, self._group = [bucket.sender for bucket in plan.buckets], group
+        self._went_well = True
+
+    def take(self, bucket: Bucket) -> bool:
+        """Wait until it is this bucket's turn; whether all before it arrived.
+
+        Raises:
+            WeightSyncError: the sender before is gone, or does not pass the turn on before the group's deadline.
+        """
+        before = self._order[bucket.index - 1] if bucket.index else bucket.sender
+        if bucket.index == 0:
+            self._went_well = True
+        elif before != bucket.sender:
+            said = torch.zeros(1, dtype=torch.uint8)
+            try:
+                dist.recv(said, before, group=self._group)
+            except RuntimeError as error:
+                raise sync_error("send", bucket.describe(), f"trainer rank {before}, whose turn it was before, is gone "
+                                 f"or late: {error}") from error  # fmt: skip
+            self._went_well = bool(said.item())
+        return self._went_well
+
+    def pass_on(self, bucket: Bucket, went_well: bool) -> None:
+        """Let the next bucket's sender have its turn. A sender that is gone is noticed by others."""
+        self._went_well = went_well
+        after = self._order[bucket.index + 1] if bucket.index + 1 < len(self._order) else bucket.sender
+        if after != bucket.sender:
+            try:
+                dist.send(torch.tensor([went_well], dtype=torch.uint8), after, group=self._group)
+            except RuntimeError:
+                self._went_well = False
+
+
+@dataclass
+class Seconds:
+    """Where the time of one rank's part of a sync went.
+
+    Attributes:
+        fill: packing, gathering and converting.
+        turn: waiting for the senders before.
+        send: broadcasts, and loading in the engines.
+    """
+
+    fill: float = 0.0
+    turn: float = 0.0
+    send: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Filled:
+    bucket: Bucket
+    flat: torch.Tensor | None
+    stream: torch.cuda.Stream | None
+
+
+@dataclass
+class Courier:
+    """Sends one rank's buckets of one sync, in a thread of its own.
+
+    Args:
+        transport: connected to the engines.
+        turns: None where the order between senders does not matter.
+        ends: time (`time.monotonic`) after which no bucket is sent any more.
+        deadline_s: that this is, for the message.
+        seconds: to which its time is added.
+    """
+
+    transport: Transport
+    turns: Turns | None
+    ends: float
+    deadline_s: float
+    seconds: Seconds
+    _filled: Queue[_Filled | None] = field(default_factory=lambda: Queue(1))
+    _failure: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._done = in_thread(self._deliver)
+
+    def put(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
+        """Send a bucket after those before; returns when they are sent, so that two buckets are held at once.
+
+        Args:
+            flat: [bucket.hf_numel]; None: it could not be filled.
+        """
+        stream = torch.cuda.current_stream(flat.device) if flat is not None and flat.is_cuda else None
+        self._filled.put(_Filled(bucket, flat, stream))
+        self._filled.join()
+
+    def close(self) -> Exception | None:
+        """Wait until all is sent; the first failure."""
+        self._filled.put(None)
+        self._done.result()
+        return self._failure
+
+    def _deliver(self) -> None:
+        while (filled := self._filled.get()) is not None:
+            self._filled.task_done()
+            began = time.monotonic()
+            went_well = self._take_turn(filled)
+            taken = time.monotonic()
+            went_well = went_well and self._send(filled)
+            self.seconds.turn += taken - began
+            self.seconds.send += time.monotonic() - taken
+            if self.turns is not None:
+                self.turns.pass_on(filled.bucket, went_well)
+
+    def _take_turn(self, filled: _Filled) -> bool:
+        try:
+            before = self.turns.take(filled.bucket) if self.turns is not None else True
+        except WeightSyncError as error:
+            self._failure = self._failure or error
+            before = False
+        return before and self._failure is None and filled.flat is not None
+
+    def _send(self, filled: _Filled) -> bool:
+        """Whether every engine has loaded the bucket."""
+        assert filled.flat is not None
+        try:
+            if time.monotonic() > self.ends:
+                raise sync_error("send", filled.bucket.describe(), f"the sync took over {self.deadline_s:.0f} s")
+            with torch.cuda.stream(filled.stream) if filled.stream is not None else nullcontext():
+                self.transport.start(filled.bucket, filled.flat).wait()
+        except Exception as error:  # of a user's transport as well: it is raised on every rank
+            self._failure = error
+        return self._failure is None

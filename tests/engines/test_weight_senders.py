@@ -1,0 +1,105 @@
+"""Several trainer ranks send, to several engines: every bit arrives, in one order, and a failure is everybody's.
+
+Real Megatron ranks; the engines are stand-ins, which take one bucket at a time as SGLang does and can refuse one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import torch.distributed as dist
+
+from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.config.errors import WeightSyncError
+from mslime.config.keys import Endpoint
+from mslime.convert.hf import HFCheckpoint
+from tests.engines.test_weight_sync import change_weights, config_of, sender_of
+from tests.engines.trainer_ranks import run_trainers
+from tests.fixtures.stand_in_engine import StandInEngine
+
+pytestmark = pytest.mark.timeout(200)
+
+SYNCS = 3
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[StandInEngine]]:
+    started = [StandInEngine(), StandInEngine()]
+    yield started
+    for engine in started:
+        engine.stop()
+
+
+def sync_often(trainer: MegatronTrainer, urls: list[str], export: Path) -> tuple[list[str], list[int], dict[int, Any]]:
+    """The first tensors of the plan's buckets, its senders, and where the time of the last sync went."""
+    sender = sender_of(trainer)
+    sender.connect([Endpoint(url) for url in urls])
+    phases: dict[int, Any] = {}
+    for version in range(1, SYNCS + 1):
+        change_weights(trainer, 0.01 * version)
+        phases = dict(sender.send(version).phases)
+    sender.disconnect()
+    sender.export(export, trainer.spec.checkpoint)
+    buckets = sender.plan.buckets
+    return [bucket.entries[0].name for bucket in buckets], [bucket.sender for bucket in buckets], phases
+
+
+@pytest.mark.parametrize(
+    ("sizes", "senders"),
+    [
+        ({"tp": 2, "ep": 2}, {0, 1}),
+        ({"tp": 2, "ep": 2, "pp": 2}, {0, 1, 2, 3}),
+        ({"dp": 4, "ep": 2}, {0, 1}),
+        ({"tp": 2, "etp": 2}, {0}),
+    ],
+    ids=lambda value: " ".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else "",
+)
+def test_two_engines_hold_what_all_senders_sent_and_received_it_in_the_order_of_the_plan(
+    sizes: dict[str, int], senders: set[int], engines: list[StandInEngine], tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
+    seen = [len(engine.order()) for engine in engines]
+    config, exported = config_of(tiny_qwen3_moe, tmp_path, **sizes), tmp_path / "exported"
+    results = run_trainers(sync_often, config, [engine.url for engine in engines], exported)
+    order, sent_by, phases = results[0]
+    assert set(sent_by) == senders == set(phases) and len(order) > 8
+    assert all(spent.fill > 0 and spent.send > 0 for spent in phases.values())
+    source = HFCheckpoint(exported)
+    for engine, before in zip(engines, seen, strict=True):
+        assert engine.order()[before:] == order * SYNCS
+        held = engine.held()
+        assert held.keys() == source.info.keys()
+        assert all(torch.equal(tensor, source.tensor(name)) for name, tensor in held.items())
+
+
+def refuse_one(trainer: MegatronTrainer, urls: list[str]) -> tuple[str, float]:
+    sender = sender_of(trainer)
+    sender.connect([Endpoint(url) for url in urls])
+    if trainer.parallel.rank == 0:
+        httpx.post(f"{urls[1]}/mode", json={"mode": "refuse"}).raise_for_status()
+    dist.barrier()
+    begin = time.monotonic()
+    with pytest.raises(WeightSyncError) as caught:
+        sender.send(1)
+    seconds = time.monotonic() - begin
+    sender.disconnect()
+    return str(caught.value), seconds
+
+
+def test_what_one_engine_refuses_is_raised_on_every_rank_and_no_sender_goes_on(
+    engines: list[StandInEngine], tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
+    config = config_of(tiny_qwen3_moe, tmp_path, tp=2, ep=2)
+    before = len(engines[0].order())
+    try:
+        for message, seconds in run_trainers(refuse_one, config, [engine.url for engine in engines]):
+            assert "bucket 0 (stage 0, rank 0" in message and engines[1].url in message
+            assert "no weights today" in message and seconds < 30
+    finally:
+        engines[1].set_mode("obey")
+    assert len(engines[0].order()) == before + 1, "only the first bucket was announced"
