@@ -1,9 +1,13 @@
-"""What the examples on CPU start from: a tiny Qwen3-MoE with random weights, and its tokenizer of 32 symbols."""
+"""What the examples on CPU start from: a tiny Qwen3-MoE with random weights, and its tokenizer.
+
+Most examples get by with 32 symbols. Those that chat have a chat template, and tokens for roles, calls and whole words.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import string
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +16,15 @@ if TYPE_CHECKING:
 
 SYMBOLS = "0123456789[](){}<>=+-*/,.:; "
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+CHAT_SYMBOLS = string.digits + string.ascii_letters + string.punctuation + " \n"
+ROLES = ("<system>", "<user>", "<assistant>", "<tool>")
+TAGS = ("<tool_call>", "</tool_call>")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A reply ends with `<eos>`; calls of tools have Hermes' form. Definitions of tools are left out, to keep it short."""
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -20,14 +33,14 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(symbols: str = SYMBOLS) -> PreTrainedTokenizerFast:
     """One token per symbol; decoding puts nothing between them."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {symbol: i for i, symbol in enumerate((*SPECIAL_TOKENS, *SYMBOLS))}
+    vocabulary = {symbol: i for i, symbol in enumerate((*SPECIAL_TOKENS, *symbols))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     pad, bos, eos, unk = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
@@ -36,7 +49,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def model_config() -> Qwen3MoeConfig:
+def make_chat_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token for each of `words` and per symbol, with a chat template."""
+    from tokenizers import AddedToken
+
+    tokenizer = make_tokenizer(CHAT_SYMBOLS)
+    tokenizer.add_tokens([AddedToken(role, special=True, normalized=False) for role in ROLES], special_tokens=True)
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in (*TAGS, *words)])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def model_config(vocab_size: int) -> Qwen3MoeConfig:
     """2.6 M parameters, of which 0.5 M work on a token.
 
     Two KV heads and an even vocabulary let tensor parallelism of 2 divide everything. The initialisation is wide (0.06,
@@ -46,7 +70,7 @@ def model_config() -> Qwen3MoeConfig:
 
     pad, bos, eos = range(3)
     return Qwen3MoeConfig(
-        vocab_size=len(SPECIAL_TOKENS) + len(SYMBOLS),
+        vocab_size=vocab_size,
         hidden_size=128, intermediate_size=256, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32,
         num_experts=16, num_experts_per_tok=2, moe_intermediate_size=96,
@@ -56,14 +80,15 @@ def model_config() -> Qwen3MoeConfig:
     )  # fmt: skip
 
 
-def write_model(directory: Path, seed: int) -> int:
-    """Write a random fp32 checkpoint with its tokenizer; return the number of parameters."""
+def write_model(directory: Path, seed: int, tokenizer: PreTrainedTokenizerFast | None = None) -> int:
+    """Write a random fp32 checkpoint and its tokenizer (default: 32 symbols); return the number of parameters."""
     import torch
     from transformers import GenerationConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging
 
     torch.manual_seed(seed)
-    config = model_config()
+    tokenizer = tokenizer or make_tokenizer()
+    config = model_config(len(tokenizer) + len(tokenizer) % 2)
     model = Qwen3MoeForCausalLM(config).float()
     # transformers starts the padding token at 0, where the gradient of RMSNorm is 1/sqrt(eps): a policy that samples it
     # once would have a gradient norm of thousands, and clipping would throw the step away.
@@ -72,5 +97,5 @@ def write_model(directory: Path, seed: int) -> int:
     model.generation_config = GenerationConfig(pad_token_id=config.pad_token_id, eos_token_id=config.eos_token_id)
     logging.disable_progress_bar()
     model.save_pretrained(directory)
-    make_tokenizer().save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
     return sum(p.numel() for p in model.parameters())

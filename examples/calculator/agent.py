@@ -1,0 +1,46 @@
+"""An agent with a calculator: the model asks it for a product of two numbers, reads the result, and answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from mslime.rollout.workflow import Engine, Episode, Task
+
+MOST_REPLIES = 3
+NUMBER = {"type": "integer"}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "multiply",
+            "description": "The product of two whole numbers.",
+            "parameters": {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]},
+        },
+    }
+]
+
+
+def multiply(arguments: str) -> str:
+    """What the calculator says to the arguments of a call, or what is wrong with them: a model writes what it likes."""
+    try:
+        numbers = json.loads(arguments)
+        return str(int(numbers["a"]) * int(numbers["b"]))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        return f"error: {type(error).__name__}"
+
+
+async def with_calculator(task: Task, engine: Engine) -> Episode:
+    """At most three replies. 1 where the last of them is the product and nothing else, else 0."""
+    messages: list[Any] = [*(task.messages or [{"role": "user", "content": task.text}])]
+    said, called = "", False
+    for _ in range(MOST_REPLIES):
+        reply = await engine.chat(messages, TOOLS)
+        said = reply.text
+        if not reply.calls:
+            break
+        called = True
+        results = [(call.id, multiply(call.arguments)) for call in reply.calls]
+        messages += [reply.message, *({"role": "tool", "tool_call_id": i, "content": said} for i, said in results)]
+    right = float(said == task.label)
+    return Episode(reward=right, metrics={"called": called} | ({"right_when_called": right} if called else {}))
