@@ -45,12 +45,12 @@ class Agents:
         """
         return cls(config, lambda: choose_renderer(config.renderer, family, tokenizer(), config.thinking))
 
-    async def chat(self, engine: Sequences) -> ChatSession:
-        """The conversations of a rollout. Raises ConfigError when there is no renderer for them."""
+    async def chat(self, engine: Sequences, on_expiry: Callable[[], bool]) -> ChatSession:
+        """The conversations of a rollout (see `ChatSession`). Raises ConfigError when there is no renderer for them."""
         async with self._making:
             if self._rendering is None:
                 self._rendering = Rendering(await asyncio.to_thread(self._make))
-        return ChatSession(engine, self._rendering, self._config.limits)
+        return ChatSession(engine, self._rendering, self._config.limits, on_expiry)
 
     async def serve(self, chat: ChatSession) -> tuple[ModelEndpoint, Session]:
         """Serve the conversations of a rollout. Raises ConfigError when the address cannot be listened on."""
@@ -73,10 +73,14 @@ class Agents:
 
 
 class Conversations:
-    """The conversations of one rollout, none before it asks for one."""
+    """The conversations of one rollout, none before it asks for one.
 
-    def __init__(self, agents: Agents, engine: Sequences) -> None:
-        self._agents, self._engine = agents, engine
+    Args:
+        on_expiry: see `ChatSession`.
+    """
+
+    def __init__(self, agents: Agents, engine: Sequences, on_expiry: Callable[[], bool]) -> None:
+        self._agents, self._engine, self._on_expiry = agents, engine, on_expiry
         self._chat: asyncio.Task[ChatSession] | None = None
         self._served: asyncio.Task[tuple[ModelEndpoint, Session]] | None = None
 
@@ -99,6 +103,11 @@ class Conversations:
     def full(self) -> bool:
         """Whether the last request was refused for want of room, or by a limit."""
         return (chat := self._begun) is not None and chat.full
+
+    @property
+    def expired(self) -> str:
+        """The limit of time that passed without a request; empty where none did."""
+        return "" if (chat := self._begun) is None else chat.expired
 
     async def stop(self) -> None:
         """Take no more requests; cancel turns under way."""
@@ -123,7 +132,7 @@ class Conversations:
 
     async def _session(self) -> ChatSession:
         if self._chat is None:
-            self._chat = asyncio.create_task(self._agents.chat(self._engine))
+            self._chat = asyncio.create_task(self._agents.chat(self._engine, self._on_expiry))
         return await asyncio.shield(self._chat)
 
     async def _serve(self) -> tuple[ModelEndpoint, Session]:

@@ -30,9 +30,10 @@ from mslime.rollout.books import new_group
 from mslime.rollout.chat.messages import Tools
 from mslime.rollout.chat.parsing import read_call
 from mslime.rollout.chat.renderer import Parsed
+from mslime.rollout.door import Door
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.protocols import EngineLimits
-from mslime.rollout.turns import Door, Rollout
+from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import SETTING, load_workflow
 
 LONGEST_BLOCK_S = 1.0

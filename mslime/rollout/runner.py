@@ -19,9 +19,10 @@ from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus
 from mslime.rollout.agents import Agents
 from mslime.rollout.books import Books
+from mslime.rollout.door import Door
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.rewards.scoring import Scoring
-from mslime.rollout.turns import Door, Rollout
+from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import Workflow, single_turn
 
 

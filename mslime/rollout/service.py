@@ -27,6 +27,7 @@ from mslime.data.source import Prompt, PromptSource, PromptStream
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.agents import Agents
 from mslime.rollout.books import Books, new_group
+from mslime.rollout.door import Door
 from mslime.rollout.environments.play import EnvironmentRollout, open_workflow
 from mslime.rollout.evaluate import EvalResult, answer, summarise
 from mslime.rollout.generation import Generator, Sampling, Traffic
@@ -45,7 +46,7 @@ from mslime.rollout.rewards.scoring import Scoring
 from mslime.rollout.runner import GroupRunner
 from mslime.rollout.state import Columns, Stored, open_state, save_state, state_bytes
 from mslime.rollout.statistics import batch_metrics
-from mslime.rollout.turns import Door, Rollout
+from mslime.rollout.turns import Rollout
 
 SETTLE_S = 0.01
 ABORT_EVERY_S = 0.25  # a request can slip past an abort that reaches the engine before it does

@@ -1,8 +1,4 @@
-"""One rollout under way: the engine as its function sees it, and the function's call.
-
-A group's rollouts reach the engines through its door. The door is open while the group runs and the traffic flows;
-whoever finds it closed waits inside `generate` until the group is continued.
-"""
+"""One rollout under way: the engine as its function sees it, and the function's call."""
 
 from __future__ import annotations
 
@@ -19,39 +15,12 @@ from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.rollout.agents import Agents, Conversations
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.chat.session import Reply
-from mslime.rollout.generation import Generator, Sampling, Traffic
+from mslime.rollout.door import Door
+from mslime.rollout.generation import Generator, Sampling
 from mslime.rollout.growing import GrowingSample, NoBooks, TokenBooks, settle
 from mslime.rollout.returned import Told, told_of
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import SETTING, NoRoomError, Task, Turn, Workflow
-
-
-class Door:
-    """Whether the rollouts of a group may ask the engines.
-
-    Attributes:
-        admitted: the group runs; else it rests.
-        moved: set whenever a rollout of the group begins or ends to do something.
-    """
-
-    def __init__(self, traffic: Traffic, admitted: bool = False) -> None:
-        self.traffic, self.admitted = traffic, admitted
-        self.moved, self._next = asyncio.Event(), asyncio.Event()
-
-    @property
-    def open(self) -> bool:
-        """Whether a request may be sent."""
-        return self.admitted and self.traffic.open
-
-    def admit(self) -> None:
-        """The group runs from now on; those who wait go on."""
-        self.admitted = True
-        self._next.set()
-        self._next = asyncio.Event()
-
-    async def next_admission(self) -> None:
-        """Wait until the group is continued."""
-        await self._next.wait()
 
 
 class Rollout:
@@ -81,7 +50,7 @@ class Rollout:
         self._group, self.number, self._session, self._spec = group, number, session, spec
         self._generator, self._sampling, self._door = generator, sampling, door
         self._books, self._limit_s = books or NoBooks(), limit_s
-        self._chats = Conversations(agents, self)
+        self._chats = Conversations(agents, self, self._end_of_silence)
         self._grown = [GrowingSample(s, s.prompt_length) for s in group.parts(number)]
         self._at_work, self._waiting = set[object](), set[object]()
         self._given = self._over = False
@@ -279,6 +248,9 @@ class Rollout:
             raise self._error("was cancelled from within", "catch CancelledError in it") from error
         except Exception as error:  # a user's function may raise anything
             if isinstance(error, TimeoutError) and self._watch is not None and self._watch.expired():
+                if expired := self._chats.expired:
+                    way_out = "return when the agent has died, let its tools answer sooner, or raise the limit"
+                    raise self._error(f"waited for an agent that asks nothing any more ({expired})", way_out) from error
                 way_out = "give its tools a time limit, or raise deadlines.rollout_function_s"
                 raise self._error(f"did something else than to generate for {self._limit_s:g} s", way_out) from error
             if self._chats.full:  # its agent was told so, and made an error of its own of it
@@ -357,6 +329,14 @@ class Rollout:
         if self._limit_s is not None and self._watch is not None and not self._watch.expired():
             outside = not self._at_work and not self._waiting
             self._watch.reschedule(asyncio.get_running_loop().time() + self._limit_s if outside else None)
+
+    def _end_of_silence(self) -> bool:
+        """Its agent has asked nothing for too long: end the function, where that does not generate by itself."""
+        if self._watch is None or self._at_work or self._waiting:
+            return False
+        if not self._watch.expired():
+            self._watch.reschedule(asyncio.get_running_loop().time())
+        return True
 
     # --------------------------------------------------------------------------------------------------- mistakes
 

@@ -60,7 +60,7 @@ class FakeTokenizer:
         return " ".join(str(i) for i in ids)
 
     def for_thread(self) -> Any:
-        raise AssertionError("it has no chat template")
+        return self
 
 
 def support_at(position: int, version: int) -> list[int]:

@@ -12,8 +12,9 @@ import openai
 
 from examples.proposer_solver import agents as proposer_solver
 from mslime.data.sample import Sample
-from mslime.rollout.chat.renderer import Parsed, ParsedCall
+from mslime.rollout.chat.renderer import Parsed, ParsedCall, Renderer
 from mslime.rollout.chat.template import TemplateRenderer
+from mslime.rollout.contract import _Plain
 from mslime.rollout.workflow import Engine, Episode, Task
 from tests.fixtures import chat_templates
 
@@ -99,6 +100,18 @@ async def asks_nonsense(task: Task, engine: Engine) -> None:
 async def dies(task: Task, engine: Engine) -> None:
     await engine.chat([{"role": "user", "content": task.text}])
     raise KeyError("no such tool")
+
+
+async def waits_for_a_dead_agent(task: Task, engine: Engine) -> None:
+    """An agent that dies after its first reply, in one rollout of the step."""
+    await engine.chat([{"role": "user", "content": "hello"}])
+    if task.group_id == 1 and task.index == 0:
+        await asyncio.Event().wait()
+
+
+def plain(tokenizer: Any, thinking: Any) -> Renderer:
+    """Tokens are characters."""
+    return _Plain()
 
 
 class CallsThenAnswers(TemplateRenderer):

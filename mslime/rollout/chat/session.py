@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -20,6 +19,7 @@ from mslime.config.agents import AgentLimits
 from mslime.config.errors import RolloutError, UserError
 from mslime.data.sample import Sample
 from mslime.rollout import workflow
+from mslime.rollout.chat.clock import AgentClock
 from mslime.rollout.chat.errors import ChatError, ContextFull, LimitReached, SessionOver
 from mslime.rollout.chat.forest import Forest, Place, Turn, tools_key
 from mslime.rollout.chat.messages import Call, Message, Tools, from_chat, to_chat, to_template
@@ -97,10 +97,17 @@ class ChatSession:
         closed: it takes no more requests.
         full: the last request was refused for want of room, or by a limit.
         failure: of the engines, at the last request.
+
+    Args:
+        on_expiry: see `AgentClock`.
     """
 
-    def __init__(self, engine: Sequences, rendering: Rendering, limits: AgentLimits) -> None:
+    def __init__(
+        self, engine: Sequences, rendering: Rendering, limits: AgentLimits,
+        on_expiry: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
         self._engine, self._rendering, self._limits = engine, rendering, limits
+        self._clock = AgentClock(limits, on_expiry)
         self.forest, self.completions = Forest(), Forest()
         self.counts: Counter[str] = Counter()
         self.closed = self.full = False
@@ -108,7 +115,6 @@ class ChatSession:
         self._running: set[asyncio.Task[Turn]] = set()
         self._numbers, self._nonce = itertools.count(), uuid.uuid4().hex[:8]
         self._begun, self._tokens = 0, 0
-        self._first = self._last = time.monotonic()
         self._native: dict[str, str] = {}
 
     async def chat(
@@ -159,6 +165,7 @@ class ChatSession:
     async def stop(self) -> None:
         """Take no more requests, and cancel turns under way, which leave no trace."""
         self.closed = True
+        self._clock.stop()
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -180,6 +187,11 @@ class ChatSession:
         }
 
     @property
+    def expired(self) -> str:
+        """The limit of time that passed without another request, with its value; empty where none did."""
+        return self._clock.expired
+
+    @property
     def turns(self) -> list[Turn]:
         """All of them."""
         return [*self.forest.turns, *self.completions.turns]
@@ -195,11 +207,13 @@ class ChatSession:
         """A turn as a task that `close` can cancel."""
         task = asyncio.create_task(self._noted(work))
         self._running.add(task)
+        self._clock.stop()
         try:
             return await task
         finally:
             self._running.discard(task)
-            self._last = time.monotonic()
+            if self.turns and not self._running and not self.closed:
+                self._clock.run()
 
     async def _noted(self, work: Coroutine[Any, Any, Turn]) -> Turn:
         """A turn, of which it is kept how it ended: the function may hear of it in its agent's words only."""
@@ -357,17 +371,14 @@ class ChatSession:
     def _check_limits(self) -> None:
         if self.closed:
             raise SessionOver("rollout", "over", "the rollout has ended and takes no more turns", "stop the agent")
-        now, limits = time.monotonic(), self._limits
-        turns = len(self.turns) + len(self._running) - 1  # this one
-        if turns >= limits.turns:
-            raise self._over("turns", limits.turns, "let the agent end earlier")
-        if self._tokens >= limits.tokens:
-            raise self._over("tokens", limits.tokens, "let the agent end earlier")
-        if len(self._running) == 1 and turns and now - self._last > limits.idle_s:
-            raise self._over("idle_s", limits.idle_s, "let the agent's tools answer sooner")
-        if turns and now - self._first > limits.wall_s:
-            raise self._over("wall_s", limits.wall_s, "let the agent end earlier")
-        self._first = self._first if turns else now
+        limits, turns = self._limits, len(self.turns) + len(self._running) - 1  # this one
+        for name, had, limit in (("turns", turns, limits.turns), ("tokens", self._tokens, limits.tokens)):
+            if had >= limit:
+                raise self._over(name, limit, "let the agent end earlier")
+        if not turns:
+            self._clock.begin()
+        elif passed := self._clock.passed(alone=len(self._running) == 1):
+            raise self._over(*passed, "let the agent and its tools answer sooner")
 
     def _over(self, name: str, value: object, way_out: str) -> LimitReached:
         self.counts["limits_reached"] += 1
