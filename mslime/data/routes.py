@@ -8,7 +8,8 @@ row may be replayed is kept in a mask, not in a sentinel id: with 256 experts ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,19 @@ from numpy.typing import NDArray
 def narrowest_dtype(num_experts: int) -> np.dtype:
     """The narrowest unsigned dtype that holds expert ids 0..num_experts-1 (uint8 up to 256 experts)."""
     return np.dtype(np.uint8 if num_experts <= 256 else np.uint16)
+
+
+@dataclass(eq=False)
+class _Room:
+    """Arrays that routes are the beginning of, with room behind them: a rollout of many turns is not copied at each.
+
+    Attributes:
+        used: rows that some routes have. Only those that end there may grow in place.
+    """
+
+    experts: NDArray[np.unsignedinteger]
+    mask: NDArray[np.bool_]
+    used: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,6 +46,7 @@ class Routes:
     experts: NDArray[np.unsignedinteger]
     mask: NDArray[np.bool_]
     layer_ids: tuple[int, ...]
+    _room: _Room | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.experts.ndim == 3, f"routes must be [rows, layers, top-k], got {self.experts.shape}"
@@ -40,6 +55,10 @@ class Routes:
 
     def __len__(self) -> int:
         return self.experts.shape[0]
+
+    def __reduce__(self) -> tuple[type[Routes], tuple[Any, ...]]:
+        """Copies and pickles hold the rows alone."""
+        return Routes, (self.experts, self.mask, self.layer_ids)
 
     @classmethod
     def empty(cls, layer_ids: Sequence[int], top_k: int, num_experts: int) -> Routes:
@@ -56,12 +75,22 @@ class Routes:
         assert experts.shape[1:] == self.experts.shape[1:], (experts.shape, self.experts.shape)
         top = int(experts.max(initial=0))
         assert int(experts.min(initial=0)) >= 0 and top <= np.iinfo(self.experts.dtype).max, f"expert id {top}"
-        keep = np.ones(len(experts), np.bool_) if mask is None else mask
-        return Routes(
-            np.concatenate([self.experts, experts.astype(self.experts.dtype)]),
-            np.concatenate([self.mask, keep]),
-            self.layer_ids,
-        )
+        start, end = len(self), len(self) + len(experts)
+        room = self._room
+        if room is None or room.used != start or end > len(room.mask):
+            room = self._moved(end)
+        room.experts[start:end] = experts
+        room.mask[start:end] = True if mask is None else mask
+        room.used = end
+        return Routes(room.experts[:end], room.mask[:end], self.layer_ids, room)
+
+    def _moved(self, rows: int) -> _Room:
+        """A copy with room for `rows`, and for more where these are not the first: memory that is not touched is not
+        taken."""
+        size = rows + rows // 2 if len(self) else rows
+        room = _Room(np.empty((size, *self.experts.shape[1:]), self.experts.dtype), np.empty(size, np.bool_))
+        room.experts[: len(self)], room.mask[: len(self)] = self.experts, self.mask
+        return room
 
     def padded(self, rows: int) -> Routes:
         """Exactly `rows` rows: missing ones are appended as not replayable, so that rows and tokens line up."""

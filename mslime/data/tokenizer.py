@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import numpy as np
+
 from mslime.config.errors import ConfigError, DataError, reading
 from mslime.config.hf_config import eos_ids, language_model
 
@@ -126,7 +128,8 @@ class HFTokenizer:
 
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         """Text of `ids`, without special tokens or with them."""
-        return cast("str", self._inner.decode(list(ids), skip_special_tokens=not special_tokens))
+        array = np.asarray(ids)  # of a list, transformers looks at every item
+        return cast("str", self._inner.decode(array, skip_special_tokens=not special_tokens))
 
     def for_thread(self) -> Any:
         """transformers' tokenizer, as a copy for another thread: it carries state."""

@@ -161,6 +161,10 @@ class Generator:
         on_request: Callable[[str, float, float], None],
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
+        every = model.moe_layer_ids == tuple(range(model.num_layers))
+        self._moe_layers = (
+            slice(None) if every else np.asarray(model.moe_layer_ids, np.intp)
+        )  # the former copies nothing
         self._version, self._on_request = version, on_request
         self._end_ids, self._stop = limits.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
         self._endings = Endings(self._end_ids, self._stop, tokenizer)
@@ -280,7 +284,7 @@ class Generator:
             versions = [version for version, _, _ in result.versions]
             possible = oldest <= min(versions) and max(versions) <= self._version()
             assert possible, f"weight versions {versions}, when {oldest} to {self._version()} were served"
-            routes = None if result.routes is None else result.routes[:, np.asarray(self._model.moe_layer_ids, np.intp)]
+            routes = None if result.routes is None else result.routes[:, self._moe_layers]
             sample.extend(
                 result.output_ids,
                 log_probs=result.log_probs,

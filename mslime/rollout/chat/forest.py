@@ -88,16 +88,19 @@ class Forest:
     """All turns of a rollout.
 
     Attributes:
+        named: its turns by the name that clients know.
         reasons: how many sequences were begun, by reason.
     """
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
+        self.named: dict[str, Turn] = {}
         self.reasons: Counter[str] = Counter()
 
     def add(self, turn: Turn) -> None:
         """Record a turn."""
         self.turns.append(turn)
+        self.named[turn.reply.echo] = turn
         if turn.parent is not None:
             turn.parent.children.append(turn)
 

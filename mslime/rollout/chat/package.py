@@ -14,6 +14,7 @@ from typing import Any, Literal
 from mslime.config.errors import MALFORMED, ConfigError, nearest
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.chat.messages import Tools, canonical_json
+from mslime.rollout.chat.plain_tokenizer import PlainTokenizer
 from mslime.rollout.chat.renderer import Parsed, ParsedCall
 
 SETTING = "rollout.renderer"
@@ -48,12 +49,13 @@ class PackageRenderer:
 
         try:
             config = configs[name](thinking_retention="all" if thinking == "keep" else None)
-            self._inner: Any = renderers.create_renderer(tokenizer, config)
+            plain = PlainTokenizer(tokenizer)
+            self._inner: Any = renderers.create_renderer(plain, config)
         except MALFORMED as error:
             told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ConfigError(SETTING, name, f"does not fit this checkpoint's tokenizer ({told})",
                               "name the renderer of the checkpoint's own family, or template") from error  # fmt: skip
-        self.name, self._tokenizer = name, tokenizer
+        self.name, self._tokenizer = name, plain
         self.stop_ids = frozenset(self._inner.get_stop_token_ids())
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
@@ -82,7 +84,7 @@ class PackageRenderer:
 
     def spell(self, ids: Sequence[int]) -> str:
         """See `Renderer`."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return self._tokenizer.decode(ids)
 
 
 def _call(found: Any) -> ParsedCall:

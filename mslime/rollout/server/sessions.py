@@ -82,7 +82,7 @@ class Session:
     @property
     def recorded(self) -> Mapping[str, Turn]:
         """Turns by the name that clients know."""
-        return {turn.reply.echo: turn for turn in self.chat.forest.turns}
+        return self.chat.forest.named
 
     async def _replies(self, request: Request) -> list[Turn]:
         self.chat.counts["ignored_fields"] += len(request.ignored)
