@@ -9,7 +9,7 @@ from typing import Any
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.chat.forest import Turn
 from mslime.rollout.chat.messages import Call, Message, as_list, as_object, as_text, canonical_json, text_of
-from mslime.rollout.server.requests import Event, Request, Told, flag, integer, model_of, texts, tool, unread
+from mslime.rollout.server.requests import Event, Request, Told, asked, integer, texts, tool
 
 _READ = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
@@ -27,15 +27,14 @@ class Messages:
         said = [m for i, value in enumerate(sent) for m in _read_message(value, f"messages[{i}]")]
         tools = [_read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))]
         theirs = ("tools: those without input_schema",) if None in tools else ()
-        return Request(
+        return asked(
+            body,
+            _READ,
             messages=(*((Message("system", system),) if system else ()), *said),
             tools=tuple(t for t in tools if t is not None),
             max_tokens=integer(body, "max_tokens", 1),
             stop=texts(body, "stop_sequences"),
-            stream=flag(body, "stream"),
-            ignored=unread(body, _READ) + theirs,
-            model=model_of(body),
-            body=body,
+            left_out=theirs,
         )
 
     def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:

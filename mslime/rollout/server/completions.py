@@ -8,25 +8,22 @@ from typing import Any, cast
 
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.chat.forest import Turn
-from mslime.rollout.chat.messages import as_object
-from mslime.rollout.server.openai_chat import usage
+from mslime.rollout.server.openai_shared import OpenAIErrors, usage
 from mslime.rollout.server.requests import (
     MOST_REPLIES,
     Event,
     Request,
     Told,
-    flag,
+    asked,
     integer,
-    model_of,
-    openai_error,
     texts,
-    unread,
+    wants_usage,
 )
 
 _READ = ("prompt", "n", "max_tokens", "stop", "stream", "logprobs", "stream_options", "model", "echo", "suffix")
 
 
-class Completions:
+class Completions(OpenAIErrors):
     """See `Dialect`."""
 
     path = "/v1/completions"
@@ -36,18 +33,15 @@ class Completions:
         for name in ("echo", "suffix"):
             if body.get(name):
                 raise ChatError(name, f"{body[name]!r:.80}", "is not supported", "leave the field out")
-        options = body.get("stream_options")
-        return Request(
+        return asked(
+            body,
+            _READ,
             prompts=_prompts(body.get("prompt")),
             count=integer(body, "n", 1, MOST_REPLIES) or 1,
             max_tokens=integer(body, "max_tokens", 1),
             stop=texts(body, "stop"),
-            stream=flag(body, "stream"),
             logprobs=integer(body, "logprobs", 0) is not None,
-            usage=flag(as_object(options, "stream_options"), "include_usage") if options else False,
-            ignored=unread(body, _READ),
-            model=model_of(body),
-            body=body,
+            usage=wants_usage(body),
         )
 
     def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
@@ -63,10 +57,6 @@ class Completions:
         if request.usage:
             yield "", {**base, "choices": [], "usage": usage(replies)}
         yield "", "[DONE]"
-
-    def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
-        """See `Dialect`."""
-        return openai_error(status, message, field, code)
 
 
 def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:

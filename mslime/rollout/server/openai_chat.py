@@ -8,19 +8,19 @@ from typing import Any
 
 from mslime.rollout.chat.forest import Turn
 from mslime.rollout.chat.messages import as_list, as_object, from_chat, to_chat
+from mslime.rollout.server.openai_shared import OpenAIErrors, token_log_probs, usage
 from mslime.rollout.server.requests import (
     MOST_REPLIES,
     Event,
     Request,
     Told,
+    asked,
     flag,
     integer,
-    model_of,
-    openai_error,
     stopped,
     texts,
     tool,
-    unread,
+    wants_usage,
 )
 
 _READ = (
@@ -29,7 +29,7 @@ _READ = (
 )  # fmt: skip
 
 
-class ChatCompletions:
+class ChatCompletions(OpenAIErrors):
     """See `Dialect`."""
 
     path = "/v1/chat/completions"
@@ -37,8 +37,9 @@ class ChatCompletions:
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
         """See `Dialect`."""
         shorter = [n for name in ("max_completion_tokens", "max_tokens") if (n := integer(body, name, 1)) is not None]
-        options = body.get("stream_options")
-        return Request(
+        return asked(
+            body,
+            _READ,
             messages=tuple(
                 from_chat(m, f"messages[{i}]") for i, m in enumerate(as_list(body.get("messages"), "messages"))
             ),
@@ -46,12 +47,8 @@ class ChatCompletions:
             count=integer(body, "n", 1, MOST_REPLIES) or 1,
             max_tokens=min(shorter, default=None),
             stop=texts(body, "stop"),
-            stream=flag(body, "stream"),
             logprobs=flag(body, "logprobs"),
-            usage=flag(as_object(options, "stream_options"), "include_usage") if options else False,
-            ignored=unread(body, _READ),
-            model=model_of(body),
-            body=body,
+            usage=wants_usage(body),
         )
 
     def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
@@ -61,7 +58,7 @@ class ChatCompletions:
                 "index": i,
                 "message": to_chat(told.turn.reply),
                 "finish_reason": stopped(told.turn),
-                "logprobs": log_probs(told),
+                "logprobs": _log_probs(told),
                 "token_ids": told.ids,
             }
             for i, told in enumerate(replies)
@@ -74,15 +71,11 @@ class ChatCompletions:
         for i, told in enumerate(replies):
             for delta in _deltas(told.turn):
                 yield "", {**base, "choices": [{"index": i, "delta": delta, "finish_reason": None}]}
-            last = {"index": i, "delta": {}, "finish_reason": stopped(told.turn), "logprobs": log_probs(told)}
+            last = {"index": i, "delta": {}, "finish_reason": stopped(told.turn), "logprobs": _log_probs(told)}
             yield "", {**base, "choices": [last]}
         if request.usage:
             yield "", {**base, "choices": [], "usage": usage(replies)}
         yield "", "[DONE]"
-
-    def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
-        """See `Dialect`."""
-        return openai_error(status, message, field, code)
 
 
 def read_tool(value: object, where: str) -> dict[str, Any]:
@@ -91,20 +84,8 @@ def read_tool(value: object, where: str) -> dict[str, Any]:
     return tool(function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function")
 
 
-def log_probs(told: Told) -> dict[str, Any] | None:
-    """Log-probabilities by token, where they are wanted."""
-    if not told.spelled:
-        return None
-    pairs = zip(told.spelled, told.log_probs, strict=True)
-    shown = [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
-    return {"content": shown, "refusal": None}
-
-
-def usage(replies: Sequence[Told]) -> dict[str, int]:
-    """Numbers of tokens; a prompt of several replies is counted once."""
-    prompt = max(told.turn.start for told in replies)
-    completion = sum(told.turn.end - told.turn.start for told in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def _log_probs(told: Told) -> dict[str, Any] | None:
+    return {"content": token_log_probs(told), "refusal": None} if told.spelled else None
 
 
 def _base(request: Request, replies: Sequence[Told], kind: str) -> dict[str, Any]:

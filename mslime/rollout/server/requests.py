@@ -128,15 +128,28 @@ def texts(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     return tuple(t for i, v in enumerate(as_list(value, name)) if (t := as_text(v, f"{name}[{i}]")))
 
 
-def model_of(body: Mapping[str, Any]) -> str:
-    """The model that the client named."""
-    value = body.get("model")
-    return value if isinstance(value, str) and value else MODEL
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a stream is to end with the numbers of tokens (`stream_options`). Raises ChatError for no object."""
+    options = body.get("stream_options")
+    return bool(options) and flag(as_object(options, "stream_options"), "include_usage")
 
 
-def unread(body: Mapping[str, Any], read: Iterable[str]) -> tuple[str, ...]:
-    """Fields that are given and not read."""
-    return tuple(sorted(k for k, v in body.items() if v is not None and k not in set(read)))
+def asked(body: Mapping[str, Any], read: Iterable[str], *, left_out: tuple[str, ...] = (), **meant: Any) -> Request:
+    """A request, with what all dialects say alike. Raises ChatError where that is malformed.
+
+    Args:
+        read: names of the fields that the dialect reads; others that are given are ignored, as is what it `left_out`.
+        meant: the other fields of `Request`.
+    """
+    known, model = set(read), body.get("model")
+    unread = sorted(name for name, value in body.items() if value is not None and name not in known)
+    return Request(
+        stream=flag(body, "stream"),
+        ignored=(*unread, *left_out),
+        model=model if isinstance(model, str) and model else MODEL,
+        body=body,
+        **meant,
+    )
 
 
 def tool(name: object, description: object, parameters: object, where: str) -> dict[str, Any]:
@@ -152,9 +165,3 @@ def tool(name: object, description: object, parameters: object, where: str) -> d
 def stopped(turn: Turn) -> str:
     """Why a reply ended, as OpenAI says it."""
     return "tool_calls" if turn.reply.calls and turn.finish == "stop" else turn.finish
-
-
-def openai_error(status: int, message: str, field: str, code: str) -> dict[str, Any]:
-    """An error in the form of OpenAI's APIs."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": field or None, "code": code}}

@@ -19,22 +19,20 @@ from mslime.rollout.chat.messages import (
     canonical_json,
     text_of,
 )
+from mslime.rollout.server.openai_shared import OpenAIErrors, token_log_probs
 from mslime.rollout.server.requests import (
     Event,
     Request,
     Told,
-    flag,
+    asked,
     integer,
-    model_of,
-    openai_error,
     tool,
-    unread,
 )
 
 _READ = ("input", "instructions", "tools", "max_output_tokens", "stream", "model", "previous_response_id", "include")
 
 
-class Responses:
+class Responses(OpenAIErrors):
     """See `Dialect`."""
 
     path = "/v1/responses"
@@ -51,15 +49,14 @@ class Responses:
         tools = [_read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))]
         theirs = ("tools: those that are no functions",) if None in tools else ()
         include = as_list(body.get("include"), "include")
-        return Request(
+        return asked(
+            body,
+            _READ,
             messages=tuple(messages),
             tools=tuple(t for t in tools if t is not None),
             max_tokens=integer(body, "max_output_tokens", 1),
-            stream=flag(body, "stream"),
             logprobs="message.output_text.logprobs" in include,
-            ignored=unread(body, _READ) + theirs,
-            model=model_of(body),
-            body=body,
+            left_out=theirs,
         )
 
     def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
@@ -95,10 +92,6 @@ class Responses:
             yield "response.output_item.done", {"output_index": index, "item": item}
         answer = self.answer(request, [told])
         yield f"response.{answer['status']}", {"response": answer}
-
-    def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
-        """See `Dialect`."""
-        return openai_error(status, message, field, code)
 
 
 def _before(name: object, recorded: Mapping[str, Turn]) -> tuple[Message, ...]:
@@ -199,10 +192,7 @@ def _items(told: Told) -> list[dict[str, Any]]:
     if reply.text or not reply.calls:
         part: dict[str, Any] = {"type": "output_text", "text": reply.text, "annotations": []}
         if told.spelled:
-            pairs = zip(told.spelled, told.log_probs, strict=True)
-            part["logprobs"] = [
-                {"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs
-            ]
+            part["logprobs"] = token_log_probs(told)
         message = {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": "completed"}
         items.append({**message, "content": [part]})
     for i, call in enumerate(reply.calls):
