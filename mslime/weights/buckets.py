@@ -66,6 +66,17 @@ def _as_they_lie(shards: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Te
     return first.as_strided((end - first.storage_offset(),), (1,))
 
 
+def in_memory_order(params: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of parameters as they lie in memory; in their order where each has a storage of its own.
+
+    megatron-core lays a data-parallel buffer out from the last parameter to the first.
+    """
+    storages: dict[int, int] = {}
+    for param in params.values():
+        storages.setdefault(param.untyped_storage().data_ptr(), len(storages))
+    return sorted(params, key=lambda n: (storages[params[n].untyped_storage().data_ptr()], params[n].storage_offset()))
+
+
 def gather(
     bucket: Bucket, flat: torch.Tensor, group: dist.ProcessGroup | None, rank: int
 ) -> tuple[torch.Tensor, ...] | None:

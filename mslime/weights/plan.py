@@ -154,6 +154,7 @@ def build_plan(
     stage_layers: Sequence[Sequence[int]],
     dtype: str,
     bucket_bytes: int,
+    positions: Mapping[str, int] | None = None,
 ) -> WeightPlan:
     """The plan of one model in one layout.
 
@@ -164,6 +165,8 @@ def build_plan(
         dtype: of the tensors on the wire, as torch names it (`bfloat16`); the engine's. Rules may pin their own.
         bucket_bytes: upper bound on what a bucket sends; a single tensor (one expert of every rank that is gathered
             from; all experts of a layer where the checkpoint stacks them) may exceed it.
+        positions: where experts lie among each other in their ranks' memory, by canonical name. Those that nobody
+            gathers are sent in that order, so that neighbours need not be packed; without it in the model's order.
 
     Raises:
         ConfigError: the dtype is not a weight dtype.
@@ -179,7 +182,11 @@ def build_plan(
     for rule in table.bound.values():
         if rule.exported:
             owned_by[_stage_of(rule, stages, layout.pp)].append(rule)
-    queues = [queue for stage, owned in enumerate(owned_by) for queue in _queues(senders, stage, owned, dtype)]
+    queues = [
+        queue
+        for stage, owned in enumerate(owned_by)
+        for queue in _queues(senders, stage, owned, dtype, positions or {})
+    ]
     limited = [[bucket for load in queue for bucket in load.buckets(bucket_bytes)] for queue in queues]
     turns = (bucket for turn in zip_longest(*limited) for bucket in turn if bucket is not None)
     return WeightPlan(senders, tuple(replace(bucket, index=index) for index, bucket in enumerate(turns)))
@@ -206,7 +213,9 @@ class _Load:
             yield _bucket(self, run)
 
 
-def _queues(senders: Senders, stage: int, owned: Sequence[BoundRule], dtype: str) -> Iterator[list[_Load]]:
+def _queues(
+    senders: Senders, stage: int, owned: Sequence[BoundRule], dtype: str, positions: Mapping[str, int]
+) -> Iterator[list[_Load]]:
     """What each sender of a stage sends, in its order."""
     dtypes = dict.fromkeys(rule.dtype or dtype for rule in owned)
     ranks = senders.ranks(stage)
@@ -220,6 +229,8 @@ def _queues(senders: Senders, stage: int, owned: Sequence[BoundRule], dtype: str
         for index, (queue, rank) in enumerate(zip(queues, ranks, strict=True)):
             block = slice(index * senders.block, (index + 1) * senders.block)
             own = [tuple(slot[block] for slot in unit) for unit in loose]
+            if len(senders.expert_ranks(rank)) == 1:
+                own.sort(key=lambda unit: positions.get(unit[0][0].name, 0))
             etp, tp = senders.layout.etp, senders.layout.tp
             loads = (
                 _Load(stage, rank, senders.expert_ranks(rank), etp, wire_dtype, tuple(own)),

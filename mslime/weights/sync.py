@@ -26,7 +26,7 @@ from mslime.convert.engine import EngineParameter
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
-from mslime.weights.buckets import TORCH_DTYPES, convert, gather, named_tensors, pack
+from mslime.weights.buckets import TORCH_DTYPES, convert, gather, in_memory_order, named_tensors, pack
 from mslime.weights.carried import CarriedTensors
 from mslime.weights.courier import Courier, Seconds, Turns
 from mslime.weights.expected import ExpectedDigests
@@ -121,8 +121,9 @@ class WeightSender:
     def _make_plan(self, dtype: str, senders: Senders) -> WeightPlan:
         """Collective: every rank learns every stage's layers from the parameters themselves."""
         groups, layout = self._groups, self._groups.layout
-        mine = {name: tuple(param.shape) for name, param in self._params()}
-        held = self._exchange((groups.stage, list(mine)))
+        params = dict(self._params())
+        mine = {name: tuple(param.shape) for name, param in params.items()}
+        held = self._exchange((groups.stage, in_memory_order(params)))
         self._table.check_model(name for _, names in held for name in names)
         for name, shape in mine.items():
             rule = self._table.bind(name)
@@ -131,7 +132,10 @@ class WeightSender:
         layers: list[set[int]] = [set() for _ in range(layout.pp)]
         for stage, names in held:
             layers[stage] |= {self._table.bind(name).layer for name in names} - {-1}
-        plan = build_plan(self._table, senders, [sorted(stage) for stage in layers], dtype, self._options.bucket_bytes)
+        positions = {name: at for _, names in held for at, name in enumerate(names)}
+        plan = build_plan(
+            self._table, senders, [sorted(stage) for stage in layers], dtype, self._options.bucket_bytes, positions
+        )
         assert len(set(self._exchange(plan.fingerprint()))) == 1, "trainer ranks disagree about the weight plan"
         return plan
 

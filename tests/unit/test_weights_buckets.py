@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from mslime.config.errors import WeightSyncError
-from mslime.weights.buckets import convert, named_tensors, pack
-from mslime.weights.plan import Bucket
-from tests.unit.weights_world import LAYOUTS, gathered, local_params, moe_table, plan_of, whole_tensors
+from mslime.weights.buckets import convert, in_memory_order, named_tensors, pack
+from mslime.weights.plan import Bucket, build_plan
+from mslime.weights.senders import Senders
+from tests.unit.weights_world import LAYOUTS, gathered, local_params, moe_table, plan_of, stages, whole_tensors
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -102,6 +103,28 @@ def test_parameters_that_lie_right_are_sent_as_they_lie(gap: int, dtype: str, mo
     first = next(iter(params.values()))
     assert (sent.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()) == moved
     assert torch.equal(sent, torch.cat([p.reshape(-1) for p in params.values()]).to(torch.float32))
+
+
+def test_experts_that_lie_backwards_are_sent_backwards() -> None:
+    """As in megatron-core's buffer of the experts: from the last parameter to the first."""
+    layout, table = LAYOUTS["dp4 ep4"], moe_table()
+    everything = local_params(table, layout, 2, whole_tensors(table))
+    held = {name: param for name, param in everything.items() if "local_experts" in name}
+    buffer = torch.cat([param.reshape(-1) for param in reversed(held.values())])
+    at, lying = len(buffer), dict[str, torch.Tensor]()
+    for name, param in held.items():
+        at -= param.numel()
+        lying[name] = buffer[at : at + param.numel()].view(param.shape)
+    order = in_memory_order(lying)
+    assert order == list(reversed(held)) and in_memory_order(held) == list(held)
+    positions = {name: at for at, name in enumerate(order)}
+    plan = build_plan(table, Senders(layout, 4), stages(layout), "float32", 500, positions)
+    mine = [bucket for bucket in plan.buckets if bucket.members == (2,) and "local_experts" in bucket.slots[0].names[0]]
+    names = [name for bucket in mine for name in bucket.packed_by(2)]
+    assert names == order and len(mine) > 2
+    for bucket in mine:
+        first = lying[bucket.packed_by(2)[0]]
+        assert pack(bucket, lying, 2).data_ptr() == first.data_ptr(), "a view"
 
 
 def test_a_turned_parameter_is_copied() -> None:
