@@ -1,41 +1,55 @@
-"""Weight sync: flat buckets against one broadcast per tensor, and against a raw broadcast of the same bytes.
+"""A whole weight sync by several trainer ranks, against a raw broadcast of the bytes and one broadcast per tensor.
 
-    python benchmarks/weight_sync.py                               # stand-in engine in its own process, all three ways
-    python benchmarks/weight_sync.py --engine URL --model DIR      # a running SGLang server of DIR, the first two ways
+    python benchmarks/weight_sync.py                          # TP1 EP2, TP2 EP2 and PP2 EP2 into a stand-in engine
+    python benchmarks/weight_sync.py --layouts tp2ep2 --engine URL --model DIR   # into a running SGLang server of DIR
 
-All ways run over the same process group in one run, interleaved, and the medians are compared. "Flat" and "per tensor"
-include packing, conversion, the HTTP calls and what the receiver does to store the tensors; "raw" is the broadcast
-alone: the floor. The model is a synthetic Qwen3-MoE whose sizes are options, or a checkpoint with --model. The last
-line is JSON.
+All ways run over the same connections in one run, in turn, and medians are compared. "Ours" is `WeightSender.send`:
+packing, gathering, converting, HTTP and broadcasts. "Per tensor" gathers as ours does with one sender for a stage, and
+broadcasts tensor by tensor. "Raw" is one rank's broadcast of a buffer as large as each bucket: the floor. The stand-in
+engine receives into a buffer that it keeps, and does not load. Parameters lie as megatron-core's buffers do: dense and
+expert ones apart, from the last to the first. The model is a synthetic Qwen3-MoE, or that of --model.
+
+The last line is JSON: for each layout `raw_s`, `ours_s`, `per_tensor_s`, `ratio_raw`, `ratio_per_tensor` (medians of
+the rounds' own ratios), `cpu_s` (of all ranks, for ours), and with --engine `server_s`, the whole update with its begin
+and end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
+import os
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
 
 from mslime.backends.sglang.receivers import SGLangReceivers
-from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
+from mslime.config.keys import Endpoint, EngineKeys
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import DeadlineConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.table import RuleTable
 from mslime.threads import in_thread
 from mslime.weights.broadcast import BroadcastTransport
-from mslime.weights.buckets import convert, named_tensors, pack
-from mslime.weights.plan import Bucket, WeightPlan, build_plan
+from mslime.weights.buckets import TORCH_DTYPES, named_tensors
+from mslime.weights.groups import make_groups
 from mslime.weights.senders import Senders
-from mslime.weights.transport import Link
+from mslime.weights.sync import SyncOptions, WeightSender
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.fixtures.engine_calls import with_pool
@@ -44,99 +58,222 @@ from tests.fixtures.stand_in_engine import StandInEngine
 DEADLINE_S = 300.0
 
 
-def synthetic_config(args: argparse.Namespace) -> dict[str, object]:
+@dataclass(frozen=True)
+class Job:
+    """What every rank needs to know."""
+
+    config: dict[str, Any]
+    layout: ParallelLayout
+    dtype: str
+    bucket_bytes: int
+    senders: int
+    rounds: int
+    engine: Endpoint
+    stand_in: bool
+
+
+def synthetic_config(args: argparse.Namespace) -> dict[str, Any]:
     """config.json of a Qwen3-MoE of the sizes asked for."""
     return {
         "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
         "max_position_embeddings": 4096, "vocab_size": args.vocab, "num_hidden_layers": args.layers,
-        "hidden_size": args.hidden, "intermediate_size": 4 * args.hidden, "head_dim": 64,
-        "num_attention_heads": args.hidden // 64, "num_key_value_heads": max(args.hidden // 256, 1),
+        "hidden_size": args.hidden, "intermediate_size": 4 * args.hidden, "head_dim": 32,
+        "num_attention_heads": args.hidden // 32, "num_key_value_heads": args.hidden // 64,
         "moe_intermediate_size": args.ffn, "num_experts": args.experts, "num_experts_per_tok": 2,
         "norm_topk_prob": True,
     }  # fmt: skip
 
 
+def parameters_of(table: RuleTable, job: Job, rank: int) -> dict[str, torch.Tensor]:
+    """Random parameters of one rank, in buffers like megatron-core's."""
+    place, layout = job.layout.place(rank), job.layout
+    layers = sorted({rule.layer for rule in table.bound.values()} - {-1})
+    per_stage = len(layers) // layout.pp
+    experts = max((rule.expert for rule in table.bound.values()), default=-1) + 1
+    mine: dict[bool, list[tuple[str, tuple[int, ...]]]] = {False: [], True: []}
+    for name, rule in table.bound.items():
+        first = 0 if name.startswith("embedding.") else layout.pp - 1
+        stage = layers.index(rule.layer) // per_stage if rule.layer >= 0 else first
+        elsewhere = rule.is_expert and rule.expert // (experts // layout.ep) != place.ep
+        if stage == place.pp and not elsewhere:
+            mine[rule.is_expert].append((name, rule.local_shape(layout.etp if rule.is_expert else layout.tp)))
+    held: dict[str, torch.Tensor] = {}
+    for named in mine.values():
+        buffer = torch.randn(sum(math.prod(shape) for _, shape in named)).to(TORCH_DTYPES[job.dtype])
+        at = len(buffer)
+        for name, shape in named:
+            at -= math.prod(shape)
+            held[name] = buffer[at : at + math.prod(shape)].view(shape)
+    return held
+
+
 class Ways:
-    """The three ways to bring the same weights to the engine."""
+    """The three ways, on one rank; all ranks call the same one at the same time."""
 
-    def __init__(self, table: RuleTable, plan: WeightPlan, engine: EngineInfo, receivers: SGLangReceivers) -> None:
-        self.table, self.plan, self.engine = table, plan, engine
-        self.http = httpx.Client(base_url=engine.url, timeout=DEADLINE_S, headers=engine.keys.headers("/weights"))
-        self.params = {
-            name: torch.randn(rule.local_shape(1)).to(getattr(torch, plan.buckets[0].dtype))
-            for name, rule in table.bound.items()
-        }
-        self.transport = BroadcastTransport(Link("benchmark", "gloo", DEADLINE_S, receivers))
-        self.transport.connect([engine])
-        assert self.transport._group is not None
-        self.group = self.transport._group
-        self.filled = [self._fill(bucket) for bucket in plan.buckets]
+    def __init__(self, job: Job) -> None:
+        family = get_family(job.config)
+        table, rank = family.rules(job.config), dist.get_rank()
+        self.job, self.params = job, parameters_of(table, job, rank)
+        receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
+        groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
+        options = SyncOptions(job.dtype, job.bucket_bytes, "gloo", DEADLINE_S)
+        self.sender = WeightSender(table, groups, self.params.items, options, receivers)
+        self.sender.connect([job.engine])
+        self.gathered = self.sender._gathered_plan(job.dtype)
+        self.groups, self.transport = groups, self.sender._transport
+        self.url = httpx.Client(base_url=job.engine.url, timeout=DEADLINE_S,
+                                headers=job.engine.keys.headers("/update_weights_from_distributed"))  # fmt: skip
+        self.buffers = [torch.zeros(b.hf_bytes, dtype=torch.uint8) for b in self.gathered.buckets] if rank == 0 else []
 
-    def _fill(self, bucket: Bucket) -> torch.Tensor:
-        return convert(bucket, [pack(bucket, self.params, 0)], self.table)
-
-    def flat(self) -> None:
-        """mslime's way: one flat broadcast per bucket, the next bucket converted meanwhile."""
-        pending = None
-        for bucket in self.plan.buckets:
-            flat = self._fill(bucket)
-            if pending is not None:
-                pending.wait()
-            pending = self.transport.start(bucket, flat)
-        assert pending is not None
-        pending.wait()
+    def ours(self) -> None:
+        """What a run does."""
+        self.sender.send(1)
 
     def per_tensor(self) -> None:
-        """One broadcast per tensor, requests of the same buckets, the next bucket converted meanwhile."""
+        """Stage by stage."""
+        for stage in range(self.job.layout.pp):
+            if stage == self.groups.stage:
+                self._stage_per_tensor(stage)
+            dist.barrier()
+
+    def _stage_per_tensor(self, stage: int) -> None:
         answer = None
-        for bucket in self.plan.buckets:
-            tensors = named_tensors(bucket, self._fill(bucket))
+        for bucket in self.gathered.stage_buckets(stage):
+            if dist.get_rank() not in bucket.members:
+                continue
+            flat = self.sender._fill(bucket, self.params)
+            if flat is None:
+                continue
+            tensors, (name, group) = named_tensors(bucket, flat), self._connection()
             if answer is not None:
                 answer.result().raise_for_status()
             body = {
                 "names": [name for name, _ in tensors], "dtypes": [bucket.dtype] * len(tensors),
-                "shapes": [list(tensor.shape) for _, tensor in tensors], "group_name": "benchmark",
-                "flush_cache": False,
+                "shapes": [list(tensor.shape) for _, tensor in tensors], "group_name": name, "flush_cache": False,
             }  # fmt: skip
-            answer = in_thread(self.http.post, "/update_weights_from_distributed", json=body)
-            works = [dist.broadcast(tensor, group=self.group, group_src=0, async_op=True) for _, tensor in tensors]
+            answer = in_thread(self.url.post, "/update_weights_from_distributed", json=body)
+            works = [
+                dist.broadcast(t.reshape(-1).view(torch.uint8), group=group, group_src=0, async_op=True)
+                for _, t in tensors
+            ]
             for work in works:
+                assert work is not None
                 work.wait()
-        assert answer is not None
-        answer.result().raise_for_status()
+        if answer is not None:
+            answer.result().raise_for_status()
 
     def raw(self) -> None:
-        """Nothing but broadcasts of buffers as large as the buckets, and one request over a connection that is open."""
-        body = {"group_name": "benchmark", "sizes": [flat.nbytes for flat in self.filled]}
-        answer = in_thread(self.http.post, "/raw", json=body)
-        for flat in self.filled:
-            dist.broadcast(flat.view(torch.uint8), group=self.group, group_src=0)
-        answer.result().raise_for_status()
+        """Nothing but broadcasts by the first rank, and one request over a connection that is open."""
+        if dist.get_rank() == 0:
+            name, group = self._connection()
+            body = {"group_name": name, "sizes": [len(buffer) for buffer in self.buffers]}
+            answer = in_thread(self.url.post, "/raw", json=body)
+            for buffer in self.buffers:
+                dist.broadcast(buffer, group=group, group_src=0)
+            answer.result().raise_for_status()
+
+    def whole_update(self) -> None:
+        """Ours between the requests that begin and end an update."""
+        engines, first = self.sender.engines, dist.get_rank() == 0
+        if first:
+            with_pool(engines, lambda pool: pool.begin_update())
+        dist.barrier()
+        self.ours()
+        if first:
+            with_pool(engines, lambda pool: pool.end_update())
+
+    def _connection(self) -> tuple[str, dist.ProcessGroup]:
+        assert isinstance(self.transport, BroadcastTransport) and self.transport._group is not None
+        return self.transport._name, self.transport._group
 
 
-def measure(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Median seconds of each way; one round of each is thrown away, and the order turns from round to round."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for round_ in range(rounds + 1):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            begin = time.perf_counter()
-            ways[name]()
-            if round_:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
+    """One trainer rank; sends the seconds of every round and way, and its CPU seconds in ours."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.layout.world_size)
+    ways = Ways(job)
+    chosen: dict[str, Callable[[], None]] = {"ours": ways.ours, "per_tensor": ways.per_tensor}
+    chosen |= {"raw": ways.raw} if job.stand_in else {"server": ways.whole_update}
+    if rank == 0 and not job.stand_in:
+        with_pool(ways.sender.engines, lambda pool: pool.begin_update())
+    seconds: dict[str, list[float]] = {name: [] for name in chosen}
+    cpu, names = 0.0, [name for name in chosen if name != "server"]
+    for number in range(job.rounds + 1):  # the first is thrown away
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            elapsed, used = timed(chosen[name])
+            if number:
+                seconds[name].append(elapsed)
+                cpu += used if name == "ours" else 0.0
+    if not job.stand_in:
+        if rank == 0:
+            with_pool(ways.sender.engines, lambda pool: pool.end_update())
+        dist.barrier()
+        seconds["server"] = [timed(ways.whole_update)[0] for _ in range(job.rounds)]
+    plan = ways.sender.plan
+    size = (sum(len(b.entries) for b in plan.buckets), plan.total_bytes, len(plan.buckets))
+    pipe.send((seconds, cpu / job.rounds, size))
+    ways.sender.disconnect()
+    dist.destroy_process_group()
+
+
+def timed(way: Callable[[], None]) -> tuple[float, float]:
+    """Wall seconds until all ranks are done, and CPU seconds of this one."""
+    dist.barrier()
+    used, begin = time.process_time(), time.perf_counter()
+    way()
+    dist.barrier()
+    return time.perf_counter() - begin, time.process_time() - used
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Run all ranks; the figures of one layout."""
+    context = multiprocessing.get_context("spawn")
+    with TemporaryDirectory() as directory:
+        pipes = [context.Pipe() for _ in range(job.layout.world_size)]
+        ranks = [
+            context.Process(target=rank_main, args=(rank, job, f"{directory}/store", theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for rank in ranks:
+            rank.start()
+        found = [ours.recv() for ours, _ in pipes]
+        for rank in ranks:
+            rank.join()
+    seconds: dict[str, list[float]] = found[0][0]
+    tensors, size, buckets = found[0][2]
+    figures: dict[str, Any] = {f"{name}_s": statistics.median(values) for name, values in seconds.items()}
+    figures |= {"tensors": tensors, "bytes": size, "buckets": buckets, "cpu_s": sum(cpu for _, cpu, _ in found)}
+    figures["ratio_per_tensor"] = ratio(seconds["per_tensor"], seconds["ours"])
+    if "raw" in seconds:
+        figures["ratio_raw"] = ratio(seconds["ours"], seconds["raw"])
+        figures["ratio_raw_of_minima"] = min(seconds["ours"]) / min(seconds["raw"])
+    return figures
+
+
+def ratio(above: Iterable[float], below: Iterable[float]) -> float:
+    """Median of the rounds' own ratios: what disturbs a round disturbs both."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def layout_of(words: str) -> ParallelLayout:
+    """`tp2ep2`: sizes by name; data parallelism is what expert parallelism needs."""
+    sizes = {name: int(size) for name, size in re.findall(r"([a-z]+)(\d+)", words)}
+    tp = sizes.get("tp", 1)
+    return ParallelLayout(**sizes, dp=max(1, sizes.get("ep", 1) * sizes.get("etp", 1) // tp))
 
 
 def parse_args() -> argparse.Namespace:
     """Flags."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", default="tp1ep2,tp2ep2,pp2ep2", help="of the trainer, by comma")
+    parser.add_argument("--senders", type=int, default=8, help="weights.senders (default 8)")
     parser.add_argument("--engine", help="URL of a running SGLang server, instead of the stand-in")
     parser.add_argument("--api-key", default="", help="of that server, if it asks for one")
     parser.add_argument("--model", type=Path, help="checkpoint whose shapes are sent; needed with --engine")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--bucket-mib", type=float, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    for name, default in {"layers": 8, "hidden": 256, "ffn": 128, "experts": 64, "vocab": 8192}.items():
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--bucket-mib", type=float, default=32)
+    parser.add_argument("--rounds", type=int, default=9)
+    for name, default in {"layers": 16, "hidden": 256, "ffn": 128, "experts": 64, "vocab": 32000}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"of the synthetic model (default {default})")
     args = parser.parse_args()
     if args.engine and not args.model:
@@ -147,42 +284,26 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Run and print."""
     args = parse_args()
-    torch.set_num_threads(1)
-    config = read_hf_config(args.model) if args.model else synthetic_config(args)
-    table = get_family(config).rules(config)
-    layers = sorted({rule.layer for rule in table.bound.values()} - {-1})
-    plan = build_plan(table, Senders(ParallelLayout()), [layers], args.dtype, int(args.bucket_mib * (1 << 20)))
-    stand_in = None if args.engine else StandInEngine()
-    with TemporaryDirectory() as directory:
-        dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=0, world_size=1)
-        url = stand_in.url if stand_in else args.engine
-        receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
-        engine = receivers.describe(Endpoint(url, EngineKeys(args.api_key, args.api_key)))
-        ways = Ways(table, plan, engine, receivers)
-        chosen: dict[str, Callable[[], None]] = {"flat": ways.flat, "per tensor": ways.per_tensor}
-        if stand_in:
-            chosen["raw"] = ways.raw
-        else:
-            with_pool((engine,), lambda pool: pool.begin_update())
-        medians = measure(chosen, args.rounds)
-        if not stand_in:
-            with_pool((engine,), lambda pool: pool.end_update())
-        ways.transport.disconnect()
-        receivers.close()
-        dist.destroy_process_group()
-    if stand_in:
-        stand_in.stop()
-    tensors = sum(len(bucket.entries) for bucket in plan.buckets)
-    print(f"{tensors} tensors, {plan.total_bytes / 1e6:.1f} MB, {len(plan.buckets)} buckets, {args.rounds} rounds, "
-          f"{'stand-in engine' if stand_in else args.engine}, gloo")  # fmt: skip
-    for name, seconds in medians.items():
-        print(f"  {name:<11}{seconds:8.3f} s  {plan.total_bytes / seconds / 1e9:6.2f} GB/s")
-    print(f"one broadcast per tensor takes {medians['per tensor'] / medians['flat']:.2f} times as long as flat buckets")
-    if stand_in:
-        print(f"flat buckets take {medians['flat'] / medians['raw']:.2f} times as long as a raw broadcast of the bytes")
-    figures = {"tensors": tensors, "bytes": plan.total_bytes, "buckets": len(plan.buckets), "seconds": medians,
-               "over_flat": {name: seconds / medians["flat"] for name, seconds in medians.items()}}  # fmt: skip
-    print(json.dumps(figures))
+    config = dict(read_hf_config(args.model)) if args.model else synthetic_config(args)
+    found: dict[str, dict[str, Any]] = {}
+    for words in args.layouts.split(","):
+        stand_in = None if args.engine else StandInEngine()
+        if stand_in is not None:
+            stand_in.set_mode("discard")
+        engine = Endpoint(stand_in.url if stand_in else args.engine, EngineKeys(args.api_key, args.api_key))
+        bucket = int(args.bucket_mib * (1 << 20))
+        job = Job(config, layout_of(words), args.dtype, bucket, args.senders, args.rounds, engine, stand_in is not None)
+        found[words] = measure(job)
+        if stand_in is not None:
+            stand_in.stop()
+    table = Table(title=f"medians of {args.rounds} rounds, gloo, load average {os.getloadavg()[0]:.1f}")
+    for column in ("", *found):
+        table.add_column(column, justify="right")
+    for name in next(iter(found.values())):
+        values = (figures[name] for figures in found.values())
+        table.add_row(name, *(f"{v:.3f}" if isinstance(v, float) else f"{v:,}" for v in values))
+    Console().print(table)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
