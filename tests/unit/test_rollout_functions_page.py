@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from dataclasses import fields
@@ -104,6 +105,7 @@ MISTAKES = {
     "was cancelled from within": "user_rollouts:cancels_itself",
     "sent the model what cannot be answered: ...": "user_agents:asks_nonsense",
     "changed tokens, loss mask or log-probs of its sample": "user_rollouts:changes_tokens",
+    "left a broken sample: ...": "user_mistakes:forgets_what_was_sampled",
     "used a Sample that is not of this rollout": "user_mistakes:uses_a_foreign_sample",
     "called generate() while another call was under way for the sequence": "user_rollouts:generates_twice_at_once",
     "changed a sequence while a turn of it was generated": "user_episodes:appends_while_it_generates",
@@ -121,11 +123,28 @@ MISTAKES = {
     "left metadata that cannot be saved: ...": "user_rollouts:notes_an_object",
 }
 """What the error says, and a function that gets it."""
-ELSEWHERE = {"did something else than to generate for 3600 s": "test_rollout_sequences.py, with a shorter deadline"}
+ELSEWHERE = {
+    "did something else than to generate for 3600 s": "test_rollout_sequences.py, with a shorter deadline",
+    "waited for an agent that asks nothing any more (rollout.limits.idle_s = 3600)": "test_agent_clock.py",
+}
 
 
-def test_every_error_of_the_page_is_tried() -> None:
-    assert {code(row[0]) for row in rows(PAGE, "the error says")} == {*MISTAKES, *ELSEWHERE}
+def told_errors() -> set[str]:
+    """How each error begins that a rollout function may get, in the files that tell them."""
+    found = set[str]()
+    for name in ("turns", "returned"):
+        for call in ast.walk(ast.parse((ROOT / f"mslime/rollout/{name}.py").read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) in ("error", "self._error"):
+                said = call.args[0].values[0] if isinstance(call.args[0], ast.JoinedStr) else call.args[0]
+                found |= {said.value.strip()} if isinstance(said, ast.Constant) else set()
+    return found
+
+
+def test_every_error_is_on_the_page_and_each_of_the_page_is_tried() -> None:
+    on_page = {code(row[0]) for row in rows(PAGE, "the error says")}
+    assert on_page == {*MISTAKES, *ELSEWHERE}
+    assert len(told_errors()) > 18
+    assert not {told for told in told_errors() if not any(cell.startswith(told) for cell in on_page)}
 
 
 @pytest.mark.parametrize(("message", "function"), MISTAKES.items(), ids=MISTAKES.values())

@@ -19,3 +19,9 @@ async def cuts_its_prompt(task: Task, engine: Engine) -> None:
     sample = engine.new_sample()
     await engine.generate(sample)
     engine.cut(sample, 0)
+
+
+async def forgets_what_was_sampled(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    sample.segments.pop()
