@@ -53,7 +53,7 @@ fi
 # What was installed is described by the inputs of the installation; the stamp is written last, so that an interrupted
 # run starts over.
 stamp="$venv/.mslime-installed"
-wanted="$mode$extras_dev ${MSLIME_TORCH_INDEX:-} $PWD $(cat pyproject.toml requirements/cpu-constraints.txt scripts/install.sh \
+wanted="$mode$extras_dev ${MSLIME_TORCH_INDEX:-} $PWD $(cat pyproject.toml requirements/*.txt scripts/install.sh \
   scripts/lib/common.sh scripts/lib/gpu.sh scripts/lib/imports.py | cksum)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$venv/bin/python" -c 'import mslime' 2>/dev/null; then
   say "mslime ($mode$extras_dev) is already installed in $venv; nothing has changed since"
@@ -103,6 +103,11 @@ else
   say "      time, together about 25 minutes of one core; kept in $venv/wheels for the next time)"
   build_extension "$venv"
   say "  3/3 checking"
+fi
+if [ -n "$extras_dev" ]; then
+  say "      clients of agents in a second version, for tests, beside the environment ($venv/clients, 65 MB)"
+  rm -rf "$venv/clients"
+  pip install --no-deps --target "$venv/clients" -r requirements/test-clients.txt
 fi
 check_imports "$venv" "$mode"
 printf '%s' "$wanted" >"$stamp"

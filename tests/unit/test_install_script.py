@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 INPUTS = (
     "pyproject.toml",
     "requirements/cpu-constraints.txt",
+    "requirements/test-clients.txt",
     "scripts/install.sh",
     "scripts/lib/common.sh",
     "scripts/lib/gpu.sh",
@@ -152,6 +153,8 @@ def test_a_second_run_skips_and_a_changed_pin_does_not(project: Path, tmp_path: 
     assert first.returncode == 0, first.stderr
     lines = calls.read_text().splitlines()
     assert any("-e .[cpu,dev]" in line for line in lines), lines
+    beside = f"--no-deps --target {tmp_path}/env/clients -r requirements/test-clients.txt"
+    assert any(beside in line for line in lines), lines
     assert any("--no-deps" in line and "sglang==0.5.23" in line for line in lines), lines
     assert "CUDA packages" in first.stdout, "the reason for --no-deps is printed"
 
@@ -170,6 +173,7 @@ def test_other_extras_are_another_installation(project: Path, tmp_path: Path) ->
     python, calls = str(fake_python(tmp_path / "bin")), tmp_path / "env/bin/calls"
     assert install(project, "--cpu", "--venv", "env", PYTHON=python).returncode == 0
     before = len(calls.read_text().splitlines())
+    assert "clients" not in calls.read_text(), "they are for tests"
     assert install(project, "--cpu", "--dev", "--venv", "env", PYTHON=python).returncode == 0
     assert len(calls.read_text().splitlines()) > before
 

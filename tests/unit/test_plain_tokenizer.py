@@ -31,8 +31,8 @@ def test_what_transformers_does_beside_is_left_to_it(changed: tuple[str, ...]) -
     for name in changed:
         setattr(inner, name, True)
     plain, text = PlainTokenizer(inner), "hello <|im_end|> world . it is n't"
-    ids = inner.encode(text, add_special_tokens=False)
-    assert plain.encode(text, add_special_tokens=False) == ids
+    ids = plain.encode(text, add_special_tokens=False)  # before transformers is asked, which sets its tokenizer right
+    assert ids == inner.encode(text, add_special_tokens=False)
     assert plain.decode(ids) == inner.decode(ids)
 
 

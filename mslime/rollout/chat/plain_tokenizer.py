@@ -24,7 +24,7 @@ class PlainTokenizer:
         self.eos_token_id: int | None = inner.eos_token_id
         self.chat_template: Any = inner.chat_template
         inner.encode("a", add_special_tokens=False)  # leaves the tokenizer as transformers wants it at each call
-        self._fast: Any = inner.backend_tokenizer if inner.is_fast and not inner.split_special_tokens else None
+        self._fast: Any = inner.backend_tokenizer if inner.is_fast else None
         self._writes_as_it_is = self._fast is not None and not inner.clean_up_tokenization_spaces
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
