@@ -27,6 +27,43 @@ Steps = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True)
+class TurnRewards:
+    """K turns of R rollouts, those of one rollout after each other, in the order in which they were generated.
+
+    A turn is what the model said at a time. It counts once, in the sequence in which it was generated, whichever of the
+    rollout's sequences that is. A sequence whose turns are not known is one turn.
+
+    Attributes:
+        rollout: [K] int64 in [0, R), ascending.
+        index: [K] int64, 0, 1, ... within the rollout.
+        rewards: [K] float64, process rewards of the turn and of what the environment answered; beside the rollout's.
+    """
+
+    rollout: NDArray[np.int64]
+    index: NDArray[np.int64]
+    rewards: NDArray[np.float64]
+
+    def returns(self, gamma: float = 1.0) -> NDArray[np.float64]:
+        """[K] sum over k >= 0 of gamma^k times the reward of the k-th turn after this one in the rollout."""
+        found = self.rewards.astype(np.float64)
+        for k in range(len(found) - 2, -1, -1):
+            if self.rollout[k + 1] == self.rollout[k]:
+                found[k] += gamma * found[k + 1]
+        return found
+
+
+@dataclass(frozen=True)
+class TurnAdvantages:
+    """What a function of `algorithm.advantage` returns that has a number for each turn.
+
+    Attributes:
+        values: [K] finite numbers in the order of `GroupRewards.turns`. Every trained token of a turn gets its turn's.
+    """
+
+    values: NDArray[np.floating]
+
+
+@dataclass(frozen=True)
 class GroupRewards:
     """R rollouts in G groups.
 
@@ -37,6 +74,7 @@ class GroupRewards:
         means: [G] float64, mean reward of each group.
         zero_variance: [G] bool, groups whose rewards are all equal.
         of_sample: [S] int64, the rollout of each training sample.
+        turns: what the rollouts are made of; a run always knows.
     """
 
     rewards: NDArray[np.float64]
@@ -45,6 +83,7 @@ class GroupRewards:
     means: NDArray[np.float64]
     zero_variance: NDArray[np.bool_]
     of_sample: NDArray[np.int64]
+    turns: TurnRewards | None = None
 
     @property
     def centred(self) -> NDArray[np.float64]:
@@ -107,23 +146,33 @@ def rollout_advantages(
     if advantage == "grpo":
         values = grpo(grouped, normalise_std)
     elif is_function(advantage):
-        values = _by_function(grouped, advantage)
+        found = function_advantages(grouped, advantage)
+        assert not isinstance(found, TurnAdvantages), "of turns, not of rollouts"
+        values = found
     else:
         values = ESTIMATORS[advantage](grouped) if advantage in ESTIMATORS else np.zeros(len(grouped.rewards))
     return values[grouped.of_sample].astype(np.float32)
 
 
-def _by_function(grouped: GroupRewards, spec: str) -> NDArray[np.float64]:
-    """[R] advantages as a function of the user's says."""
+def function_advantages(grouped: GroupRewards, spec: str) -> NDArray[np.float64] | TurnAdvantages:
+    """[R] advantages of rollouts, or [K] of turns, as a function of the user's says.
+
+    Raises:
+        ConfigError: it raised, or returned something else.
+    """
     with calling(spec, SETTING):
-        values = np.asarray(load_function(spec, SETTING)(grouped), np.float64)
-    if values.shape != grouped.rewards.shape or not np.isfinite(values).all():
+        found = load_function(spec, SETTING)(grouped)
+        of_turns = isinstance(found, TurnAdvantages)
+        values = np.asarray(found.values if of_turns else found, np.float64)
+    turns = 0 if grouped.turns is None else len(grouped.turns.rewards)
+    wanted, what = (turns, "turns") if of_turns else (len(grouped.rewards), "rollouts")
+    if values.shape != (wanted,) or not np.isfinite(values).all():
+        field = "turns.rewards" if of_turns else "rewards"
         raise ConfigError(
-            SETTING, spec,
-            f"returned an array of shape {values.shape} for {len(grouped.rewards)} rollouts, or numbers not finite",
-            "return one finite number for each of GroupRewards.rewards, in their order",
+            SETTING, spec, f"returned an array of shape {values.shape} for {wanted} {what}, or numbers not finite",
+            f"return one finite number for each of GroupRewards.{field}, in their order",
         )  # fmt: skip
-    return values
+    return TurnAdvantages(values) if of_turns else values
 
 
 def grpo(grouped: GroupRewards, normalise_std: bool) -> NDArray[np.float64]:

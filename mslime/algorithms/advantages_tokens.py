@@ -2,6 +2,8 @@
 
 The trainer calls `token_advantages` once a rollout, after its log-prob passes and before the first gradient. Time runs
 over trained tokens only: an environment's tokens between two turns are a gap that costs no discount and earns nothing.
+It ends with each sequence, or runs on through the other sequences of the rollout (`algorithm.credit: turns`), which may
+lie on other ranks.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ class TokenColumns:
         policy_log_probs: [N] float32, log pi_old; for a KL in the reward and for distillation.
         reference_log_probs, teacher_log_probs: [N] float32, likewise.
         values: [N] float32, the critic's value of the state in which token t was sampled; for gae.
+        pieces: [P, 3] int64 (length, number, number of the piece that follows or -1): the sequences cut where the time
+            of their rollout goes on in another one. Pieces of a rollout are numbered on in time, each has a trained
+            token. None: time ends with each sequence.
+        num_pieces: of all ranks and steps.
     """
 
     lengths: NDArray[np.int64]
@@ -44,6 +50,8 @@ class TokenColumns:
     reference_log_probs: NDArray[np.float32] | None = None
     teacher_log_probs: NDArray[np.float32] | None = None
     values: NDArray[np.float32] | None = None
+    pieces: NDArray[np.int64] | None = None
+    num_pieces: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ def token_advantages(
     3. whitening over the trained tokens of all ranks and steps, if `whiten`;
     4. less opd_coef * (log pi_old - log teacher) (on-policy distillation), in nats whatever the whitening did.
     """
-    found = [_one_step(columns, algorithm) for columns in steps]
+    found = [_one_step(columns, algorithm, sum_over_ranks) for columns in steps]
     masks = [columns.mask for columns in steps]
     raw = [advantages for advantages, _ in found]
     if algorithm.whitens:
@@ -94,47 +102,89 @@ def token_advantages(
 
 
 def _one_step(
-    columns: TokenColumns, algorithm: AlgorithmConfig
+    columns: TokenColumns, algorithm: AlgorithmConfig, add: Reduce
 ) -> tuple[NDArray[np.float64], NDArray[np.float32] | None]:
     """(advantages [N] before whitening, returns)."""
     given = np.where(columns.mask, columns.advantages, 0.0).astype(np.float64)
     penalty = _kl_penalty(columns, algorithm)
     if algorithm.advantage not in ("reinforce_pp", "gae"):
-        return (given if penalty is None else given - discounted_returns(penalty, columns, 1.0)), None
+        return (given if penalty is None else given - discounted_returns(penalty, columns, 1.0, add)), None
     assert columns.rewards is not None, f"{algorithm.advantage} needs token rewards"
     rewards = columns.rewards.astype(np.float64)
     rewards = rewards if penalty is None else rewards - penalty
     if algorithm.advantage == "reinforce_pp":
-        return discounted_returns(rewards, columns, algorithm.gamma), None
+        return discounted_returns(rewards, columns, algorithm.gamma, add), None
     assert columns.values is not None, "gae needs the critic's values"
-    advantages = gae(rewards, columns.values, columns, algorithm.gamma, algorithm.gae_lambda)
+    advantages = gae(rewards, columns.values, columns, algorithm.gamma, algorithm.gae_lambda, add)
     return advantages, np.where(columns.mask, advantages + columns.values, 0.0).astype(np.float32)
 
 
-def discounted_returns(rewards: NDArray[np.floating], columns: TokenColumns, gamma: float) -> NDArray[np.float64]:
-    """sum over k >= 0 of gamma^k r_{t+k}, [N] float64, over trained tokens; 0 elsewhere."""
+def discounted_returns(
+    rewards: NDArray[np.floating], columns: TokenColumns, gamma: float, sum_over_ranks: Reduce = np.asarray
+) -> NDArray[np.float64]:
+    """sum over k >= 0 of gamma^k r_{t+k}, [N] float64, over trained tokens; 0 elsewhere. A collective with pieces."""
     trained, counts = _trained(columns)
     out = np.zeros(len(columns.mask))
-    out[trained] = discounted_sums(_credited(rewards, columns, trained), counts, gamma)
+    out[trained] = _sums_in_time(_credited(rewards, columns, trained), counts, gamma, columns, sum_over_ranks)
     return out
 
 
 def gae(
-    rewards: NDArray[np.floating], values: NDArray[np.floating], columns: TokenColumns, gamma: float, lam: float
+    rewards: NDArray[np.floating],
+    values: NDArray[np.floating],
+    columns: TokenColumns,
+    gamma: float,
+    lam: float,
+    sum_over_ranks: Reduce = np.asarray,
 ) -> NDArray[np.float64]:
     """Generalised advantage estimates (arXiv 1506.02438, eq. 16), [N] float64, over trained tokens; 0 elsewhere.
 
-    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the sequence's next
-    trained token and V is 0 after the last one.
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}, where t + 1 is the next trained token of
+    the sequence, or of the rollout where it has pieces, and V is 0 after the last one. Two collectives with pieces.
     """
     trained, counts = _trained(columns)
     value = values[trained].astype(np.float64)
     following = np.append(value[1:], 0.0)
-    following[np.cumsum(counts)[counts > 0] - 1] = 0.0
+    last = np.cumsum(counts)[counts > 0] - 1
+    following[last] = 0.0
+    if columns.pieces is not None:
+        following[last] = _following(_firsts(value, counts), columns, sum_over_ranks)
     deltas = _credited(rewards, columns, trained) + gamma * following - value
     out = np.zeros(len(columns.mask))
-    out[trained] = discounted_sums(deltas, counts, gamma * lam)
+    out[trained] = _sums_in_time(deltas, counts, gamma * lam, columns, sum_over_ranks)
     return out
+
+
+def _sums_in_time(
+    values: NDArray[np.float64], counts: NDArray[np.int64], factor: float, columns: TokenColumns, add: Reduce
+) -> NDArray[np.float64]:
+    """`discounted_sums` of the trained tokens [M], which run on through the pieces of a rollout where it has any."""
+    sums = discounted_sums(values, counts, factor)
+    if columns.pieces is None:
+        return sums
+    decay = np.power(factor, counts.astype(np.float64))
+    own = np.zeros((2, columns.num_pieces))
+    own[:, columns.pieces[:, 1]] = _firsts(sums, counts), np.where(columns.pieces[:, 2] >= 0, decay, 0.0)
+    first, decay_on = add(own.reshape(-1)).reshape(own.shape)
+    for number in range(columns.num_pieces - 2, -1, -1):  # what follows a piece has the next number
+        first[number] += decay_on[number] * first[number + 1]
+    later = np.where(columns.pieces[:, 2] >= 0, first[columns.pieces[:, 2]], 0.0)
+    to_end = np.repeat(np.cumsum(counts), counts) - np.arange(len(values))
+    return sums + np.power(factor, to_end.astype(np.float64)) * np.repeat(later, counts)
+
+
+def _following(firsts: NDArray[np.float64], columns: TokenColumns, add: Reduce) -> NDArray[np.float64]:
+    """[P] what the pieces that follow these in time have of `firsts` [P], wherever they are; 0 where none follows."""
+    assert columns.pieces is not None
+    every = np.zeros(columns.num_pieces)
+    every[columns.pieces[:, 1]] = firsts
+    every = add(every)
+    return np.where(columns.pieces[:, 2] >= 0, every[columns.pieces[:, 2]], 0.0)
+
+
+def _firsts(values: NDArray[np.float64], counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[P] the first of each piece's `counts` in `values` [M]."""
+    return values[np.cumsum(counts) - counts]
 
 
 def discounted_sums(
@@ -236,10 +286,13 @@ def _distillation(columns: TokenColumns, algorithm: AlgorithmConfig) -> NDArray[
 
 
 def _trained(columns: TokenColumns) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(indices of the M trained tokens, how many each of the B sequences has)."""
+    """(indices of the M trained tokens, how many each of the B sequences, or P pieces, has)."""
     trained = np.flatnonzero(columns.mask)
-    owner = np.repeat(np.arange(len(columns.lengths)), columns.lengths)
-    return trained, np.bincount(owner[trained], minlength=len(columns.lengths))
+    lengths = columns.lengths if columns.pieces is None else columns.pieces[:, 0]
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    counts = np.bincount(owner[trained], minlength=len(lengths))
+    assert columns.pieces is None or counts.all(), "a piece without a trained token has no time"
+    return trained, counts
 
 
 def _credited(rewards: NDArray[np.floating], columns: TokenColumns, trained: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -29,6 +29,8 @@ WHITENED: tuple[AdvantageName, ...] = ("reinforce_pp", "reinforce_pp_baseline", 
 
 LossAggregation = Literal["token", "sequence", "rollout", "group", "constant"]
 
+Credit = Literal["sequences", "turns"]
+
 
 class AdvantageConfig(Section):
     """The first part of `algorithm`: what a token's advantage is, and what the loss is divided by."""
@@ -37,7 +39,7 @@ class AdvantageConfig(Section):
         default="grpo",
         description="How rewards become advantages. grpo, rloo, maxrl, reinforce_pp_baseline: relative to the group. "
         "reinforce_pp: discounted return. gae: with a critic. none: 0, for distillation alone. Or "
-        "`module:function`(GroupRewards) -> [rollouts] (docs/extending.md).",
+        "`module:function`(GroupRewards) -> [rollouts], or TurnAdvantages (docs/extending.md).",
     )
     normalise_std: bool = Field(
         default=True, description="grpo: divide by the group's standard deviation (False: Dr. GRPO)."
@@ -49,6 +51,13 @@ class AdvantageConfig(Section):
     )
     gamma: float = Field(
         default=1.0, ge=0, le=1, description="reinforce_pp, gae: discount of one trained token to the next."
+    )
+    credit: Credit = Field(
+        default="sequences",
+        description="Along what time runs where a rollout became several sequences, for rewards of steps, discounts, "
+        "values and a KL in the reward. sequences: each is a time of its own, which the rollout's reward ends. turns: "
+        "the rollout's turns in the order in which they were generated, whichever sequence they are in; its reward "
+        "ends the last one.",
     )
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="gae: 1 is the return minus the value.")
     opd_coef: float = Field(

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mslime.algorithms.advantages import GroupRewards, group_rewards, process_advantages, rollout_advantages
+from mslime.algorithms.advantages import (
+    GroupRewards,
+    TurnAdvantages,
+    TurnRewards,
+    function_advantages,
+    group_rewards,
+    process_advantages,
+    rollout_advantages,
+)
 from mslime.algorithms.advantages_tokens import advantage_metrics, is_token_level
+from mslime.config.algorithm import AlgorithmConfig
+from mslime.config.choices import is_function
 from mslime.config.errors import RewardError
 from mslime.config.schema import RunConfig
 from mslime.data.packing import build_shards, chunks_per_group, packing_metrics
 from mslime.data.sample import Group, Sample, check_invariants
+from mslime.data.turns import SequenceTime, Turn, rollouts_in_time, sequence_times
 
 if TYPE_CHECKING:
     from mslime.data.shard import TrainShard
+
+
+Advantages = list[float | NDArray[np.floating]]
+"""Of each sample: one number, or [T]."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +88,12 @@ def assemble(
     for sample in samples:
         check_invariants(sample)
         assert sample.reward is not None, f"group {sample.group_id} has unscored samples"
-    grouped, advantages = _advantages(samples, config)
+    grouped = grouped_rewards(samples)
+    advantages = sample_advantages(samples, grouped, config.algorithm)
     trained = [i for i, sample in enumerate(samples) if sample.trainable_tokens]
     chosen, their_advantages = [samples[i] for i in trained], [advantages[i] for i in trained]
-    shards = _pack(chosen, their_advantages, config, version)
+    times = sequence_times(samples) if config.algorithm.credit == "turns" else None
+    shards = _pack(chosen, their_advantages, config, version, None if times is None else [times[i] for i in trained])
     sources = [source_name(data_source(group, sample)) for group in groups for sample in group.samples]
     metrics = reward_metrics(grouped, sources) | _packing_metrics(shards, config)
     if is_token_level(config.algorithm):  # the trainer reports what became of them
@@ -89,19 +106,10 @@ def assemble(
 def have_advantages(group: Group, config: RunConfig) -> bool:
     """Whether `assemble` can make something of a group's rewards."""
     try:
-        _advantages(group.samples, config)
+        sample_advantages(group.samples, grouped_rewards(group.samples), config.algorithm)
     except RewardError:
         return False
     return True
-
-
-def _advantages(
-    samples: Sequence[Sample], config: RunConfig
-) -> tuple[GroupRewards, list[float | NDArray[np.floating]]]:
-    grouped = group_rewards(
-        [s.reward or 0.0 for s in samples], [s.group_id for s in samples], _rollout_numbers(samples)
-    )
-    return grouped, sample_advantages(samples, grouped, config)
 
 
 def assemble_supervised(samples: Sequence[Sample], config: RunConfig) -> list[list[TrainShard]]:
@@ -109,15 +117,32 @@ def assemble_supervised(samples: Sequence[Sample], config: RunConfig) -> list[li
     return _pack(samples, [0.0] * len(samples), config, None)
 
 
-def sample_advantages(
-    samples: Sequence[Sample], grouped: GroupRewards, config: RunConfig
-) -> list[float | NDArray[np.floating]]:
-    """Each sample's advantage: one number, or [T] when its group has process rewards.
+def grouped_rewards(samples: Sequence[Sample]) -> GroupRewards:
+    """The rewards of the rollouts that these samples are parts of, and of their turns.
+
+    Raises:
+        RewardError: parts of one rollout have different rewards.
+    """
+    rollouts = rollouts_in_time(samples)
+    numbers = {turn.sample: number for number, turns in enumerate(rollouts) for turn in turns}
+    grouped = group_rewards(
+        [s.reward or 0.0 for s in samples],
+        [s.group_id for s in samples],
+        [numbers[i] for i in range(len(samples))],
+    )
+    return replace(grouped, turns=_turn_rewards(samples, _as_grouped(rollouts, grouped), grouped))
+
+
+def sample_advantages(samples: Sequence[Sample], grouped: GroupRewards, algorithm: AlgorithmConfig) -> Advantages:
+    """Each sample's advantage: one number, or [T] when its group has process rewards, or turns have their own.
 
     Raises:
         RewardError: process rewards under an advantage that has no use for them.
     """
-    algorithm = config.algorithm
+    if is_function(algorithm.advantage):
+        found = function_advantages(grouped, algorithm.advantage)
+        if isinstance(found, TurnAdvantages):
+            return _over_turns(samples, grouped, found)
     whole = rollout_advantages(grouped, algorithm.advantage, algorithm.normalise_std)
     if algorithm.advantage in ("reinforce_pp", "gae") or not any(s.process_rewards for s in samples):
         return whole.tolist()
@@ -126,11 +151,64 @@ def sample_advantages(
             "algorithm.advantage", algorithm.advantage, "the reward gives process rewards, which have no place in it",
             "use grpo or reinforce_pp, or return the rollout's reward alone",
         )  # fmt: skip
-    steps = process_advantages(
-        [s.process_rewards for s in samples], [len(s) for s in samples], [s.group_id for s in samples],
-        algorithm.normalise_std,
+    return [a + per_token for a, per_token in zip(whole, _of_steps(samples, algorithm), strict=True)]
+
+
+def _of_steps(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> list[NDArray[np.float32]]:
+    """[T] of each sample, from process rewards: within the sequence, or along the turns of its rollout."""
+    if algorithm.credit == "sequences":
+        steps, lengths = [s.process_rewards for s in samples], [len(s) for s in samples]
+        return process_advantages(steps, lengths, [s.group_id for s in samples], algorithm.normalise_std)
+    rollouts = rollouts_in_time(samples)
+    laid_out = [_laid_end_to_end(samples, turns) for turns in rollouts]
+    found = process_advantages(
+        [steps for steps, _ in laid_out], [length for _, length in laid_out],
+        [samples[turns[0].sample].group_id for turns in rollouts], algorithm.normalise_std,
     )  # fmt: skip
-    return [a + per_token for a, per_token in zip(whole, steps, strict=True)]
+    result = [np.zeros(len(s), np.float32) for s in samples]
+    for turns, values in zip(rollouts, found, strict=True):
+        at = 0
+        for turn in turns:
+            result[turn.sample][turn.start : turn.stop] = values[at : at + turn.stop - turn.start]
+            at += turn.stop - turn.start
+    return result
+
+
+def _laid_end_to_end(samples: Sequence[Sample], turns: Sequence[Turn]) -> tuple[list[tuple[int, float]], int]:
+    """(Process rewards by position, length) of the sequence that the turns of a rollout would make in their order."""
+    steps, length = list[tuple[int, float]](), 0
+    for turn in turns:
+        steps += [(at - turn.start + length, reward) for at, reward in _steps_of(samples, turn)]
+        length += turn.stop - turn.start
+    return steps, length
+
+
+def _steps_of(samples: Sequence[Sample], turn: Turn) -> list[tuple[int, float]]:
+    return [step for step in samples[turn.sample].process_rewards if turn.start <= step[0] < turn.stop]
+
+
+def _as_grouped(rollouts: Sequence[list[Turn]], grouped: GroupRewards) -> list[list[Turn]]:
+    """The rollouts in the order in which `GroupRewards` has them."""
+    return sorted(rollouts, key=lambda turns: int(grouped.of_sample[turns[0].sample]))
+
+
+def _turn_rewards(samples: Sequence[Sample], rollouts: Sequence[list[Turn]], grouped: GroupRewards) -> TurnRewards:
+    counts = [len(turns) for turns in rollouts]
+    rewards = [sum(reward for _, reward in _steps_of(samples, turn)) for turns in rollouts for turn in turns]
+    return TurnRewards(
+        np.repeat(np.arange(len(rollouts)), counts),
+        np.asarray([index for count in counts for index in range(count)], np.int64),
+        np.asarray(rewards, np.float64),
+    )
+
+
+def _over_turns(samples: Sequence[Sample], grouped: GroupRewards, found: TurnAdvantages) -> Advantages:
+    """[T] float32 of each sample: every token has the advantage of its turn."""
+    result = [np.zeros(len(s), np.float32) for s in samples]
+    turns = [turn for rollout in _as_grouped(rollouts_in_time(samples), grouped) for turn in rollout]
+    for turn, value in zip(turns, found.values.tolist(), strict=True):
+        result[turn.sample][turn.start : turn.stop] = value
+    return list(result)
 
 
 def data_source(group: Group, sample: Sample) -> str:
@@ -164,12 +242,6 @@ def reward_metrics(grouped: GroupRewards, sources: Sequence[str]) -> dict[str, f
     return metrics
 
 
-def _rollout_numbers(samples: Sequence[Sample]) -> list[int]:
-    """A number for each sample that the parts of its rollout share, and no others."""
-    numbers: dict[tuple[int, int, bool], int] = {}
-    return [numbers.setdefault(sample.rollout, len(numbers)) for sample in samples]
-
-
 def _packing_metrics(shards: Sequence[Sequence[TrainShard]], config: RunConfig) -> dict[str, float]:
     train = config.train
     return packing_metrics(shards, config.layout, train.max_tokens_per_micro_batch, _quadratic_tokens(config))
@@ -186,6 +258,7 @@ def _pack(
     advantages: Sequence[float | NDArray[np.floating]],
     config: RunConfig,
     version: int | None,
+    times: Sequence[SequenceTime] | None = None,
 ) -> list[list[TrainShard]]:
     layout, train = config.layout, config.train
     return build_shards(
@@ -200,4 +273,5 @@ def _pack(
         multiple_of=chunks_per_group(layout),
         quadratic_tokens=_quadratic_tokens(config),
         version=version,
+        times=times,
     )

@@ -20,6 +20,7 @@ from mslime.config.algorithm import LossAggregation
 from mslime.config.layout import ParallelLayout
 from mslime.data.sample import Sample
 from mslime.data.shard import PackedSequence, TrainShard, shards_of, token_weights
+from mslime.data.turns import SequenceTime
 
 Plan = list[list[list[int]]]
 """[data-parallel ranks][micro-batches] lists of sequence indices."""
@@ -38,6 +39,7 @@ def build_shards(
     multiple_of: int = 1,
     quadratic_tokens: float | None = None,
     version: int | None = None,
+    times: Sequence[SequenceTime] | None = None,
 ) -> list[list[TrainShard]]:
     """One shard per optimizer step and data-parallel rank.
 
@@ -52,6 +54,7 @@ def build_shards(
         quadratic_tokens: sequence length at which attention costs as much as everything else, for balance; None
             balances by tokens.
         version: the weights that are about to be trained, for the ages of tokens.
+        times: of each sample, where the time of a rollout runs through all its sequences.
 
     Returns:
         [steps][dp] shards. `sequence_ids` are indices into `samples`.
@@ -66,8 +69,10 @@ def build_shards(
         lengths = np.asarray([len(s) for s in chosen], np.int64)
         plan = packer.pack(lengths) if packed else packer.one_each(lengths)
         columns = [
-            PackedSequence(members[j], chosen[j], weights[j], np.asarray(advantages[members[j]], np.float32), version)
-            for j in range(len(chosen))
+            PackedSequence(
+                i, samples[i], weights[j], np.asarray(advantages[i], np.float32), version, times[i] if times else None
+            )
+            for j, i in enumerate(members)
         ]
         result.append(shards_of(columns, plan))
     return result

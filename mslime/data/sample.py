@@ -70,6 +70,8 @@ class Sample:
         supports: kept token ids per position, T rows; None when sampling was unrestricted.
         reward: None until scored; of the whole rollout.
         process_rewards: (position of the token that ends a step, reward), beside `reward`.
+        turns: (position at which it begins, number among the turns of the rollout) of each turn that was generated in
+            this sequence. Numbers are in the order in which turns ended, over all sequences of the rollout.
         scores: what the reward told beside its number, by metric: `reward/<part>/mean`, `user/<name>`.
         teacher_log_probs: [T] float32, a served teacher's log-probability of each trained token, 0 elsewhere; None
             until a finished sample is scored, and when no server holds the teacher.
@@ -89,6 +91,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
     reward: float | None = None
     process_rewards: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
+    turns: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     scores: dict[str, float] = field(default_factory=dict[str, float])
     teacher_log_probs: NDArray[np.float32] | None = None
     rollout_id: int | None = None
@@ -253,6 +256,7 @@ class Sample:
         if self.routes is not None:  # rows cover every token but the newest
             self.routes = self.routes.first(min(len(self.routes), at - 1 if at > self.prompt_length else 0))
         self.supports = None if self.supports is None else self.supports.first(at)
+        self.turns = [turn for turn in self.turns if turn[0] < at]
         return lost
 
     def branch(self, index: int, at: int) -> Sample:
@@ -278,7 +282,8 @@ class Sample:
         )
 
     def adopt(self, source: Sample, at: int) -> int:
-        """Train the first `at` tokens here, which were branched off `source` and are not trained there any more.
+        """Train the first `at` tokens here, which were branched off `source` and are not trained there any more. Turns
+        that began in them, and rewards of their steps, come along.
 
         Returns:
             How many of them are in the loss.
@@ -287,6 +292,8 @@ class Sample:
         old = [part for s in source.segments for part in _split(s, at) if part.end <= at]
         own = [part for s in self.segments for part in _split(s, at) if part.start >= at]
         self.segments = old + own
+        self.turns = [turn for turn in source.turns if turn[0] < at] + self.turns
+        self.process_rewards = [step for step in source.process_rewards if step[0] < at] + self.process_rewards
         self.loss_mask[:at] = source.loss_mask[:at]
         return int(self.loss_mask[:at].sum())
 

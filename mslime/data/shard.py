@@ -23,6 +23,7 @@ from mslime.config.algorithm import LossAggregation
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.supports import Supports
+from mslime.data.turns import SequenceTime
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -41,6 +42,9 @@ class TrainShard:
         behaviour_log_probs: [N] float32.
         rewards: [N] float32: the rollout's on its sequence's last trained token, process rewards where a step ends;
             None in supervised training.
+        pieces: [P, 3] int64, where time goes on from one sequence of a rollout to another, see `mslime.data.turns`:
+            length, number, number of the piece that follows or -1. None: time ends with each sequence.
+        num_pieces: of all shards of a rollout step.
         segment_index: [N] int32: which of its sequence's weight versions sampled the token, counted from 0 in order; 0
             where none did. None: not known.
         segment_ages: [N] int32: weight versions between the one that sampled the token and the one being trained; 0
@@ -69,6 +73,8 @@ class TrainShard:
     values: NDArray[np.float32] | None = None
     returns: NDArray[np.float32] | None = None
     rewards: NDArray[np.float32] | None = None
+    pieces: NDArray[np.int64] | None = None
+    num_pieces: int = 0
     segment_index: NDArray[np.int32] | None = None
     segment_ages: NDArray[np.int32] | None = None
     routes: Routes | None = None
@@ -101,6 +107,7 @@ class PackedSequence:
     Attributes:
         sequence_id: unique within the step. weights: [T] float32.
         advantage: 0-d or [T] float32. version: of the weights that are about to be trained; None: ages are not known.
+        time: how the rollout's time runs through it; None: time ends with the sequence.
     """
 
     sequence_id: int
@@ -108,6 +115,7 @@ class PackedSequence:
     weights: NDArray[np.float32]
     advantage: NDArray[np.float32]
     version: int | None = None
+    time: SequenceTime | None = None
 
     def advantages(self) -> NDArray[np.float32]:
         """[T] float32, 0 where the token is not trained."""
@@ -115,7 +123,10 @@ class PackedSequence:
         return np.where(self.sample.loss_mask, self.advantage, np.float32(0))
 
     def rewards(self) -> NDArray[np.float32]:
-        """[T] float32: the rollout's reward on the last trained token, process rewards where their steps end."""
+        """[T] float32: the rollout's reward on the last trained token, process rewards where their steps end; or as the
+        rollout's time has them."""
+        if self.time is not None and self.time.rewards is not None:
+            return self.time.rewards
         out = np.zeros(len(self.sample), np.float32)
         for position, reward in self.sample.process_rewards:
             out[position] += reward
@@ -165,6 +176,11 @@ def shards_of(columns: Sequence[PackedSequence], plan: Sequence[Sequence[Sequenc
     ]
 
 
+def _pieces(mine: Sequence[PackedSequence]) -> NDArray[np.int64]:
+    rows = [(p.length, p.number, p.following) for c in mine if c.time is not None for p in c.time.pieces]
+    return np.asarray(rows, np.int64).reshape(-1, 3)
+
+
 def _shard(
     columns: Sequence[PackedSequence],
     micro_batches: Sequence[Sequence[int]],
@@ -175,7 +191,7 @@ def _shard(
     has_teacher: bool,
 ) -> TrainShard:
     mine = [columns[i] for micro_batch in micro_batches for i in micro_batch]
-    ends = np.cumsum([0, *(len(m) for m in micro_batches)]).tolist()
+    ends, time = np.cumsum([0, *(len(m) for m in micro_batches)]).tolist(), columns[0].time
     return TrainShard(
         tokens=_joined([c.sample.tokens for c in mine], np.int32),
         lengths=np.asarray([len(c.sample) for c in mine], np.int64),
@@ -187,6 +203,8 @@ def _shard(
         micro_batches=tuple(tuple(range(a, b)) for a, b in itertools.pairwise(ends)),
         teacher_log_probs=_joined([c.teacher() for c in mine], np.float32) if has_teacher else None,
         rewards=_joined([c.rewards() for c in mine], np.float32) if has_rewards else None,
+        pieces=None if time is None else _pieces(mine),
+        num_pieces=0 if time is None else time.num_pieces,
         segment_index=_joined([c.segment_index() for c in mine], np.int32),
         segment_ages=_joined([c.segment_ages() for c in mine], np.int32) if has_ages else None,
         routes=None if template is None else _joined_routes(template, [c.sample for c in mine]),

@@ -24,11 +24,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from mslime.algorithms.advantages import group_rewards, rollout_advantages
+from mslime.algorithms.advantages import (
+    GroupRewards,
+    TurnAdvantages,
+    TurnRewards,
+    function_advantages,
+    group_rewards,
+)
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss
 from mslime.algorithms.statistics import LossStatistics, finalise
 from mslime.algorithms.token_batch import Reduce
@@ -238,9 +245,9 @@ def check_advantage(function: str, group_size: int = 8) -> list[str]:
     mixed = [float(i % 2) for i in range(group_size)]
     rewards = [*mixed, *([1.0] * group_size), *([0.0] * group_size), *(0.1 * i - 0.3 for i in range(group_size))]
     groups = np.repeat(np.arange(4), group_size)
-    grouped = group_rewards(rewards, groups, np.arange(len(rewards)))
+    grouped = _with_turns(group_rewards(rewards, groups, np.arange(len(rewards))))
     before = grouped.rewards.copy()
-    found, again = (rollout_advantages(grouped, function) for _ in range(2))
+    found, again = (_of_first_turns(grouped, function) for _ in range(2))
     if not np.array_equal(grouped.rewards, before):
         raise ConfigError("algorithm.advantage", function, "changes the rewards that it is given",
                           "copy them before you write to them")  # fmt: skip
@@ -253,6 +260,19 @@ def check_advantage(function: str, group_size: int = 8) -> list[str]:
         f"rewards {_listed(mixed)}: advantages {_listed(by_group[0].tolist())}",
         f"rewards all 1: advantages {_listed(by_group[1].tolist())}",
     ]
+
+
+def _with_turns(grouped: GroupRewards) -> GroupRewards:
+    """With two turns in every rollout, whose steps have a tenth of its reward."""
+    rollouts = np.arange(len(grouped.rewards))
+    turns = TurnRewards(np.repeat(rollouts, 2), np.tile([0, 1], len(rollouts)), np.repeat(grouped.rewards / 10, 2))
+    return replace(grouped, turns=turns)
+
+
+def _of_first_turns(grouped: GroupRewards, function: str) -> NDArray[np.float64]:
+    """[R] what the function gives the rollouts, or their first turns."""
+    found = function_advantages(grouped, function)
+    return np.asarray(found.values[::2], np.float64) if isinstance(found, TurnAdvantages) else found
 
 
 def _listed(numbers: list[float]) -> str:

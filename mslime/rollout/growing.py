@@ -70,6 +70,12 @@ class GrowingSample:
         """What it holds now is right."""
         self._known, self.trained = self._print(), self.sample.trainable_tokens
 
+    def end_turn(self, number: int) -> None:
+        """Its turn ends here, as the rollout's turn `number`; the next one begins here."""
+        if len(self.sample) > self.turn_start:
+            self.sample.turns.append((self.turn_start, number))
+        self.turn_start = len(self.sample)
+
     @property
     def untouched(self) -> bool:
         """Whether it holds what `note` saw."""

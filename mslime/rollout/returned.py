@@ -24,7 +24,7 @@ class Told:
 
     Attributes:
         chosen: the sequences that are trained, at least one.
-        steps: process rewards by id() of their sample, where the function gives some.
+        steps: process rewards by id() of the sample in which their tokens were generated, chosen or not.
     """
 
     chosen: list[GrowingSample]
@@ -102,11 +102,13 @@ def _reward(episode: Episode, chosen: Sequence[GrowingSample], error: Mistake) -
 
 def _steps(episode: Episode, chosen: Sequence[GrowingSample], error: Mistake) -> dict[int, list[tuple[int, float]]]:
     steps: dict[int, list[tuple[int, float]]] = {}
-    samples = {id(g.sample): g.sample for g in chosen}
+    by_id = {id(g.sample): g for g in chosen}
     for sample, at, reward in episode.step_rewards:
-        known = samples.get(id(sample))
-        if known is None or not 0 <= at < len(known) or not math.isfinite(reward):
+        known = by_id.get(id(sample))
+        if known is None or not 0 <= at < len(sample) or not math.isfinite(reward):
             way_out = "name a sequence that is returned, a position within it, and a finite number"
             raise error(f"gave the step reward {reward!r:.40} at token {at!r:.40}", way_out)
-        steps.setdefault(id(sample), []).append((int(at), float(reward)))
+        while known.source is not None and at < known.at:
+            known = known.source
+        steps.setdefault(id(known.sample), []).append((int(at), float(reward)))
     return steps

@@ -280,6 +280,7 @@ def _header(s: Sample) -> dict[str, Any]:
         "metadata": s.metadata,
         "reward": s.reward,
         "process_rewards": s.process_rewards,
+        "turns": s.turns,
         "scores": s.scores,
         "rollout_id": s.rollout_id,
         "status": s.status.value,
@@ -312,6 +313,7 @@ def _sample(header: Mapping[str, Any], stored: Stored) -> Sample:
         supports = Supports.of_sizes(ids, sizes)
     h["segments"] = [_segment(*s) for s in h["segments"]]
     h["process_rewards"] = [(int(at), float(reward)) for at, reward in h.get("process_rewards", [])]
+    h["turns"] = [(int(start), int(number)) for start, number in h.get("turns", [])]
     h["status"] = SampleStatus(h["status"])
     h |= {name: stored.cut(name, n).astype(dtype, casting="same_kind") for name, dtype in _COLUMNS.items()}
     if taught:

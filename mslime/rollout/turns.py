@@ -119,6 +119,8 @@ class Rollout:
         if len(sample) + len(tokens) >= self._sampling.longest_input:
             grown.finish = "length"
             raise NoRoomError(f"{len(tokens)} tokens after {len(sample)}; {self._sampling.longest_input} are too many")
+        if len(sample) > grown.turn_start:  # of a turn that was cancelled
+            self._end_turn(grown)
         sample.extend(tokens)
         grown.turn_start = len(sample)
         grown.note()
@@ -206,6 +208,8 @@ class Rollout:
         for grown in self._grown:
             self._check_untouched(grown)
         told = told_of(returned, self._grown, self._error)
+        for grown in self._grown:
+            grown.sample.process_rewards = told.steps.get(id(grown.sample), grown.sample.process_rewards)
         settle(self._group, self._grown, told.chosen, self._books)
         self._over = True
         self._finish(told, told_by_chats)
@@ -281,9 +285,14 @@ class Rollout:
             sample.status = SampleStatus.ABORTED if step.finish == "abort" else SampleStatus.PENDING
             grown.note()
             self._books.generated(sample, step.tokens)
-        self._turns += 1
-        grown.newest, grown.turn_start = self._turns, len(sample)
+        grown.newest = self._end_turn(grown)
         return Turn(sample.tokens[start:], "stop" if grown.finish == "stop" else "length", self._generator.decode)
+
+    def _end_turn(self, grown: GrowingSample) -> int:
+        """A turn of the rollout has ended; its number."""
+        self._turns += 1
+        grown.end_turn(self._turns)
+        return self._turns
 
     def _finish(self, told: Told, told_by_chats: Mapping[str, float]) -> None:
         """Mark the chosen sequences as finished, with what the function told of them."""
@@ -294,7 +303,6 @@ class Rollout:
             sample.status = SampleStatus.COMPLETED if whole else SampleStatus.TRUNCATED
             sample.response = self._generator.decode(sample.response_tokens.tolist())
             sample.reward = told.reward
-            sample.process_rewards = told.steps.get(id(sample), sample.process_rewards)
         last.sample.scores |= {f"user/{name}": number for name, number in told.metrics.items()} | dict(told_by_chats)
 
     def _add(self, grown: GrowingSample) -> Sample:

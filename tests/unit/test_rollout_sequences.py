@@ -107,6 +107,33 @@ def test_an_episode_tells_rewards_of_steps_and_metrics(tmp_path: Path) -> None:
     run(work)
 
 
+def test_turns_are_numbered_over_all_sequences_and_each_is_known_where_it_was_generated(tmp_path: Path) -> None:
+    async def work() -> None:
+        for group in await one_step(tmp_path, "branches"):
+            for trunk, other in group.rollouts():
+                first = trunk.prompt_length
+                assert trunk.turns[0] == (first, 1) and [at for at, _ in trunk.turns] == [first, first + 4]
+                assert [at for at, _ in other.turns] == [first + 5]
+                assert sorted(number for s in (trunk, other) for _, number in s.turns) == [1, 2, 3]
+                assert other.turns[0][1] == 2  # the shorter one ended first
+
+    run(work)
+
+
+def test_a_reward_on_a_shared_turn_is_its_turns_wherever_that_is_trained(tmp_path: Path) -> None:
+    async def work() -> None:
+        for group in await one_step(tmp_path, "rewards_a_shared_turn"):
+            for other, trunk in group.rollouts():
+                assert trunk.process_rewards == [(trunk.prompt_length + 2, 0.5)]
+                assert other.process_rewards == [(len(other) - 1, 0.25)]
+        for group in await one_step(tmp_path, "rewards_a_shared_turn_of_the_branch_alone"):
+            for (other,) in group.rollouts():
+                assert other.process_rewards == [(other.prompt_length + 2, 0.5)]
+                assert [at for at, _ in other.turns] == [other.prompt_length, other.prompt_length + 5]
+
+    run(work)
+
+
 def test_what_is_cut_or_masked_is_in_the_ledger(tmp_path: Path) -> None:
     async def work() -> None:
         service = make_service(run_config(tmp_path, function=named("cuts_and_masks")), engine())

@@ -25,6 +25,17 @@ async def branches(task: Task, engine: Engine) -> list[Sample]:
     return [trunk, other]
 
 
+async def rewards_a_shared_turn(task: Task, engine: Engine) -> Episode:
+    """The step is named by the branch, and trained in the trunk."""
+    trunk, other = await branches(task, engine)
+    return Episode([other, trunk], 1.0, [(other, other.prompt_length + 2, 0.5), (other, len(other) - 1, 0.25)])
+
+
+async def rewards_a_shared_turn_of_the_branch_alone(task: Task, engine: Engine) -> Episode:
+    other = (await branches(task, engine))[1]
+    return Episode([other], 1.0, [(other, other.prompt_length + 2, 0.5)])
+
+
 async def returns_only_the_branch(task: Task, engine: Engine) -> list[Sample]:
     return [(await branches(task, engine))[1]]
 

@@ -63,6 +63,8 @@ def _columns(shard: TrainShard, algorithm: AlgorithmConfig) -> TokenColumns:
         reference_log_probs=shard.reference_log_probs,
         teacher_log_probs=shard.teacher_log_probs,
         values=shard.values,
+        pieces=shard.pieces,
+        num_pieces=shard.num_pieces,
     )
 
 
