@@ -114,11 +114,12 @@ def _router_dispatch(config: RunConfig) -> None:
             "sinkhorn routing does not go through the top-k that replay forces",
             "use none, aux_loss or seq_aux_loss",
         )
-    if extra.get("moe_router_load_balancing_type") == "global_aux_loss" and config.layout.dp * config.layout.cp > 1:
+    several = config.layout.dp * config.layout.cp > 1 or config.layout.vpp > 1
+    if extra.get("moe_router_load_balancing_type") == "global_aux_loss" and several:
         raise ConfigError(
             "megatron.moe_router_load_balancing_type",
             "global_aux_loss",
-            "its running mean differs between data-parallel layouts by design",
+            "its running mean differs between data-parallel layouts by design, and counts micro-batches of padding",
             "use aux_loss or seq_aux_loss",
         )
 

@@ -2,6 +2,10 @@
 
 DeepSeek-V2's softmax router chooses experts from the groups whose best expert scores highest (arXiv 2405.04434, section
 2.2.2). megatron-core ranks groups by the sum of several experts (`moe_utils.group_limited_topk`): DeepSeek-V3's rule.
+
+Where routers have losses of their own, or count tokens for their bias, rows of padding are left out. megatron-core has
+a mask for that; what it makes of it is put right here: a z-loss whose mean is each rank's own, a bias that takes no
+mask, and a division by zero where a micro-batch is padding alone.
 """
 
 from __future__ import annotations
@@ -9,7 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -50,19 +56,80 @@ def choose_from_best_groups(scores: Tensor, top_k: int, groups: int, chosen: int
     return values, indices
 
 
+def excludes_padding(config: TransformerConfig) -> bool:
+    """Whether routers have to know which rows are padding: they have a loss of their own, or count tokens."""
+    found: Any = config.moe_aux_loss_coeff
+    coefficients = found if isinstance(found, list) else [found]
+    counts = config.moe_router_enable_expert_bias
+    return bool(config.num_moe_experts) and (any(coefficients) or config.moe_z_loss_coeff is not None or counts)
+
+
+class TokenRouter(TopKRouter):
+    """megatron-core's router, whose losses and counts are of tokens: rows of padding are none, on whichever rank."""
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        return self._balanced(probs, scores_for_aux_loss, routing_map, "aux_loss", "load_balancing_loss")
+
+    def _apply_seq_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, seq_length: int, bsz: int,
+        with_padding_mask: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert bsz == 1, "sequences are packed, or come one by one"
+        return self._balanced(probs, scores_for_aux_loss, routing_map, "seq_aux_loss", "seq_load_balancing_loss")
+
+    def _balanced(self, probs: Tensor, scores: Tensor, routing_map: Tensor, kind: str, name: str) -> Tensor:
+        """`probs` with the loss of a micro-batch attached: E * sum over experts of its share of the tokens times its
+        mean score (arXiv 2101.03961, eq. 4). `scores` and `routing_map` [rows, experts] are 0 for padding."""
+        coefficient = self.get_aux_loss_coeff(kind)
+        if coefficient == 0:
+            return probs
+        counts = reduce_from_tensor_model_parallel_region(routing_map.sum(dim=0), self.tp_cp_group)
+        tokens = (counts.sum() / self.topk).clamp(min=1.0)  # 0 where all of the micro-batch is padding
+        loss = switch_load_balancing_loss_func(
+            probs=scores,
+            tokens_per_expert=counts,
+            total_num_tokens=tokens,  # type: ignore[arg-type]
+            topk=self.topk,
+            num_experts=self.config.num_moe_experts,  # type: ignore[arg-type]
+            moe_aux_loss_coeff=coefficient,
+            fused=self.config.moe_router_fusion,
+        )
+        return self.attach_and_log_load_balancing_loss(probs, coefficient, loss, name, self.tp_cp_group)
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """`logits` [rows, experts] with the mean over the micro-batch's tokens of the squared log-sum-exp attached
+        (arXiv 2202.08906, eq. 5)."""
+        coefficient = self.config.moe_z_loss_coeff
+        if coefficient is None or not self.training or not torch.is_grad_enabled():
+            return logits
+        kept = torch.ones_like(logits[:, 0]) if padding_mask is None else (~padding_mask).to(logits.dtype)
+        tokens = reduce_from_tensor_model_parallel_region(kept.sum(), self.tp_cp_group).clamp(min=1.0)
+        loss = coefficient * (torch.logsumexp(logits, dim=-1).square() * kept).sum() / tokens
+        return MoEAuxLossAutoScaler.apply(logits, loss)  # type: ignore[return-value]
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask[:, None]
+        super()._apply_expert_bias(routing_map)
+
+
 def use_own_routers(block: TransformerBlockSubmodules, config: TransformerConfig) -> None:
-    """Put them into every layer of the spec that routes with softmax scores within groups.
+    """Put them into every layer of the spec that routes with softmax scores within groups, or has to leave out padding.
 
     Raises:
         ConfigError: a setting asks for what these routers do not compute.
     """
-    if config.moe_router_score_function != "softmax" or not config.moe_router_group_topk:
+    within_groups = config.moe_router_score_function == "softmax" and config.moe_router_group_topk
+    if within_groups:
+        _refuse(config)
+    elif not excludes_padding(config):
         return
-    _refuse(config)
     for layer in block.layer_specs or []:
         submodules: Any = layer.submodules.mlp.submodules  # type: ignore[union-attr]
         if isinstance(submodules, MoESubmodules):
-            submodules.router = BestOfGroupRouter
+            submodules.router = BestOfGroupRouter if within_groups else TokenRouter
 
 
 def _refuse(config: TransformerConfig) -> None:

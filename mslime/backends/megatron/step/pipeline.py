@@ -25,8 +25,9 @@ from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, 
 from mslime.algorithms.statistics import LossStatistics
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
 from mslime.backends.megatron.model.naming import unwrap
+from mslime.backends.megatron.model.routers import excludes_padding
 from mslime.backends.megatron.parallel import ParallelState
-from mslime.backends.megatron.step.batches import MicroBatch, build_micro_batch
+from mslime.backends.megatron.step.batches import PADDING, MicroBatch, build_micro_batch
 from mslime.config.training import PolicySpec
 from mslime.data.shard import TrainShard
 
@@ -144,7 +145,7 @@ class Pipeline:
             index = unwrap(chunk).vp_stage or 0
             if routes is not None:
                 routes.before_forward(index, batch)
-            output = chunk(**self._model_inputs(batch))
+            output = chunk(**self._model_inputs(batch, embeds=unwrap(chunk).pre_process))
             if routes is not None:
                 routes.after_forward(index, batch)
             if index == len(self.chunks) - 1:
@@ -173,13 +174,17 @@ class Pipeline:
     ) -> tuple[Tensor, dict[str, Any]]:
         return on_output(batch, output.squeeze(0))
 
-    def _model_inputs(self, batch: MicroBatch) -> dict[str, Any]:
+    def _model_inputs(self, batch: MicroBatch, embeds: bool) -> dict[str, Any]:
+        """What a model chunk is called with. One with the embedding cuts the mask of padding as it cuts the tokens."""
         inputs: dict[str, Any] = {
             "input_ids": batch.tokens,
             "position_ids": batch.position_ids,
             "attention_mask": None,
             "packed_seq_params": None if batch.cumulative_lengths is None else _packed(batch),
         }
+        if excludes_padding(self.config):
+            rows = batch.slicer.rows if embeds else batch.slicer.layer_rows
+            inputs["padding_mask"] = torch.from_numpy(rows == PADDING).to(self.device)[None]
         if self.config.bf16:
             inputs["fp32_output"] = False  # log-probs go to float32 chunk by chunk
         return inputs
