@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 Credit = Literal["auto", "episode", "steps"]
 """What the rewards of an environment's steps are beside the episode's reward."""
 
+TurnsOf = Literal["text", "chat"]
+"""What an episode is made of."""
+
 TIMED_ADVANTAGES = ("reinforce_pp", "gae")
 """Advantages that read when a reward came."""
 
@@ -57,8 +60,24 @@ def check_environment_settings(config: RunConfig) -> None:
     elif rollout.environment_options:
         raise ConfigError("rollout.environment_options", rollout.environment_options, "has no class to go to",
                           "name it in rollout.environment")  # fmt: skip
+    _check_chat(config)
     usable = ("grpo", *TIMED_ADVANTAGES)
     if rollout.environment_credit == "steps" and config.algorithm.advantage not in usable:
         raise ConfigError("rollout.environment_credit", "steps",
                           f"algorithm.advantage {config.algorithm.advantage} reads rewards of whole rollouts alone",
                           f"use episode, or one of the advantages {', '.join(usable)}")  # fmt: skip
+
+
+def _check_chat(config: RunConfig) -> None:
+    """Raise ConfigError where episodes are chats and the run could not play them, or credit their steps."""
+    if config.rollout.environment_turns != "chat":
+        return
+    if not config.data.apply_chat_template:
+        raise ConfigError("rollout.environment_turns", "chat", "needs messages, and data.apply_chat_template is false",
+                          "set it, or use text")  # fmt: skip
+    timed = config.algorithm.advantage in TIMED_ADVANTAGES and config.rollout.environment_credit != "episode"
+    if timed and config.algorithm.credit != "turns":
+        raise ConfigError("rollout.environment_turns", "chat",
+                          f"an episode may be several sequences, and algorithm.advantage {config.algorithm.advantage} "
+                          "spreads its reward over the steps of all of them",
+                          "set algorithm.credit: turns, or rollout.environment_credit: episode")  # fmt: skip

@@ -26,7 +26,7 @@ from mslime.config.choices import (
 )
 from mslime.config.cluster import ClusterConfig
 from mslime.config.engines import SGLangConfig, TeacherConfig
-from mslime.config.environments import Credit, EnvironmentLimitsConfig
+from mslime.config.environments import Credit, EnvironmentLimitsConfig, TurnsOf
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import MegatronConfig
 from mslime.config.observing import ObserveConfig
@@ -133,6 +133,12 @@ class RolloutConfig(Section):
     )
     environment_options: dict[str, Any] = Field(
         default_factory=dict, description="What the constructor of that class is given."
+    )
+    environment_turns: TurnsOf = Field(
+        default="text",
+        description="How an episode goes on from turn to turn. text: one sequence, to which observations are added, in "
+        "the chat template with data.apply_chat_template. chat: messages, as with engine.chat; where the family's "
+        "template drops earlier thinking another sequence begins (not with rollout.thinking: keep).",
     )
     environment_limits: EnvironmentLimitsConfig = Field(default_factory=EnvironmentLimitsConfig)
     environment_credit: Credit = Field(

@@ -18,7 +18,7 @@ from mslime.rollout.environments.pool import (
 )
 from mslime.rollout.environments.protocol import EnvironmentTask, Observation, Step
 from mslime.rollout.environments.result import EnvironmentJob
-from mslime.rollout.environments.turns import ChatTurns, PlainTurns, Turns
+from mslime.rollout.environments.turns import ChatTalk, ChatTurns, OneSequence, PlainTurns, Said, Talk, Turns
 from mslime.rollout.workflow import Engine, Episode, NoRoomError, Task, Workflow, load_workflow
 
 
@@ -27,16 +27,17 @@ class Played:
     """What has happened in an episode.
 
     Attributes:
-        steps: (position of the last token of the action, what it led to).
+        samples: its sequences, the one with the newest turn last.
+        steps: (what the model said, what it led to).
     """
 
-    sample: Sample
-    steps: list[tuple[int, Step]] = field(default_factory=list[tuple[int, Step]])
+    samples: list[Sample]
+    steps: list[tuple[Said, Step]] = field(default_factory=list[tuple[Said, Step]])
 
     @property
-    def rewards(self) -> list[tuple[int, float]]:
-        """(position, reward) of the steps that have one."""
-        return [(at, step.reward) for at, step in self.steps if step.reward is not None]
+    def rewards(self) -> list[tuple[Said, float]]:
+        """(what earned it, reward) of the steps that have one."""
+        return [(said, step.reward) for said, step in self.steps if step.reward is not None]
 
     @property
     def reward(self) -> float | None:
@@ -51,10 +52,13 @@ class EnvironmentRollout:
     """The rollout function of a run whose rollouts are episodes in an environment.
 
     Args:
+        turns: of episodes that are one sequence; None: episodes are chats.
         credit: what becomes of the rewards of steps: `none`, `steps` (beside the episode's), or `moved` (in its place).
     """
 
-    def __init__(self, pool: EnvironmentPool, limits: EnvironmentLimitsConfig, turns: Turns, credit: str) -> None:
+    def __init__(
+        self, pool: EnvironmentPool, limits: EnvironmentLimitsConfig, turns: Turns | None, credit: str
+    ) -> None:
         self._pool, self._limits, self._turns, self._credit = pool, limits, turns, credit
 
     async def __call__(self, task: Task, engine: Engine) -> Episode:
@@ -73,24 +77,30 @@ class EnvironmentRollout:
 
     async def _play(self, task: Task, engine: Engine, alone: bool) -> Played:
         async with self._opened(alone) as environment:
-            played = Played(self._begin(task, engine, await environment.reset(_task(task))))
+            talk = self._begin(task, engine, await environment.reset(_task(task)))
+            played = Played(talk.samples)
             for _ in range(self._limits.turns):
-                turn = await engine.generate(played.sample)
-                if not len(turn.tokens):
+                said = await talk.said()
+                if said is None:
                     break
-                step = await environment.step(turn.text)
-                played.steps.append((len(played.sample) - 1, step))
+                played.samples = talk.samples
+                step = await environment.step(said.text)
+                played.steps.append((said, step))
                 if step.done or self._out_of_time(environment):
                     break
                 try:
-                    self._turns.add(engine, played.sample, step.observation)
+                    talk.hear(step.observation)
                 except NoRoomError:
                     break
+            if self._turns is None and not played.steps:
+                raise self._pool.failed("reset returned what leaves no room for a turn")
             return played
 
-    def _begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
+    def _begin(self, task: Task, engine: Engine, first: Observation) -> Talk:
+        if self._turns is None:
+            return ChatTalk(task, engine, first)
         try:
-            return self._turns.begin(task, engine, first)
+            return OneSequence(engine, self._turns.begin(task, engine, first), self._turns)
         except NoRoomError as error:
             raise self._pool.failed(f"reset returned what does not fit: {error}") from error
 
@@ -111,20 +121,20 @@ class EnvironmentRollout:
         metrics = {"environment_turns": float(len(played.steps)), "environment_done": float(done)}
         for _, step in played.steps:
             metrics |= step.metrics
-        credit = [(played.sample, at, reward) for at, reward in self._credited(played)]
-        return Episode([played.sample], played.reward, credit, metrics)
+        credit = [(said.sample, said.last, reward) for said, reward in self._credited(played)]
+        return Episode(played.samples, played.reward, credit, metrics)
 
-    def _credited(self, played: Played) -> list[tuple[int, float]]:
-        """(position, process reward), so that what a step brought counts there."""
+    def _credited(self, played: Played) -> list[tuple[Said, float]]:
+        """(what was said, process reward), so that what a step brought counts there."""
         steps = played.rewards
         if self._credit == "none" or not steps:
             return []
         if self._credit == "steps":
             return steps
-        moved = dict[int, float](steps)
         last = played.steps[-1][0]  # there the reward of the whole episode is added
-        moved[last] = moved.get(last, 0.0) - sum(reward for _, reward in steps)
-        return [(at, reward) for at, reward in moved.items() if reward]
+        moved = [*steps, (last, -sum(reward for _, reward in steps))]
+        found = [(said, sum(reward for other, reward in moved if other is said)) for said, _ in played.steps]
+        return [(said, reward) for said, reward in found if reward]
 
 
 def open_workflow(config: RunConfig, tokenizer: Tokenizer) -> Workflow:
@@ -138,9 +148,14 @@ def open_workflow(config: RunConfig, tokenizer: Tokenizer) -> Workflow:
     if rollout.environment is None:
         return load_workflow(rollout.function)
     job = EnvironmentJob(rollout.environment, rollout.environment_options, limits.call_s, limits.memory_mib)
-    chat = config.data.apply_chat_template
-    turns = ChatTurns(tokenizer, config.data.chat_template_kwargs) if chat else PlainTurns()
-    return EnvironmentRollout(EnvironmentPool(job, limits.workers), limits, turns, _credit(config))
+    return EnvironmentRollout(EnvironmentPool(job, limits.workers), limits, _turns(config, tokenizer), _credit(config))
+
+
+def _turns(config: RunConfig, tokenizer: Tokenizer) -> Turns | None:
+    if config.rollout.environment_turns == "chat":
+        return None
+    template = config.data.apply_chat_template
+    return ChatTurns(tokenizer, config.data.chat_template_kwargs) if template else PlainTurns()
 
 
 def _credit(config: RunConfig) -> str:

@@ -3,16 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mslime.config.errors import ConfigError
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.environments.protocol import Messages, Observation
-from mslime.rollout.workflow import Engine, Task
+from mslime.rollout.workflow import Engine, NoRoomError, Task
 
 _SAID = "\ue000said\ue001"
 """Stands for a reply in the template; no template writes it."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the model said in a turn: its text, and the position of its last token in a sequence of the rollout."""
+
+    text: str
+    sample: Sample
+    last: int
+
+
+class Talk(Protocol):
+    """An episode's conversation.
+
+    Attributes:
+        samples: its sequences, the one with the newest turn last.
+    """
+
+    samples: list[Sample]
+
+    async def said(self) -> Said | None:
+        """The model's next turn; None where there is no room for one."""
+        ...
+
+    def hear(self, observation: Observation) -> None:
+        """What the model reads next. Raises NoRoomError when it does not fit."""
+        ...
+
+
+class OneSequence:
+    """A conversation in one sequence, which grows by the tokens of turns and of texts."""
+
+    def __init__(self, engine: Engine, sample: Sample, turns: Turns) -> None:
+        self._engine, self._turns, self.samples = engine, turns, [sample]
+
+    async def said(self) -> Said | None:
+        """See `Talk`."""
+        (sample,) = self.samples
+        turn = await self._engine.generate(sample)
+        return Said(turn.text, sample, len(sample) - 1) if len(turn.tokens) else None
+
+    def hear(self, observation: Observation) -> None:
+        """See `Talk`."""
+        self._turns.add(self._engine, self.samples[0], observation)
 
 
 class Turns(Protocol):
@@ -54,15 +99,8 @@ class ChatTurns:
         self._tokenizer, self._options = tokenizer, options
 
     def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
-        """See `Turns`. A first text goes to the end of the prompt, where that is a user's message."""
-        if not first:
-            return engine.new_sample()
-        prompt = [dict(m) for m in task.messages or [{"role": "user", "content": task.text}]]
-        new = _messages(first)
-        last = prompt[-1]
-        if isinstance(first, str) and last["role"] == "user" and isinstance(last["content"], str):
-            prompt[-1], new = {**last, "content": f"{last['content']}\n\n{first}"}, []
-        return engine.new_sample(engine.encode(self._render([*prompt, *new])))
+        """See `Turns`."""
+        return engine.new_sample(engine.encode(self._render(opening(task, first)))) if first else engine.new_sample()
 
     def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
         """See `Turns`."""
@@ -88,6 +126,38 @@ class ChatTurns:
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         return self._tokenizer.render(messages, self._options)
+
+
+class ChatTalk:
+    """A conversation in messages: the run's renderer extends the tokens of the model's turns, and where the family's
+    template writes history anew, another sequence of the rollout begins (docs/agents.md)."""
+
+    def __init__(self, task: Task, engine: Engine, first: Observation) -> None:
+        self._engine, self._messages = engine, opening(task, first)
+        self.samples: list[Sample] = []
+
+    async def said(self) -> Said | None:
+        """See `Talk`."""
+        try:
+            reply = await self._engine.chat(self._messages)
+        except NoRoomError:
+            return None
+        self._messages.append(reply.message)
+        self.samples = [*(s for s in self.samples if s is not reply.sample), reply.sample]
+        return Said(reply.text, reply.sample, reply.end - 1)
+
+    def hear(self, observation: Observation) -> None:
+        """See `Talk`. Whether it fits is known with the next turn. A chat goes on with a message, if an empty one."""
+        self._messages += _messages(observation)
+
+
+def opening(task: Task, first: Observation) -> Messages:
+    """The prompt's messages with what `reset` returned; a text goes to the end of a user's message."""
+    prompt = [dict(m) for m in task.messages or [{"role": "user", "content": task.text}]]
+    last = prompt[-1]
+    if isinstance(first, str) and last["role"] == "user" and isinstance(last["content"], str):
+        return [*prompt[:-1], {**last, "content": f"{last['content']}\n\n{first}"}] if first else prompt
+    return [*prompt, *_messages(first)] if first else prompt
 
 
 def _messages(observation: Observation) -> Messages:

@@ -1,0 +1,125 @@
+"""Environments of NeMo Gym (0.4.0), over its HTTP protocol: an agent server's POST /run plays an episode.
+
+A Gym has one model server for all episodes; mslime gives every rollout an endpoint of its own. So the Gym's model
+server (its `openai_model`) is pointed at a relay here, which hands each request to the rollout that it belongs to: by a
+name in `metadata` of `responses_create_params`, which agents pass on to the model server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import aiohttp
+from aiohttp import web
+
+from mslime.rollout.environments.verifiers import asked_of, episode_of, is_number
+from mslime.rollout.server.sessions import ModelEndpoint
+from mslime.rollout.workflow import Engine, Episode, Task
+
+NAME = "mslime_rollout"
+"""In a request's metadata: the key of the rollout's endpoint."""
+
+OWN = ("responses_create_params", "response", "reward")
+MOST_BYTES = 64 * 2**20
+
+
+class NemoGym:
+    """A rollout function: an episode of an agent server of NeMo Gym for each rollout.
+
+        rollout = NemoGym("http://127.0.0.1:8001", relay_port=8702)      # rollout.function: my_project.rollouts:rollout
+
+    The Gym runs with `policy_base_url=http://HOST:RELAY_PORT/v1`, and any key and name of a model.
+
+    Args:
+        url: of the agent server.
+        relay_port: on which the Gym's model server finds the model; 0: any, see `relay`.
+        relay_host: an address that the Gym reaches. Whoever reaches it needs the key of a rollout.
+    """
+
+    def __init__(self, url: str, relay_port: int, relay_host: str = "127.0.0.1") -> None:
+        self._url, self.relay = url.rstrip("/"), Relay(relay_host, relay_port)
+
+    async def __call__(self, task: Task, engine: Engine) -> Episode:
+        """See `mslime.rollout.workflow`. The row's metadata is a row of the Gym: `responses_create_params` and others.
+        Numbers that the verifier adds to its answer are metrics."""
+        row = dict(task.metadata)
+        asked = row.get("responses_create_params")
+        if not isinstance(asked, dict):
+            raise ValueError("the row's metadata has no responses_create_params: put the Gym's row there")
+        endpoint = await engine.endpoint()
+        async with self.relay.serving(endpoint):
+            named = {**cast("dict[str, Any]", asked)}
+            named["metadata"] = {**(named.get("metadata") or {}), NAME: endpoint.key}
+            answer = await asked_of(f"{self._url}/run", {**row, "responses_create_params": named})
+        if isinstance(answer, str):
+            return episode_of(answer)
+        told = {name: n for name, n in answer.items() if name not in row and name not in OWN and is_number(n)}
+        return episode_of({"reward": answer.get("reward"), "metrics": told})
+
+
+class Relay:
+    """Hands requests of a Gym's model server to the rollouts that they belong to.
+
+    Attributes:
+        port: that it listens on, once a rollout is served.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self.port = host, port
+        self._endpoints: dict[str, ModelEndpoint] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+
+    def serving(self, endpoint: ModelEndpoint) -> _Serving:
+        """While it is entered, requests that name the endpoint's key reach it."""
+        return _Serving(self, endpoint)
+
+    async def add(self, endpoint: ModelEndpoint) -> None:
+        """Take its requests; listen, if this is the first."""
+        async with self._starting:
+            self._endpoints[endpoint.key] = endpoint
+            if self._runner is None:
+                app = web.Application(client_max_size=MOST_BYTES)
+                app.add_routes([web.post("/v1/{route:responses|chat/completions}", self._pass_on)])
+                runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+                await runner.setup()
+                await web.TCPSite(runner, self._host, self.port).start()
+                self._runner, self.port = runner, runner.addresses[0][1]
+
+    async def remove(self, endpoint: ModelEndpoint) -> None:
+        """Take them no more; stop listening, if this was the last."""
+        async with self._starting:
+            del self._endpoints[endpoint.key]
+            if not self._endpoints and self._runner is not None:
+                runner, self._runner = self._runner, None
+                await runner.cleanup()
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        metadata = dict(body.get("metadata") or {})
+        endpoint = self._endpoints.get(str(metadata.pop(NAME, "")))
+        if endpoint is None:
+            error = {"message": f"metadata.{NAME} names no rollout under way", "type": "invalid_request_error"}
+            return web.json_response({"error": error}, status=400, headers={"x-should-retry": "false"})
+        body["metadata"] = metadata
+        url = f"{endpoint.openai_url.rstrip('/')}/{request.match_info['route']}"
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+            session.post(url, json=body, headers={"Authorization": f"Bearer {endpoint.key}"}) as response,
+        ):
+            read = await response.read()
+            return web.Response(body=read, status=response.status, content_type=response.content_type)
+
+
+class _Serving:
+    """The time in which a relay takes the requests of an endpoint."""
+
+    def __init__(self, relay: Relay, endpoint: ModelEndpoint) -> None:
+        self._relay, self._endpoint = relay, endpoint
+
+    async def __aenter__(self) -> None:
+        await self._relay.add(self._endpoint)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._relay.remove(self._endpoint)
