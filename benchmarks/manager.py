@@ -1,11 +1,13 @@
 """CPU of the rollout service by response and by token, against the bare HTTP exchange of the same answers.
 
-    python benchmarks/manager.py [--engines 256] [--requests 50000] [--cases short,qwen3-30b,deepseek-v3]
+    python benchmarks/manager.py [--engines 256] [--requests 50000] [--cases short,qwen3-30b,...] [--profile CASE]
 
 The fleet is fake: one process listens on a port for each engine and sends a canned answer in SGLang 0.5.23's format at
 once. Real are the requests, HTTP, parsing, the pool, groups, books and the assembly of shards. CPU seconds are those of
-this process alone; measure on a quiet machine all the same. The floor is an aiohttp client that posts the same bodies
-and reads the answers without looking at them. Ends with one line of JSON; `ratio` is CPU over the floor.
+this process alone, and the least of `--repeats` passes; measure on a quiet machine all the same. The floor is an
+aiohttp client that posts the same bodies and reads the answers without looking at them. With `masks`, each token comes
+with the 55 ids, on average, that it was drawn from at top-p 0.9. Ends with one line of JSON; `ratio` is CPU over the
+floor. `--profile` prints where the rollout service spends the time of a case.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import cProfile
 import json
 import multiprocessing
+import pstats
 import resource
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +32,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import orjson
 from aiohttp import web
 from rich.console import Console
 from rich.table import Table
@@ -44,18 +50,20 @@ from mslime.data.tokenizer import load_tokenizer
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.service import RolloutService
 
-PROMPT, GROUP, VOCABULARY = 128, 8, 256
-IN_FLIGHT = 4000
+PROMPT, GROUP, VOCABULARY = 128, 8, 151_936
+CUT = {"top_p": 0.9, "top_k": 4096}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Responses of `tokens` tokens, of a model that routes in `layers` layers to `top_k` of `experts` experts."""
+    """Responses of `tokens` tokens, of a model that routes in `layers` layers to `top_k` of `experts` experts, with
+    sampling masks or without."""
 
     tokens: int
     layers: int
     top_k: int
     experts: int
+    masks: bool = False
 
     @property
     def facts(self) -> ModelFacts:
@@ -77,10 +85,37 @@ class Case:
             "output_token_logprobs": [[-float(x), t, None] for x, t in zip(random.random(n) * 3, ids, strict=True)],
             "routed_experts": base64.b64encode(routes.tobytes()).decode(),
         }  # fmt: skip
-        return json.dumps({"text": "x" * n, "output_ids": ids, "meta_info": meta}).encode()
+        if self.masks:  # few ids for most tokens, many for some
+            sizes = np.minimum(1 + random.lognormal(1.9, 2.0, n), CUT["top_k"]).astype(int)
+            rows = [random.choice(np.arange(200, VOCABULARY), size, replace=False) for size in sizes]
+            meta["output_token_sampling_mask"] = [[t, *row[1:].tolist()] for t, row in zip(ids, rows, strict=True)]
+            meta["output_token_sampling_logprobs"] = [-float(x) for x in random.random(n) * 3]
+        return orjson.dumps({"text": "x" * n, "output_ids": ids, "meta_info": meta})  # as SGLang does
+
+    def request(self, number: int) -> GenerateRequest:
+        """One of the requests."""
+        prompt, cut = np.arange(PROMPT, dtype=np.int32), CUT if self.masks else {}
+        session = f"g{number // GROUP}"
+        return GenerateRequest(
+            f"r{number}", prompt, self.tokens, want_routes=True, ignore_eos=True, session_id=session, **cut
+        )
 
 
-CASES = {"short": Case(16, 4, 2, 16), "qwen3-30b": Case(1024, 48, 8, 128), "deepseek-v3": Case(1024, 61, 8, 256)}
+CASES = {
+    "short": Case(16, 4, 2, 16),
+    "qwen3-30b": Case(1024, 48, 8, 128),
+    "masks": Case(1024, 48, 8, 128, masks=True),
+    "deepseek-v3": Case(1024, 61, 8, 256),
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a case is measured with: so many requests, and so many of them at the engines at once."""
+
+    case: Case
+    requests: int
+    in_flight: int
 
 
 def fake_fleet(pipe: Connection, engines: int, answer: bytes) -> None:
@@ -116,10 +151,9 @@ class FakeScorer:
         return [await self.score(sample) for sample in samples]
 
 
-async def floor(urls: Sequence[str], case: Case, requests: int) -> float:
-    """CPU seconds of posting so many requests and reading their answers, `IN_FLIGHT` at a time."""
-    slots, prompt = asyncio.Semaphore(IN_FLIGHT), np.arange(PROMPT, dtype=np.int32)
-    body = json.dumps(GenerateRequest("r0", prompt, case.tokens, want_routes=True).payload(), default=list).encode()
+async def floor(urls: Sequence[str], load: Load) -> float:
+    """CPU seconds of posting so many requests and reading their answers."""
+    slots, body = asyncio.Semaphore(load.in_flight), json.dumps(load.case.request(0).payload()).encode()
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def one(number: int) -> None:
@@ -127,36 +161,35 @@ async def floor(urls: Sequence[str], case: Case, requests: int) -> float:
                 await response.read()
 
         started = time.process_time()
-        await asyncio.gather(*map(one, range(requests)))
+        await asyncio.gather(*map(one, range(load.requests)))
         return time.process_time() - started
 
 
-async def clients(urls: Sequence[str], case: Case, requests: int) -> float:
+async def clients(urls: Sequence[str], load: Load) -> float:
     """CPU seconds of the same requests through the pool: answers are parsed and compared with what was asked."""
-    pool, prompt = make_pool(urls, case), np.arange(PROMPT, dtype=np.int32)
+    pool = make_pool(urls, load)
 
     async def one(number: int) -> None:
-        await pool.generate(
-            GenerateRequest(
-                f"r{number}", prompt, case.tokens, want_routes=True, ignore_eos=True, session_id=f"g{number // GROUP}"
-            )
-        )
+        await pool.generate(load.case.request(number))
 
     started = time.process_time()
-    await asyncio.gather(*map(one, range(requests)))
+    await asyncio.gather(*map(one, range(load.requests)))
     spent = time.process_time() - started
     await pool.close()
     return spent
 
 
-async def service(urls: Sequence[str], case: Case, requests: int, directory: Path) -> tuple[float, float, float]:
+async def service(
+    urls: Sequence[str], load: Load, directory: Path, profile: cProfile.Profile | None = None
+) -> tuple[float, float, float]:
     """CPU seconds of a whole step of the rollout service, of its assembly into shards, and wall seconds of the step."""
-    config = make_config(directory, case, requests, len(urls))
-    tokenizer, pool = load_tokenizer(directory), make_pool(urls, case)
+    config = make_config(directory, load, len(urls))
+    tokenizer, pool = load_tokenizer(directory), make_pool(urls, load)
     source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
-    manager = RolloutService(config, pool, source, tokenizer, FakeScorer(), case.facts, EngineLimits())
+    manager = RolloutService(config, pool, source, tokenizer, FakeScorer(), load.case.facts, EngineLimits())
     wall, started = time.perf_counter(), time.process_time()
-    batch = await manager.take(0)
+    with profile or nullcontext():
+        batch = await manager.take(0)
     spent, wall = time.process_time() - started, time.perf_counter() - wall
     started = time.process_time()
     assemble(batch.groups, config, 0)
@@ -166,19 +199,21 @@ async def service(urls: Sequence[str], case: Case, requests: int, directory: Pat
     return spent, assembled, wall
 
 
-def make_pool(urls: Sequence[str], case: Case) -> EnginePool:
+def make_pool(urls: Sequence[str], load: Load) -> EnginePool:
     """Clients of the fleet."""
-    return EnginePool([EngineClient(url, f"engine{i}", model=case.facts) for i, url in enumerate(urls)], IN_FLIGHT)
+    clients = [EngineClient(url, f"engine{i}", model=load.case.facts) for i, url in enumerate(urls)]
+    return EnginePool(clients, max(1, load.in_flight // len(urls)))
 
 
-def make_config(directory: Path, case: Case, requests: int, engines: int) -> RunConfig:
+def make_config(directory: Path, load: Load, engines: int) -> RunConfig:
     """A step of so many responses."""
+    requests, cut = load.requests, CUT if load.case.masks else {}
     path = directory / "prompts.jsonl"
     lines = (json.dumps({"prompt": f"{i:0{PROMPT}d}", "label": "1"}) for i in range(requests // GROUP))
     path.write_text("\n".join(lines))
     rollout = {
-        "groups_per_step": requests // GROUP, "group_size": GROUP, "max_response_tokens": case.tokens,
-        "concurrency": max(1, IN_FLIGHT // engines),
+        "groups_per_step": requests // GROUP, "group_size": GROUP, "max_response_tokens": load.case.tokens,
+        "concurrency": max(1, load.in_flight // engines), **cut,
     }  # fmt: skip
     return build({
         "model": {"path": str(directory)}, "data": {"prompts": [str(path)]}, "rollout": rollout,
@@ -186,23 +221,31 @@ def make_config(directory: Path, case: Case, requests: int, engines: int) -> Run
     })  # fmt: skip
 
 
-def measure(case: Case, engines: int, requests: int, directory: Path) -> dict[str, float]:
-    """Microseconds of CPU, and tokens a second of one core."""
+@contextmanager
+def fleet(engines: int, case: Case) -> Iterator[list[str]]:
+    """URLs of so many engines that run inside."""
     ours, theirs = multiprocessing.Pipe()
-    fleet = multiprocessing.get_context("fork").Process(
+    process = multiprocessing.get_context("fork").Process(
         target=fake_fleet, args=(theirs, engines, case.answer()), daemon=True
     )
-    fleet.start()
+    process.start()
     try:
-        urls = [f"http://127.0.0.1:{port}" for port in ours.recv()]
-        asyncio.run(service(urls, case, 2 * GROUP, directory))  # imports
-        bare = asyncio.run(floor(urls, case, requests))
-        parsed = asyncio.run(clients(urls, case, requests))
-        whole, assembled, wall = asyncio.run(service(urls, case, requests, directory))
+        yield [f"http://127.0.0.1:{port}" for port in ours.recv()]
     finally:
-        fleet.terminate()
-        fleet.join()
-    tokens = requests * case.tokens
+        process.terminate()
+        process.join()
+
+
+def measure(load: Load, engines: int, repeats: int, directory: Path) -> dict[str, float]:
+    """Microseconds of CPU, and tokens a second of one core."""
+    warm = Load(load.case, 2 * GROUP, load.in_flight)
+    with fleet(engines, load.case) as urls:
+        asyncio.run(service(urls, warm, directory))  # imports
+        bare = min(asyncio.run(floor(urls, load)) for _ in range(repeats))
+        parsed = min(asyncio.run(clients(urls, load)) for _ in range(repeats))
+        passes = [asyncio.run(service(urls, load, directory)) for _ in range(repeats)]
+    whole, assembled, wall = (min(values) for values in zip(*passes, strict=True))
+    requests, tokens = load.requests, load.requests * load.case.tokens
     return {
         "requests": requests,
         "http_us": 1e6 * bare / requests,
@@ -216,24 +259,47 @@ def measure(case: Case, engines: int, requests: int, directory: Path) -> dict[st
     }
 
 
+def show_profile(load: Load, engines: int, directory: Path) -> None:
+    """Where the rollout service spends its time."""
+    profile = cProfile.Profile()
+    with fleet(engines, load.case) as urls:
+        asyncio.run(service(urls, Load(load.case, 2 * GROUP, load.in_flight), directory))
+        asyncio.run(service(urls, load, directory, profile))
+    pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+
+
 def main() -> None:
     """Measure every case and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", type=int, default=256)
     parser.add_argument("--requests", type=int, default=50_000, help="fewer for long responses: see --tokens")
     parser.add_argument("--tokens", type=int, default=1_000_000, help="generated at most in a case")
+    parser.add_argument("--in-flight", type=int, default=4000, help="requests at the engines at once")
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--profile", choices=CASES)
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft < hard else (soft, hard))
-    figures: dict[str, Any] = {}
+    loads = {
+        name: Load(case, min(args.requests, args.tokens // case.tokens) // GROUP * GROUP, args.in_flight)
+        for name, case in CASES.items()
+    }
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         make_tokenizer(directory)
-        for case in args.cases.split(","):
-            count = min(args.requests, args.tokens // CASES[case].tokens) // GROUP * GROUP
-            figures[case] = measure(CASES[case], args.engines, count, directory)
-    table = Table(title=f"{args.engines} fake engines, {IN_FLIGHT} requests in flight; us of CPU a request")
+        if args.profile:
+            show_profile(loads[args.profile], args.engines, directory)
+            return
+        cases = args.cases.split(",")
+        figures: dict[str, Any] = {case: measure(loads[case], args.engines, args.repeats, directory) for case in cases}
+    show(figures, f"{args.engines} fake engines, {args.in_flight} requests in flight; us of CPU a request")
+    print(json.dumps(figures))
+
+
+def show(figures: dict[str, Any], title: str) -> None:
+    """A table of the figures, one line a case."""
+    table = Table(title=title)
     columns = ("requests", "http_us", "client_us", "service_us", "assemble_us", "tokens_per_core_second", "ratio")
     for column in ("case", *columns):
         table.add_column(column, justify="right")
@@ -242,7 +308,6 @@ def main() -> None:
             case, *(f"{found[column]:,.2f}" if column == "ratio" else f"{found[column]:,.0f}" for column in columns)
         )
     Console().print(table)
-    print(json.dumps(figures))
 
 
 def make_tokenizer(directory: Path) -> None:

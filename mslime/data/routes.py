@@ -71,10 +71,15 @@ class Routes:
         return Routes(self.experts[:rows].copy(), self.mask[:rows].copy(), self.layer_ids)
 
     def append(self, experts: NDArray[np.integer], mask: NDArray[np.bool_] | None = None) -> Routes:
-        """These routes followed by `experts` [new rows, MoE layers, top-k]; rows may be replayed unless masked."""
+        """These routes followed by `experts` [new rows, MoE layers, top-k]; rows may be replayed unless masked.
+        The first ones may be kept as they are, so nobody writes to them afterwards."""
         assert experts.shape[1:] == self.experts.shape[1:], (experts.shape, self.experts.shape)
-        top = int(experts.max(initial=0))
-        assert int(experts.min(initial=0)) >= 0 and top <= np.iinfo(self.experts.dtype).max, f"expert id {top}"
+        if experts.dtype != self.experts.dtype:
+            top = int(experts.max(initial=0))
+            assert int(experts.min(initial=0)) >= 0 and top <= np.iinfo(self.experts.dtype).max, f"expert id {top}"
+        if not len(self):  # most responses come whole, and their routes are large
+            kept = np.ascontiguousarray(experts.astype(self.experts.dtype, copy=False))
+            return Routes(kept, np.ones(len(kept), np.bool_) if mask is None else mask, self.layer_ids)
         start, end = len(self), len(self) + len(experts)
         room = self._room
         if room is None or room.used != start or end > len(room.mask):

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineBusy, EngineDied
 from mslime.backends.sglang.endings import Endings
@@ -161,11 +162,8 @@ class Generator:
         on_request: Callable[[str, float, float], None],
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
-        every = model.moe_layer_ids == tuple(range(model.num_layers))
-        self._moe_layers = (
-            slice(None) if every else np.asarray(model.moe_layer_ids, np.intp)
-        )  # the former copies nothing
         self._version, self._on_request = version, on_request
+        self._moe_layers = as_slice(model.moe_layer_ids)
         self._end_ids, self._stop = limits.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
         self._endings = Endings(self._end_ids, self._stop, tokenizer)
         self._slots = asyncio.Semaphore(config.rollout.concurrency * len(engines.clients))
@@ -295,3 +293,11 @@ class Generator:
             )
         sample.aborts += result.finish == "abort"
         return Step(len(result.output_ids), result.finish)
+
+
+def as_slice(layers: Sequence[int]) -> slice | NDArray[np.intp]:
+    """What picks these layers: without a copy where one follows the other, as in most models."""
+    if not layers:
+        return slice(0, 0)
+    span = range(layers[0], layers[-1] + 1)
+    return slice(span.start, span.stop) if list(layers) == list(span) else np.asarray(layers, np.intp)

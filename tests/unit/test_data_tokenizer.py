@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mslime.config.errors import ConfigError, DataError
@@ -26,6 +27,7 @@ def test_text_survives_the_round_trip_without_special_tokens(tokenizer: HFTokeni
     text = "3 + 4 = 7, né?\n"
     ids = tokenizer.encode(text, special_tokens=False)
     assert tokenizer.decode([*ids, tokenizer.eos_token_id or 0]) == text
+    assert tokenizer.decode(np.asarray(ids, np.int32)) == text and tokenizer.decode([]) == ""
 
 
 def test_chat_messages_end_where_the_assistant_begins(tokenizer: HFTokenizer):

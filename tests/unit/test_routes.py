@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from mslime.data.routes import Routes
+from mslime.rollout.generation import as_slice
 
 LAYERS = (0, 2)
 
@@ -62,3 +68,43 @@ def test_copies_and_pickles_hold_the_rows_alone() -> None:
     assert len(pickle.dumps(routes)) < len(pickle.dumps(grown(50))) + 10
     longer = pickle.loads(pickle.dumps(routes)).append(rows(50, 1))
     assert (longer.experts == rows(0, 51)).all()
+
+
+def made(*shape: int, dtype: type[np.generic] = np.uint8) -> NDArray[Any]:
+    return np.arange(np.prod(shape)).reshape(shape).astype(dtype)
+
+
+def test_the_first_rows_are_kept_as_they_are_and_later_ones_follow() -> None:
+    first, second = made(4, 2, 3), made(2, 2, 3)
+    one = Routes.empty((0, 1), 3, 64).append(first)
+    assert one.experts is first and one.mask.tolist() == [True] * 4
+    two = one.append(second, np.asarray([False, True]))
+    np.testing.assert_array_equal(two.experts, np.concatenate([first, second]))
+    assert two.mask.tolist() == [True] * 4 + [False, True] and not np.shares_memory(two.experts, first)
+
+
+def test_some_layers_of_an_answer_do_not_keep_all_of_it_in_memory() -> None:
+    answer = made(4, 5, 3)
+    routes = Routes.empty((3, 4), 3, 64).append(answer[:, 3:])
+    assert routes.experts.flags.c_contiguous and not np.shares_memory(routes.experts, answer)
+    np.testing.assert_array_equal(routes.experts, answer[:, 3:])
+
+
+@pytest.mark.parametrize("expert", [-1, 256])
+def test_ids_of_a_wider_dtype_must_fit(expert: int) -> None:
+    wide = made(2, 1, 2, dtype=np.int32)
+    narrow = Routes.empty((0,), 2, 64).append(wide)
+    assert narrow.experts.dtype == np.uint8 and narrow.experts.tolist() == wide.tolist()
+    wide[1, 0, 0] = expert
+    with pytest.raises(AssertionError, match="expert id"):
+        Routes.empty((0,), 2, 64).append(wide)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 9), unique=True).map(lambda layers: tuple(sorted(layers))))
+def test_layers_are_picked_without_a_copy_where_they_follow_each_other(layers: tuple[int, ...]) -> None:
+    answer = made(3, 10, 2)
+    picked = answer[:, as_slice(layers)]
+    np.testing.assert_array_equal(picked, answer[:, np.asarray(layers, np.intp)])
+    consecutive = len(layers) > 0 and layers[-1] - layers[0] + 1 == len(layers)
+    assert np.shares_memory(picked, answer) == consecutive

@@ -136,7 +136,7 @@ class EngineClient:
 
     def _check_ids(self, request: GenerateRequest | ScoreRequest) -> None:
         """Raise EngineError for a token id that would kill the server."""
-        top = max(request.input_ids, default=0)
+        top = np.asarray(request.input_ids, np.int64).max(initial=0)
         if self.model is not None and top >= self.model.vocab_size:
             raise EngineError(
                 f"request {request.rid}",

@@ -97,7 +97,7 @@ class GenerateRequest:
             params["sampling_seed"] = self.seed
         body: dict[str, Any] = {
             "rid": self.rid,
-            "input_ids": [int(t) for t in self.input_ids],
+            "input_ids": np.asarray(self.input_ids, np.int64).tolist(),
             "sampling_params": params,
             "return_logprob": True,
             "return_routed_experts": self.want_routes,

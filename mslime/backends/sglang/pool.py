@@ -34,13 +34,20 @@ class _Slot:
         self.client = client
         self.assigned = 0
         self.limit = asyncio.Semaphore(concurrency)
-        self.death = asyncio.Event()
         self.error: EngineError | None = None
+        self._death: asyncio.Future[None] | None = None
+
+    @property
+    def death(self) -> asyncio.Future[None]:
+        """Done when the engine is dead. One for all requests: a task for each would cost as much as they do."""
+        if self._death is None:
+            self._death = asyncio.get_running_loop().create_future()
+        return self._death
 
     def kill(self, error: EngineError) -> None:
         if self.error is None:
             self.error = error
-            self.death.set()
+            self.death.set_result(None)
 
 
 class EnginePool:
@@ -201,9 +208,9 @@ class EnginePool:
     @staticmethod
     async def _unless_dead(slot: _Slot, work: Awaitable[T]) -> T:
         """The result of `work`, or the engine's death if that comes first."""
-        task, death = asyncio.ensure_future(work), asyncio.ensure_future(slot.death.wait())
+        task = asyncio.ensure_future(work)
         try:
-            await asyncio.wait({task, death}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, slot.death}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             assert slot.error is not None
@@ -213,7 +220,6 @@ class EnginePool:
             raise
         finally:
             task.cancel()
-            death.cancel()
 
 
 def _all_or_first_failure(answers: Sequence[T | BaseException]) -> list[T]:
