@@ -55,6 +55,11 @@ class ModelConfig(Section):
         default=(), description="Settings of config.json that mslime does not know and that change nothing."
     )
 
+    @property
+    def tokenizer(self) -> Path:
+        """Where the tokenizer is."""
+        return self.tokenizer_path or self.path
+
 
 class EvalSetConfig(Section):
     """One held-out set."""
@@ -237,6 +242,10 @@ class RolloutConfig(Section):
         "they have and are continued under the new weights. retract and in_place: the engine continues them itself; "
         "retract re-routes old tokens under new weights, in_place keeps a cache of old weights.",
     )
+
+    def longest(self, max_positions: int) -> int:
+        """Tokens that prompt and response may have together; `max_positions` are the model's."""
+        return self.max_total_tokens or max_positions
 
     @property
     def truncated(self) -> bool:

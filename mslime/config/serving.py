@@ -50,7 +50,7 @@ class ServerSpec:
 def engine_spec(config: RunConfig) -> ServerSpec:
     """The engines of a run."""
     model = config.model
-    spec = _spec(config, "engine", config.sglang, model.path, model.tokenizer_path or model.path)
+    spec = _spec(config, "engine", config.sglang, model.path, model.tokenizer)
     # Where the draw's last tokens tie in probability, SGLang's GPU kernels keep all of them, also beyond top-k.
     return replace(spec, mask_tokens=2 * config.rollout.top_k if config.rollout.truncated else None)
 

@@ -106,7 +106,7 @@ def generate(config: RunConfig, num_steps: int, out: Path | None) -> int:
                 rows.append(generation.rollouts.collect(step, directory, generation.progress.rollout))
                 generation.progress.step_done(step + 1, rows[-1])
     last = read_groups(directory / f"step_{num_steps}.npz")
-    tokenizer = load_tokenizer(run.config.model.tokenizer_path or run.config.model.path)
+    tokenizer = load_tokenizer(run.config.model.tokenizer)
     for group in last.groups[:SHOWN_GROUPS]:
         prompt = tokenizer.decode(group.samples[0].tokens[: group.samples[0].prompt_length].tolist())
         _print_group(console, group, prompt)
@@ -300,7 +300,7 @@ def _weights(config: RunConfig, checkpoint: Path | None) -> Iterator[RunConfig]:
     directory = config.run_dir / f"{_WEIGHTS}{checkpoint.name}"
     try:
         export(config, checkpoint, directory)
-        model = {"path": directory, "tokenizer_path": config.model.tokenizer_path or config.model.path}
+        model = {"path": directory, "tokenizer_path": config.model.tokenizer}
         yield config.model_copy(update={"model": config.model.model_copy(update=model)})
     finally:
         shutil.rmtree(directory, ignore_errors=True)

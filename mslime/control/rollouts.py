@@ -152,7 +152,7 @@ class RolloutActor:
         self._layers = layers
         hide(*(key for a in (*addresses, *teachers) for key in (a.keys.api, a.keys.admin)))
         refused_input = await self._meet_engines(addresses)
-        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+        tokenizer = load_tokenizer(config.model.tokenizer)
         source = open_prompts(config.data, config.seed, tokenizer)
         self._source_name = SourceNames()
         await self._open_rewards(tokenizer)
@@ -224,7 +224,7 @@ class RolloutActor:
             return None
         config, model = self._config, self._run.model
         rollout, prompt = config.rollout, config.data.max_prompt_tokens or 1
-        longest = min(rollout.max_total_tokens or model.max_positions, prompt + rollout.max_response_tokens)
+        longest = min(rollout.longest(model.max_positions), prompt + rollout.max_response_tokens)
         clients = [
             EngineClient(a.url, a.name, config.deadlines, None, a.log_path, a.keys, a.identity) for a in addresses
         ]

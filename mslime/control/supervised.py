@@ -29,8 +29,8 @@ class SupervisedRows:
     def __init__(self, run: ResolvedRun) -> None:
         """Raises DataError for files that cannot be read, and held-out rows that cannot be trained on."""
         config = self._config = run.config
-        limit = config.rollout.max_total_tokens or run.model.max_positions
-        tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+        limit = config.rollout.longest(run.model.max_positions)
+        tokenizer = load_tokenizer(config.model.tokenizer)
         self.source = SupervisedSource(config.data.prompts, config.data, config.train, config.seed, tokenizer, limit)
         self._held_out: dict[str, list[Sample]] = {}
         for index, held_out in enumerate(config.data.eval_sets):

@@ -397,7 +397,7 @@ def _try_rollout(function: str, prompt: Prompt) -> list[str]:
 
 def try_run(config: RunConfig) -> list[Tried]:
     """`try_functions` with the first prompt of a run. Raises UserError when there is none."""
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    tokenizer = load_tokenizer(config.model.tokenizer)
     if config.train.task == "sft":
         return try_functions(config, Prompt([1], None, {}, ""), tokenizer)
     return try_functions(config, open_prompts(config.data, config.seed, tokenizer).next(), tokenizer)

@@ -72,11 +72,11 @@ def resolve(config: RunConfig, parts: Parts = WHOLE) -> ResolvedRun:
             "the model has no experts, so there are no routes to replay",
             "set train.replay: off",
         )
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    tokenizer = load_tokenizer(config.model.tokenizer)
     check_vocabulary(tokenizer, config.model.path)
     _check_teacher(config, model, tokenizer)
     checked = check_supervised_data if config.train.task == "sft" else check_data
-    notes = checked(config, tokenizer, config.rollout.max_total_tokens or model.max_positions)
+    notes = checked(config, tokenizer, config.rollout.longest(model.max_positions))
     _check_optional_packages(config)
     run = ResolvedRun(with_model(config, hf_config), hf_config, family, model, tuple(notes))
     if config.weights.verify == "always" and run.weight_check == "never":
@@ -139,7 +139,7 @@ def _check_critic(config: RunConfig, policy: ModelFields) -> None:
         return
     hf_config, _ = _read_model(config, path)
     critic = get_family(hf_config).model_fields(hf_config)
-    limit = config.rollout.max_total_tokens or policy.max_positions
+    limit = config.rollout.longest(policy.max_positions)
     for what, has, needs in (
         ("token ids", critic.vocab_size, policy.vocab_size),
         ("positions", critic.max_positions, limit),
@@ -201,7 +201,7 @@ def _check_teacher(config: RunConfig, model: ModelFields, tokenizer: Tokenizer) 
 
 
 def _check_lengths(config: RunConfig, model: ModelFields) -> None:
-    limit = config.rollout.max_total_tokens or model.max_positions
+    limit = config.rollout.longest(model.max_positions)
     if limit > model.max_positions:
         raise ConfigError(
             "rollout.max_total_tokens",

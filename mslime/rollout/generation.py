@@ -59,7 +59,7 @@ class Sampling:
     @classmethod
     def for_training(cls, r: RolloutConfig, replay: ReplayMode, model: ModelFacts, limits: EngineLimits) -> Sampling:
         """As `rollout` says; with routes when they are replayed."""
-        total = r.max_total_tokens or model.max_positions
+        total = r.longest(model.max_positions)
         routes = replay == "r3" and bool(model.moe_layer_ids)
         return cls(
             r.temperature, r.top_p, r.top_k, r.max_response_tokens, total, routes, limits.refused_input, r.min_p
@@ -70,7 +70,7 @@ class Sampling:
         cls, rollout: RolloutConfig, model: ModelFacts, limits: EngineLimits, eval_set: EvalSetConfig
     ) -> Sampling:
         """As the held-out set says; unrestricted draws without routes."""
-        total = rollout.max_total_tokens or model.max_positions
+        total = rollout.longest(model.max_positions)
         length = eval_set.max_response_tokens or rollout.max_response_tokens
         return cls(eval_set.temperature, 1.0, -1, length, total, False, limits.refused_input)
 

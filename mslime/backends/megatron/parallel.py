@@ -10,7 +10,7 @@ import math
 import random
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mslime.backends.megatron.step.batches import RowLayout
 from mslime.config.errors import TrainerError
+from mslime.config.layout import ParallelLayout
 from mslime.config.training import TrainingSpec
 
 
@@ -50,6 +51,16 @@ def start_process_groups(
         store=_meet(init_method, rank, world_size, spec.deadlines.trainer_start_s),
         rank=rank, world_size=world_size, timeout=timedelta(seconds=longest),
     )  # fmt: skip
+    make_model_parallel_groups(layout, distributed_timeout_minutes=math.ceil(longest / 60))
+    _seed(spec.seed)
+
+
+def make_model_parallel_groups(layout: ParallelLayout, **options: Any) -> None:
+    """megatron-core's groups of a layout, in the world that this process has joined.
+
+    Args:
+        options: further ones of `initialize_model_parallel`.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -57,9 +68,8 @@ def start_process_groups(
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
-        distributed_timeout_minutes=math.ceil(longest / 60),
+        **options,
     )
-    _seed(spec.seed)
 
 
 def _meet(init_method: str, rank: int, world_size: int, seconds: float) -> Store:

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from mslime.backends.megatron.model.chunks import build_chunks
 from mslime.backends.megatron.model.settings import transformer_config
+from mslime.backends.megatron.parallel import make_model_parallel_groups
 from mslime.config.layout import ParallelLayout
 from mslime.config.training import ModelSpec
 from mslime.convert.families import get_family
@@ -30,15 +31,7 @@ def fake_process_group(layout: ParallelLayout, rank: int = 0) -> Generator[None]
     assert not dist.is_initialized(), "this process already belongs to a world"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-            create_gloo_process_groups=False,
-        )
+        make_model_parallel_groups(layout, create_gloo_process_groups=False)
         tensor_parallel.model_parallel_cuda_manual_seed(0)
         yield
     finally:
