@@ -20,9 +20,14 @@ import os
 import sys
 from typing import Any
 
-import verifiers.v1 as vf
-from aiohttp import web
-from verifiers.v1.utils.loaders import environment_class, load_environment
+try:
+    import verifiers.v1 as vf
+    from aiohttp import web
+    from verifiers.v1.utils.loaders import environment_class, load_environment
+except ModuleNotFoundError as error:
+    absent = f"this Python has no {error.name}: run me in the environment in which verifiers is installed"
+else:
+    absent = ""
 
 _keys = itertools.count()
 
@@ -122,6 +127,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8700)
     parser.add_argument("--limit", type=int, help="tasks: at most so many")
     given = parser.parse_args()
+    if absent:
+        parser.exit(2, f"error: {absent}\n")
     env = environment(json.loads(given.env))
     if given.what == "tasks":
         for row in rows(env, given.limit):
