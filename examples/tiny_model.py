@@ -5,9 +5,10 @@ Most examples get by with 32 symbols. Those that chat have a chat template, and 
 
 from __future__ import annotations
 
+import argparse
 import json
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,30 @@ CHAT_TEMPLATE = (
     "{% endfor %}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 """A reply ends with `<eos>`; calls of tools have Hermes' form. Definitions of tools are left out, to keep it short."""
+
+
+Rows = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Of a task's files, by the file's name: sft, train and heldout."""
+
+
+def make_task(described: str | None, make_rows: Callable[[int], Rows], words: Sequence[str] | None = None) -> None:
+    """The command line of an example's `make_task`: write its model and its files below --out.
+
+    Args:
+        described: the module's docstring, for --help.
+        make_rows: from a seed.
+        words: the model chats, and has tokens for these words (see `make_chat_tokenizer`).
+    """
+    parser = argparse.ArgumentParser(description=described, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write; made when missing")
+    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of weights and rows (default 1234)")
+    args = parser.parse_args()
+    model = args.out / "model"
+    parameters = write_model(model, args.seed, None if words is None else make_chat_tokenizer(words))
+    print(f"{model}: Qwen3-MoE, 4 layers, 16 experts top-2, {parameters / 1e6:.1f} M parameters, random")
+    for name, rows in make_rows(args.seed).items():
+        write_rows(args.out / f"{name}.jsonl", rows)
+        print(f"{args.out / name}.jsonl: {len(rows)} rows, such as {json.dumps(rows[0])}")
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

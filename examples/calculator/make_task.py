@@ -8,13 +8,11 @@ is guessed), `train.jsonl` and `heldout.jsonl`. The same seed makes the same fil
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-from pathlib import Path
 from typing import Any
 
-from examples.tiny_model import make_chat_tokenizer, write_model, write_rows
+from examples.tiny_model import make_task
 
 WORDS = ("name", "arguments", "multiply")
 """Tokens of their own, as in the vocabulary of any model; all else is spelled."""
@@ -22,18 +20,6 @@ CALLED = 0.3
 """Share of the demonstrations that ask the calculator."""
 DEMONSTRATIONS, TRAINING, HELD_OUT = 8192, 4096, 128
 Question = tuple[int, int]
-
-
-def main() -> None:
-    """Write everything below --out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write; made when missing")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of weights and questions (default 1234)")
-    args = parser.parse_args()
-    write_model(args.out / "model", args.seed, make_chat_tokenizer(WORDS))
-    for name, rows in make_rows(args.seed).items():
-        write_rows(args.out / f"{name}.jsonl", rows)
-        print(f"{args.out / name}.jsonl: {len(rows)} rows, such as {json.dumps(rows[0])}")
 
 
 def make_rows(seed: int) -> dict[str, list[dict[str, Any]]]:
@@ -74,4 +60,4 @@ def _row(question: Question) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    make_task(__doc__, make_rows, WORDS)

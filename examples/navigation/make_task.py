@@ -8,31 +8,17 @@ The same seed makes the same files.
 
 from __future__ import annotations
 
-import argparse
 import random
-from pathlib import Path
 from typing import Any
 
 from examples.navigation.grid import MOVES, SIZE, Place, distance, moved, told
-from examples.tiny_model import write_model, write_rows
+from examples.tiny_model import make_task
 
 CARELESS = 0.4
 """Share of the moves of a demonstration that are drawn at random."""
 MOST_MOVES, LONGEST = 8, 6
 """Moves of a walk, as in run.yaml, and of the shortest way at most."""
 DEMONSTRATIONS, TRAINING, HELD_OUT = 4096, 2048, 128
-
-
-def main() -> None:
-    """Write everything below --out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write; made when missing")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of weights and walks (default 1234)")
-    args = parser.parse_args()
-    write_model(args.out / "model", args.seed)
-    for name, rows in make_rows(args.seed).items():
-        write_rows(args.out / f"{name}.jsonl", rows)
-        print(f"{args.out / name}.jsonl: {len(rows)} rows, such as {rows[0]}")
 
 
 def make_rows(seed: int) -> dict[str, list[dict[str, Any]]]:
@@ -82,4 +68,4 @@ def _row(start: Place, goal: Place, label: str | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    make_task(__doc__, make_rows)

@@ -9,14 +9,11 @@ same files.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 from examples.proposer_solver.agents import LONGEST
-from examples.tiny_model import make_chat_tokenizer, write_model, write_rows
+from examples.tiny_model import make_task
 
 WORDS = ("propose ", "sort ")
 """Tokens of their own; digits are spelled."""
@@ -25,18 +22,6 @@ FIRST = 2
 ASCENDING = 0.35
 """Share of the demonstrations of solvers that are right. The others put the digits in descending order."""
 DEMONSTRATIONS, TRAINING, HELD_OUT = 6144, 2048, 128
-
-
-def main() -> None:
-    """Write everything below --out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to write; made when missing")
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="of weights and rows (default 1234)")
-    args = parser.parse_args()
-    write_model(args.out / "model", args.seed, make_chat_tokenizer(WORDS))
-    for name, rows in make_rows(args.seed).items():
-        write_rows(args.out / f"{name}.jsonl", rows)
-        print(f"{args.out / name}.jsonl: {len(rows)} rows, such as {json.dumps(rows[0])}")
 
 
 def make_rows(seed: int) -> dict[str, list[dict[str, Any]]]:
@@ -77,4 +62,4 @@ def _row(question: str, label: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    make_task(__doc__, make_rows, WORDS)

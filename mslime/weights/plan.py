@@ -215,15 +215,16 @@ class _Load:
 
 def _queues(
     senders: Senders, stage: int, owned: Sequence[BoundRule], dtype: str, positions: Mapping[str, int]
-) -> Iterator[list[_Load]]:
+) -> list[list[_Load]]:
     """What each sender of a stage sends, in its order."""
     dtypes = dict.fromkeys(rule.dtype or dtype for rule in owned)
     ranks = senders.ranks(stage)
     queues: list[list[_Load]] = [[] for _ in ranks]
     for wire_dtype in dtypes:
         rules = [rule for rule in owned if (rule.dtype or dtype) == wire_dtype]
-        loose = list(_expert_units([r for r in rules if r.is_expert and not r.stack], senders.layout.ep))
-        stacked = list(_expert_units([r for r in rules if r.is_expert and r.stack], senders.layout.ep))
+        experts = list(_expert_units([rule for rule in rules if rule.is_expert], senders.layout.ep))
+        loose = [unit for unit in experts if not unit[0][0].stack]
+        stacked = [unit for unit in experts if unit[0][0].stack]
         shared: list[Unit] = [((rule,),) for rule in rules if not rule.is_expert]
         dealt, dealt_stacked = _deal(shared, len(ranks)), _deal(stacked, len(ranks))
         for index, (queue, rank) in enumerate(zip(queues, ranks, strict=True)):
@@ -238,7 +239,7 @@ def _queues(
                 _Load(stage, rank, senders.tensor_ranks(rank), tp, wire_dtype, dealt[index]),
             )
             queue += [load for load in loads if load.units]
-    yield from queues
+    return queues
 
 
 def _deal(units: Sequence[Unit], senders: int) -> list[tuple[Unit, ...]]:

@@ -117,6 +117,7 @@ class WeightSender:
         self._sent = False
         self.engines: tuple[EngineInfo, ...] = ()
         self.plan = self._make_plan(options.dtype, groups.senders)
+        self._gathered = {options.dtype: self.plan} if groups.senders.per_stage == 1 else {}
 
     def _make_plan(self, dtype: str, senders: Senders) -> WeightPlan:
         """Collective: every rank learns every stage's layers from the parameters themselves."""
@@ -274,11 +275,9 @@ class WeightSender:
 
     def _gathered_plan(self, dtype: str) -> WeightPlan:
         """The plan with one sender for each stage, which gathers all of the stage. Collective where it is new."""
-        return (
-            self.plan
-            if (self.plan.senders.per_stage, dtype) == (1, self._options.dtype)
-            else self._make_plan(dtype, Senders(self._groups.layout))
-        )
+        if dtype not in self._gathered:
+            self._gathered[dtype] = self._make_plan(dtype, Senders(self._groups.layout))
+        return self._gathered[dtype]
 
     def _expected(self, plan: WeightPlan, stage: int, layout: EngineLayout) -> ExpectedDigests:
         names = {entry.name for bucket in plan.stage_buckets(stage) for entry in bucket.entries}

@@ -13,8 +13,9 @@ from mslime.config.errors import RolloutError
 from mslime.data.sample import Sample, check_invariants
 from mslime.rollout import contract
 from mslime.rollout.contract import check_rollout
+from mslime.rollout.environments.elsewhere import episode_of
 from mslime.rollout.environments.nemo_gym import NAME, NemoGym
-from mslime.rollout.environments.verifiers import Verifiers, episode_of
+from mslime.rollout.environments.verifiers import Verifiers
 from mslime.rollout.workflow import Engine, Episode, Task
 
 answers: dict[str, Any] = {}
@@ -117,9 +118,9 @@ async def by_gym(task: Task, engine: Engine) -> Episode:
         found = await gym(task, engine)
         await finding
         stranger = NemoGym(server.url, 0).relay
-        await stranger.add(await engine.endpoint())
-        refused = await said(f"http://127.0.0.1:{stranger.port}/v1", "any", "responses", {"input": "x", "metadata": {}})
-        await stranger.remove(await engine.endpoint())
+        async with stranger.serving(await engine.endpoint()):
+            url = f"http://127.0.0.1:{stranger.port}/v1"
+            refused = await said(url, "any", "responses", {"input": "x", "metadata": {}})
         assert refused["error"]["message"].startswith(f"metadata.{NAME} names no rollout")
         return found
 

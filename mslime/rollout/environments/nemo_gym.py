@@ -8,12 +8,14 @@ name in `metadata` of `responses_create_params`, which agents pass on to the mod
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import aiohttp
 from aiohttp import web
 
-from mslime.rollout.environments.verifiers import asked_of, episode_of, is_number
+from mslime.rollout.environments.elsewhere import asked_of, episode_of, is_number
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import Engine, Episode, Task
 
@@ -71,11 +73,16 @@ class Relay:
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
 
-    def serving(self, endpoint: ModelEndpoint) -> _Serving:
+    @asynccontextmanager
+    async def serving(self, endpoint: ModelEndpoint) -> AsyncIterator[None]:
         """While it is entered, requests that name the endpoint's key reach it."""
-        return _Serving(self, endpoint)
+        await self._add(endpoint)
+        try:
+            yield
+        finally:
+            await self._remove(endpoint)
 
-    async def add(self, endpoint: ModelEndpoint) -> None:
+    async def _add(self, endpoint: ModelEndpoint) -> None:
         """Take its requests; listen, if this is the first."""
         async with self._starting:
             self._endpoints[endpoint.key] = endpoint
@@ -87,7 +94,7 @@ class Relay:
                 await web.TCPSite(runner, self._host, self.port).start()
                 self._runner, self.port = runner, runner.addresses[0][1]
 
-    async def remove(self, endpoint: ModelEndpoint) -> None:
+    async def _remove(self, endpoint: ModelEndpoint) -> None:
         """Take them no more; stop listening, if this was the last."""
         async with self._starting:
             del self._endpoints[endpoint.key]
@@ -110,16 +117,3 @@ class Relay:
         ):
             read = await response.read()
             return web.Response(body=read, status=response.status, content_type=response.content_type)
-
-
-class _Serving:
-    """The time in which a relay takes the requests of an endpoint."""
-
-    def __init__(self, relay: Relay, endpoint: ModelEndpoint) -> None:
-        self._relay, self._endpoint = relay, endpoint
-
-    async def __aenter__(self) -> None:
-        await self._relay.add(self._endpoint)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._relay.remove(self._endpoint)
