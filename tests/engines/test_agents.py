@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mslime.data.tokenizer import HFTokenizer
 from tests.engines.conftest import SharedServer
+from tests.engines.reference import Reference
 from tests.engines.test_rollout_service import (
     assert_scored,
     config_for,
@@ -18,7 +19,6 @@ from tests.engines.test_rollout_service import (
     service_for,
     tokenizer,
 )
-from tests.engines.test_sglang_generate import Reference
 
 __all__ = ["fresh", "other_weights", "reference", "tokenizer"]
 
@@ -39,9 +39,9 @@ def test_two_turns_with_a_tool_are_exact_when_the_weights_change_within_a_turn(
             first = await service.take(0)
             await publish(service, pool, 1, other_weights)
             second = await service.take(1)
-            samples = [*first.samples, *second.samples]
+            samples, by_version = [*first.samples, *second.samples], {0: reference, 1: Reference(other_weights)}
             for sample in samples:
-                assert_scored(sample, {0: reference, 1: Reference(other_weights)})
+                assert_scored(sample, by_version)
             assert first.metrics["rollout/turns"] == second.metrics["rollout/turns"] == 2
             parts = Counter(s.rollout for s in samples)
             whole = [s for s in samples if parts[s.rollout] == 1]

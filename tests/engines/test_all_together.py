@@ -25,8 +25,8 @@ from mslime.data.sample import Sample, check_invariants
 from mslime.data.shard import TrainShard
 from mslime.data.tokenizer import load_tokenizer
 from tests.engines.conftest import SharedServer
+from tests.engines.reference import Reference, as_told, makers_of, versions_of
 from tests.engines.test_rollout_service import config_for, publish, run, service_for
-from tests.engines.test_sglang_generate import Reference
 from tests.engines.trainer_ranks import make_config, metrics_and_gradients, run_trainers
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 from tests.unit import user_episodes
@@ -60,14 +60,22 @@ class Episodes:
     weights: dict[int, Path]
 
 
-def restricted(reference: Reference, sample: Sample) -> NDArray[np.float64]:
+def restricted(sample: Sample, logits: NDArray[np.float64]) -> NDArray[np.float64]:
     """[T] log-prob of every sampled token over the ids that it was drawn from; 0 elsewhere."""
-    assert sample.routes is not None and sample.supports is not None
-    logits, _ = reference(sample.tokens.tolist(), ties=sample.routes.experts)
+    assert sample.supports is not None
     found = np.zeros(len(sample))
     for t in np.flatnonzero(sample.loss_mask):
         kept, row = sample.supports.row(int(t)), logits[t - 1] / TEMPERATURE
         found[t] = row[sample.tokens[t]] - np.logaddexp.reduce(row[kept])
+    return found
+
+
+def behaviour(sample: Sample, by_version: dict[int, Reference]) -> NDArray[np.float64]:
+    """[T] the same, of each token by the weights of the version that sampled it."""
+    found, versions, makers = np.zeros(len(sample)), versions_of(sample), makers_of(sample)
+    for version in sorted(set(versions.tolist()) - {-1}):
+        at = np.flatnonzero(versions == version)
+        found[at] = as_told(by_version[version], sample, makers == version, at, restricted)[0][at]
     return found
 
 
@@ -127,10 +135,7 @@ def test_an_episode_holds_what_each_version_sampled(episodes: Episodes) -> None:
     assert three and within, "no episode crossed three versions, or none within a turn"
     references = {version: Reference(path) for version, path in episodes.weights.items()}
     for sample in episodes.samples:
-        expected = {version: restricted(reference, sample) for version, reference in references.items()}
-        for segment in (s for s in sample.segments if s.version is not None):
-            span = slice(segment.start, segment.end)
-            np.testing.assert_allclose(sample.log_probs[span], expected[segment.version][span], atol=1e-4)
+        np.testing.assert_allclose(sample.log_probs, behaviour(sample, references), atol=1e-4)
 
 
 def stepped(trainer: MegatronTrainer, shards: list[TrainShard]) -> tuple[TrainShard, dict[str, float]]:
@@ -158,12 +163,9 @@ def test_every_ratio_is_that_of_an_independent_computation(name: str, episodes: 
     by_version = {version: Reference(path) for version, path in episodes.weights.items()}
     expected: list[NDArray[np.float64]] = []
     for sample in samples:
-        behaviour = np.zeros(len(sample))
-        for version, reference in by_version.items():
-            mine = restricted(reference, sample)
-            for segment in (s for s in sample.segments if s.version == version):
-                behaviour[segment.start : segment.end] = mine[segment.start : segment.end]
-        expected.append((restricted(newest, sample) - behaviour)[sample.loss_mask])
+        assert sample.routes is not None
+        logits, _ = newest(sample.tokens.tolist(), ties=sample.routes.experts)
+        expected.append((restricted(sample, logits) - behaviour(sample, by_version))[sample.loss_mask])
     log_ratio = np.concatenate(expected)
     equal = len(set(episodes.weights.values())) == 1
     assert (np.abs(log_ratio).max() < 1e-4) == equal

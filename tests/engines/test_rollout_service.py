@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from mslime.backends.sglang.endings import end_ids
 from mslime.backends.sglang.pool import EnginePool
@@ -25,7 +24,7 @@ from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.service import RolloutService
 from tests.engines.conftest import SharedServer, cpu_run, serve
-from tests.engines.test_sglang_generate import Reference, log_softmax
+from tests.engines.reference import Reference, as_told, makers_of, scores, versions_of
 from tests.fixtures.engine_calls import drain, load_beneath_the_cache, load_from_disk
 from tests.fixtures.model_facts import model_facts
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
@@ -114,14 +113,6 @@ async def publish(service: RolloutService, pool: EnginePool, version: int, weigh
     await service.resume_after_update(version)
 
 
-def scores(reference: Reference, sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Log-prob of every token but the first, and sorted routes of every token, of the whole sequence."""
-    ids = sample.tokens.tolist()
-    assert sample.routes is not None
-    logits, routes = reference(ids, ties=sample.routes.experts)
-    return log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]], np.sort(routes, -1)
-
-
 def assert_scored(sample: Sample, by_version: dict[int, Reference], routes_before: int | None = None) -> None:
     """Each segment's log-probs and routes are those of the weights of its version, read over the whole sequence.
 
@@ -130,19 +121,13 @@ def assert_scored(sample: Sample, by_version: dict[int, Reference], routes_befor
     """
     check_invariants(sample)
     assert sample.routes is not None and len(sample.routes) == len(sample) - 1 and sample.routes.mask.all()
-    held = np.sort(sample.routes.experts.astype(np.int64), -1)
-    expected = {version: scores(reference, sample) for version, reference in by_version.items()}
-    sampled = [s for s in sample.segments[1:] if s.version is not None]  # all but what an environment said
-    for segment in sampled:
-        log_probs, _ = expected[segment.version]
-        span = slice(segment.start, segment.end)
-        np.testing.assert_allclose(sample.log_probs[span], log_probs[segment.start - 1 : segment.end - 1], atol=2e-5)
-    # Row t is made when token t is read, by the weights that sampled token t + 1.
-    for t in range(len(held)):
-        maker = next(s.version for s in sampled if t + 1 < s.end)
-        assert maker is not None
-        version = maker if routes_before is None else max(maker, routes_before)
-        np.testing.assert_array_equal(held[t], expected[version][1][t], err_msg=f"row {t}, version {version}")
+    makers, versions = makers_of(sample, routes_before), versions_of(sample)
+    for version in sorted(set(versions.tolist()) - {-1}):
+        at, made = np.flatnonzero(versions == version), makers == version
+        log_probs, routes = as_told(by_version[version], sample, made, at, scores)
+        np.testing.assert_allclose(sample.log_probs[at], log_probs[at], atol=2e-5, err_msg=f"version {version}")
+        held = np.sort(sample.routes.experts.astype(np.int64), -1)
+        np.testing.assert_array_equal(held[made], np.sort(routes, -1)[:-1][made], err_msg=f"version {version}")
 
 
 def test_interrupted_responses_are_those_of_one_uninterrupted_pass(

@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-import torch
-from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
 from mslime.backends.sglang.answers import MASKS, ROUTES, IntegerRows, load_answer
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer
+from tests.engines.reference import Reference, log_softmax
 from tests.fixtures.engine_calls import load, load_beneath_the_cache
 from tests.fixtures.supports import rows_of
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
@@ -28,49 +26,6 @@ from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 FLOAT32 = 2e-5
 """Log-probs of two float32 implementations, logits divided by 0.7: 1.1e-5 was seen."""
 PROMPTS = [[7], list(range(3, 36)), [(i * 37) % 250 for i in range(100)]]
-
-
-TIE = 1e-5
-"""Router probabilities closer than this are equal in float32: which expert is the k-th is then nobody's error."""
-
-
-class Reference:
-    """transformers' logits and routes for whole sequences."""
-
-    def __init__(self, path: Any) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-        self.routes: list[torch.Tensor] = []
-        self.ties: torch.Tensor | None = None
-        for layer in self.model.model.layers:
-            layer.mlp.gate.register_forward_hook(self._route)
-
-    def __call__(
-        self, ids: list[int], ties: NDArray[np.integer] | None = None
-    ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Token ids [T] -> float64 logits [T, vocabulary], routes [T, layers, top-k].
-
-        Args:
-            ties: [at most T, layers, top-k] an engine's routes, which decide where the router's own choice is a tie.
-        """
-        self.routes.clear()
-        self.ties = None if ties is None else torch.as_tensor(ties.astype(np.int64))
-        with torch.no_grad():
-            logits = self.model(torch.tensor([ids])).logits[0]
-        return logits.double().numpy(), torch.stack(self.routes, 1).numpy()
-
-    def _route(self, module: Any, inputs: Any, output: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        logits, weights, chosen = output
-        if self.ties is not None:
-            theirs = self.ties[:, len(self.routes)]
-            probs = logits.softmax(-1)[: len(theirs)]
-            least = probs.gather(1, chosen[: len(theirs)])[:, -1]
-            taken = probs.gather(1, theirs)
-            tied = (taken.min(1).values < least) & (taken.min(1).values > least - TIE)
-            chosen, weights = chosen.clone(), weights.clone()
-            chosen[: len(theirs)][tied] = theirs[tied]
-            weights[: len(theirs)][tied] = (taken / taken.sum(1, keepdim=True))[tied]
-        self.routes.append(chosen)
-        return logits, weights, chosen
 
 
 @pytest.fixture(scope="module")
@@ -90,11 +45,6 @@ def run(server: SharedServer, work: Any) -> Any:
 
 def generate(server: SharedServer, *requests: GenerateRequest) -> list[GenerateResult]:
     return run(server, lambda client: asyncio.gather(*(client.generate(r) for r in requests)))
-
-
-def log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    shifted = logits - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def _sequence(request: GenerateRequest, result: GenerateResult) -> list[int]:

@@ -23,8 +23,8 @@ from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.service import RolloutService
 from mslime.rollout.teacher import ServedTeacher
 from tests.engines.conftest import SharedServer
+from tests.engines.reference import Reference, log_softmax
 from tests.engines.test_rollout_service import MODEL, config_for, publish, run
-from tests.engines.test_sglang_generate import Reference, log_softmax
 
 VOCABULARY = 320
 
