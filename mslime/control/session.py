@@ -251,12 +251,19 @@ class Session(Started):
         self._rollouts.resume(version)
         end = time.monotonic()
         self._record_ranks("send weights", spans)
+        for rank, spent in sent.phases.items():
+            for at in spent.sent:
+                self._record_ranks("send bucket", {f"sender {rank}": at})
+        senders = sent.phases.values()
         return {
             "weights/seconds": end - begin,
             "weights/bytes": float(sent.bytes),
             "weights/gb_per_s": sent.bytes / max(sent.seconds, 1e-9) / 1e9,
             "weights/pause_seconds": end - paused,
             "weights/buckets": float(sent.buckets),
+            "weights/fill_seconds": max(spent.fill for spent in senders),
+            "weights/turn_seconds": max(spent.turn for spent in senders),
+            "weights/send_seconds": max(spent.send for spent in senders),
         }
 
     def has_scores(self, step: int) -> bool:

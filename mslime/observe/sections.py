@@ -245,10 +245,14 @@ _TIME = (
         ),
     ),
     Chart(
-        "weight-sync", "Weight sync", "Duration, and how long the engines stood still.", "seconds",
+        "weight-sync", "Weight sync",
+        "Duration, how long the engines stood still, and where the slowest sender's time went.", "seconds",
         series=(
             Series("weights/seconds", "sync", GREEN),
             Series("weights/pause_seconds", "engines paused", RED, dashed=True),
+            Series("weights/fill_seconds", "fill buckets", BLUE),
+            Series("weights/turn_seconds", "wait for turn", GREY),
+            Series("weights/send_seconds", "send buckets", AMBER),
         ),
     ),
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Who worked when: spans of time on lanes, in `timeline.jsonl`, for the report's picture of a step.
 
-Lanes are what can work at the same time: `engine 0`, `engine 1`, ..., `trainer`, `weights`, `driver`. The driver's
-span named `step` bounds a step. Recording costs an append to a list; at the end of a step overlapping spans of one kind
-(the requests that an engine serves side by side) become one, and the step is written.
+Lanes are what can work at the same time: `engine 0`, `engine 1`, ..., `trainer 0`, ..., `sender 0` (of weights), ...,
+`driver`. The driver's span named `step` bounds a step. Recording costs an append to a list; at the end of a step
+overlapping spans of one kind (the requests that an engine serves side by side) become one, and the step is written.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _works(lane: str) -> bool:
 
 def _lane_order(lane: str) -> tuple[int, int, str]:
     """The driver's view first, then engines and trainers by number."""
-    order = {"driver": 0, "rollout": 1, "engine": 2, "trainer": 3, "weights": 4}
+    order = {"driver": 0, "rollout": 1, "engine": 2, "trainer": 3, "sender": 4}
     number = lane.removeprefix(_kind(lane)).strip(" -_")
     return order.get(_kind(lane), 5), int(number) if number else 0, lane
 

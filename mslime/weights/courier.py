@@ -69,11 +69,13 @@ class Seconds:
         fill: packing, gathering and converting.
         turn: waiting for the senders before.
         send: broadcasts, and loading in the engines.
+        sent: (begin, end) of each bucket's sending, in seconds since the epoch.
     """
 
     fill: float = 0.0
     turn: float = 0.0
     send: float = 0.0
+    sent: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,12 @@ class Courier:
             self._filled.task_done()
             began = time.monotonic()
             went_well = self._take_turn(filled)
-            taken = time.monotonic()
+            taken, at = time.monotonic(), time.time()
             went_well = went_well and self._send(filled)
+            took = time.monotonic() - taken
             self.seconds.turn += taken - began
-            self.seconds.send += time.monotonic() - taken
+            self.seconds.send += took
+            self.seconds.sent.append((at, at + took))
             if self.turns is not None:
                 self.turns.pass_on(filled.bucket, went_well)
 

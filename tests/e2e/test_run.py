@@ -112,6 +112,22 @@ def check_logs(logs: Path, console: str) -> None:
     assert console.count("starting 2 trainer rank(s)") == 1
 
 
+def check_senders(spans: Sequence[Span], row: dict[str, Any]) -> None:
+    """Each sender's buckets lie within the time in which its rank sent weights, and last as long as the metrics say."""
+    lasted = []
+    for rank in (0, 1):
+        mine = [s for s in spans if s.step == row["step"] and s.lane.endswith(f" {rank}")]
+        whole = next(s for s in mine if s.name == "send weights")
+        buckets = [s for s in mine if s.name == "send bucket"]
+        assert buckets and {s.lane for s in buckets} == {f"sender {rank}"}
+        assert whole.start - 1e-2 <= min(s.start for s in buckets) <= max(s.end for s in buckets) <= whole.end + 1e-2
+        lasted.append(sum(s.end - s.start for s in buckets))
+    assert row["weights/send_seconds"] == pytest.approx(max(lasted), abs=0.02)
+    assert (
+        row["weights/send_seconds"] + row["weights/turn_seconds"] < row["weights/seconds"] > row["weights/fill_seconds"]
+    )
+
+
 @pytest.mark.timeout(900)
 def test_a_run_trains_resumes_in_another_layout_and_reports(
     tiny_qwen3_moe_bf16: Path, prompts: Path, tmp_path: Path, runs: list[Run]
@@ -154,6 +170,7 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
     assert {info.dtype for info in HFCheckpoint(first.directory / "hf").info.values()} == {"BF16"}
 
     check_logs(first.directory / "logs", first.text())
+    check_senders(read_spans(first.directory), rows[-1])
     sender = (first.directory / "logs" / "trainer_rank0.log").read_text()
     assert len(re.findall(r"^bucket 0 \(stage 0, .*\): \d+ bytes in ", sender, re.MULTILINE)) == 3, "versions 0, 1, 2"
 

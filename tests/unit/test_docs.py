@@ -55,3 +55,10 @@ def test_the_picture_of_a_rollout_is_drawn_from_samples() -> None:
     assert (ROOT / "docs/images/lifecycle.svg").read_text() == drawing["draw"](), renew
     masks = {event: int(sample.loss_mask.sum()) for event, _, sample in drawing["rows"]()}
     assert (masks["completed"], masks["branched at the tool call"], masks["on_stale: mask"]) == (13, 3, 7)
+
+
+def test_the_picture_of_a_weight_sync_is_drawn_from_a_plan() -> None:
+    drawing = runpy.run_path(str(ROOT / "scripts/draw_weight_sync.py"))
+    renew = "renew: python scripts/draw_weight_sync.py"
+    assert (ROOT / "docs/images/weight_sync.svg").read_text() == drawing["draw"](), renew
+    assert [bucket.sender for bucket in drawing["plan"]().buckets] == [0, 1, 2, 3] * 3
