@@ -27,8 +27,8 @@ from mslime.data.sample import Sample
 from mslime.data.source import Prompt
 from mslime.rollout.agents import Agents
 from mslime.rollout.books import new_group
+from mslime.rollout.chat.call_forms import object_call
 from mslime.rollout.chat.messages import Tools
-from mslime.rollout.chat.parsing import read_call
 from mslime.rollout.chat.renderer import Parsed
 from mslime.rollout.door import Door
 from mslime.rollout.generation import Generator, Sampling, Traffic
@@ -75,7 +75,7 @@ class _Plain:
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
         text = self.spell(sampled)
         found = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
-        calls = tuple(read_call(call, f"<tool_call>{call}</tool_call>") for call in found)
+        calls = tuple(object_call(call, f"<tool_call>{call}</tool_call>") for call in found)
         return Parsed(re.sub(r"<tool_call>.*?</tool_call>", "", text, flags=re.DOTALL), calls=calls)
 
     def spell(self, ids: Sequence[int]) -> str:

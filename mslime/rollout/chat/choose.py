@@ -106,8 +106,9 @@ def _difference(renderer: Renderer, tokenizer: Any) -> str:
 
 
 def _told(renderer: Renderer) -> str:
-    """What a template's renderer can extend, for the log."""
+    """How a template's renderer reads calls, and what it can extend, for the log."""
     if not isinstance(renderer, TemplateRenderer):
         return ""
     kinds = {"+".join(kind): renderer.refused(kind) or "extended" for kind in USUAL}
-    return f" ({'; '.join(f'{kind}: {how}' for kind, how in kinds.items())})"
+    calls = f"calls of tools as {renderer.form} has them" if renderer.form else "calls of tools are not read"
+    return f" ({calls}; {'; '.join(f'{kind}: {how}' for kind, how in kinds.items())})"

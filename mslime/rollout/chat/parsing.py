@@ -10,64 +10,93 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mslime.rollout.chat.messages import canonical_json
+from mslime.rollout.chat.call_forms import Block, CallForm, Found, Piece, joined
+from mslime.rollout.chat.messages import Tools, canonical_json
 from mslime.rollout.chat.renderer import Parsed, ParsedCall
 
-THINK, THOUGHT, CALL, CALLED = "<think>", "</think>", "<tool_call>", "</tool_call>"
+THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Tags around reasoning, as families write them; the last are Mistral's."""
 
 
 class TaggedParser:
-    """Reads `<think>...</think>`, and calls in Hermes' form, `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+    """Reads reasoning between tags, and calls in one form.
 
     Args:
         tokenizer: of transformers.
-        tags: those that the chat template writes; others are text.
+        form: in which the chat template writes calls; others are text.
+        thinking: tags that the chat template writes around reasoning; None: it writes none.
     """
 
-    def __init__(self, tokenizer: Any, tags: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        found = {tag: tokenizer.convert_tokens_to_ids(tag) for tag in tags}
+    def __init__(self, tokenizer: Any, form: CallForm | None, thinking: tuple[str, str] | None) -> None:
+        self._tokenizer, self._form = tokenizer, form
+        self._think, self._thought = thinking or ("", "")
+        tags = [*(thinking or ()), *(form.tags if form is not None else ())]
         vocabulary = tokenizer.get_added_vocab()
-        self._ids = {i: tag for tag, i in found.items() if tag in vocabulary}
+        self._ids = {tokenizer.convert_tokens_to_ids(tag): tag for tag in tags if tag in vocabulary}
+        self.tag_ids = frozenset(self._ids)
         spelled = [re.escape(tag) for tag in tags if tag not in vocabulary]
         self._spelled = re.compile(f"({'|'.join(spelled)})") if spelled else None
 
-    def parse(self, sampled: Sequence[int], prompt: Sequence[int]) -> Parsed:
+    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
         """The parts of a reply, of whose ids those that end a turn were taken off."""
-        text, reasoning, raw = "", "", ""
-        state, calls = THINK if self.opens(prompt) else "", list[ParsedCall]()
-        for tag, part in self._pieces(sampled):
-            if state == CALL:
-                raw += tag + part
-                if tag == CALLED:
-                    calls.append(
-                        read_call(raw.removeprefix(CALL).partition(CALLED)[0], raw[: raw.rindex(CALLED)] + tag)
-                    )
-                    state, text, raw = "", text + part, ""
-            elif tag == CALL:
-                state, raw = CALL, tag + part
-            elif state == THINK and tag == THOUGHT:
-                state, text = "", text + part
-            elif state == THINK or (tag == THINK and not text.strip()):
-                state, reasoning = THINK, reasoning + (tag if state == THINK else "") + part
-            else:
-                text += tag + part
-        if raw:
-            calls.append(ParsedCall("", "", raw, "unclosed_block"))
+        reasoning, rest = self._reasoned([*self._pieces(sampled)], self.opens(prompt))
+        text, calls = "", list[ParsedCall]()
+        for part in self._parts(rest, tools):
+            text += part if isinstance(part, str) else part.text if part.text.strip() else ""
+            calls += () if isinstance(part, str) else part.calls
         tagged = bool(reasoning or calls)
         return Parsed(text.strip() if tagged else text, reasoning.strip(), tuple(calls))
 
     def opens(self, ids: Sequence[int]) -> bool:
         """Whether reasoning is open after these ids."""
-        tags = [tag for tag, _ in self._pieces(ids[-64:]) if tag in (THINK, THOUGHT)]
-        return tags[-1:] == [THINK]
+        return self._last_thinking(ids[-64:]) == self._think != ""
 
     def reasons(self, sampled: Sequence[int], prompt: Sequence[int]) -> bool:
         """Whether reasoning is open after a reply."""
-        tags = [tag for tag, _ in self._pieces(sampled) if tag in (THINK, THOUGHT)]
-        return tags[-1] == THINK if tags else self.opens(prompt)
+        last = self._last_thinking(sampled)
+        return last == self._think if last else self.opens(prompt)
 
-    def _pieces(self, ids: Sequence[int]) -> Iterator[tuple[str, str]]:
+    def _last_thinking(self, ids: Sequence[int]) -> str:
+        tags = [tag for tag, _ in self._pieces(ids) if tag and tag in (self._think, self._thought)]
+        return tags[-1] if tags else ""
+
+    def _reasoned(self, pieces: Sequence[Piece], opened: bool) -> tuple[str, Sequence[Piece]]:
+        """The reasoning that a reply begins with, and the rest. Calls in it are drafts; one that is never ended, a call
+        ends."""
+        reasoning = ""
+        while opened or self._begins_reasoning(pieces):
+            pieces, opened = pieces if opened else _untagged(pieces[1:]), False
+            end = self._thought_ends(pieces)
+            reasoning += joined(pieces[:end])
+            pieces = _untagged(pieces[end:]) if end < len(pieces) and pieces[end][0] == self._thought else pieces[end:]
+        return reasoning, pieces
+
+    def _begins_reasoning(self, pieces: Sequence[Piece]) -> bool:
+        return len(pieces) > 1 and not joined(pieces[:1]).strip() and pieces[1][0] == self._think
+
+    def _thought_ends(self, pieces: Sequence[Piece]) -> int:
+        """Of which piece the tag ends the reasoning that is open."""
+        tags = [tag for tag, _ in pieces]
+        ends = self._thought if self._thought in tags else self._form.opens if self._form is not None else ""
+        return tags.index(ends) if ends and ends in tags else len(tags)
+
+    def _parts(self, pieces: Sequence[Piece], tools: Tools) -> Iterator[str | Found]:
+        """Texts and blocks of calls, in order."""
+        form, at = self._form, 0
+        while at < len(pieces):
+            if form is None or pieces[at][0] != form.opens:
+                yield joined(pieces[at : at + 1])
+                at += 1
+                continue
+            ends = [i for i in range(at + 1, len(pieces)) if pieces[i][0] == (form.closes or form.opens)]
+            end = ends[0] if ends else len(pieces)
+            closing = form.closes if ends else ""
+            yield form.read(Block(_of_form(pieces[at:end], form), closing, tools))
+            if closing:
+                yield pieces[end][1]
+            at = end + bool(closing)
+
+    def _pieces(self, ids: Sequence[int]) -> Iterator[Piece]:
         """(tag or nothing, the text after it), in order."""
         tag, run = "", list[int]()
         for i in ids:
@@ -78,23 +107,26 @@ class TaggedParser:
                 run.append(i)
         yield from self._split(tag, run)
 
-    def _split(self, tag: str, run: Sequence[int]) -> Iterator[tuple[str, str]]:
+    def _split(self, tag: str, run: Sequence[int]) -> Iterator[Piece]:
         text = self._tokenizer.decode(list(run), skip_special_tokens=False) if run else ""
         parts = self._spelled.split(text) if self._spelled is not None else [text]
         yield from zip([tag, *parts[1::2]], parts[0::2], strict=True)
 
 
-def read_call(text: str, raw: str) -> ParsedCall:
-    """A call written as {"name": ..., "arguments": {...}}."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return ParsedCall("", "", raw, "invalid_json")
-    if not isinstance(found, dict) or not isinstance(found.get("arguments", {}), dict):
-        return ParsedCall("", "", raw, "malformed_structure")
-    if not isinstance(found.get("name"), str) or not found["name"]:
-        return ParsedCall("", "", raw, "missing_name")
-    return ParsedCall(found["name"], canonical_json(json.dumps(found.get("arguments", {}))), raw)
+def _untagged(pieces: Sequence[Piece]) -> list[Piece]:
+    """Pieces without the tag that they begin with."""
+    return [("", pieces[0][1]), *pieces[1:]]
+
+
+def _of_form(pieces: Sequence[Piece], form: CallForm) -> list[Piece]:
+    """Pieces of a block: tags that are not the form's are text there."""
+    found = list[Piece]()
+    for tag, text in pieces:
+        if found and tag not in form.tags:
+            found[-1] = (found[-1][0], found[-1][1] + tag + text)
+        else:
+            found.append((tag, text))
+    return found
 
 
 class HarmonyParser:
@@ -111,8 +143,9 @@ class HarmonyParser:
         ids = [tokenizer.convert_tokens_to_ids(name) for name in names]
         self._start, self._message, *ends = ids
         self._ends = frozenset(ends)
+        self.tag_ids = frozenset[int]()
 
-    def parse(self, sampled: Sequence[int], prompt: Sequence[int]) -> Parsed:
+    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
         """The parts of a reply, of whose ids those that end a turn were taken off."""
         text, reasoning, calls = list[str](), list[str](), list[ParsedCall]()
         for header, body in self._messages(sampled):

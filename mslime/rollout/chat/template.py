@@ -13,16 +13,18 @@ from functools import cache
 from typing import Any, Literal, Protocol
 
 from mslime.config.errors import ConfigError
+from mslime.rollout.chat.call_forms import FORMS
+from mslime.rollout.chat.call_spelling import SPELLINGS
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.chat.messages import Tools
-from mslime.rollout.chat.parsing import CALL, CALLED, THINK, THOUGHT, HarmonyParser, TaggedParser
+from mslime.rollout.chat.parsing import THINKING, HarmonyParser, TaggedParser
 from mslime.rollout.chat.renderer import Parsed
 
 SETTING = "rollout.renderer"
 Messages = Sequence[Mapping[str, Any]]
 _TOOL = {"type": "function", "function": {"name": "lookup", "description": "looks up", "parameters": {
     "type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]}}}  # fmt: skip
-_ARGUMENTS = {"key": "b"}
+_ARGUMENTS, _CALLED = {"key": "b"}, ("functions.lookup:0", "lookup")  # Kimi's ids have the name in them
 _HISTORIES: tuple[Messages, ...] = (
     ({"role": "user", "content": "hi"},),
     ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}),
@@ -34,9 +36,15 @@ USUAL = (("tool",), ("tool", "tool"), ("user",), ("tool", "user"))
 
 
 class Parser(Protocol):
-    """Reads replies of one format."""
+    """Reads replies of one format.
 
-    def parse(self, sampled: Sequence[int], prompt: Sequence[int]) -> Parsed: ...
+    Attributes:
+        tag_ids: tokens within a reply, however special they are.
+    """
+
+    tag_ids: frozenset[int]
+
+    def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed: ...
     def reasons(self, sampled: Sequence[int], prompt: Sequence[int]) -> bool: ...
 
 
@@ -50,6 +58,7 @@ class TemplateRenderer:
 
     Attributes:
         calls_read: the template writes calls of tools in a form that can be read back.
+        form: name of that form.
 
     Raises:
         ConfigError: there is no chat template, or nothing that ends a turn in it.
@@ -62,16 +71,17 @@ class TemplateRenderer:
         if not isinstance(template, str) or not template:
             raise ConfigError(SETTING, self.name, "this tokenizer has no chat template",
                               "point model.tokenizer_path at a chat model's tokenizer")  # fmt: skip
-        self._thinks = harmony or THINK in template or "reasoning_content" in template
-        tags = [*((THINK, THOUGHT) if self._thinks else ()), *((CALL, CALLED) if CALL in template else ())]
-        self._parser: Parser = HarmonyParser(tokenizer) if harmony else TaggedParser(tokenizer, tags)
-        ends = [self._end(self._plain()), self._end(self._calling(("call_0",)))]
-        self.stop_ids = frozenset(i for i in ends if i is not None)
+        self._spelling, self.form = SPELLINGS[0], "Harmony" if harmony else ""
+        self.stop_ids = self._openers = frozenset[int]()
+        tags = _thinking(template)
+        self._thinks = harmony or (tags is not None and not self._closes(tags))
+        self._parser: Parser = HarmonyParser(tokenizer) if harmony else self._tagged(tags)
+        self.calls_read = self._reads_calls()
+        self.stop_ids = self._find_stops()
         if not self.stop_ids:
             raise ConfigError(SETTING, self.name, "the chat template ends a reply with no special token",
                               "write a renderer for it, module:function (docs/agents.md)")  # fmt: skip
         self.refused = cache(self._refused)
-        self.calls_read = self._reads_calls()
         if harmony and not self.calls_read:
             raise ConfigError(SETTING, self.name, "the chat template does not write calls in gpt-oss' format",
                               "leave the setting out")  # fmt: skip
@@ -100,14 +110,17 @@ class TemplateRenderer:
         said = self._calling(*calls) if calls else self._plain()
         closed = self._closed(before, reply, prompt, said, tools)
         suffix = None if closed is None else self._suffix(_HISTORIES[0], said, new, tools)
-        return None if closed is None or suffix is None else closed + self._encode(suffix)
+        if closed is None or suffix is None:
+            return None
+        whole = closed + self._encode(suffix)
+        return whole if whole[: len(before)] == list(before) else None
 
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
         """See `Renderer`."""
         ids = list(sampled)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
-        return self._parser.parse(ids, prompt)
+        return self._parser.parse(ids, prompt, tools)
 
     def spell(self, ids: Sequence[int]) -> str:
         """See `Renderer`."""
@@ -119,13 +132,15 @@ class TemplateRenderer:
         self, before: Sequence[int], reply: Sequence[int], prompt: Sequence[int], said: Mapping[str, Any], tools: Tools
     ) -> list[int] | None:
         """The tokens up to the end of the reply, which is added where a limit or a text ended it; None where it ended
-        otherwise than the template would end it."""
+        otherwise than the template would end it. A token that opens the next message belongs to that one."""
         end, stops = self._end(said, tools), [i for i in reply if i in self.stop_ids]
+        ends = self._openers if end is None else {end}
         if stops:
-            return list(before) if stops == [end] and reply[-1] == end else None
-        if end is None or self._parser.reasons(reply, prompt):
+            last = len(stops) == 1 and reply[-1] in ends
+            return (list(before) if end is not None else list(before[:-1])) if last else None
+        if not ends or self._parser.reasons(reply, prompt):
             return None
-        return [*before, end]
+        return list(before) if end is None else [*before, end]
 
     def _suffix(self, history: Messages, said: Mapping[str, Any], new: Messages, tools: Tools) -> str | None:
         """The text that the template writes after the end of a reply for new messages; None where it would write
@@ -138,28 +153,57 @@ class TemplateRenderer:
         return whole[len(head) :] if head and whole.startswith(head) else None
 
     def _head(self, history: Messages, said: Mapping[str, Any], tools: Tools) -> str:
-        """The text up to the token that ends the reply; empty where there is none."""
+        """The text up to the token that ends the reply, or up to the next message's; empty where there is none."""
         try:
             text = self._text([*history, said], tools, False)
         except Exception:  # as above
             return ""
         end = self._end(said, tools)
         if end is None:
-            return ""
+            return text if self._openers else ""
         word = self.spell([end])
         return text[: text.rindex(word) + len(word)]
 
     def _end(self, said: Mapping[str, Any], tools: Tools = ()) -> int | None:
-        """The special token that ends a reply in the template."""
-        try:
-            text = self._text([*_HISTORIES[0], said], tools or ([_TOOL] if "tool_calls" in said else []), False)
-        except Exception:  # as above
-            return None
-        special = set(self._tokenizer.all_special_ids) | {
-            i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special
-        }
-        ids = self._encode(text)
+        """The special token that ends a reply in the template; None where it ends with the next message's."""
+        written = self._written(said, tools or ([_TOOL] if "tool_calls" in said else []))
+        special, ids = self._special(), self._encode(written[1]) if written is not None else []
         return next((i for i in reversed(ids) if i in special), None)
+
+    def _special(self) -> set[int]:
+        """Special tokens, but for the tags of calls and reasoning."""
+        added = {i for i, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        return (added | set(self._tokenizer.all_special_ids)) - self._parser.tag_ids
+
+    def _find_stops(self) -> frozenset[int]:
+        """Tokens that end a turn: the template's own, or in families that have none, those that open the next one."""
+        saids = ((self._plain(), ("user",)), (self._calling(("call_0",)), ("tool",)))
+        ends = [self._end(said) for said, _ in saids]
+        self._openers = frozenset(
+            opener for (said, kind), end in zip(saids, ends, strict=True) if end is None
+            for opener in self._opener(said, kind)
+        )  # fmt: skip
+        return frozenset(i for i in ends if i is not None) | self._openers
+
+    def _closes(self, thinking: tuple[str, str]) -> bool:
+        """Whether the prompt ends the reasoning before the model says anything: then there is none to be dropped."""
+        try:
+            return self._text(_HISTORIES[0], (), True).rstrip().endswith(thinking[1])
+        except Exception:  # as above
+            return False
+
+    def _opener(self, said: Mapping[str, Any], kind: Sequence[str]) -> list[int]:
+        """The special token that messages of these roles begin with after a reply, if there is one."""
+        new = [_made(role, i) for i, role in enumerate(kind)]
+        tools = [_TOOL] if "tool_calls" in said else []
+        said = {key: value for key, value in said.items() if key != "reasoning_content"}  # may be dropped then
+        try:
+            text = self._text([*_HISTORIES[0], said], tools, False)
+            whole = self._text([*_HISTORIES[0], said, *new], tools, False)
+        except Exception:  # as above
+            return []
+        ids = self._encode(whole[len(text) :]) if whole.startswith(text) else []
+        return [i for i in ids[:1] if i in self._special()]
 
     # ---------------------------------------------------------------------------------------------- what is admitted
 
@@ -175,7 +219,8 @@ class TemplateRenderer:
             return "calls in this template's form are not read"
         if self._thinks and not self._keep and _THOUGHT not in self._head(_HISTORIES[0], said, tools):
             return "the template drops the reasoning of a reply"
-        suffixes = [self._suffix(history, said, new, tools) for history in _HISTORIES]
+        histories = [history for history in _HISTORIES if self._head(history, said, tools)]  # some take no system's
+        suffixes = [self._suffix(history, said, new, tools) for history in histories]
         if None in suffixes:
             return "the template rewrites what comes before them"
         if len(set(suffixes)) > 1:
@@ -184,18 +229,34 @@ class TemplateRenderer:
         whole = self._encode(self._text([*_HISTORIES[0], said, *new], tools, True))
         return "" if whole == parts[0] + parts[1] else "tokens reach across the end of the reply"
 
+    def _tagged(self, thinking: tuple[str, str] | None) -> TaggedParser:
+        """The parser of the form in which the template writes a call, however it wants to be given it."""
+        for self._spelling in SPELLINGS:
+            written = self._written(self._calling(_CALLED), [_TOOL])
+            for form in FORMS:
+                self._parser = TaggedParser(self._tokenizer, form, thinking)
+                if written is not None and form.opens in written[1] and self._reads_calls():
+                    self.form = form.name
+                    return self._parser
+        self._spelling = SPELLINGS[0]
+        return TaggedParser(self._tokenizer, None, thinking)
+
     def _reads_calls(self) -> bool:
         """Whether a call that the template writes is read back."""
-        said = self._calling(("call_0", "lookup"))
-        try:
-            before = self._text(_HISTORIES[0], [_TOOL], True)
-            whole = self._text([*_HISTORIES[0], said], [_TOOL], False)
-        except Exception:  # as above
+        written = self._written(self._calling(_CALLED), [_TOOL])
+        if written is None:
             return False
-        if not whole.startswith(before):
-            return False
-        read = self.parse(self._encode(whole[len(before) :].rstrip()), self._encode(before), [_TOOL])
+        read = self.parse(self._encode(written[1].rstrip()), self._encode(written[0]), [_TOOL])
         return [(c.name, c.arguments, c.status) for c in read.calls] == [("lookup", '{"key":"b"}', "ok")]
+
+    def _written(self, said: Mapping[str, Any], tools: Tools) -> tuple[str, str] | None:
+        """(the text before a reply, the reply's); None where the template writes no such conversation."""
+        try:
+            whole = self._text([*_HISTORIES[0], said], tools, False)
+            befores = [self._text(_HISTORIES[0], tools, prompt) for prompt in (True, False)]
+        except Exception:  # as above
+            return None
+        return next(((before, whole[len(before) :]) for before in befores if whole.startswith(before)), None)
 
     def _plain(self) -> dict[str, Any]:
         return {"role": "assistant", "content": _SAID, **self._reasoned()}
@@ -214,13 +275,20 @@ class TemplateRenderer:
     # -------------------------------------------------------------------------------------------------- the tokenizer
 
     def _text(self, messages: Messages, tools: Tools, prompt: bool) -> str:
-        shown = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else dict(m) for m in messages]
-        return self._tokenizer.apply_chat_template(  # gpt-oss calls reasoning `thinking`
+        spelled = [self._spelling.apply(m) for m in messages]  # gpt-oss calls reasoning `thinking`
+        shown = [{**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m for m in spelled]
+        return self._tokenizer.apply_chat_template(
             shown, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
         )
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _thinking(template: str) -> tuple[str, str] | None:
+    """The tags that a template writes around reasoning."""
+    found = next((tags for tags in THINKING if tags[0] in template), None)
+    return THINKING[0] if found is None and "reasoning_content" in template else found
 
 
 def _kind(new: Messages) -> tuple[str, ...]:
