@@ -88,7 +88,17 @@ ARGUMENTS = st.fixed_dictionaries(
         "either": st.integers(0, 9) | st.just("five"),
     },
 )  # fmt: skip
-CALLS = st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=3)
+TAGS = {tag for family in FAMILIES.values() for tag in (*family.specials, family.eos, "<s>")}
+TAGS |= {"<parameter=", "</parameter>", "<function=", "</function>"}
+
+
+def without_tags(calls: Calls) -> bool:
+    """Whether no text has a tag in it, which would be encoded as one: Hypothesis also draws texts of this file."""
+    told = json.dumps(calls, ensure_ascii=False)
+    return not any(tag in told for tag in TAGS)
+
+
+CALLS = st.lists(st.tuples(st.sampled_from(NAMES), ARGUMENTS), min_size=1, max_size=3).filter(without_tags)
 
 
 # -------------------------------------------------------------------------------------------------- which form is read
@@ -138,7 +148,7 @@ def test_the_page_about_agents_has_a_row_for_each_form() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(CALLS, st.sampled_from(["", "I look.", "天気 [1] {x}"]))
 def test_calls_that_a_template_writes_are_read_back(name: str, calls: Calls, content: str) -> None:
     made = renderer(name)
@@ -327,7 +337,7 @@ def test_every_attempt_at_a_call_has_a_status(name: str, reply: str, statuses: l
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())
 def test_nothing_that_a_model_says_is_lost_or_breaks_the_parser(name: str, data: st.DataObject) -> None:
     """Words stand between tags in any order; each is somewhere in what was read."""
