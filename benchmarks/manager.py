@@ -1,6 +1,7 @@
 """CPU of the rollout service by response and by token, against the bare HTTP exchange of the same answers.
 
-    python benchmarks/manager.py [--engines 256] [--requests 50000] [--cases short,qwen3-30b,...] [--profile CASE]
+    python benchmarks/manager.py [--engines 256] [--requests 50000] [--managers M]
+        [--cases short,qwen3-30b,...] [--profile CASE]
 
 The fleet is fake: one process listens on a port for each engine and sends a canned answer in SGLang 0.5.23's format at
 once. Real are the requests, HTTP, parsing, the pool, groups, books and the assembly of shards. CPU seconds are those of
@@ -8,6 +9,10 @@ this process alone, and the least of `--repeats` passes; measure on a quiet mach
 aiohttp client that posts the same bodies and reads the answers without looking at them. With `masks`, each token comes
 with the 55 ids, on average, that it was drawn from at top-p 0.9. Ends with one line of JSON; `ratio` is CPU over the
 floor. `--profile` prints where the rollout service spends the time of a case.
+
+With `--managers M` the same step is also taken by M managers in processes of their own and their front
+(`rollout.managers`). `speedup` is the CPU of the one service over that of the busiest of these processes: what it comes
+to where each process has a core. It says nothing of cores that are missing here.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import base64
 import cProfile
 import json
 import multiprocessing
+import os
 import pstats
 import resource
 import sys
@@ -33,6 +39,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import orjson
+import ray
 from aiohttp import web
 from rich.console import Console
 from rich.table import Table
@@ -44,9 +51,13 @@ from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble
+from mslime.control.cluster import remote_class
+from mslime.control.managers import ManagerActor, RemoteManager
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
+from mslime.rollout.joined import JoinedService
+from mslime.rollout.manager import Manager
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.service import RolloutService
 
@@ -199,6 +210,71 @@ async def service(
     return spent, assembled, wall
 
 
+class BenchedManager(ManagerActor):
+    """A manager over fake engines."""
+
+    def __init__(self) -> None:
+        """Nothing of a run."""
+
+    async def begin(self, urls: Sequence[str], load: Load, directory: Path) -> None:
+        """A new manager with these engines."""
+        config, tokenizer = make_config(directory, load, len(urls)), load_tokenizer(directory)
+        self._pool = make_pool(urls, load)
+        self._manager = Manager(config, self._pool, tokenizer, FakeScorer(), load.case.facts, EngineLimits())
+
+    async def end(self) -> None:
+        """Close the connections."""
+        await self._pool.close()
+
+    async def spent(self) -> float:
+        """CPU seconds of this process."""
+        return time.process_time()
+
+
+async def joined(urls: Sequence[str], load: Load, directory: Path, actors: Sequence[Any]) -> tuple[float, float, float]:
+    """CPU seconds of a step of several managers: of the busiest, of the front, and of the front's assembly."""
+    config, every = make_config(directory, load, len(urls)), len(actors)
+    shares = [Load(load.case, load.requests, load.in_flight // every)] * every
+    begun = [
+        a.begin.remote(urls[i::every], share, directory)
+        for i, (a, share) in enumerate(zip(actors, shares, strict=True))
+    ]
+    await asyncio.gather(*begun)
+    ports = [RemoteManager(actor, f"manager {index}", "?") for index, actor in enumerate(actors)]
+    source = PromptSource(config.data.prompts, config.data, load_tokenizer(directory), config.seed)
+    front = JoinedService(config, ports, source, load.case.facts.max_positions)
+    before, started = await asyncio.gather(*(a.spent.remote() for a in actors)), time.process_time()
+    batch = await front.take(0)
+    front_s = time.process_time() - started
+    after = await asyncio.gather(*(a.spent.remote() for a in actors))
+    started = time.process_time()
+    assemble(batch.groups, config, 0)
+    assembled = time.process_time() - started
+    await front.close()
+    await asyncio.gather(*(a.end.remote() for a in actors))
+    return max(b - a for a, b in zip(before, after, strict=True)), front_s, assembled
+
+
+def measure_joined(
+    urls: Sequence[str], load: Load, directory: Path, repeats: int, managers: int, alone_s: float
+) -> dict[str, float]:
+    """CPU of managers and front by response, and the speed-up over `alone_s`, one service's CPU with its assembly."""
+    made = remote_class(BenchedManager).options(num_cpus=0, max_concurrency=64)
+    actors = [made.remote() for _ in range(managers)]
+    asyncio.run(joined(urls, Load(load.case, 2 * GROUP, load.in_flight), directory, actors))  # imports
+    passes = [asyncio.run(joined(urls, load, directory, actors)) for _ in range(repeats)]
+    busiest, front, assembled = (min(values) for values in zip(*passes, strict=True))
+    for actor in actors:
+        ray.kill(actor)
+    return {
+        "managers": managers,
+        "busiest_manager_us": 1e6 * busiest / load.requests,
+        "front_us": 1e6 * front / load.requests,
+        "front_assemble_us": 1e6 * assembled / load.requests,
+        "speedup": alone_s / max(busiest, front + assembled),
+    }
+
+
 def make_pool(urls: Sequence[str], load: Load) -> EnginePool:
     """Clients of the fleet."""
     clients = [EngineClient(url, f"engine{i}", model=load.case.facts) for i, url in enumerate(urls)]
@@ -232,11 +308,11 @@ def fleet(engines: int, case: Case) -> Iterator[list[str]]:
     try:
         yield [f"http://127.0.0.1:{port}" for port in ours.recv()]
     finally:
-        process.terminate()
+        process.kill()  # Ray, where it is there, would tell of a SIGTERM
         process.join()
 
 
-def measure(load: Load, engines: int, repeats: int, directory: Path) -> dict[str, float]:
+def measure(load: Load, engines: int, repeats: int, directory: Path, managers: int) -> dict[str, float]:
     """Microseconds of CPU, and tokens a second of one core."""
     warm = Load(load.case, 2 * GROUP, load.in_flight)
     with fleet(engines, load.case) as urls:
@@ -244,7 +320,10 @@ def measure(load: Load, engines: int, repeats: int, directory: Path) -> dict[str
         bare = min(asyncio.run(floor(urls, load)) for _ in range(repeats))
         parsed = min(asyncio.run(clients(urls, load)) for _ in range(repeats))
         passes = [asyncio.run(service(urls, load, directory)) for _ in range(repeats)]
-    whole, assembled, wall = (min(values) for values in zip(*passes, strict=True))
+        whole, assembled, wall = (min(values) for values in zip(*passes, strict=True))
+        several: dict[str, float] = {}
+        if managers > 1:
+            several = measure_joined(urls, load, directory, repeats, managers, whole + assembled)
     requests, tokens = load.requests, load.requests * load.case.tokens
     return {
         "requests": requests,
@@ -256,6 +335,7 @@ def measure(load: Load, engines: int, repeats: int, directory: Path) -> dict[str
         "tokens_per_core_second": tokens / (whole + assembled),
         "wall_s": wall,
         "ratio": whole / bare,
+        **several,
     }
 
 
@@ -277,6 +357,7 @@ def main() -> None:
     parser.add_argument("--in-flight", type=int, default=4000, help="requests at the engines at once")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--managers", type=int, default=1, help="also measure so many beside one")
     parser.add_argument("--profile", choices=CASES)
     args = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -292,22 +373,41 @@ def main() -> None:
             show_profile(loads[args.profile], args.engines, directory)
             return
         cases = args.cases.split(",")
-        figures: dict[str, Any] = {case: measure(loads[case], args.engines, args.repeats, directory) for case in cases}
+        if args.managers > 1:
+            start_ray()
+        figures: dict[str, Any] = {
+            case: measure(loads[case], args.engines, args.repeats, directory, args.managers) for case in cases
+        }
     show(figures, f"{args.engines} fake engines, {args.in_flight} requests in flight; us of CPU a request")
     print(json.dumps(figures))
 
 
 def show(figures: dict[str, Any], title: str) -> None:
-    """A table of the figures, one line a case."""
+    """A table of the figures, one line a case; with several managers, a second one."""
+    alone = ("requests", "http_us", "client_us", "service_us", "assemble_us", "tokens_per_core_second", "ratio")
+    several = ("managers", "busiest_manager_us", "front_us", "front_assemble_us", "speedup")
+    for columns in (alone, several):
+        if all(column in found for found in figures.values() for column in columns):
+            show_columns(figures, title, columns)
+
+
+def show_columns(figures: dict[str, Any], title: str, columns: Sequence[str]) -> None:
+    """One table."""
     table = Table(title=title)
-    columns = ("requests", "http_us", "client_us", "service_us", "assemble_us", "tokens_per_core_second", "ratio")
     for column in ("case", *columns):
         table.add_column(column, justify="right")
     for case, found in figures.items():
-        table.add_row(
-            case, *(f"{found[column]:,.2f}" if column == "ratio" else f"{found[column]:,.0f}" for column in columns)
-        )
+        form = {column: ",.2f" if column in ("ratio", "speedup") else ",.0f" for column in columns}
+        table.add_row(case, *(format(found[column], form[column]) for column in columns))
     Console().print(table)
+
+
+def start_ray() -> None:
+    """On this machine, for processes that find what this one finds."""
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *(p for p in sys.path if p)])
+    ray.init(
+        "local", include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}
+    )  # fmt: skip
 
 
 def make_tokenizer(directory: Path) -> None:

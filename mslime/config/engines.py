@@ -102,9 +102,14 @@ class SGLangConfig(EngineSection):
         return EngineKeys(api, admin)
 
     @property
+    def servers(self) -> int:
+        """Engines, launched or attached to."""
+        return len(self.urls) or self.num_engines
+
+    @property
     def gpus(self) -> int:
         """GPUs of all engines."""
-        return (len(self.urls) or self.num_engines) * self.tp_size
+        return self.servers * self.tp_size
 
 
 TEACHER_RESERVED: dict[str, str] = SGLANG_RESERVED | {

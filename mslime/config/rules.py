@@ -433,6 +433,25 @@ def _keep_best(config: RunConfig) -> None:
         )
 
 
+def _managers(config: RunConfig) -> None:
+    """Each rollout manager has engines of its own, and a port if there is a fixed one."""
+    managers, server = config.rollout.managers, config.rollout.server
+    if managers > config.sglang.servers:
+        raise ConfigError(
+            "rollout.managers",
+            managers,
+            f"each manager needs an engine, and there are {config.sglang.servers}",
+            "lower it, or raise sglang.num_engines",
+        )
+    if server.port and server.port + managers - 1 > 65535:
+        raise ConfigError(
+            "rollout.server.port",
+            server.port,
+            f"each of the {managers} managers (rollout.managers) takes the next port, and there is none after 65535",
+            "choose a lower port, or 0 for free ones",
+        )
+
+
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _supervised,
     _keep_best,
@@ -453,6 +472,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     check_teacher,
     _critic,
     _sampling,
+    _managers,
     _named_functions,
     check_reward,
     check_environment_settings,

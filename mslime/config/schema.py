@@ -236,6 +236,14 @@ class RolloutConfig(Section):
         default_factory=list[int], description="Token ids that end a response, besides the model's own."
     )
     concurrency: int = Field(default=256, le=1_000_000, ge=1, description="Requests in flight per engine.")
+    managers: int = Field(
+        default=1,
+        le=1024,
+        ge=1,
+        description="Processes among which the engines are divided; each speaks to its own and scores their responses. "
+        "One core reads about 150,000 tokens/s: set more where that is not enough (docs/clusters.md). Each has its own "
+        "`reward.workers` and environments, and the next port after `rollout.server.port`.",
+    )
     pause_mode: PauseMode = Field(
         default="abort",
         description="What running requests do during a weight update when max_staleness > 0. abort: they return what "

@@ -82,21 +82,26 @@ def _value(ref: ray.ObjectRef, who: str, what: str, log_paths: Mapping[str, str]
     log = log_paths.get(who, "?")
     try:
         return ray.get(ref)
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, UserError):
-            raise cause from None
+    except RayError as error:
+        raise told(error, who, what, log) from None
+
+
+def told(error: RayError, who: str, what: str, log: str) -> Exception:
+    """What a call's failure is to the user: the worker's own words if the mistake is the user's, else that `who`
+    crashed, died, or that Ray failed."""
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, UserError):
+            return error.cause
         # Not `error.traceback_str`: Ray forwards it to the cause, and an AttributeError of that kind eats it.
-        raise TrainerError(what, who, f"crashed with\n{error}", f"the whole log is {log}") from None
-    except RayActorError as error:
-        raise TrainerError(
+        return TrainerError(what, who, f"crashed with\n{error}", f"the whole log is {log}")
+    if isinstance(error, RayActorError):
+        return TrainerError(
             what,
             who,
             f"the process died ({str(error).splitlines()[0]})",
             f"read the end of {log}; a death without a traceback is often the kernel's out-of-memory killer",
-        ) from None
-    except RayError as error:
-        raise _ray_failed(what, who, error) from None
+        )
+    return _ray_failed(what, who, error)
 
 
 def _ray_failed(what: str, who: str, error: RayError) -> TrainerError:

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +18,7 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
-from mslime.config.dtypes import engine_dtype
 from mslime.config.errors import EngineError, RewardError
-from mslime.config.hf_config import checkpoint_dtype
 from mslime.control.calls import call
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
 from mslime.data.checksums import FileSum, check_sums
@@ -31,16 +28,15 @@ from mslime.observe import samples
 from mslime.observe.progress import RolloutCounts, summary_line
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.pool import EnginePool
     from mslime.backends.sglang.server import EngineAddress
     from mslime.config.layout import ParallelLayout
-    from mslime.data.sample import Sample
+    from mslime.data.sample import Group, Sample
     from mslime.data.shard import TrainShard
+    from mslime.data.source import PromptStream
     from mslime.data.tokenizer import Tokenizer
     from mslime.preflight.resolve import ResolvedRun
     from mslime.rollout.evaluate import EvalResult
-    from mslime.rollout.protocols import StepBatch
-    from mslime.rollout.teacher import ServedTeacher
+    from mslime.rollout.protocols import Rollouts, StepBatch, Updated
 
 _log = logging.getLogger(__name__)
 WHO = "rollout service"
@@ -112,7 +108,11 @@ class Evaluation:
 
 
 class RolloutActor:
-    """Owns the rollout service, the engine clients and the reward workers."""
+    """Owns the rollout service, the engine clients and the reward workers; or, with several managers, their front."""
+
+    _service: Rollouts
+    _pool: Updated
+    _close_engines: Callable[[], Awaitable[None]]
 
     def __init__(self, run: ResolvedRun, log_path: str) -> None:
         redirect_output(Path(log_path))
@@ -120,7 +120,7 @@ class RolloutActor:
         self._run, self._config = run, run.config
         self._counts = RolloutCounts(0, 0, 0)
         self._spans: Spans = []
-        self._teachers: EnginePool | None = None
+        self._log_path = Path(log_path)
         self._evaluated: list[Logged] = []
 
     async def start(
@@ -139,98 +139,73 @@ class RolloutActor:
             version: weight version that the trainer starts with.
             teachers: servers of the teacher, if SGLang serves one.
         """
-        from mslime.backends.sglang.endings import end_ids
         from mslime.control.assemble import SourceNames
         from mslime.data.tokenizer import load_tokenizer
         from mslime.data.user_source import open_prompts
         from mslime.preflight.seams import check_seams
-        from mslime.rollout.protocols import EngineLimits
-        from mslime.rollout.service import RolloutService
 
-        config, model = self._config, self._run.model
-        check_seams(config, "rollout service")
+        config = self._config
+        check_seams(config, WHO)
         self._layers = layers
         hide(*(key for a in (*addresses, *teachers) for key in (a.keys.api, a.keys.admin)))
-        refused_input = await self._meet_engines(addresses)
         tokenizer = load_tokenizer(config.model.tokenizer)
         source = open_prompts(config.data, config.seed, tokenizer)
         self._source_name = SourceNames()
-        await self._open_rewards(tokenizer)
-        self._service = RolloutService(
-            config,
-            self._pool,
-            source,
-            tokenizer,
-            self._scorer,
-            model,
-            EngineLimits(refused_input, end_ids(config.model.path, tokenizer)),
-            teacher=await self._meet_teachers(teachers, tokenizer),
-            eval_scorers=self._eval_scorers,
-            on_progress=self._on_progress,
-            on_span=self._on_span,
-            on_evaluated=lambda name, groups: self._evaluated.append(Logged(groups, self._service.version, None, name)),
-        )
+        opened = self._open_one if config.rollout.managers == 1 else self._open_several
+        await opened(addresses, teachers, source, tokenizer)
         self._service.version = version
         if state is not None:
             check_sums(state.directory, {state.name: state.total})
-            self._service.load(state.directory / state.name)
+            await self._service.load(state.directory / state.name)
         _log.info("prompts are open, generation begins with version %d", version)
         self._samples = SampleLog(config.observe.save_rollouts, tokenizer, config.observe.sample_routes)
         samples.begin(config.run_dir, version)
 
-    async def _meet_engines(self, addresses: Sequence[EngineAddress]) -> int:
-        """Connect to the engines and check what they can do; how many tokens they refuse to continue."""
-        from mslime.backends.sglang.client import EngineClient
-        from mslime.backends.sglang.handshake import Needs, handshake_all
-        from mslime.backends.sglang.pool import EnginePool
+    async def _open_one(
+        self,
+        addresses: Sequence[EngineAddress],
+        teachers: Sequence[EngineAddress],
+        source: PromptStream,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """The service in this process."""
+        from mslime.backends.sglang.endings import end_ids
+        from mslime.control.engine_side import EngineSide
+        from mslime.rollout.protocols import EngineLimits
+        from mslime.rollout.service import RolloutService
 
-        config, model, r = self._config, self._run.model, self._config.rollout
-        _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
-        clients = [
-            EngineClient(a.url, a.name, config.deadlines, model, a.log_path, a.keys, a.identity) for a in addresses
-        ]
-        architectures = (self._run.family.architecture,)
-        needs = Needs(
-            bool(self._run.replayed_layers), architectures=architectures,
-            dtype=engine_dtype(config, self._run.hf_config), checkpoint_dtype=checkpoint_dtype(self._run.hf_config),
-            truncation={"top_p": r.top_p, "top_k": r.top_k, "min_p": r.min_p} if r.truncated else {},
+        config, side = self._config, EngineSide(self._run, self._config)
+        limits = EngineLimits(await side.meet_engines(addresses), end_ids(config.model.path, tokenizer))
+        await side.open_scoring(teachers, tokenizer)
+        self._service = RolloutService(
+            config, side.pool, source, tokenizer, side.scorer, self._run.model, limits, teacher=side.teacher,
+            eval_scorers=side.eval_scorers, on_progress=self._on_progress, on_span=self._on_span,
+            on_evaluated=self._on_evaluated,
         )  # fmt: skip
-        refused_input = await handshake_all(clients, needs)
-        self._pool = EnginePool(clients, config.rollout.concurrency)
-        return refused_input
+        self._pool, self._close_engines = side.pool, side.close
 
-    async def _open_rewards(self, tokenizer: Tokenizer) -> None:
-        """Start what scores responses of training and of held-out sets."""
-        from mslime.rollout.rewards.scorer import RewardScorer
+    async def _open_several(
+        self,
+        addresses: Sequence[EngineAddress],
+        teachers: Sequence[EngineAddress],
+        source: PromptStream,
+        tokenizer: Tokenizer,
+    ) -> None:
+        """The front of several managers, each in a process of its own."""
+        from mslime.control.managers import ManagerGroup
+        from mslime.rollout.generation import Sampling
+        from mslime.rollout.joined import JoinedService
+        from mslime.rollout.protocols import EngineLimits
 
-        config = self._config
-        self._scorer = RewardScorer(config.reward, tokenizer=tokenizer)
-        self._eval_scorers = {
-            s.name: RewardScorer(s.reward, f"data.eval_sets[{i}].reward", tokenizer)
-            for i, s in enumerate(config.data.eval_sets)
-            if s.reward is not None
-        }
-        for scorer in (self._scorer, *self._eval_scorers.values()):
-            await scorer.start()
-
-    async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
-        """The teacher behind these servers, which are checked; None when there are none."""
-        from mslime.backends.sglang.client import EngineClient
-        from mslime.backends.sglang.pool import EnginePool
-        from mslime.backends.sglang.teacher import meet_teachers
-        from mslime.rollout.teacher import ServedTeacher
-
-        if not addresses:
-            return None
         config, model = self._config, self._run.model
-        rollout, prompt = config.rollout, config.data.max_prompt_tokens or 1
-        longest = min(rollout.longest(model.max_positions), prompt + rollout.max_response_tokens)
-        clients = [
-            EngineClient(a.url, a.name, config.deadlines, None, a.log_path, a.keys, a.identity) for a in addresses
-        ]
-        await meet_teachers(clients, tokenizer, model.vocab_size, longest)
-        self._teachers = EnginePool(clients, config.teacher.concurrency)
-        return ServedTeacher(self._teachers)
+        managers = ManagerGroup(self._run, self._log_path.parent, addresses)
+        refused_input = await managers.start(teachers)
+        training = Sampling.for_training(config.rollout, config.train.replay, model, EngineLimits(refused_input))
+        self._service = JoinedService(
+            config, managers.ports, source, training.longest_input, taught=bool(teachers),
+            on_progress=self._on_progress, on_span=self._on_span, on_evaluated=self._on_evaluated,
+        )  # fmt: skip
+        self._pool, self._close_engines = managers, managers.stop
 
     async def take(self, step: int) -> StepShards:
         """Wait for a step's groups; shard them."""
@@ -246,7 +221,7 @@ class RolloutActor:
             except RewardError as error:
                 _log.warning("step %d: groups without an advantage: %s", step + 1, error)
                 blamed = [g for g in batch.groups if not have_advantages(g, self._config)]
-                if not self._service.give_back(blamed):
+                if not await self._service.give_back(blamed):
                     raise
         if self._config.observe.save_groups:
             await asyncio.to_thread(_write, self._config.run_dir / "groups", batch)
@@ -254,7 +229,7 @@ class RolloutActor:
         self._samples.write(samples.file_of(self._config.run_dir, step + 1), step + 1, [logged])
         _log.info("step %d: handed over, %s", step + 1, summary_line(batch.metrics | metrics))
         spans, self._spans = self._spans, []
-        outline, notes = self._service.outline(), self._samples.notes()
+        outline, notes = await self._service.outline(), self._samples.notes()
         return StepShards(references, batch.metrics | metrics, outline, spans, notes, watched)
 
     def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float], Logged, list[Sample]]:
@@ -336,7 +311,7 @@ class RolloutActor:
             with phase(_log, f"saving {path}"):
                 return await self._service.checkpoint(Path(path), next_step)
         except EngineError:  # the engines are gone with what they were generating; the rest is ours
-            return self._service.save(Path(path), next_step)
+            return await self._service.save(Path(path), next_step)
 
     async def counts(self) -> RolloutCounts:
         """Groups needed, accepted, running; answered beside the work."""
@@ -347,11 +322,10 @@ class RolloutActor:
         _log.info("stopping")
         await self._service.close()
         await asyncio.to_thread(self._samples.close, LAST_SAMPLES_S)
-        await self._pool.close()
-        if self._teachers is not None:
-            await self._teachers.close()
-        for scorer in (self._scorer, *self._eval_scorers.values()):
-            await scorer.close()
+        await self._close_engines()
+
+    def _on_evaluated(self, name: str, groups: Sequence[Group]) -> None:
+        self._evaluated.append(Logged(groups, self._service.version, None, name))
 
     def _on_progress(self, *, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
         self._counts = RolloutCounts(needed, accepted, running, done, aborted)

@@ -8,7 +8,7 @@ in the step in which it happened.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,23 @@ class Ledger:
         books = self.copy()
         books.trained -= tokens
         books._mark = dict(mark)
+        return books
+
+    @classmethod
+    def joined(cls, parts: Iterable[Ledger], mark: Mapping[str, int]) -> Ledger:
+        """The sum of several ledgers, settled last when the sum was `mark`."""
+        total = cls(_mark=dict(mark))
+        for part in parts:
+            total.generated += part.generated
+            total.trained += part.trained
+            total.masked.update(part.masked)
+            total.dropped.update(part.dropped)
+        return total
+
+    def without_pending(self) -> Ledger:
+        """These books without the tokens whose fate is open, which others keep."""
+        books = self.copy()
+        books.generated -= self.pending
         return books
 
     def state_dict(self) -> dict[str, Any]:

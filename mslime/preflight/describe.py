@@ -78,7 +78,7 @@ def _batch_table(config: RunConfig) -> Table:
     r, t = config.rollout, config.train
     responses = r.groups_per_step * r.group_size
     per_step = r.groups_per_step // t.optimizer_steps_per_rollout
-    engines = len(config.sglang.urls) or config.sglang.num_engines
+    engines = config.sglang.servers
     budget = t.max_tokens_per_micro_batch * config.layout.cp
     in_flight = SubmitGate(r.groups_per_step, r.max_staleness, config.spare_groups).limit(0)
     return facts_table(
@@ -95,7 +95,8 @@ def _batch_table(config: RunConfig) -> Table:
             ("balance", _balance(t.quadratic_tokens)),
             (
                 "engines",
-                f"{engines} x TP{config.sglang.tp_size}, {r.concurrency} requests each; {in_flight} groups in flight",
+                f"{engines} x TP{config.sglang.tp_size}, {r.concurrency} requests each; {in_flight} groups in flight"
+                + (f"; {r.managers} rollout managers" if r.managers > 1 else ""),
             ),
             ("run", f"{t.num_steps} steps = {t.num_steps * responses:,} responses"),
         ],

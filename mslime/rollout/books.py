@@ -12,8 +12,7 @@ Nothing here waits: there is no asyncio, no engine and no clock, so any order of
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,8 @@ from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.filters import load_filter
-from mslime.rollout.state import Columns, Stored, begun_anew, check_stored, pack_begun, pack_groups, unpack_groups
+from mslime.rollout.kept import Begun, Kept, sound, trainable
+from mslime.rollout.state import Columns, Stored, begun_anew, check_stored, pack_begun, unpack_groups
 from mslime.rollout.statistics import StepCounters
 
 COUNTED = ("aborted", "recycled", "filtered_groups", "failed_groups", "failed_rollouts")
@@ -91,11 +91,6 @@ def new_group(group_id: int, prompt: Prompt, size: int) -> Group:
     )  # fmt: skip
 
 
-def trainable(groups: Sequence[Group]) -> int:
-    """Tokens of `groups` that may enter the loss."""
-    return sum(s.trainable_tokens for g in groups for s in g.samples)
-
-
 class Books:
     """Every group and every token of a run's rollouts.
 
@@ -109,6 +104,8 @@ class Books:
         ledger: the fate of every generated token.
         counters: of what happened to groups and responses.
         next_group_id: groups that were begun.
+        allowance: groups that may be taken, accepted or running since the gate opened, where these are the books of one
+            of several managers; None where the gate says it.
         on_discard: told (group, number) of every rollout that is thrown away.
     """
 
@@ -121,6 +118,7 @@ class Books:
         self.running, self.partial, self.accepted = dict[int, Group](), list[Group](), list[Group]()
         self.ledger, self.counters = Ledger(), StepCounters()
         self.on_discard: Callable[[int, int], None] = lambda group, number: None
+        self.allowance: int | None = None
         self._base_version: int | None = None
         self._taken_count = 0
         self._taken: _Taken | None = None
@@ -135,8 +133,23 @@ class Books:
     def room(self) -> int:
         """Groups that may be begun or continued now."""
         assert self._base_version is not None, "the gate was never opened"
-        ready = self._taken_count + len(self.accepted)
-        return self._gate.room(ready, len(self.running), self.version - self._base_version)
+        if self.allowance is not None:
+            return max(0, self.allowance - self.ready - len(self.running))
+        return self._gate.room(self.ready, len(self.running), self.version - self._base_version)
+
+    @property
+    def ready(self) -> int:
+        """Groups that were taken since the gate opened, or are accepted."""
+        return self._taken_count + len(self.accepted)
+
+    def hand(self, group: Group, accepted: bool = False) -> None:
+        """A group of somebody else's prompt and id, with the tokens that it has, rests until there is room for it, or
+        waits for the trainer."""
+        self.ledger.generate(trainable([group]))
+        if accepted:
+            self.accepted.append(group)
+        else:
+            self._rest(group)
 
     def begin(self, prompt: Prompt) -> Group:
         """A new group, which is running."""
@@ -293,23 +306,31 @@ class Books:
         """Whether a step's groups are accepted."""
         return len(self.accepted) >= self._rollout.groups_per_step
 
+    @property
+    def taken(self) -> list[Group]:
+        """The groups that the trainer has, until it has trained on them."""
+        return [] if self._taken is None else self._taken.groups
+
     def held(self) -> list[Group]:
         """Every group but those that were taken."""
         return [*self.accepted, *self.partial, *self.running.values()]
 
-    def take(self, step: int) -> tuple[list[Group], dict[str, float]]:
+    def take(self, step: int, ids: Collection[int] | None = None) -> tuple[list[Group], dict[str, float]]:
         """Hand a step's groups to the trainer, those with the oldest tokens first, and close the step's books.
+
+        Args:
+            ids: which of the accepted groups; None for the first `groups_per_step`.
 
         Returns:
             The groups in order of their ids; `ledger/*` and the step's counts of `rollout/*` and `reward/errors`.
         """
-        self.accepted.sort(key=lambda g: (g.oldest_version or 0, g.group_id))
-        n = self._rollout.groups_per_step
-        groups = sorted(self.accepted[:n], key=lambda g: g.group_id)
+        self.accepted.sort(key=due)
+        chosen = {g.group_id for g in self.accepted[: self._rollout.groups_per_step]} if ids is None else set(ids)
+        groups = sorted((g for g in self.accepted if g.group_id in chosen), key=lambda g: g.group_id)
         for sample in (s for g in groups for s in g.samples):
             check_invariants(sample)
-        self.accepted = self.accepted[n:]
-        self._taken_count += n
+        self.accepted = [g for g in self.accepted if g.group_id not in chosen]
+        self._taken_count += len(groups)
         self._taken = _Taken(step, groups, trainable(groups), self.ledger.marked())
         self.ledger.train(self._taken.tokens)
         moved = self.ledger.settle(trainable(self.held()))
@@ -344,23 +365,30 @@ class Books:
         Args:
             next_step: step that a resumed run begins with; its groups are included where they are taken already.
         """
+        return self.kept(next_step).state(self.version, self.next_group_id)
+
+    def kept(self, next_step: int | None = None) -> Kept:
+        """What a state holds; see `state_dict`."""
         taken = self._taken
         untrained = taken if taken is not None and next_step is not None and taken.step >= next_step else None
         ledger = self.ledger.copy()
         if untrained is not None:
             ledger = ledger.before_training(untrained.tokens, untrained.mark)
-        accepted = _sound([*(untrained.groups if untrained is not None else []), *self.accepted], ledger)
-        resting = _sound([*self.partial, *self.running.values()], ledger)
-        headers, columns = pack_groups([*accepted, *resting])
-        return {"accepted": len(accepted), "groups": headers, **self._numbers(ledger)}, columns
+        accepted = sound([*(untrained.groups if untrained is not None else []), *self.accepted], ledger)
+        resting = sound([*self.partial, *self.running.values()], ledger)
+        return Kept(accepted, resting, ledger, dict(self.counters.total), untrained is not None)
 
     def outline(self) -> tuple[dict[str, Any], Columns]:
         """A small `state_dict` for the case that the groups are lost: those that are not trained begin anew from their
         prompts, and their tokens are booked as dropped. Holds for a checkpoint after the step taken last."""
+        return self.begun().state(self.version, self.next_group_id)
+
+    def begun(self) -> Begun:
+        """What an outline holds."""
         ledger = self.ledger.copy()
         ledger.drop(ledger.pending, "lost")
         headers, columns = pack_begun(sorted(self.held(), key=lambda g: g.group_id))
-        return {"accepted": 0, "groups": [], "begun": headers, **self._numbers(ledger)}, columns
+        return Begun(headers, columns["prompts"], ledger, dict(self.counters.total))
 
     def load_state_dict(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
         """Continue from `state_dict` or `outline`, before anything was begun. Raises ValueError when the groups and
@@ -378,37 +406,17 @@ class Books:
         if (alive := trainable(self.held())) != self.ledger.pending:
             raise ValueError(f"{self.ledger.pending} tokens are pending in the books, {alive} are held")
 
-    def _numbers(self, ledger: Ledger) -> dict[str, Any]:
-        """What a state holds beside groups."""
-        return {
-            "version": self.version,
-            "next_group_id": self.next_group_id,
-            "ledger": ledger.state_dict(),
-            "counters": dict(self.counters.total),
-        }
-
     def _untaught(self, group: Group) -> bool:
         """Whether a served teacher has not scored the group: it is of a run that had none."""
         return self._taught and any(s.teacher_log_probs is None for s in group.samples)
+
+
+def due(group: Group) -> tuple[int, int]:
+    """In which order accepted groups are trained."""
+    return group.oldest_version or 0, group.group_id
 
 
 def _urgency(group: Group) -> tuple[bool, int, int]:
     """Interrupted groups with the oldest tokens come first: they have the least time left."""
     oldest = group.oldest_version
     return (oldest is None, oldest or 0, group.group_id)
-
-
-def _sound(groups: Sequence[Group], ledger: Ledger) -> list[Group]:
-    """The groups that may be saved: one that breaks an invariant would be refused at every resume, and what is no JSON
-    cannot be written. It is booked as dropped."""
-    kept: list[Group] = []
-    for group in groups:
-        try:
-            for sample in group.samples:
-                check_invariants(sample)
-                json.dumps([sample.label, sample.metadata])
-            kept.append(group)
-        except (AssertionError, TypeError, ValueError) as error:
-            print(f"group {group.group_id} of {group.source} is left out of the checkpoint: {error}", flush=True)
-            ledger.drop(trainable([group]), "failed")
-    return kept

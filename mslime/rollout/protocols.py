@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,12 @@ from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.choices import PauseMode
 from mslime.config.errors import EngineError
 from mslime.data.sample import Group, Sample
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.comparison import Digests
+    from mslime.config.schema import EvalSetConfig
+    from mslime.data.checksums import FileSum
+    from mslime.rollout.evaluate import EvalResult
 
 
 class Engines(Protocol):
@@ -137,3 +144,35 @@ class StepBatch:
     def samples(self) -> list[Sample]:
         """All samples, groups one after the other."""
         return [s for g in self.groups for s in g.samples]
+
+
+class Rollouts(Protocol):
+    """A rollout service, of one manager (`service.RolloutService`) or of several (`joined.JoinedService`)."""
+
+    @property
+    def version(self) -> int:
+        """Weight version that the engines serve and the trainer holds."""
+        ...
+
+    @version.setter
+    def version(self, version: int) -> None: ...
+
+    async def take(self, step: int) -> StepBatch: ...
+    async def give_back(self, blamed: Sequence[Group] = ()) -> bool: ...
+    async def pause_for_update(self) -> None: ...
+    async def resume_after_update(self, version: int) -> None: ...
+    async def evaluate(self, eval_set: EvalSetConfig) -> EvalResult: ...
+    async def save(self, path: Path, next_step: int | None = None) -> FileSum: ...
+    async def checkpoint(self, path: Path, next_step: int | None = None) -> FileSum: ...
+    async def outline(self) -> bytes: ...
+    async def load(self, path: Path) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Updated(Protocol):
+    """The engines of all managers in a weight update; see `backends.sglang.pool.EnginePool`."""
+
+    async def begin_update(self) -> None: ...
+    async def compare(self, expected: Mapping[str, Digests]) -> int: ...
+    async def end_update(self) -> None: ...
+    async def stamp(self, version: int) -> None: ...

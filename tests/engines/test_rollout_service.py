@@ -261,7 +261,7 @@ def test_a_resumed_service_continues_what_was_interrupted(
             await service.checkpoint(tmp_path / "rollouts.npz")
             held = {s.group_id * 10 + s.index: s.tokens for g in service.books.held() for s in g.samples}
         async with service_for(config, tokenizer, fresh) as (service, pool):
-            service.load(tmp_path / "rollouts.npz")
+            await service.load(tmp_path / "rollouts.npz")
             await publish(service, pool, 1)
             batch = await service.take(1)
             assert not {g.group_id for g in first.groups} & {g.group_id for g in batch.groups}

@@ -24,7 +24,7 @@ class FakeService:
     async def take(self, step: int) -> StepBatch:
         return StepBatch(step, step, [], {})
 
-    def outline(self) -> bytes:
+    async def outline(self) -> bytes:
         return b""
 
 

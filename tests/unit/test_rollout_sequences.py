@@ -224,10 +224,10 @@ def test_groups_of_several_sequences_are_read_as_they_were_written(tmp_path: Pat
         await service.drain()
         before = [*service.books.accepted, *service.books.partial]
         assert any(len(g.samples) > 2 for g in before)
-        service.save(tmp_path / "state.npz")
+        await service.save(tmp_path / "state.npz")
         await service.close()
         resumed = make_service(config, engine())
-        resumed.load(tmp_path / "state.npz")
+        await resumed.load(tmp_path / "state.npz")
         for old, new in zip(before, [*resumed.books.accepted, *resumed.books.partial], strict=True):
             assert (new.size, new.prompt.tolist(), new.numbers) == (old.size, old.prompt.tolist(), old.numbers)
             for a, b in zip(old.samples, new.samples, strict=True):

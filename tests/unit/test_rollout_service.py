@@ -485,7 +485,7 @@ def test_a_resumed_service_continues_with_every_group_and_the_same_prompts(tmp_p
 
         engine = FakeSlowEngine(uneven)
         other = make_service(config, engine, version=1)
-        other.load(tmp_path / "rollouts.npz")
+        await other.load(tmp_path / "rollouts.npz")
         again = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in other.books.held()}
         assert again == held and other.ledger.pending == service.ledger.pending and other.version == 1
         await service.close()
@@ -515,9 +515,9 @@ def test_the_state_holds_groups_in_flight(tmp_path: Path):
         taken = {g.group_id for g in (await service.take(0)).groups}
         assert service.books.running
         everything = sorted(g.group_id for g in service.books.held())
-        service.save(tmp_path / "rollouts.npz")
+        await service.save(tmp_path / "rollouts.npz")
         other = make_service(config, FakeSlowEngine(uneven))
-        other.load(tmp_path / "rollouts.npz")
+        await other.load(tmp_path / "rollouts.npz")
         assert sorted(g.group_id for g in other.books.held()) == everything == sorted({*range(12)} - taken)
         await service.close()
 
@@ -549,7 +549,7 @@ def test_supports_of_interrupted_responses_are_kept_and_only_new_ones_are_added(
 
         engine = FakeSlowEngine(uneven)
         other = make_service(config, engine, version=1)
-        other.load(tmp_path / "rollouts.npz")
+        await other.load(tmp_path / "rollouts.npz")
         second = await other.take(1)
         assert any(len(s.segments) == 3 for s in second.samples), "a response of version 0 ended under version 1"
         for sample in (*first.samples, *second.samples):
@@ -575,7 +575,7 @@ def test_responses_that_began_before_truncated_sampling_keep_their_whole_vocabul
         await service.close()
         engine = FakeSlowEngine(uneven)
         other = make_service(run_config(tmp_path, max_staleness=0, over_sampling=1.5, **TRUNCATED), engine, version=1)
-        other.load(tmp_path / "rollouts.npz")
+        await other.load(tmp_path / "rollouts.npz")
         crossed = [s for s in (await other.take(1)).samples if len(s.segments) == 3]
         assert crossed
         for sample in crossed:
@@ -710,7 +710,7 @@ def test_a_group_that_always_fails_ends_a_run_once_and_is_dropped_by_the_resume(
         await service.close()
 
         resumed = make_service(run_config(tmp_path), FakeSlowEngine(short), FakeScorer(reward))
-        resumed.load(tmp_path / "s.npz")
+        await resumed.load(tmp_path / "s.npz")
         batch = await resumed.take(0)
         assert 2 not in [g.group_id for g in batch.groups] and len(batch.groups) == 4
         assert batch.metrics["rollout/failed_groups"] == 1 and resumed.ledger.dropped["failed"] > 0
@@ -724,13 +724,13 @@ def test_groups_that_were_taken_but_not_trained_are_in_the_saved_state(tmp_path:
         service = make_service(run_config(tmp_path), FakeSlowEngine(short))
         taken = await service.take(0)
         before = (
-            service.save(tmp_path / "untrained.npz", next_step=0),
-            service.save(tmp_path / "trained.npz", next_step=1),
+            await service.save(tmp_path / "untrained.npz", next_step=0),
+            await service.save(tmp_path / "trained.npz", next_step=1),
         )
         assert before[0] != before[1]
         for name, again in (("untrained", True), ("trained", False)):
             resumed = make_service(run_config(tmp_path), FakeSlowEngine(short))
-            resumed.load(tmp_path / f"{name}.npz")
+            await resumed.load(tmp_path / f"{name}.npz")
             batch = await resumed.take(0)
             same = [g.group_id for g in batch.groups] == [g.group_id for g in taken.groups]
             assert same is again
@@ -751,10 +751,10 @@ def test_groups_given_back_are_taken_again_and_one_that_fails_twice_is_dropped(t
         service = make_service(run_config(tmp_path), FakeSlowEngine(short))
         first = await service.take(0)
         blamed = first.groups[1]
-        assert not service.give_back([blamed]), "the first failure ends the run"
+        assert not await service.give_back([blamed]), "the first failure ends the run"
         second = await service.take(0)
         assert [g.group_id for g in second.groups] == [g.group_id for g in first.groups]
-        assert service.give_back([blamed]), "the second one drops the group"
+        assert await service.give_back([blamed]), "the second one drops the group"
         third = await service.take(0)
         assert blamed not in third.groups and len(third.groups) == 4
         assert service.ledger.trained == sum(s.trainable_tokens for s in third.samples)
@@ -769,13 +769,13 @@ def test_an_outline_begins_unfinished_groups_again_and_keeps_the_books(tmp_path:
         engine = FakeSlowEngine(uneven)
         service = make_service(config, engine)
         await service.take(0)
-        outline, held = service.outline(), sorted(g.group_id for g in service.books.held())
+        outline, held = await service.outline(), sorted(g.group_id for g in service.books.held())
         prompts = {g.group_id: g.samples[0].tokens[: g.samples[0].prompt_length].tolist() for g in service.books.held()}
         (tmp_path / "o.npz").write_bytes(outline)
         await service.close()
 
         resumed = make_service(config, FakeSlowEngine(uneven))
-        resumed.load(tmp_path / "o.npz")
+        await resumed.load(tmp_path / "o.npz")
         assert sorted(g.group_id for g in resumed.books.held()) == held != []
         assert {g.group_id: g.samples[0].tokens.tolist() for g in resumed.books.held()} == prompts
         assert resumed.ledger.pending == 0 and resumed.books.next_group_id == service.books.next_group_id
@@ -794,9 +794,9 @@ def test_a_group_that_breaks_an_invariant_is_left_out_of_a_checkpoint(tmp_path: 
         taken = await service.take(0)
         bad = taken.groups[0].samples[0]
         bad.log_probs = bad.log_probs + 5
-        service.save(tmp_path / "s.npz", next_step=0)
+        await service.save(tmp_path / "s.npz", next_step=0)
         resumed = make_service(run_config(tmp_path), FakeSlowEngine(short))
-        resumed.load(tmp_path / "s.npz")
+        await resumed.load(tmp_path / "s.npz")
         assert bad.group_id not in [g.group_id for g in resumed.books.held()] and resumed.ledger.dropped["failed"] > 0
         await service.close()
 

@@ -231,7 +231,7 @@ def test_a_resume_begins_an_unfinished_rollout_anew_and_books_its_tokens(tmp_pat
 
         tool.may.set()
         resumed = make_service(config, FakeSlowEngine(short), version=1)
-        resumed.load(tmp_path / "s.npz")
+        await resumed.load(tmp_path / "s.npz")
         batch = await resumed.take(1)
         assert 1 in [g.group_id for g in batch.groups]
         assert user_rollouts.calls[1, 0] == 2 and batch.metrics["ledger/dropped/restarted_tokens"] >= lost
@@ -253,9 +253,9 @@ def test_a_response_continued_after_a_resume_ends_at_a_stop_text_that_began_befo
             sample.extend(100 + t, log_probs=-t / 1000, versions=[(0, 0, 3)], engine="fake")
             before.books.generated(sample, 3)
         before.books.put_back(group)
-        before.save(tmp_path / "s.npz")
+        await before.save(tmp_path / "s.npz")
         after = make_service(config, FakeSlowEngine(lambda group, index: 9))
-        after.load(tmp_path / "s.npz")
+        await after.load(tmp_path / "s.npz")
         for sample in (await after.take(0)).samples:
             assert sample.response_tokens.tolist() == [102, 103, 104, 105], "it went on beyond its end"
             assert sample.status is SampleStatus.COMPLETED
@@ -343,9 +343,9 @@ def test_a_reward_that_is_true_or_false_is_a_number_that_can_be_resumed(tmp_path
         service = make_service(config, FakeSlowEngine(short))
         batch = await service.take(0)
         assert [type(s.reward) for s in batch.samples] == [float] * 8 and batch.metrics["reward/mean"] == 0.5
-        service.save(tmp_path / "state.npz", next_step=0)
+        await service.save(tmp_path / "state.npz", next_step=0)
         again = make_service(config, FakeSlowEngine(short))
-        again.load(tmp_path / "state.npz")
+        await again.load(tmp_path / "state.npz")
         assert [s.reward for s in (await again.take(0)).samples] == [s.reward for s in batch.samples]
 
     run(work)
@@ -360,7 +360,7 @@ def test_what_is_saved_after_a_function_changed_its_sample_can_be_resumed(tmp_pa
         await service.checkpoint(tmp_path / "state.npz", next_step=0)
         await service.close()
         again = make_service(run_config(tmp_path), FakeSlowEngine(short))
-        again.load(tmp_path / "state.npz")
+        await again.load(tmp_path / "state.npz")
         assert again.ledger.dropped["failed"] > 0
         assert len((await again.take(0)).groups) == 4
 
@@ -380,8 +380,8 @@ def test_what_a_function_notes_is_of_its_own_try_and_its_own_sample(tmp_path: Pa
         service = make_service(config, FakeSlowEngine(short))
         taking = asyncio.create_task(service.take(0))
         await waiting.wait()
-        service.save(tmp_path / "state.npz", next_step=0)
-        (tmp_path / "outline.npz").write_bytes(service.outline())
+        await service.save(tmp_path / "state.npz", next_step=0)
+        (tmp_path / "outline.npz").write_bytes(await service.outline())
         taking.cancel()
         await service.close()
 
@@ -391,7 +391,7 @@ def test_what_a_function_notes_is_of_its_own_try_and_its_own_sample(tmp_path: Pa
         user_rollouts.told["tool"] = answers
         for name in ("state.npz", "outline.npz"):
             again = make_service(config, FakeSlowEngine(short))
-            again.load(tmp_path / name)
+            await again.load(tmp_path / name)
             for sample in (await again.take(0)).samples:
                 assert sample.metadata["log"] == [sample.index], name
 

@@ -157,7 +157,7 @@ class EnginePool:
         for slot, answer in zip(self._slots, answers, strict=True):
             if isinstance(answer, EngineError) and slot.error is not None:
                 raise slot.error from answer
-        return _all_or_first_failure(answers)
+        return all_or_first_failure(answers)
 
     async def broadcast(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
         """One call to every live engine at the same time. The first failure is raised, after all have answered."""
@@ -165,7 +165,7 @@ class EnginePool:
         answers = await asyncio.gather(
             *(self._unless_dead(slot, call(slot.client)) for slot in slots), return_exceptions=True
         )
-        return _all_or_first_failure(answers)
+        return all_or_first_failure(answers)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -222,7 +222,7 @@ class EnginePool:
             task.cancel()
 
 
-def _all_or_first_failure(answers: Sequence[T | BaseException]) -> list[T]:
+def all_or_first_failure(answers: Sequence[T | BaseException]) -> list[T]:
     """The answers of calls that have all ended. Raises the first failure among them."""
     for answer in answers:
         if isinstance(answer, BaseException):

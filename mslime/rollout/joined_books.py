@@ -1,0 +1,166 @@
+"""The books of several managers as one: what is begun, what a step takes, what became of every token.
+
+Each manager keeps books of its own groups. Here is what there is one of: the division of the gate, the choice of a
+step's groups, the ledger since the start of the run. Pure arithmetic over what managers tell, as `books` is, so that
+the two can be compared event by event.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from mslime.config.schema import RunConfig
+from mslime.data.ledger import Ledger
+from mslime.data.sample import Group
+from mslime.rollout.books import Books, SubmitGate
+from mslime.rollout.kept import Begun, Kept
+
+Due = tuple[int, int]
+"""Of an accepted group: when it is trained (`books.due`); the second number is its id."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Where a manager stands when the gate is divided.
+
+    Attributes:
+        ready: its groups that were taken since the gate opened, or are accepted.
+        engines: that are alive.
+    """
+
+    ready: int
+    engines: int
+
+
+def dealt(groups: int, unfinished: Sequence[int], engines: Sequence[int]) -> list[int]:
+    """How many of `groups` new groups each manager is given: one after the other to the one with the fewest unfinished
+    groups for each living engine. A manager without engines is given none.
+
+    Args:
+        unfinished: groups that each manager has been given and not finished; below 0 where it holds finished ones that
+            were never given. engines: that live, of each.
+    """
+    assert any(engines), "no manager has a living engine"
+    queue = [
+        (held / alive, index) for index, (held, alive) in enumerate(zip(unfinished, engines, strict=True)) if alive
+    ]
+    heapq.heapify(queue)
+    given = [0] * len(engines)
+    for _ in range(groups):
+        load, index = queue[0]
+        given[index] += 1
+        heapq.heapreplace(queue, (load + 1 / engines[index], index))
+    return given
+
+
+class JoinedBooks:
+    """Several managers' books.
+
+    Args:
+        config: `rollout` is read, and what follows from it.
+
+    Attributes:
+        version: weight version that all engines serve.
+        next_group_id: groups that were begun.
+        allowances: groups that each manager may take, accept and run since the gate opened.
+    """
+
+    def __init__(self, config: RunConfig, managers: int) -> None:
+        r = config.rollout
+        self._gate = SubmitGate(r.groups_per_step, r.max_staleness, config.spare_groups)
+        self._groups_per_step = r.groups_per_step
+        self._base_version: int | None = None
+        self._settled = Ledger()  # tokens whose fate was known before the managers began
+        self._counted = Counter[str]()  # before they did
+        self._mark, self._mark_before = dict[str, int](), dict[str, int]()  # of the last two steps
+        self.version = self.next_group_id = 0
+        self.allowances = [0] * managers
+
+    # ------------------------------------------------------------------------------------------------------ the gate
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the gate was opened."""
+        return self._base_version is not None
+
+    def allow(self, shares: Sequence[Share]) -> list[int]:
+        """Divide what the gate allows more than it did; returns `allowances`. It opens at the first time."""
+        if self._base_version is None:
+            self._base_version = self.version
+        more = self._gate.limit(self.version - self._base_version) - sum(self.allowances)
+        unfinished = [allowed - share.ready for allowed, share in zip(self.allowances, shares, strict=True)]
+        engines = [share.engines for share in shares]
+        if not any(engines):  # whoever asks them for anything is told so
+            engines = [1] * len(shares)
+        given = dealt(more, unfinished, engines)
+        self.allowances = [allowed + new for allowed, new in zip(self.allowances, given, strict=True)]
+        return self.allowances
+
+    # -------------------------------------------------------------------------------------------------------- a step
+
+    def choose(self, accepted: Iterable[Iterable[Due]]) -> list[set[int]]:
+        """The ids that a step takes from each manager: as `Books.take`, those with the oldest tokens first, whoever has
+        them."""
+        every = sorted((due, manager) for manager, of_one in enumerate(accepted) for due in of_one)
+        chosen = [set[int]() for _ in self.allowances]
+        for (_, group_id), manager in every[: self._groups_per_step]:
+            chosen[manager].add(group_id)
+        return chosen
+
+    def taken(self, ledgers: Sequence[Ledger], alive: int) -> dict[str, float]:
+        """Close a step's books; returns `ledger/*`.
+
+        Args:
+            ledgers: of all managers, after they have handed the step's groups over.
+            alive: trainable tokens counted in everything that they still hold.
+        """
+        ledger = self.ledger(ledgers)
+        moved = ledger.settle(alive)
+        self._mark_before, self._mark = self._mark, ledger.marked()
+        return {f"ledger/{name}": float(value) for name, value in moved.items()}
+
+    def given_back(self) -> None:
+        """The managers have undone what they handed over last."""
+        self._mark = self._mark_before
+
+    def ledger(self, ledgers: Sequence[Ledger]) -> Ledger:
+        """The fate of every token of the run, from those of all managers."""
+        return Ledger.joined([self._settled, *ledgers], self._mark)
+
+    # -------------------------------------------------------------------------------------------------------- state
+
+    def continue_from(self, books: Books) -> None:
+        """Begin with what `books` know, whose groups the managers are handed."""
+        self._settled, self._mark = books.ledger.without_pending(), books.ledger.marked()
+        self._counted = Counter(books.counters.total)
+        self.version, self.next_group_id = books.version, books.next_group_id
+
+    def kept(self, parts: Sequence[Kept]) -> Kept:
+        """What a state holds, from what all managers keep."""
+        untrained = any(part.untrained for part in parts)
+        ledger = self.ledger([part.ledger for part in parts])
+        if untrained:
+            ledger = ledger.before_training(0, self._mark_before)
+        accepted, resting = ([*p.accepted] for p in parts), ([*p.resting] for p in parts)
+        return Kept(_by_id(accepted), _by_id(resting), ledger, self._total(p.counters for p in parts), untrained)
+
+    def begun(self, parts: Sequence[Begun]) -> Begun:
+        """What an outline holds, from what all managers say."""
+        pairs = [pair for part in parts for pair in zip(part.headers, part.prompts, strict=True)]
+        pairs.sort(key=lambda pair: pair[0]["group_id"])
+        ledger = self.ledger([part.ledger for part in parts])
+        counters = self._total(part.counters for part in parts)
+        return Begun([header for header, _ in pairs], [prompt for _, prompt in pairs], ledger, counters)
+
+    def _total(self, parts: Iterable[dict[str, int]]) -> dict[str, int]:
+        total = Counter(self._counted)
+        for part in parts:
+            total.update(part)
+        return dict(total)
+
+
+def _by_id(parts: Iterable[Collection[Group]]) -> list[Group]:
+    return sorted((group for part in parts for group in part), key=lambda group: group.group_id)

@@ -1,0 +1,101 @@
+"""Runs with two rollout managers: two processes with an engine each, one ledger, one state."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mslime.data.checkpoints import newest
+from mslime.data.ledger import Ledger
+from mslime.observe.rows import by_step
+from mslime.observe.timeline import read_spans
+from mslime.rollout.state import open_state, unpack_groups
+from tests.e2e.harness import Run, start_run
+from tests.e2e.test_run import START_S, STEP_S, prompts, saved_step, settings
+
+__all__ = ["prompts"]
+STEPS, GROUPS = 3, 2
+
+
+def run_of(managers: int, model: Path, rows: Path, directory: Path, **sections: Any) -> Run:
+    """A run with so many managers, and an engine for each."""
+    rollout = {"max_staleness": 1, "max_response_tokens": 96, "groups_per_step": GROUPS, "managers": managers}
+    sglang = {"num_engines": managers, "max_total_tokens": 4096}
+    sections = {"train": {"num_steps": STEPS}, "rollout": rollout, "sglang": sglang, **sections}
+    return start_run(settings(model, rows, **sections), directory)
+
+
+def assert_books_hold(run: Run) -> None:
+    """Every generated token is accounted for in each step, and in the state that the run has saved."""
+    rows = by_step(run.rows())
+    for before, row in pairwise([{"ledger/pending_tokens": 0.0}, *rows]):
+        spent = sum(row[f"ledger/{fate}_tokens"] for fate in ("trained", "masked", "dropped", "pending"))
+        assert before["ledger/pending_tokens"] + row["ledger/generated_tokens"] == spent
+    checkpoint = newest(run.directory / "checkpoints")
+    assert checkpoint is not None
+    with open_state(checkpoint / "rollouts.npz") as (state, stored):
+        held = unpack_groups(state["groups"], stored)
+    ledger = Ledger.from_state(state["ledger"])
+    assert ledger.trained == sum(row["ledger/trained_tokens"] for row in rows)
+    assert sum(s.trainable_tokens for g in held for s in g.samples) == ledger.pending
+    gone = len(rows) * GROUPS + state["counters"].get("stale_groups", 0)
+    assert state["next_group_id"] == gone + len(held), "no prompt is lost or doubled"
+
+
+@pytest.mark.timeout(900)
+def test_two_managers_make_steps_that_one_goes_on_from(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    held_out = {"eval_sets": [{"name": "held_out", "path": f"{prompts}@[:4]", "max_response_tokens": 16}]}
+    watched = {"eval_every": STEPS, "eval_at_start": False}
+    run = run_of(2, tiny_qwen3_moe, prompts, tmp_path, data=held_out, observe=watched)
+    runs.append(run)
+    assert run.finish(START_S + STEPS * STEP_S) == 0, run.text()
+    rows = by_step(run.rows())
+    assert [row["step"] for row in rows] == [1, 2, 3] and "eval/held_out/accuracy" in rows[-1]
+    assert all(row["replay/coverage"] == 1.0 and row["staleness/max"] <= 1 for row in rows)
+    assert "engine parameters equal the trainer's, bit for bit" in run.text()
+    lanes = {span.lane for span in read_spans(run.directory) if span.name == "generate"}
+    assert lanes == {"engine0", "engine1"}
+    assert_books_hold(run)
+    for index in (0, 1):
+        assert "meeting http" in (run.directory / f"logs/manager{index}.log").read_text()
+    assert run.left_over() == []
+
+    again = run_of(1, tiny_qwen3_moe, prompts, tmp_path, train={"num_steps": STEPS + 1})
+    runs.append(again)
+    assert again.finish(START_S + STEP_S) == 0, again.text()
+    assert [row["step"] for row in by_step(again.rows())] == [1, 2, 3, 4]
+    assert_books_hold(again)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_killed_manager_ends_the_run_by_name_and_its_groups_begin_again(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    sections = {"train": {"num_steps": 500}, "checkpoint": {"save_every": 0}}
+    run = run_of(2, tiny_qwen3_moe, prompts, tmp_path, **sections)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
+    run.find("ray::ManagerActor").kill()
+    assert run.finish(120) == 2, run.text()
+    assert "rollout manager " in run.text() and "the process died" in run.text() and "manager" in run.text()
+    assert "unfinished groups will begin again" in run.text()
+    done = saved_step(run)
+    assert done == len(run.rows()) and run.left_over() == []
+
+    again = run_of(2, tiny_qwen3_moe, prompts, tmp_path, train={"num_steps": done + 1})
+    runs.append(again)
+    assert again.finish(START_S + STEP_S) == 0, again.text()
+    assert [row["step"] for row in by_step(again.rows())] == list(range(1, done + 2))
+    checkpoint = newest(run.directory / "checkpoints")
+    assert checkpoint is not None
+    with open_state(checkpoint / "rollouts.npz") as (state, stored):
+        held = unpack_groups(state["groups"], stored)
+    ledger = Ledger.from_state(state["ledger"])
+    assert sum(s.trainable_tokens for g in held for s in g.samples) == ledger.pending and ledger.dropped["lost"] > 0
+    assert state["next_group_id"] == (done + 1) * GROUPS + state["counters"].get("stale_groups", 0) + len(held)
