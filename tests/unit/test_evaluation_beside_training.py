@@ -101,7 +101,9 @@ class FakeTrainers:
     def send_weights(self, version: int, verify: bool, on_progress: object) -> tuple[Any, dict[str, Any]]:
         self._tell(f"send {version}")
         self._update.append("send, verified" if verify else "send")
-        return SimpleNamespace(bytes=1, seconds=1.0, buckets=1, expected={}), {"trainer 0": (1.0, 2.0)}
+        spent = SimpleNamespace(fill=0.1, turn=0.0, send=0.1, sent=[])
+        sent = SimpleNamespace(bytes=1, seconds=1.0, buckets=1, expected={}, phases={0: spent})
+        return sent, {"trainer 0": (1.0, 2.0)}
 
     def save(self, directory: Path, extra: dict[str, Any], others: dict[str, FileSum], deadline_s: float) -> None:
         complete(saving_directory(directory), directory, "tp1", 1, extra, others)
