@@ -17,7 +17,7 @@ from tests.e2e.harness import Run, start_run
 from tests.e2e.test_run import START_S, STEP_S, prompts, saved_step, settings
 
 __all__ = ["prompts"]
-STEPS, GROUPS = 3, 2
+STEPS, GROUPS = 2, 2
 
 
 def run_of(managers: int, model: Path, rows: Path, directory: Path, **sections: Any) -> Run:
@@ -46,7 +46,7 @@ def assert_books_hold(run: Run) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_two_managers_make_steps_that_one_goes_on_from(
+def test_two_managers_make_steps_as_one_does(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
     held_out = {"eval_sets": [{"name": "held_out", "path": f"{prompts}@[:4]", "max_response_tokens": 16}]}
@@ -55,7 +55,7 @@ def test_two_managers_make_steps_that_one_goes_on_from(
     runs.append(run)
     assert run.finish(START_S + STEPS * STEP_S) == 0, run.text()
     rows = by_step(run.rows())
-    assert [row["step"] for row in rows] == [1, 2, 3] and "eval/held_out/accuracy" in rows[-1]
+    assert [row["step"] for row in rows] == [1, 2] and "eval/held_out/accuracy" in rows[-1]
     assert all(row["replay/coverage"] == 1.0 and row["staleness/max"] <= 1 for row in rows)
     assert "engine parameters equal the trainer's, bit for bit" in run.text()
     lanes = {span.lane for span in read_spans(run.directory) if span.name == "generate"}
@@ -65,11 +65,18 @@ def test_two_managers_make_steps_that_one_goes_on_from(
         assert "meeting http" in (run.directory / f"logs/manager{index}.log").read_text()
     assert run.left_over() == []
 
-    again = run_of(1, tiny_qwen3_moe, prompts, tmp_path, train={"num_steps": STEPS + 1})
-    runs.append(again)
-    assert again.finish(START_S + STEP_S) == 0, again.text()
-    assert [row["step"] for row in by_step(again.rows())] == [1, 2, 3, 4]
-    assert_books_hold(again)
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_one_manager_goes_on_from_the_state_of_two_and_two_from_that_of_one(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    for steps, managers in ((2, 2), (3, 1), (4, 2)):
+        run = run_of(managers, tiny_qwen3_moe, prompts, tmp_path, train={"num_steps": steps})
+        runs.append(run)
+        assert run.finish(START_S + 2 * STEP_S) == 0, run.text()
+        assert [row["step"] for row in by_step(run.rows())] == [*range(1, steps + 1)]
+        assert_books_hold(run)
 
 
 @pytest.mark.nightly
@@ -83,7 +90,7 @@ def test_a_killed_manager_ends_the_run_by_name_and_its_groups_begin_again(
     run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
     run.find("ray::ManagerActor").kill()
     assert run.finish(120) == 2, run.text()
-    assert "rollout manager " in run.text() and "the process died" in run.text() and "manager" in run.text()
+    assert "rollout manager " in run.text() and "the process died" in run.text()
     assert "unfinished groups will begin again" in run.text()
     done = saved_step(run)
     assert done == len(run.rows()) and run.left_over() == []
