@@ -20,7 +20,7 @@ from mslime.rollout.generation import Generator, Sampling
 from mslime.rollout.growing import GrowingSample, NoBooks, TokenBooks, settle
 from mslime.rollout.returned import Told, told_of
 from mslime.rollout.server.sessions import ModelEndpoint
-from mslime.rollout.workflow import SETTING, NoRoomError, Task, Turn, Workflow
+from mslime.rollout.workflow import SETTING, Episode, NoRoomError, Task, Turn, Workflow
 
 
 class Rollout:
@@ -235,10 +235,12 @@ class Rollout:
     # --------------------------------------------------------------------------------------------------- inside
 
     async def _called(self, function: Workflow, task: Task) -> object:
-        """What the function returns; None when it let a NoRoomError through."""
+        """What the function returns; None when it let a NoRoomError through, or failed for want of room elsewhere."""
         try:
             async with asyncio.timeout(self._limit_s) as self._watch:
-                return await function(task, self)
+                returned = await function(task, self)
+            failed = isinstance(returned, Episode) and returned.failed
+            return None if failed and self._chats.full else returned
         except NoRoomError:
             return None
         except ChatError as error:

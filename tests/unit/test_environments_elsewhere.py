@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from mslime.config.agents import AgentLimits
 from mslime.config.errors import RolloutError
-from mslime.data.sample import Sample, check_invariants
+from mslime.config.schema import RolloutConfig
+from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
+from mslime.rollout.agents import Agents
 from mslime.rollout.contract import check_rollout
 from mslime.rollout.environments.elsewhere import episode_of
 from mslime.rollout.environments.nemo_gym import NAME, NemoGym
@@ -87,7 +91,12 @@ class FakeGym(FakeServer):
 
     async def play(self, asked: dict[str, Any]) -> Any:
         params = asked["responses_create_params"]
-        response = await said(self.policy_base_url, "policy_api_key", "responses", {**params, "model": "policy_model"})
+        for follow_up in (*(("Sure?",) if "follow_up" in answers else ()), None):
+            sent = {**params, "model": "policy_model"}
+            response = await said(self.policy_base_url, "policy_api_key", "responses", sent)
+            if follow_up:
+                more = [*response["output"], {"role": "user", "content": follow_up}]
+                params = {**params, "input": [*params["input"], *more]}
         text = "".join(part["text"] for item in response["output"] if item["type"] == "message"
                        for part in item["content"])  # fmt: skip
         return {**asked, "response": response, "reward": float(text == asked["answer"]), "parsed": 1, "note": "x"}
@@ -122,6 +131,7 @@ async def by_gym(task: Task, engine: Engine) -> Episode:
             url = f"http://127.0.0.1:{stranger.port}/v1"
             refused = await said(url, "any", "responses", {"input": "x", "metadata": {}})
         assert refused["error"]["message"].startswith(f"metadata.{NAME} names no rollout")
+        assert (await engine.endpoint()).key not in json.dumps(answers["asked"]), "a Gym writes down what it is asked"
         return found
 
 
@@ -160,6 +170,28 @@ def test_what_goes_wrong_at_the_server_fails_the_rollout_in_words(
     answers.update(told)
     with pytest.raises(RolloutError, match=said_of_it):
         rolled(function, {"task": {"prompt": "2 + 3?", "answer": "5"}}, "4", "5")
+
+
+def one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rollout's second turn is refused."""
+
+    def limited(settings: RolloutConfig, renderer: Any) -> Agents:
+        return Agents(settings.model_copy(update={"limits": AgentLimits(turns=1)}), renderer)
+
+    monkeypatch.setattr(contract, "Agents", limited)
+
+
+@pytest.mark.parametrize("function", ["by_verifiers", "by_gym"])
+def test_an_agent_that_breaks_for_want_of_room_ends_its_rollout_as_truncated(
+    function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its second request is refused, and what its server makes of that is an error of its own."""
+    asked = {"input": [{"role": "user", "content": "2 + 3?"}]}
+    row = {"task": {"prompt": "2 + 3?", "answer": "5"}, "responses_create_params": asked, "answer": "5"}
+    answers["follow_up"] = "Sure?"
+    one_turn(monkeypatch)
+    (sample,) = rolled(function, row, "4", "5")
+    assert sample.status is SampleStatus.TRUNCATED and trained(sample) == "4\0" and sample.reward is None
 
 
 def test_rows_without_a_task_name_the_command_that_makes_them() -> None:

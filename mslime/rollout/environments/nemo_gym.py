@@ -2,12 +2,14 @@
 
 A Gym has one model server for all episodes; mslime gives every rollout an endpoint of its own. So the Gym's model
 server (its `openai_model`) is pointed at a relay here, which hands each request to the rollout that it belongs to: by a
-name in `metadata` of `responses_create_params`, which agents pass on to the model server.
+name in `metadata` of `responses_create_params`, which agents pass on to the model server. A Gym writes that down, and
+tells it in its errors: so the name is the relay's own, and no key.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -20,7 +22,7 @@ from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import Engine, Episode, Task
 
 NAME = "mslime_rollout"
-"""In a request's metadata: the key of the rollout's endpoint."""
+"""In a request's metadata: what the relay calls the rollout."""
 
 OWN = ("responses_create_params", "response", "reward")
 MOST_BYTES = 64 * 2**20
@@ -36,7 +38,7 @@ class NemoGym:
     Args:
         url: of the agent server.
         relay_port: on which the Gym's model server finds the model; 0: any, see `relay`.
-        relay_host: an address that the Gym reaches. Whoever reaches it needs the key of a rollout.
+        relay_host: an address that the Gym reaches. Whoever reaches it needs the name of a rollout under way.
     """
 
     def __init__(self, url: str, relay_port: int, relay_host: str = "127.0.0.1") -> None:
@@ -50,9 +52,9 @@ class NemoGym:
         if not isinstance(asked, dict):
             raise ValueError("the row's metadata has no responses_create_params: put the Gym's row there")
         endpoint = await engine.endpoint()
-        async with self.relay.serving(endpoint):
+        async with self.relay.serving(endpoint) as name:
             named = {**cast("dict[str, Any]", asked)}
-            named["metadata"] = {**(named.get("metadata") or {}), NAME: endpoint.key}
+            named["metadata"] = {**(named.get("metadata") or {}), NAME: name}
             answer = await asked_of(f"{self._url}/run", {**row, "responses_create_params": named})
         if isinstance(answer, str):
             return episode_of(answer)
@@ -74,18 +76,19 @@ class Relay:
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
-    async def serving(self, endpoint: ModelEndpoint) -> AsyncIterator[None]:
-        """While it is entered, requests that name the endpoint's key reach it."""
-        await self._add(endpoint)
+    async def serving(self, endpoint: ModelEndpoint) -> AsyncIterator[str]:
+        """A name for an endpoint. While this is entered, requests that have it in their metadata reach the endpoint."""
+        name = secrets.token_urlsafe(16)
+        await self._add(name, endpoint)
         try:
-            yield
+            yield name
         finally:
-            await self._remove(endpoint)
+            await self._remove(name)
 
-    async def _add(self, endpoint: ModelEndpoint) -> None:
+    async def _add(self, name: str, endpoint: ModelEndpoint) -> None:
         """Take its requests; listen, if this is the first."""
         async with self._starting:
-            self._endpoints[endpoint.key] = endpoint
+            self._endpoints[name] = endpoint
             if self._runner is None:
                 app = web.Application(client_max_size=MOST_BYTES)
                 app.add_routes([web.post("/v1/{route:responses|chat/completions}", self._pass_on)])
@@ -94,10 +97,10 @@ class Relay:
                 await web.TCPSite(runner, self._host, self.port).start()
                 self._runner, self.port = runner, runner.addresses[0][1]
 
-    async def _remove(self, endpoint: ModelEndpoint) -> None:
+    async def _remove(self, name: str) -> None:
         """Take them no more; stop listening, if this was the last."""
         async with self._starting:
-            del self._endpoints[endpoint.key]
+            del self._endpoints[name]
             if not self._endpoints and self._runner is not None:
                 runner, self._runner = self._runner, None
                 await runner.cleanup()
