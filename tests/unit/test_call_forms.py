@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mslime.rollout.chat.argument_values import typed
 from mslime.rollout.chat.call_forms import FORMS
 from mslime.rollout.chat.call_spelling import short_id
 from mslime.rollout.chat.errors import ChatError
@@ -297,6 +298,7 @@ KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
         ("deepseek-v3", V3.format('function<｜tool▁sep｜>add\n{"count": 1}'), ["malformed_structure"]),
         ("deepseek-v3", V3.format('add<｜tool▁sep｜>{"count": 1}'), ["malformed_structure"]),
         ("deepseek-v3", V3.format("function add"), ["malformed_structure"]),
+        ("deepseek-v3", V3.format("so<｜tool▁sep｜>add\n```json\n{}\n```"), ["malformed_structure"]),
         ("deepseek-v3", V3.format("function<｜tool▁sep｜>\n```json\n{}\n```"), ["missing_name"]),
         ("deepseek-v3", "<｜tool▁calls▁begin｜>so<｜tool▁calls▁end｜>", ["malformed_structure"]),
         ("deepseek-v3", "<｜tool▁calls▁begin｜>so", ["unclosed_block"]),
@@ -334,6 +336,37 @@ def test_every_attempt_at_a_call_has_a_status(name: str, reply: str, statuses: l
     assert len(statuses) > 1 or any(
         tag in found.calls[0].raw for tag in ("add", "so", "3", "[1]", "[]", "parameter", "{}")
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "value"),
+    [
+        ("5", {"type": "string"}, "5"), ("5", {"type": "integer"}, 5), ("5", {"type": "number"}, 5), ("5", None, 5),
+        ("five", None, "five"), ("5", {}, 5), ("True", None, "True"), ("True", {"type": "boolean"}, True),
+        ("None", {"type": ["integer", "null"]}, None), ("['a']", {"type": "array"}, ["a"]),
+        ("null", {"type": ["string", "null"]}, None), ("None", {"type": ["string", "null"]}, "None"),
+        ('"a"', {"type": ["string", "null"]}, '"a"'), ("5", PROPERTIES["either"], 5), ("x", PROPERTIES["either"], "x"),
+        ("true", PROPERTIES["either"], "true"), ("2", {"enum": ["1", "2"]}, "2"), ("2", {"enum": [1, 2]}, 2),
+        ("5.5", {"type": "integer"}, 5.5), ("x", {"anyOf": [{"type": "integer"}, {}]}, "x"),
+    ],
+)  # fmt: skip
+def test_a_value_has_the_type_of_its_schema(text: str, schema: Any, value: Any) -> None:
+    found = typed(text, schema)
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("text", ["five", "{1, 2}", "[", "1j", "(" * 9000])
+def test_a_text_that_is_no_value_of_its_type_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no integer"):
+        typed(text, {"type": "integer"})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_said_after_the_calls_is_text(name: str) -> None:
+    made = renderer(name)
+    before, reply = written(made, message([("add", {"count": 1})]))
+    found = parsed(made, before, reply.removesuffix(FAMILIES[name].eos) + " so be it")
+    assert read(found) == [("add", {"count": 1})] and found.text.endswith("so be it")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -55,7 +55,7 @@ def _unlike_json(text: str, kinds: set[str]) -> Any:
         return text
     try:
         return json.loads(json.dumps(ast.literal_eval(text.strip())))
-    except (TypeError, SyntaxError, RecursionError, MemoryError) as error:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"no {' or '.join(sorted(kinds))}: {text:.80}") from error
 
 
