@@ -139,11 +139,15 @@ class FakeRollouts:
         })  # fmt: skip
 
     def engine(self, key: str) -> Any:
-        class FakeEngine:
-            async def endpoint(_) -> ModelEndpoint:
-                return ModelEndpoint(self.url, f"{self.url}/v1", key, "m")
+        return FakeEngine(ModelEndpoint(self.url, f"{self.url}/v1", key, "m"))
 
-        return FakeEngine()
+
+class FakeEngine:
+    def __init__(self, endpoint: ModelEndpoint) -> None:
+        self._endpoint = endpoint
+
+    async def endpoint(self) -> ModelEndpoint:
+        return self._endpoint
 
 
 class FakeTask:
