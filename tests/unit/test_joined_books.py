@@ -190,7 +190,7 @@ class Pair:
         return [*self.parts[at:], *self.parts[:at]]
 
 
-@pytest.mark.parametrize("on_stale", ["keep", "mask", "drop"])
+@pytest.mark.parametrize("on_stale", ["keep", "mask", "reroll", "drop"])
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_joined_books_are_those_of_one_manager(staleness: int, on_stale: str) -> None:
     steps = resumes = 0
