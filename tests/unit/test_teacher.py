@@ -315,14 +315,14 @@ def test_a_teacher_that_fails_ends_the_step_with_its_name_and_nothing_is_lost(tm
         with pytest.raises(EngineDied, match="teacher0"):
             await failing.take(0)
         await failing.drain()
-        failing.save(tmp_path / "state.npz")
+        await failing.save(tmp_path / "state.npz")
         await failing.close()
         held = [s for g in failing.books.held() for s in g.samples]
         scored = sum(s.teacher_log_probs is not None for s in held)
         assert scored and all(s.response_length for s in held)
         asked, teacher = len(engine.requests), FakeTeacher()
         service = make_service(settings, engine, teacher=ServedTeacher(teacher))
-        service.load(tmp_path / "state.npz")
+        await service.load(tmp_path / "state.npz")
         batch = await service.take(0)
         assert all(s.teacher_log_probs is not None for s in batch.samples)
         unfinished = sum(not s.status.finished for s in held)
@@ -339,11 +339,11 @@ def test_groups_of_a_run_without_a_teacher_are_scored_before_they_are_trained(tm
         await before.take(0)
         while len(before.books.accepted) < 4:
             await asyncio.sleep(0)
-        before.save(tmp_path / "state.npz")
+        await before.save(tmp_path / "state.npz")
         await before.close()
         asked, teacher = len(engine.requests), FakeTeacher()
         after = make_service(settings, engine, teacher=ServedTeacher(teacher))
-        after.load(tmp_path / "state.npz")
+        await after.load(tmp_path / "state.npz")
         batch = await after.take(1)
         assert all(s.teacher_log_probs is not None for s in batch.samples) and len(teacher.requests) >= 8
         assert {r.session_id for r in engine.requests[asked:]}.isdisjoint({f"g{g.group_id}" for g in batch.groups})

@@ -100,10 +100,10 @@ def test_the_service_draws_from_the_source_and_resumes_it(tmp_path: Path) -> Non
         service = make_service(config, engines)
         await publish(service, engines, 0)
         first = [sample.label for sample in (await service.take(0)).samples]
-        service.save(tmp_path / "state.npz", 1)
+        await service.save(tmp_path / "state.npz", 1)
         await service.close()
         service = make_service(config, engines)
-        service.load(tmp_path / "state.npz")
+        await service.load(tmp_path / "state.npz")
         await publish(service, engines, 1)
         second = [sample.label for sample in (await service.take(1)).samples]
         await service.close()
