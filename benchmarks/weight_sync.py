@@ -2,6 +2,7 @@
 
     python benchmarks/weight_sync.py                          # TP1 EP2, TP2 EP2 and PP2 EP2 into a stand-in engine
     python benchmarks/weight_sync.py --layouts tp2ep2 --engine URL --model DIR   # into a running SGLang server of DIR
+    python benchmarks/weight_sync.py --loaders --dtype float32   # into SGLang servers that load in either way, on a CPU
 
 All ways run over the same connections in one run, in turn, and medians are compared. "Ours" is `WeightSender.send`:
 packing, gathering, converting, HTTP and broadcasts. "Per tensor" gathers as ours does with one sender for a stage, and
@@ -10,8 +11,8 @@ engine receives into a buffer that it keeps, and does not load. Parameters lie a
 expert ones apart, from the last to the first. The model is a synthetic Qwen3-MoE, or that of --model.
 
 The last line is JSON: for each layout `raw_s`, `ours_s`, `per_tensor_s`, `ratio_raw`, `ratio_per_tensor` (medians of
-the rounds' own ratios), `cpu_s` (of all ranks, for ours), and with --engine `server_s`, the whole update with its begin
-and end.
+the rounds' own ratios), `cpu_s` (of all ranks, for ours), and with a server `server_s`, the whole update with its begin
+and end. With --loaders there are two entries for each layout, and `ratio_loaders` of their updates.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ from mslime.weights.senders import Senders
 from mslime.weights.sync import SyncOptions, WeightSender
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.engines.conftest import serve
 from tests.fixtures.engine_calls import with_pool
 from tests.fixtures.stand_in_engine import StandInEngine
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 DEADLINE_S = 300.0
 
@@ -269,6 +272,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--senders", type=int, default=8, help="weights.senders (default 8)")
     parser.add_argument("--engine", help="URL of a running SGLang server, instead of the stand-in")
     parser.add_argument("--api-key", default="", help="of that server, if it asks for one")
+    parser.add_argument("--loaders", action="store_true", help="start servers with each weights.loader, one at a time")
     parser.add_argument("--model", type=Path, help="checkpoint whose shapes are sent; needed with --engine")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--bucket-mib", type=float, default=32)
@@ -281,21 +285,52 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def figures_of(args: argparse.Namespace, config: dict[str, Any], words: str, engine: Endpoint | None) -> dict[str, Any]:
+    """One layout, into a server or the stand-in."""
+    stand_in = None if engine else StandInEngine()
+    if stand_in is not None:
+        stand_in.set_mode("discard")
+        engine = Endpoint(stand_in.url)
+    assert engine is not None
+    bucket = int(args.bucket_mib * (1 << 20))
+    job = Job(config, layout_of(words), args.dtype, bucket, args.senders, args.rounds, engine, stand_in is not None)
+    try:
+        return measure(job)
+    finally:
+        if stand_in is not None:
+            stand_in.stop()
+
+
+def by_loader(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every layout into a server of either loader, and how their updates compare."""
+    found: dict[str, dict[str, Any]] = {}
+    with TemporaryDirectory() as directory:
+        sizes = {k: v for k, v in config.items() if k not in ("architectures", "rope_theta")}
+        checkpoint = make_tiny_qwen3_moe(Path(directory) / "model", **sizes)
+        for loader in ("model", "recorded"):
+            server = serve(checkpoint, Path(directory) / loader, weights={"loader": loader})
+            try:
+                for words in args.layouts.split(","):
+                    found[f"{words} {loader}"] = figures_of(args, config, words, server.endpoint)
+            finally:
+                server.process.stop()
+    for words in args.layouts.split(","):
+        own, recorded = found[f"{words} model"], found[f"{words} recorded"]
+        recorded["ratio_loaders"] = own["server_s"] / recorded["server_s"]
+        own["ratio_loaders"] = 1.0
+    return found
+
+
 def main() -> None:
     """Run and print."""
     args = parse_args()
     config = dict(read_hf_config(args.model)) if args.model else synthetic_config(args)
-    found: dict[str, dict[str, Any]] = {}
-    for words in args.layouts.split(","):
-        stand_in = None if args.engine else StandInEngine()
-        if stand_in is not None:
-            stand_in.set_mode("discard")
-        engine = Endpoint(stand_in.url if stand_in else args.engine, EngineKeys(args.api_key, args.api_key))
-        bucket = int(args.bucket_mib * (1 << 20))
-        job = Job(config, layout_of(words), args.dtype, bucket, args.senders, args.rounds, engine, stand_in is not None)
-        found[words] = measure(job)
-        if stand_in is not None:
-            stand_in.stop()
+    engine = Endpoint(args.engine, EngineKeys(args.api_key, args.api_key)) if args.engine else None
+    found = (
+        by_loader(args, config)
+        if args.loaders
+        else {words: figures_of(args, config, words, engine) for words in args.layouts.split(",")}
+    )
     table = Table(title=f"medians of {args.rounds} rounds, gloo, load average {os.getloadavg()[0]:.1f}")
     for column in ("", *found):
         table.add_column(column, justify="right")

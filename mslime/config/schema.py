@@ -341,7 +341,14 @@ class WeightsConfig(Section):
         "and at least one. Every engine GPU holds a connection to each.",
     )
     verify: Literal["first", "always", "never"] = Field(
-        default="first", description="Bit-exact comparison of engine and trainer."
+        default="first",
+        description="Bit-exact comparison of engine and trainer. first: in the first sync, and with weights.loader "
+        "recorded in the second too, which is the first to use what was recorded.",
+    )
+    loader: Literal["recorded", "model"] = Field(
+        default="recorded",
+        description="How engines that mslime starts load a bucket. recorded: by the copies that the model's own loader "
+        "made of it the first time, wherever it made copies only. model: by that loader each time.",
     )
     transport: str = Field(
         default="broadcast",

@@ -27,6 +27,7 @@ class ServerSpec:
         seed: of the run; server i draws from `seed + i`.
         start_s: seconds until a server answers.
         mask_tokens: most ids of a sampling mask that they return; None: SGLang's default.
+        recorded: they load buckets of weights by recorded copies.
     """
 
     role: Role
@@ -38,6 +39,7 @@ class ServerSpec:
     seed: int
     start_s: float
     mask_tokens: int | None = None
+    recorded: bool = False
 
     def dtype(self, hf_config: dict[str, Any]) -> str:
         """The dtype that the servers hold weights in (`config.dtypes.served_dtype`). Raises ConfigError."""
@@ -52,7 +54,8 @@ def engine_spec(config: RunConfig) -> ServerSpec:
     model = config.model
     spec = _spec(config, "engine", config.sglang, model.path, model.tokenizer)
     # Where the draw's last tokens tie in probability, SGLang's GPU kernels keep all of them, also beyond top-k.
-    return replace(spec, mask_tokens=2 * config.rollout.top_k if config.rollout.truncated else None)
+    mask_tokens = 2 * config.rollout.top_k if config.rollout.truncated else None
+    return replace(spec, mask_tokens=mask_tokens, recorded=config.weights.loader == "recorded")
 
 
 def teacher_spec(config: RunConfig) -> ServerSpec:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.recorded import RECORDED
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint
 from mslime.network import free_port
@@ -80,13 +81,20 @@ def sender_of(trainer: MegatronTrainer) -> WeightSender:
 
 
 def sync_twice(trainer: MegatronTrainer, engine: Endpoint, version: int, export: Path) -> tuple[int, int]:
-    """Two syncs over one connection, the second with newer weights, which are also exported; (compared, buckets)."""
-    rank, sender = trainer.parallel.rank, sender_of(trainer)
+    """Two syncs over one connection, the second with newer weights, which are also exported; (compared, buckets).
+
+    What the engine records in the first it uses in the second.
+    """
+    rank, receivers = trainer.parallel.rank, SGLangReceivers(trainer.spec.deadlines)
+    sender = trainer.weight_sender(receivers)
     sender.connect([engine])
     change_weights(trainer, 0.01)
     publish(sender, version - 1, rank, check=False)
+    first = {said for _, said in receivers.heard}
     change_weights(trainer, -0.004 * version)
     compared = publish(sender, version, rank)
+    if first:  # of a rank that sends
+        assert {said for _, said in receivers.heard} - first <= {RECORDED} <= {said for _, said in receivers.heard}
     sender.disconnect()
     sender.export(export, trainer.spec.checkpoint)
     return compared, len(sender.plan.buckets)

@@ -195,9 +195,13 @@ class EngineClient:
                 "group_name": name, "backend": backend}  # fmt: skip
         await self._once("/init_weights_update_group", body)
 
-    async def receive_bucket(self, description: bytes) -> None:
-        """Let the engine take part in a broadcast (see `bucket_description`); returns when it has loaded the bucket."""
-        await self._once("/update_weights_from_distributed", description)
+    async def receive_bucket(self, description: bytes) -> str:
+        """Let the engine take part in a broadcast (see `bucket_description`).
+
+        Returns:
+            When it has loaded the bucket, what it says of that.
+        """
+        return await self._once("/update_weights_from_distributed", description)
 
     async def leave_group(self, name: str) -> None:
         """Let the engine's ranks leave a process group."""
@@ -287,10 +291,12 @@ class EngineClient:
         self._refuse(path, answer)
         return answer
 
-    async def _once(self, path: str, body: dict[str, Any] | bytes) -> None:
-        """A step of a weight update, which is never repeated: a peer waits for it in a collective."""
+    async def _once(self, path: str, body: dict[str, Any] | bytes) -> str:
+        """A step of a weight update, which is never repeated: a peer waits for it in a collective. Its message."""
         limit = self.deadlines.weight_sync_s
-        self._refuse(path, await self._call("POST", path, body, limit, connect_s=limit))
+        answer = await self._call("POST", path, body, limit, connect_s=limit)
+        self._refuse(path, answer)
+        return str(answer.get("message"))
 
     def _refuse(self, path: str, answer: dict[str, Any]) -> None:
         if answer.get("success") is False:

@@ -13,6 +13,8 @@ from mslime.backends.cpu.sglang import SITE_DIR
 from mslime.config.hf_config import read_hf_config
 from mslime.config.serving import ServerSpec
 
+PLUGIN_DIR = Path(__file__).with_name("plugin")
+"""A directory that has our plug-in of SGLang, as if it were an installed package."""
 CPU_MAX_TOTAL_TOKENS = 65536
 """Tokens in a CPU server's cache unless configured: its own default takes a share of the whole machine's memory."""
 
@@ -94,13 +96,16 @@ def command_line(fields: Mapping[str, Any]) -> list[str]:
     return command
 
 
-def environment(base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None) -> dict[str, str]:
+def environment(
+    base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None, recorded: bool = False
+) -> dict[str, str]:
     """The server's environment variables.
 
     Args:
         base: the environment to start from.
         ranks: tensor-parallel processes of the server.
         gpus: devices it may see (CUDA_VISIBLE_DEVICES); None leaves that to `base`.
+        recorded: it loads buckets of weights by recorded copies (see `recorded`).
     """
     env = dict(base)
     env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would cost a timeout
@@ -121,5 +126,9 @@ def environment(base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequenc
         env.pop("PYTORCH_CUDA_ALLOC_CONF", None)
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if recorded:
+        paths.append(str(PLUGIN_DIR))
+        if env.get("SGLANG_PLUGINS"):  # those that the user wants; without it SGLang loads all
+            env["SGLANG_PLUGINS"] += ",mslime_receiver"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return env

@@ -8,6 +8,7 @@ everything else here uses, over connections that are kept.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
@@ -24,6 +25,8 @@ from mslime.config.schema import DeadlineConfig
 
 _T = TypeVar("_T")
 CLOSE_SECONDS = 10.0
+NO_PLUG_IN = "loaded by the model's own loader: the server has no plug-in of mslime"
+_log = logging.getLogger(__name__)
 
 
 class SGLangReceivers:
@@ -31,12 +34,16 @@ class SGLangReceivers:
 
     Args:
         deadlines: `weight_sync_s` is that of each call about weights, `engine_control_s` that of `describe`.
+
+    Attributes:
+        heard: (URL, what the engine said of a bucket that it loaded), each once.
     """
 
     def __init__(self, deadlines: DeadlineConfig) -> None:
         self._deadlines = deadlines
         self._clients: dict[str, EngineClient] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.heard: set[tuple[str, str]] = set()
 
     def describe(self, engine: Endpoint) -> EngineInfo:
         """Ask a running server for the number of processes that receive weights.
@@ -84,7 +91,13 @@ class SGLangReceivers:
 
     def receive(self, engine: EngineInfo, announcement: bytes) -> Future[None]:
         """Let an engine take part in the broadcast of a bucket; done when it has loaded it."""
-        return self._submit(self._client(engine.endpoint).receive_bucket(announcement), "send", engine.url)
+        return self._submit(self._received(engine, announcement), "send", engine.url)
+
+    async def _received(self, engine: EngineInfo, announcement: bytes) -> None:
+        said = await self._client(engine.endpoint).receive_bucket(announcement)
+        if (engine.url, said) not in self.heard:
+            self.heard.add((engine.url, said))
+            _log.info("%s: a bucket was %s", engine.url, said if said.startswith("loaded by ") else NO_PLUG_IN)
 
     def leave(self, engine: EngineInfo, name: str) -> Future[None]:
         """Let an engine's ranks leave a process group."""

@@ -1,0 +1,236 @@
+"""Inside an SGLang server: a bucket of weights is loaded by copies that were recorded once, not by the model's loader.
+
+A plug-in of SGLang 0.5.23 (entry point group `sglang.srt.plugins`), for servers that mslime starts. A model's own
+`load_weights` finds for every tensor, in Python, where its parts belong: some 30 us a tensor, at each sync the same.
+Here it does so the first time that a bucket comes, and every copy out of the bucket into a parameter is noted. From
+then on one call makes them all.
+
+Only copies can be repeated. Where a loader does anything else with the weights, or the model derives others from them,
+its own loader goes on loading, and the answer to the sender says why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RECORDED, OWN_LOADER = "loaded by recorded copies", "loaded by the model's own loader: "
+_MODULE = "sglang.srt.model_executor.model_runner_components.weight_updater"
+_CLEARED = ((torch.ops.aten.zero_.default, None), (torch.ops.aten.fill_.Scalar, 0))
+"""Padding is cleared, and stays so. But a parameter of one value may be filled with what was sent, also with 0."""
+Named = list[tuple[str, torch.Tensor]]
+_BUCKETS: dict[int, Buckets] = {}
+"""By the `id` of SGLang's updater."""
+
+
+def install() -> None:
+    """Called by SGLang in each of its processes. What it raises here SGLang only logs: the answers tell."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    updater = f"{_MODULE}.WeightUpdater"
+    HookRegistry.register(f"{updater}._receive_bucketed_weights_from_distributed", _receive, HookType.AROUND)
+    HookRegistry.register(f"{updater}.load_weights_from_distributed", _load, HookType.AROUND)
+    HookRegistry.register(f"{updater}.end_weight_update", _end, HookType.AROUND)
+
+
+class Received(list[tuple[str, torch.Tensor]]):
+    """Named tensors of a bucket, as its model's loader takes them.
+
+    Attributes:
+        bucket: that they are views of.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(bucket.named)
+        self.bucket = bucket
+
+
+class Recorder(TorchDispatchMode):
+    """Notes each copy from a buffer into a model's parameters, and whatever else is written into those.
+
+    Args:
+        buffer: that a bucket lies in.
+        written: storages of the model's parameters and buffers, by address.
+    """
+
+    def __init__(self, buffer: torch.UntypedStorage, written: set[int]) -> None:
+        super().__init__()
+        self._buffer, self._written = buffer.data_ptr(), written
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.other = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable and args and self._is_written(args[0]):
+            self._note(func, args)
+        return result
+
+    def _is_written(self, found: Any) -> bool:
+        return isinstance(found, torch.Tensor) and found.numel() > 0 and _address(found) in self._written
+
+    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
+        into: torch.Tensor = args[0]
+        source: Any = args[1] if len(args) > 1 else None
+        if func is torch.ops.aten.copy_.default and self._is_sent(source) and source.shape == into.shape:
+            self.copies.append((into.detach(), source.detach()))
+        elif into.numel() == 1 or (func, source) not in _CLEARED:
+            self.other = self.other or f"{func} writes a parameter of shape {list(into.shape)}"
+
+    def _is_sent(self, found: Any) -> bool:
+        return isinstance(found, torch.Tensor) and _address(found) == self._buffer
+
+
+@dataclass
+class Copies:
+    """What loading one bucket into one model comes to.
+
+    Attributes:
+        into, out_of: views of the parameters and of the buffer, pairwise.
+        addresses: of the parameters when they were recorded, by name.
+        why_not: why they cannot be repeated; empty where they can.
+    """
+
+    into: list[torch.Tensor]
+    out_of: list[torch.Tensor]
+    addresses: dict[str, int]
+    why_not: str = ""
+
+    def fit(self, model: torch.nn.Module) -> bool:
+        """Whether the model's parameters are still where they were."""
+        return not self.why_not and addresses(model) == self.addresses
+
+    def make(self) -> None:
+        """Make them all."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.into, self.out_of)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@dataclass
+class Bucket:
+    """A bucket that came before.
+
+    Attributes:
+        flat: [bytes] uint8, the head of the buffer that all buckets share.
+        named: its tensors, views of it.
+        copies: by the model's `id`, once it was loaded.
+    """
+
+    flat: torch.Tensor
+    named: Named
+    copies: dict[int, Copies] = field(default_factory=dict[int, Copies])
+
+
+class Buckets:
+    """The buckets of a sync, in one buffer on `device` that is as large as the largest and lives as long as a sync."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self._known: dict[tuple[Any, ...], Bucket] = {}
+
+    def of(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Bucket:
+        """The bucket with these tensors, and room for it."""
+        key = (tuple(names), tuple(map(str, dtypes)), tuple(map(tuple, shapes)))
+        if key not in self._known:
+            self._known[key] = self._new(names, dtypes, shapes)
+        bucket = self._known[key]
+        self._room(bucket.flat.numel())
+        return bucket
+
+    def release(self) -> None:
+        """Give the buffer's memory back; what is known of the buckets stays."""
+        self._buffer.resize_(0)
+
+    def _room(self, size: int) -> None:
+        """Views of the buffer follow it when it is made larger."""
+        if self._buffer.nbytes() < size:
+            self._buffer.resize_(size)
+
+    def _new(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Bucket:
+        """Tensors lie one after the other, as SGLang's `FlattenedTensorBucket` has them."""
+        kinds = [dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype) for dtype in dtypes]
+        sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, shapes, strict=True)]
+        self._room(sum(sizes))
+        flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._buffer, 0, (sum(sizes),), (1,))
+        parts = zip(names, flat.split(sizes), kinds, shapes, strict=True)
+        return Bucket(flat, [(name, part.view(kind).view(*shape)) for name, part, kind, shape in parts])
+
+
+def addresses(model: torch.nn.Module) -> dict[str, int]:
+    """Where each parameter lies, by name."""
+    return {name: param.data_ptr() for name, param in model.named_parameters()}
+
+
+def record(
+    model: torch.nn.Module, buffer: torch.Tensor, load: Callable[[], tuple[bool, str]]
+) -> tuple[Copies, bool, str]:
+    """Let a model load a bucket, and note how.
+
+    Args:
+        buffer: of the bucket.
+        load: makes the model load it; whether it did, and what is said of it.
+
+    Returns:
+        The copies, and what `load` returned.
+    """
+    before = addresses(model)
+    tensors = (*model.parameters(), *model.buffers())
+    with Recorder(buffer.untyped_storage(), {_address(tensor) for tensor in tensors}) as recorder:
+        loaded, message = load()
+    why_not = recorder.other
+    if callable(getattr(model, "post_load_weights", None)):
+        why_not = f"{type(model).__name__} derives tensors from its weights"
+    elif addresses(model) != before:
+        why_not = f"{type(model).__name__} replaces parameters when it loads"
+    into, out_of = ([pair[i] for pair in recorder.copies] for i in (0, 1))
+    return Copies(into, out_of, before, why_not), loaded, message
+
+
+def _receive(original: Any, self: Any, *, names: Any, dtypes: Any, shapes: Any, group_name: str) -> Named:
+    buckets = _buckets(self)
+    bucket = buckets.of(names, dtypes, shapes)
+    torch.distributed.broadcast(bucket.flat, src=0, group=self._model_update_group[group_name])
+    return Received(bucket)
+
+
+def _load(original: Any, self: Any, named_tensors: Named) -> tuple[bool, str]:
+    if not isinstance(named_tensors, Received):
+        return original(self, named_tensors)
+    model, bucket = self.get_model(), named_tensors.bucket
+    known = bucket.copies.get(id(model))
+    try:
+        if known is not None and known.fit(model):
+            self._assert_weight_cache_inactive("update_weights_from_distributed")
+            known.make()
+            return True, RECORDED
+        if known is not None and known.why_not:
+            loaded, message = original(self, list(named_tensors))
+        else:
+            known, loaded, message = record(model, bucket.flat, lambda: original(self, list(named_tensors)))
+            bucket.copies[id(model)] = known
+    except Exception as error:  # what a hook raises ends the server
+        return False, f"recorded copies failed: {type(error).__name__}: {error}"
+    return loaded, f"{OWN_LOADER}{known.why_not or 'the first time'}" if loaded else message
+
+
+def _end(original: Any, self: Any, **how: Any) -> None:
+    _buckets(self).release()
+    original(self, **how)
+
+
+def _buckets(updater: Any) -> Buckets:
+    """An updater's own. There is one for each model of the process, as long as that lives."""
+    if id(updater) not in _BUCKETS:
+        _BUCKETS[id(updater)] = Buckets(updater.device)
+    return _BUCKETS[id(updater)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

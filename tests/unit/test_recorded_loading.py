@@ -1,0 +1,190 @@
+"""Buckets loaded by recorded copies, against a loader that does with weights what those of SGLang's models do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from mslime.backends.sglang.recorded import Bucket, Buckets, Copies, record
+
+Loader = Callable[["FakeModel", str, torch.Tensor], None]
+SENT = {"q": (4, 6), "k": (2, 6), "up": (6, 4), "router": (3, 6), "scale": (1,)}
+
+
+class FakeModel(torch.nn.Module):
+    """Fuses q and k into rows of one parameter, holds half of `up` and pads it, keeps its router in float32."""
+
+    def __init__(self, loader: Loader | None = None) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(6, 6, dtype=torch.bfloat16))
+        self.up = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+        self.router = torch.nn.Parameter(torch.zeros(3, 6))
+        self.scale = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+        self.loader = loader
+
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            for name, tensor in named:
+                if name in ("q", "k"):
+                    self.qk.data.narrow(0, 0 if name == "q" else 4, len(tensor)).copy_(tensor)
+                elif name == "up":
+                    self.up.data[3:].zero_()
+                    self.up.data[:3].copy_(tensor[3:])
+                elif self.loader is not None:
+                    self.loader(self, name, tensor)
+                else:
+                    getattr(self, name).data.copy_(tensor)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: param.detach().clone() for name, param in self.named_parameters()}
+
+
+def values(seed: int, names: Iterable[str] = SENT) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(SENT[name], generator=generator).bfloat16() for name in names}
+
+
+def arrived(buckets: Buckets, sent: dict[str, torch.Tensor]) -> Bucket:
+    """The bucket, as a broadcast leaves it."""
+    bucket = buckets.of(list(sent), ["bfloat16"] * len(sent), [tuple(tensor.shape) for tensor in sent.values()])
+    bucket.flat.copy_(torch.cat([tensor.flatten().view(torch.uint8) for tensor in sent.values()]))
+    return bucket
+
+
+def recorded(model: torch.nn.Module, bucket: Bucket) -> Copies:
+    def load() -> tuple[bool, str]:
+        model.load_weights(iter(bucket.named))  # type: ignore[operator]
+        return True, "loaded"
+
+    copies, loaded, message = record(model, bucket.flat, load)
+    assert (loaded, message) == (True, "loaded")
+    return copies
+
+
+def expected(sent: dict[str, torch.Tensor], loader: Loader | None = None) -> dict[str, torch.Tensor]:
+    model = FakeModel(loader)
+    model.load_weights(sent.items())
+    return model.state()
+
+
+@pytest.fixture
+def buckets() -> Buckets:
+    return Buckets("cpu")
+
+
+def test_recorded_copies_load_newer_values_as_the_models_loader_does(buckets: Buckets) -> None:
+    model = FakeModel()
+    copies = recorded(model, arrived(buckets, values(0)))
+    assert not copies.why_not and len(copies.into) == len(SENT)
+    for seed in (1, 2):
+        buckets.release()
+        arrived(buckets, values(seed))
+        assert copies.fit(model)
+        copies.make()
+        torch.testing.assert_close(model.state(), expected(values(seed)), rtol=0, atol=0)
+
+
+def test_buckets_of_several_sizes_share_one_buffer_that_is_given_back(buckets: Buckets) -> None:
+    model = FakeModel()
+    small, large = values(0, ["k"]), values(0, ["q", "up", "router", "scale"])
+    known = [recorded(model, arrived(buckets, part)) for part in (small, large)]
+    buckets.release()
+    assert buckets._buffer.nbytes() == 0
+    for copies, part in zip(known, (values(5, ["k"]), values(5, ["q", "up", "router", "scale"])), strict=True):
+        arrived(buckets, part)
+        copies.make()
+    assert buckets._buffer.nbytes() == sum(tensor.nbytes for tensor in large.values())
+    torch.testing.assert_close(
+        model.state(), expected(values(5, ["k"]) | values(5, ["q", "up", "router", "scale"])), rtol=0, atol=0
+    )
+    assert arrived(buckets, small) is arrived(buckets, small)
+
+
+def filled(model: FakeModel, name: str, tensor: torch.Tensor) -> None:
+    """As SGLang's default loader does with a parameter of one value."""
+    param = getattr(model, name).data
+    param.fill_(tensor.item()) if param.numel() == 1 else param.copy_(tensor)
+
+
+def transformed(model: FakeModel, name: str, tensor: torch.Tensor) -> None:
+    getattr(model, name).data.copy_(tensor * 2)
+
+
+def added(model: FakeModel, name: str, tensor: torch.Tensor) -> None:
+    getattr(model, name).data.zero_().add_(tensor)
+
+
+def broadcast(model: FakeModel, name: str, tensor: torch.Tensor) -> None:
+    getattr(model, name).data.copy_(tensor[:1])
+
+
+def replaced(model: FakeModel, name: str, tensor: torch.Tensor) -> None:
+    getattr(model, name).data = tensor.float()
+
+
+@pytest.mark.parametrize(
+    ("loader", "why"),
+    [
+        (filled, "aten.fill_"), (transformed, "aten.copy_"), (added, "aten.add_"), (broadcast, "aten.copy_"),
+        (replaced, "FakeModel replaces parameters"),
+    ],
+)  # fmt: skip
+def test_what_is_more_than_a_copy_is_left_to_the_models_loader(buckets: Buckets, loader: Loader, why: str) -> None:
+    model = FakeModel(loader)
+    copies = recorded(model, arrived(buckets, values(0)))
+    assert why in copies.why_not and not copies.fit(model)
+    torch.testing.assert_close(model.state(), expected(values(0), loader), rtol=0, atol=0)
+
+
+def test_a_value_that_is_filled_in_may_be_0_the_first_time(buckets: Buckets) -> None:
+    sent = values(0) | {"scale": torch.zeros(1, dtype=torch.bfloat16)}
+    assert "aten.fill_" in recorded(FakeModel(filled), arrived(buckets, sent)).why_not
+
+
+def test_a_model_that_derives_tensors_from_its_weights_keeps_its_loader(buckets: Buckets) -> None:
+    class Derives(FakeModel):
+        def post_load_weights(self) -> None:
+            raise AssertionError("not ours to call")
+
+    assert "Derives derives tensors" in recorded(Derives(), arrived(buckets, values(0))).why_not
+
+
+def test_copies_into_parameters_that_have_moved_are_recorded_again(buckets: Buckets) -> None:
+    model = FakeModel()
+    copies = recorded(model, arrived(buckets, values(0)))
+    model.qk.data = model.qk.data.clone()
+    assert not copies.why_not and not copies.fit(model)
+
+
+def test_an_updater_records_once_and_says_how_it_loads() -> None:
+    from mslime.backends.sglang import recorded as plug_in
+
+    class FakeUpdater:
+        device = "cpu"
+
+        def __init__(self, model: Any) -> None:
+            self.get_model, self.own = lambda: model, 0
+
+        def _assert_weight_cache_inactive(self, op: str) -> None: ...
+
+        def original(self, _: Any, named: Any) -> tuple[bool, str]:
+            if any(name == "unknown" for name, _ in named):
+                return False, "no such tensor"
+            self.own += 1
+            self.get_model().load_weights(iter(named))
+            return True, "Succeeded to update parameter online."
+
+    for loader, says in ((None, plug_in.RECORDED), (added, plug_in.OWN_LOADER + "aten.add_")):
+        updater = FakeUpdater(FakeModel(loader))
+        said = []
+        for seed in (0, 1, 2):
+            bucket = arrived(plug_in._buckets(updater), values(seed))
+            loaded, message = plug_in._load(updater.original, updater, plug_in.Received(bucket))
+            assert loaded
+            said.append(message)
+            torch.testing.assert_close(updater.get_model().state(), expected(values(seed), loader), rtol=0, atol=0)
+        assert said[1].startswith(says) and said[1] == said[2] and updater.own == (1 if loader is None else 3)
+    assert plug_in._load(updater.original, updater, [("unknown", torch.zeros(1))]) == (False, "no such tensor")
