@@ -214,7 +214,8 @@ def _load(original: Any, self: Any, named_tensors: Named) -> tuple[bool, str]:
             loaded, message = original(self, list(named_tensors))
         else:
             known, loaded, message = record(model, bucket.flat, lambda: original(self, list(named_tensors)))
-            bucket.copies[id(model)] = known
+            if loaded:
+                bucket.copies[id(model)] = known
     except Exception as error:  # what a hook raises ends the server
         return False, f"recorded copies failed: {type(error).__name__}: {error}"
     return loaded, f"{OWN_LOADER}{known.why_not or 'the first time'}" if loaded else message
