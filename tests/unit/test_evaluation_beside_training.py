@@ -126,13 +126,20 @@ class FakeParts(Session):
         self._engines = cast("Any", SimpleNamespace(addresses=[SimpleNamespace(name="engine 0")]))
 
 
-def test_weights_are_compared_before_the_update_ends_and_stamped_last(tmp_path: Path) -> None:
-    with session(tmp_path, 0) as run:
+@pytest.mark.parametrize(("loader", "compared"), [("model", 1), ("recorded", 2)])
+def test_weights_are_compared_before_the_update_ends_and_stamped_last(
+    tmp_path: Path, loader: str, compared: int
+) -> None:
+    """Until each way of loading was compared: what the first sync has recorded the second one uses."""
+    with session(tmp_path, 0, weights={"loader": loader}) as run:
         run._run = cast("Any", SimpleNamespace(config=run.config, weight_check="first"))
-        for version in (1, 2):
+        for version in (1, 2, 3):
             run.publish_weights(version)
-    first = ["pause", "begin", "send, verified", "compare", "end", "stamp 1", "resume 1"]
-    assert run.fake.update == [*first, "pause", "begin", "send", "end", "stamp 2", "resume 2"]
+    expected: list[str] = []
+    for version in (1, 2, 3):
+        sent = ["send, verified", "compare"] if version <= compared else ["send"]
+        expected += ["pause", "begin", *sent, "end", f"stamp {version}", f"resume {version}"]
+    assert run.fake.update == expected
 
 
 def nothing(event: str) -> None:

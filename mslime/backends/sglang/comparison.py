@@ -35,6 +35,8 @@ def compare(where: str, reported: Sequence[Mapping[str, Any]], expected: Digests
                 "check", f"{where} rank {tp_rank}: {name}",
                 f"{len(wrong)} of {len(want)} parameters differ from the trainer's and {len(unknown)} are not the "
                 f"trainer's: the engine reports {got.get(name)}, the trainer expects {want.get(name)}",
+                "if the run's first sync was equal and this is its second, set weights.loader to model; else the rules "
+                "of the family do not fit this engine (docs/add_a_model.md)",
             )  # fmt: skip
     return sum(len(want) for want in expected)
 
