@@ -235,11 +235,11 @@ class Rollout:
     # --------------------------------------------------------------------------------------------------- inside
 
     async def _called(self, function: Workflow, task: Task) -> object:
-        """What the function returns; None when it let a NoRoomError through, or failed for want of room elsewhere."""
+        """What the function returns; None when it let a NoRoomError through, or its agent failed for want of room later."""
         try:
             async with asyncio.timeout(self._limit_s) as self._watch:
                 returned = await function(task, self)
-            failed = isinstance(returned, Episode) and returned.failed
+            failed = isinstance(returned, Episode) and returned.failed and any(grown.finish for grown in self._grown)
             return None if failed and self._chats.full else returned
         except NoRoomError:
             return None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.quickstart import make_task, task
-from examples.tiny_model import SYMBOLS
+from examples.tiny_model import SYMBOLS, write_model, write_rows
 from mslime.config.loader import read_yaml
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
@@ -29,7 +29,7 @@ def rows() -> dict[str, list[task.Row]]:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("task") / "model"
-    make_task.write_model(directory, seed=7)
+    write_model(directory, seed=7)
     return directory
 
 
@@ -82,7 +82,7 @@ def test_the_seed_decides_the_rows(rows: dict[str, list[task.Row]]) -> None:
 
 
 def test_a_row_file_holds_prompt_label_and_metadata(rows: dict[str, list[task.Row]], tmp_path: Path) -> None:
-    make_task.write_rows(tmp_path / "rows.jsonl", map(asdict, rows["heldout"]))
+    write_rows(tmp_path / "rows.jsonl", map(asdict, rows["heldout"]))
     read = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [(r["prompt"], r["label"]) for r in read] == [(r.prompt, r.label) for r in rows["heldout"]]
     assert read[0]["metadata"] == rows["heldout"][0].metadata
