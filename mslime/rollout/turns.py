@@ -235,7 +235,7 @@ class Rollout:
     # --------------------------------------------------------------------------------------------------- inside
 
     async def _called(self, function: Workflow, task: Task) -> object:
-        """What the function returns; None when a NoRoomError came through, or its agent later failed for want of room."""
+        """What the function returns; None when a NoRoomError passed it, or its agent failed later for want of room."""
         try:
             async with asyncio.timeout(self._limit_s) as self._watch:
                 returned = await function(task, self)
