@@ -255,16 +255,18 @@ def test_a_bfloat16_checkpoint_comes_back_bit_for_bit(ran: Ran, tmp_path: Path, 
 
 
 def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> None:
-    """Change every parameter, send the weights to the engine and write them to disk."""
-    sender = sender_of(trainer)
+    """Send the weights, change every parameter, send them again and write them to disk. The second time the engine
+    loads by what it recorded the first time, or by its model's own loader again."""
+    sender, rank = sender_of(trainer), trainer.parallel.rank
     sender.connect([engine])
+    publish(sender, 1, rank, check=False)
     change_every_parameter(trainer)
-    publish(sender, 1, trainer.parallel.rank, check="cpu" in get_family(trainer.hf_config).support.compared_on)
+    publish(sender, 2, rank, check="cpu" in get_family(trainer.hf_config).support.compared_on)
     sender.disconnect()
     sender.export(exported, trainer.spec.checkpoint)
 
 
-SERVED_IN_CI = ("deepseek-v3", "glm-4.5", "minimax-m2", "qwen2-moe")
+SERVED_IN_CI = ("deepseek-v3", "glm-4.5", "minimax-m2")
 """A server takes half a minute to start. These have what the others have one by one: latent attention, biased and
 group-limited routing, float32 gates, partial rotation, norms of queries and keys, shared and dense experts."""
 SERVED = [
@@ -288,7 +290,7 @@ def test_the_engine_serves_the_synced_weights_as_transformers_computes_them(
         after, meta = engine_log_probs(server.endpoint, new_tokens=12)
     finally:
         server.process.stop()
-    assert meta["weight_version"] == "1"
+    assert meta["weight_version"] == "2"
     decoded = meta["output_token_logprobs"]  # step by step: MLA's absorbed way
     tokens = torch.tensor([[*range(40, 90), *(entry[1] for entry in decoded)]])
     with torch.no_grad():

@@ -224,7 +224,12 @@ def buildable(model: str) -> bool:
     return not get_family(hf_config(model)).support.not_trained
 
 
-@pytest.mark.parametrize(("model", "index"), CASES, ids=[f"{model} {LAYOUTS[model][i]}" for model, i in CASES])
+# The first layout of each model, the largest, in every run of the tests; the others nightly.
+@pytest.mark.parametrize(
+    ("model", "index"),
+    [pytest.param(model, i, marks=[pytest.mark.nightly] if i else []) for model, i in CASES],
+    ids=[f"{model} {LAYOUTS[model][i]}" for model, i in CASES],
+)
 def test_every_parameter_of_every_rank_is_made_by_one_rule(model: str, index: int) -> None:
     if not buildable(model):
         pytest.skip(get_family(hf_config(model)).support.not_trained)

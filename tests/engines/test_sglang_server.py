@@ -136,6 +136,7 @@ def test_an_engine_that_misses_its_start_deadline_is_stopped(tiny_qwen3_moe: Pat
     assert not process.alive and process.pids[1:] == []
 
 
+@pytest.mark.nightly  # two starts of a server
 def test_a_port_that_is_taken_between_choice_and_bind_is_replaced_at_once(
     tiny_qwen3_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
