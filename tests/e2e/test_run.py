@@ -89,7 +89,10 @@ def check_logs(logs: Path, console: str) -> None:
         return [found[1] for line in lines if (found := re.match(rf"{stamp} {process} INFO (.*)", line))]
 
     for rank in (0, 1):
-        lines = told(f"trainer_rank{rank}.log", f"trainer {rank}")
+        told_by_rank = told(f"trainer_rank{rank}.log", f"trainer {rank}")
+        loads = [line.partition(" loaded by ")[2] for line in told_by_rank if line.startswith("http")]
+        assert loads == ["the model's own loader: the first time", "recorded copies"], "each once, not for every bucket"
+        lines = [line for line in told_by_rank if not line.startswith("http")]
         order = (
             "placed on", "starting at", "meeting the other ranks", "building the model", "reading the weights of",
             "building the optimizer", "connecting to http", "sending weights of version 0", "step 1: log-probs",
