@@ -254,8 +254,8 @@ class Session(Started):
         end = time.monotonic()
         self._record_ranks("send weights", spans)
         for rank, spent in sent.phases.items():
-            for at in spent.sent:
-                self._record_ranks("send bucket", {f"sender {rank}": at})
+            for sent_from, sent_to in spent.sent:
+                self._timeline.record(f"sender {rank}", "send bucket", sent_from, sent_to, self._of_span(self._step))
         senders = sent.phases.values()
         return {
             "weights/seconds": end - begin,

@@ -253,3 +253,13 @@ async def publish(service: RolloutService, engines: FakeSlowEngine, version: int
     await service.pause_for_update()
     engines.version = version
     await service.resume_after_update(version)
+
+
+def short(group: str, index: int) -> int:
+    """Tokens of a response; for an engine's `lengths`."""
+    return 3 + index
+
+
+def uneven(group: str, index: int) -> int:
+    """Every third group is ten times longer."""
+    return (40 if int(group[1:]) % 3 == 2 else 4) + index

@@ -29,7 +29,9 @@ from tests.unit.rollout_fakes import (
     FakeTokenizer,
     make_service,
     run_config,
+    short,
     ticks,
+    uneven,
 )
 
 DEADLINE_S = 60
@@ -37,15 +39,6 @@ DEADLINE_S = 60
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
-
-
-def short(group: str, index: int) -> int:
-    return 3 + index
-
-
-def uneven(group: str, index: int) -> int:
-    """Every third group is ten times longer."""
-    return (40 if int(group[1:]) % 3 == 2 else 4) + index
 
 
 def make_joined(

@@ -26,8 +26,10 @@ from tests.unit.rollout_fakes import (
     make_service,
     publish,
     run_config,
+    short,
     support_at,
     ticks,
+    uneven,
 )
 
 DEADLINE_S = 30
@@ -35,15 +37,6 @@ DEADLINE_S = 30
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
-
-
-def short(group: str, index: int) -> int:
-    return 3 + index
-
-
-def uneven(group: str, index: int) -> int:
-    """Every third group is ten times longer."""
-    return (40 if int(group[1:]) % 3 == 2 else 4) + index
 
 
 def tokens_of(groups: list[Group]) -> int:

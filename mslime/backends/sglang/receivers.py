@@ -18,6 +18,7 @@ import torch
 
 from mslime.backends.sglang.client import EngineClient, bucket_description
 from mslime.backends.sglang.digest import engine_digest
+from mslime.backends.sglang.recorded import OWN_LOADER, RECORDED
 from mslime.config.errors import MALFORMED, EngineError, sync_error
 from mslime.config.keys import Endpoint, EngineInfo
 from mslime.config.layout import EngineLayout
@@ -25,7 +26,7 @@ from mslime.config.schema import DeadlineConfig
 
 _T = TypeVar("_T")
 CLOSE_SECONDS = 10.0
-NO_PLUG_IN = "loaded by the model's own loader: the server has no plug-in of mslime"
+NO_PLUG_IN = f"{OWN_LOADER}the server has no plug-in of mslime"
 _log = logging.getLogger(__name__)
 
 
@@ -97,7 +98,9 @@ class SGLangReceivers:
         said = await self._client(engine.endpoint).receive_bucket(announcement)
         if (engine.url, said) not in self.heard:
             self.heard.add((engine.url, said))
-            _log.info("%s: a bucket was %s", engine.url, said if said.startswith("loaded by ") else NO_PLUG_IN)
+            _log.info(
+                "%s: a bucket was %s", engine.url, said if said.startswith((RECORDED, OWN_LOADER)) else NO_PLUG_IN
+            )
 
     def leave(self, engine: EngineInfo, name: str) -> Future[None]:
         """Let an engine's ranks leave a process group."""
