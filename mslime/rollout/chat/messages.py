@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 from mslime.rollout.chat.errors import ChatError
@@ -54,6 +55,7 @@ class Message:
     echo: str = ""
 
 
+@lru_cache(4096)  # a history is read again with each request
 def canonical_json(text: str) -> str:
     """The one spelling of a JSON text; a text that is no JSON as it stands."""
     try:

@@ -7,7 +7,11 @@ character offsets, which mslime has no use for, the package also leaves out its 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
+
+_MARKUP = 64
+"""Characters. Texts that are no longer are most often markup, which every turn has again: their ids are kept."""
 
 
 class PlainTokenizer:
@@ -25,19 +29,25 @@ class PlainTokenizer:
         self.chat_template: Any = inner.chat_template
         inner.encode("a", add_special_tokens=False)  # leaves the tokenizer as transformers wants it at each call
         self._fast: Any = inner.backend_tokenizer if inner.is_fast else None
+        self._of_markup = lru_cache(1024)(self._encoded)
         self._writes_as_it_is = self._fast is not None and not inner.clean_up_tokenization_spaces
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
-        if self._fast is None:
-            return cast("list[int]", self._inner.encode(text, add_special_tokens=add_special_tokens))
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) > _MARKUP:
+            return self._encoded(text, add_special_tokens)
+        return list(self._of_markup(text, add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **how: Any) -> str:
         """The text of token ids."""
         if self._writes_as_it_is and not how:
             return self._fast.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return cast("str", self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens, **how))
+
+    def _encoded(self, text: str, special_tokens: bool) -> list[int]:
+        if self._fast is None:
+            return cast("list[int]", self._inner.encode(text, add_special_tokens=special_tokens))
+        return self._fast.encode(text, add_special_tokens=special_tokens).ids
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """The ids of tokens by their names."""

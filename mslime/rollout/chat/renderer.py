@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from threading import Lock
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from mslime.config.errors import MALFORMED
@@ -14,6 +14,8 @@ from mslime.rollout.chat.messages import Tools
 
 P = ParamSpec("P")
 T = TypeVar("T")
+SHORT = 8192
+"""Tokens and characters that a renderer may work on in the event loop: for about 2 ms."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Parsed:
 
 
 class Renderer(Protocol):
-    """Messages and tokens of one family. Its methods are called in one thread.
+    """Messages and tokens of one family. Its methods are called one at a time, not always in the same thread.
 
     Messages are in the form of chat templates (`messages.to_template`).
 
@@ -100,21 +102,24 @@ class Renderer(Protocol):
 
 
 class Rendering:
-    """A renderer in a thread of its own: tokenizers carry state, and a long conversation takes a second to render."""
+    """A renderer beside an event loop. What is short is done at once: a thread's start and end cost more than it does.
+    The rest has a thread of its own, for a long conversation takes a second to render. Tokenizers carry state, so the
+    renderer does one thing at a time."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
-        self._thread = ThreadPoolExecutor(1, "renderer")
+        self._thread, self._turn = ThreadPoolExecutor(1, "renderer"), Lock()
 
     async def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
         """See `Renderer.render`."""
-        return await self._run(self.renderer.render, messages, tools)
+        return await self._run(None, self.renderer.render, messages, tools)
 
     async def extend(
         self, before: Sequence[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
     ) -> tuple[list[int] | None, str]:
         """What follows `before` (see `Renderer.extend`), or None and the reason why nothing can."""
-        whole = await self._run(self.renderer.extend, before, sampled, new, tools)
+        size = len(before) + sum(len(message["content"]) for message in new)
+        whole = await self._run(size, self.renderer.extend, before, sampled, new, tools)
         if whole is None:
             return None, "template_rewrites_history"
         if whole[: len(before)] != list(before):
@@ -123,15 +128,15 @@ class Rendering:
 
     async def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
         """See `Renderer.parse`. What its parser cannot read is text."""
-        return await self._run(self._parse, sampled, prompt, tools)
+        return await self._run(len(sampled) + len(prompt), self._parse, sampled, prompt, tools)
 
     async def spell(self, ids: Sequence[int]) -> str:
         """See `Renderer.spell`."""
-        return await self._run(self.renderer.spell, ids)
+        return await self._run(len(ids), self.renderer.spell, ids)
 
     async def spell_each(self, ids: Sequence[int]) -> list[str]:
         """The text of each token."""
-        return await self._run(lambda: [self.renderer.spell([i]) for i in ids])
+        return await self._run(None, lambda: [self.renderer.spell([i]) for i in ids])
 
     def close(self) -> None:
         """End the thread."""
@@ -144,5 +149,16 @@ class Rendering:
             text = self.renderer.spell([i for i in sampled if i not in self.renderer.stop_ids])
             return Parsed(text, calls=(ParsedCall("", "", text, "parser_failed"),))
 
-    async def _run(self, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, partial(work, *arguments, **named))
+    async def _run(self, size: int | None, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """The renderer's work, on so many tokens and characters (None: on many)."""
+        if size is not None and size <= SHORT and self._turn.acquire(blocking=False):
+            try:
+                return work(*arguments, **named)
+            finally:
+                self._turn.release()
+
+        def alone() -> T:
+            with self._turn:
+                return work(*arguments, **named)
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, alone)

@@ -20,6 +20,7 @@ from aiohttp import web
 from mslime import network
 from mslime.config.errors import ConfigError, UserError
 from mslime.rollout.chat.errors import ChatError, ContextFull
+from mslime.rollout.chat.forest import Turn
 from mslime.rollout.chat.session import ChatSession
 from mslime.rollout.server.anthropic import Messages
 from mslime.rollout.server.completions import Completions
@@ -131,16 +132,13 @@ class ModelServer:
         except Exception as error:  # told to the client, whatever it is
             return _refusal(dialect, error)
         marked = http.headers.get("x-stainless-retry-count", "0") != "0"
-        work = asyncio.create_task(self._replies(session, request, http.path.encode() + b"\0" + raw, marked))
+        attempt = session.attempt(request, http.path.encode() + b"\0" + raw, marked)
+        response = await self._wait(http, attempt, request.stream)
         try:
-            response = await self._wait(http, work, request.stream)
-            try:
-                replies = work.result()
-            except Exception as error:  # as above
-                return await _fail(http, dialect, response, error)
-            response = await _tell(http, dialect, request, replies, response)
-        finally:
-            work.cancel()
+            replies = await session.told(attempt.result(), request.logprobs)
+        except Exception as error:  # as above
+            return await _fail(http, dialect, response, error)
+        response = await _tell(http, dialect, request, replies, response)
         for told in replies:
             told.turn.delivered = True
         return response
@@ -165,19 +163,18 @@ class ModelServer:
             rule = f"is larger than {self._max_body} bytes"
             raise _Refused(413, "body", rule, "send less, or raise rollout.server.max_request_mib") from None
 
-    async def _replies(self, session: Session, request: Request, body: bytes, marked: bool) -> list[Told]:
-        return await session.told(await session.ask(request, body, marked), request.logprobs)
-
-    async def _wait(self, http: web.Request, work: asyncio.Task[list[Told]], stream: bool) -> web.StreamResponse | None:
+    async def _wait(
+        self, http: web.Request, attempt: asyncio.Task[list[Turn]], stream: bool
+    ) -> web.StreamResponse | None:
         """Wait for the replies. An answer that was begun to keep the connection alive is returned."""
-        await asyncio.wait([work], timeout=self._patience.quiet)
-        if work.done():
+        await asyncio.wait([attempt], timeout=self._patience.quiet)
+        if attempt.done():
             return None
         response = web.StreamResponse(headers={"Content-Type": _SSE if stream else "application/json"})
         await response.prepare(http)
-        while not work.done():
+        while not attempt.done():
             await response.write(b": waiting\n\n" if stream else b" ")
-            await asyncio.wait([work], timeout=self._patience.beat)
+            await asyncio.wait([attempt], timeout=self._patience.beat)
         return response
 
     async def _count(self, http: web.Request) -> web.Response:

@@ -10,8 +10,9 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mslime.rollout.chat.errors import SessionOver
 from mslime.rollout.chat.forest import Turn
@@ -57,23 +58,22 @@ class Session:
         """Whether this is its key."""
         return secrets.compare_digest(key.encode(), self.key.encode())
 
-    async def ask(self, request: Request, body: bytes, marked: bool) -> list[Turn]:
-        """The replies to a request. A caller that is cancelled leaves the attempt running: its repeat may join it.
+    def attempt(self, request: Request, body: bytes, marked: bool) -> asyncio.Task[list[Turn]]:
+        """The replies to a request, under way. A caller that gives up leaves it running: its repeat may join it.
+
+        It ends with a ChatError where the request cannot be answered; see `ChatSession`.
 
         Args:
             body: with the path, of which a repeat has an equal one. marked: the client says that it asks again.
-
-        Raises:
-            ChatError: see `ChatSession`.
         """
         digest = hashlib.blake2b(body, digest_size=16).digest()
         attempt = self._attempts.get(digest) if marked else None
         if attempt is not None and not _failed(attempt):
             self.chat.counts["joined_retries"] += 1
-        else:
-            attempt = self._attempts[digest] = asyncio.create_task(self._replies(request))
-            attempt.add_done_callback(_seen)
-        return await asyncio.shield(attempt)
+            return attempt
+        attempt = self._attempts[digest] = asyncio.create_task(self._replies(request))
+        attempt.add_done_callback(_seen)
+        return attempt
 
     async def told(self, turns: Sequence[Turn], log_probs: bool) -> list[Told]:
         """Replies with what is to be told of them."""
@@ -94,16 +94,22 @@ class Session:
             self.chat.reply(request.messages, request.tools, max_tokens=request.max_tokens, stop=request.stop)
             for _ in range(request.count)
         ]  # fmt: skip
-        tasks = [asyncio.ensure_future(one) for one in asked]
         try:
-            return list(await asyncio.gather(*tasks))
+            return [await asked[0]] if len(asked) == 1 else await _all(asked)
         except asyncio.CancelledError:
             if not self.chat.closed:
                 raise
             raise SessionOver("rollout", "over", "ended while the reply was generated", "stop the agent") from None
-        finally:
-            for task in tasks:
-                task.cancel()
+
+
+async def _all(asked: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
+    """The replies, generated at the same time; none where one fails."""
+    tasks = [asyncio.create_task(one) for one in asked]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _failed(attempt: asyncio.Task[list[Turn]]) -> bool:
