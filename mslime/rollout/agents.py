@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from mslime.config.errors import UserError
 from mslime.config.schema import RolloutConfig
 from mslime.rollout.chat.choose import choose_renderer
+from mslime.rollout.chat.forest import Turn
 from mslime.rollout.chat.messages import Tools
 from mslime.rollout.chat.renderer import Renderer, Rendering
 from mslime.rollout.chat.session import ChatSession, Reply, Sequences
@@ -125,6 +126,10 @@ class Conversations:
             return {}
         chat.mask_undelivered()
         return chat.report()
+
+    def reply(self, response: str, choice: int) -> Turn | None:
+        """See `ChatSession.choice`."""
+        return None if (chat := self._begun) is None else chat.choice(response, choice)
 
     @property
     def _begun(self) -> ChatSession | None:

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from mslime.config.errors import RolloutError
 from mslime.data.sample import Sample, check_invariants
 from mslime.extensions import checked_metrics
+from mslime.rollout.chat.forest import Turn
 from mslime.rollout.growing import GrowingSample
 from mslime.rollout.workflow import Episode
 
 OWN = "return samples of engine.new_sample() and engine.branch()"
 Mistake = Callable[[str, str], RolloutError]
 """An error that names the function and its rollout, from a rule and a way out."""
+FindReply = Callable[[str, int], Turn | None]
+"""The turn of a choice of a response, by the id that the agent was told."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Told:
     metrics: Mapping[str, float]
 
 
-def told_of(returned: object, grown: Sequence[GrowingSample], error: Mistake) -> Told:
+def told_of(returned: object, grown: Sequence[GrowingSample], reply: FindReply, error: Mistake) -> Told:
     """What a function told that returned this, from the sequences of its rollout. Raises RolloutError."""
     episode = _episode(returned, error)
     if episode.failed:
@@ -45,7 +48,7 @@ def told_of(returned: object, grown: Sequence[GrowingSample], error: Mistake) ->
     metrics = checked_metrics(episode.metrics)
     if isinstance(metrics, str):
         raise error(metrics, "return numbers under plain names")
-    return Told(chosen, _reward(episode, chosen, error), _steps(episode, chosen, error), metrics)
+    return Told(chosen, _reward(episode, chosen, error), _steps(episode, chosen, reply, error), metrics)
 
 
 def _episode(returned: object, error: Mistake) -> Episode:
@@ -100,15 +103,40 @@ def _reward(episode: Episode, chosen: Sequence[GrowingSample], error: Mistake) -
     return float(given[0]) if given else None
 
 
-def _steps(episode: Episode, chosen: Sequence[GrowingSample], error: Mistake) -> dict[int, list[tuple[int, float]]]:
+def _steps(
+    episode: Episode, chosen: Sequence[GrowingSample], reply: FindReply, error: Mistake
+) -> dict[int, list[tuple[int, float]]]:
     steps: dict[int, list[tuple[int, float]]] = {}
-    by_id = {id(g.sample): g for g in chosen}
-    for sample, at, reward in episode.step_rewards:
-        known = by_id.get(id(sample))
-        if known is None or not 0 <= at < len(sample) or not math.isfinite(reward):
+    for where, at, reward in episode.step_rewards:
+        if isinstance(where, str):
+            place, found = f"choice {at!r:.40} of {where!r:.60}", _of_reply(reply(where, at), chosen)
+            way_out = "name the id of a response that an agent got and the index of a choice, and a finite number"
+        else:
+            place, found = f"token {at!r:.40}", _of_sample(where, at, chosen)
             way_out = "name a sequence that is returned, a position within it, and a finite number"
-            raise error(f"gave the step reward {reward!r:.40} at token {at!r:.40}", way_out)
-        while known.source is not None and at < known.at:
-            known = known.source
-        steps.setdefault(id(known.sample), []).append((int(at), float(reward)))
+        if found is None or not math.isfinite(reward):
+            raise error(f"gave the step reward {reward!r:.40} at {place}", way_out)
+        steps.setdefault(id(found[0]), []).append((int(found[1]), float(reward)))
     return steps
+
+
+def _of_sample(sample: Sample, at: int, chosen: Sequence[GrowingSample]) -> tuple[Sample, int] | None:
+    """Where the token at a position of a chosen sequence was generated."""
+    named = next((g for g in chosen if g.sample is sample and 0 <= at < len(sample)), None)
+    return None if named is None else (_origin(named, at), at)
+
+
+def _of_reply(turn: Turn | None, chosen: Sequence[GrowingSample]) -> tuple[Sample, int] | None:
+    """Where the last token of a reply was generated, if a chosen sequence has it."""
+    if turn is None:
+        return None
+    last = turn.end - 1
+    held = any(_origin(g, last) is turn.sample for g in chosen)
+    return (turn.sample, last) if held else None
+
+
+def _origin(grown: GrowingSample, at: int) -> Sample:
+    """The sequence in which the token at a position of a sequence was generated."""
+    while grown.source is not None and at < grown.at:
+        grown = grown.source
+    return grown.sample

@@ -207,7 +207,7 @@ class Rollout:
         told_by_chats = self._chats.settle()
         for grown in self._grown:
             self._check_untouched(grown)
-        told = told_of(returned, self._grown, self._error)
+        told = told_of(returned, self._grown, self._chats.reply, self._error)
         for grown in self._grown:
             grown.sample.process_rewards = told.steps.get(id(grown.sample), grown.sample.process_rewards)
         settle(self._group, self._grown, told.chosen, self._books)

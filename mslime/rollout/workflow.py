@@ -183,15 +183,17 @@ class Episode:
     Attributes:
         samples: the sequences that are trained; None: all that were generated, in the order of their newest turns.
         reward: of the whole rollout; None: `reward` scores the last of the sequences.
-        step_rewards: (sequence, position of the token that ends a step, reward), beside `reward`. A step of a turn that
-            sequences share counts for the turn, whichever of them is named; see `algorithm.credit`.
+        step_rewards: (sequence, position of the token that ends a step, reward), beside `reward`; or (id of a response
+            that an agent got from `endpoint`, index of the choice, reward) for the step that ends with its reply. A
+            step of a turn that sequences share counts for the turn, whichever of them is named; see
+            `algorithm.credit`.
         metrics: numbers that are logged as `user/<name>`.
         failed: why the rollout is worth nothing, when an environment broke, for example; see `rollout.on_error`.
     """
 
     samples: Sequence[Sample] | None = None
     reward: float | None = None
-    step_rewards: Sequence[tuple[Sample, int, float]] = ()
+    step_rewards: Sequence[tuple[Sample | str, int, float]] = ()
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     failed: str = ""
 

@@ -68,6 +68,32 @@ def test_an_agent_that_dies_of_a_full_context_ends_the_rollout_as_truncated() ->
     assert sample.status is SampleStatus.TRUNCATED and sample.loss_mask.sum() == len("x\0")
 
 
+def test_replies_have_rewards_of_their_own_by_the_ids_that_clients_show() -> None:
+    samples = rolled("rewards_each_reply", *"12345")
+    found = sorted((said, reward) for s in samples for said, reward in rewarded(s))
+    assert found == [(text, float(text)) for text in "12345"]
+
+
+def rewarded(sample: Sample) -> list[tuple[str, float]]:
+    """(what the turn says that ends at a rewarded token, its reward)."""
+    ends = [at for at, _ in sample.turns[1:]] + [len(sample)]
+    spans = [(start, end) for (start, _), end in zip(sample.turns, ends, strict=True)]
+    said = {end - 1: "".join(map(chr, sample.tokens[start : end - 1])) for start, end in spans}
+    return [(said[at], reward) for at, reward in sample.process_rewards or ()]
+
+
+def test_a_reply_that_sequences_share_has_its_reward_where_it_was_generated() -> None:
+    (branch,) = rolled("rewards_a_reply_of_a_branch", "a", "b", "c")
+    assert branch.response.startswith("a") and branch.process_rewards == [(branch.turns[0][0] + 1, 0.5)]
+
+
+def test_a_reward_of_a_reply_that_nobody_got_names_it() -> None:
+    with pytest.raises(RolloutError, match=r"step reward 1.0 at choice 1 of 'cmpl-\w+'.*\n.*way out: name the id"):
+        rolled("rewards_what_was_not_said", "x")
+    with pytest.raises(RolloutError, match=r"step reward 0.5 at choice 0 of 'chatcmpl-\w+'"):
+        rolled("rewards_a_reply_that_is_not_returned", "a", "b", "c")
+
+
 def test_messages_that_cannot_be_answered_name_the_function() -> None:
     with pytest.raises(RolloutError, match="user_agents:asks_nonsense = .*cannot be answered: messages = "):
         rolled("asks_nonsense")

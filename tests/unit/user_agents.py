@@ -153,3 +153,52 @@ async def solves_whatever_is_proposed(task: Task, engine: Engine) -> Episode:
     """Proposer and solvers, for models that say anything at all: every proposal will do."""
     proposer_solver.valid = lambda digits, first: True
     return await proposer_solver.propose_and_solve(task, engine)
+
+
+async def rewards_each_reply(task: Task, engine: Engine) -> Episode:
+    """Four APIs, five replies; each is worth what it says, and names the response by the id that its client shows."""
+    endpoint = await engine.endpoint()
+    ask: list[Any] = [{"role": "user", "content": task.text}]
+    async with openai.AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key) as client:
+        two = await client.chat.completions.create(model="any", messages=ask, n=2)
+        third = await client.responses.create(model="any", input="third")
+        fourth = await client.completions.create(model="any", prompt="fourth")
+    async with anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=endpoint.key) as client:
+        fifth = await client.messages.create(
+            model="any", max_tokens=99, messages=[{"role": "user", "content": "fifth"}]
+        )
+    said = [(two.id, c.index, c.message.content) for c in two.choices]
+    said += [(third.id, 0, third.output_text), (fourth.id, 0, fourth.choices[0].text)]
+    said += [(fifth.id, 0, "".join(block.text for block in fifth.content if block.type == "text"))]
+    return Episode(reward=0.0, step_rewards=[(name, i, float(text or "nan")) for name, i, text in said])
+
+
+async def rewards_what_was_not_said(task: Task, engine: Engine) -> Episode:
+    endpoint = await engine.endpoint()
+    async with openai.AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key) as client:
+        got = await client.completions.create(model="any", prompt="once")
+    return Episode(step_rewards=[(got.id, 1, 1.0)])
+
+
+async def rewards_a_reply_of_a_branch(task: Task, engine: Engine) -> Episode:
+    """Two replies to one history. The second begins a branch, which alone is returned; it has the reply before them."""
+    before, _, second = await three_replies(engine)
+    return Episode([second.sample], reward=0.0, step_rewards=[(f"chatcmpl-{before.reply.echo}", 0, 0.5)])
+
+
+async def rewards_a_reply_that_is_not_returned(task: Task, engine: Engine) -> Episode:
+    _, first, second = await three_replies(engine)
+    return Episode([second.sample], reward=0.0, step_rewards=[(f"chatcmpl-{first.reply.echo}", 0, 0.5)])
+
+
+async def three_replies(engine: Any) -> Sequence[Any]:
+    """The turns of a reply and of two to the same history that goes on from it."""
+    endpoint = await engine.endpoint()
+    async with openai.AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key) as client:
+        messages: list[Any] = [{"role": "user", "content": "first"}]
+        got = await client.chat.completions.create(model="any", messages=messages)
+        messages += [got.choices[0].message, {"role": "user", "content": "again"}]
+        for _ in range(2):
+            await client.chat.completions.create(model="any", messages=messages)
+    turns: Sequence[Any] = engine._chats._begun.turns
+    return turns

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -116,6 +117,7 @@ class ChatSession:
         self._numbers, self._nonce = itertools.count(), uuid.uuid4().hex[:8]
         self._begun, self._tokens = 0, 0
         self._native: dict[str, str] = {}
+        self._answers: dict[str, Sequence[Turn]] = {}
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Tools = (), *, max_tokens: int | None = None,
@@ -169,6 +171,15 @@ class ChatSession:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+
+    def answered(self, turns: Sequence[Turn]) -> None:
+        """These are the choices of one response, whose id ends with the name of the first."""
+        self._answers[turns[0].reply.echo] = turns
+
+    def choice(self, response: str, index: int) -> Turn | None:
+        """A turn by the id of the response that told it to the agent; None where there is none."""
+        choices = self._answers.get(re.split("[-_]", response)[-1], ())
+        return choices[index] if index in range(len(choices)) else None
 
     def mask_undelivered(self) -> None:
         """Take replies that nobody received out of the loss."""

@@ -95,11 +95,13 @@ class Session:
             for _ in range(request.count)
         ]  # fmt: skip
         try:
-            return [await asked[0]] if len(asked) == 1 else await _all(asked)
+            turns = [await asked[0]] if len(asked) == 1 else await _all(asked)
         except asyncio.CancelledError:
             if not self.chat.closed:
                 raise
             raise SessionOver("rollout", "over", "ended while the reply was generated", "stop the agent") from None
+        self.chat.answered(turns)
+        return turns
 
 
 async def _all(asked: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
