@@ -68,13 +68,14 @@ CUT = {"top_p": 0.9, "top_k": 4096}
 @dataclass(frozen=True)
 class Case:
     """Responses of `tokens` tokens, of a model that routes in `layers` layers to `top_k` of `experts` experts, with
-    sampling masks or without."""
+    sampling masks or without; `narrow`: an expert is one byte on the wire, as from engines that mslime starts."""
 
     tokens: int
     layers: int
     top_k: int
     experts: int
     masks: bool = False
+    narrow: bool = True
 
     @property
     def facts(self) -> ModelFacts:
@@ -88,13 +89,14 @@ class Case:
         """What an engine says to any prompt."""
         random, n = np.random.default_rng(0), self.tokens
         ids = random.integers(1, 200, n).tolist()
-        routes = random.integers(0, self.experts, (PROMPT + n - 1, self.layers, self.top_k)).astype(np.int32)
+        shape, wire = (PROMPT + n - 1, self.layers, self.top_k), np.uint8 if self.narrow else np.int32
+        routes = random.integers(0, self.experts, shape).astype(wire)
         meta = {
             "id": "x" * 20, "finish_reason": {"type": "length", "length": n}, "prompt_tokens": PROMPT,
             "completion_tokens": n, "cached_tokens": 0, "weight_version": "0",
             "weight_versions": [{"version": "0", "start": 0, "end": n}],
             "output_token_logprobs": [[-float(x), t, None] for x, t in zip(random.random(n) * 3, ids, strict=True)],
-            "routed_experts": base64.b64encode(routes.tobytes()).decode(),
+            "routed_experts": ("u1:" if self.narrow else "") + base64.b64encode(routes.tobytes()).decode(),
         }  # fmt: skip
         if self.masks:  # few ids for most tokens, many for some
             sizes = np.minimum(1 + random.lognormal(1.9, 2.0, n), CUT["top_k"]).astype(int)
@@ -115,6 +117,7 @@ class Case:
 CASES = {
     "short": Case(16, 4, 2, 16),
     "qwen3-30b": Case(1024, 48, 8, 128),
+    "int32": Case(1024, 48, 8, 128, narrow=False),
     "masks": Case(1024, 48, 8, 128, masks=True),
     "deepseek-v3": Case(1024, 61, 8, 256),
 }

@@ -32,6 +32,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import orjson
+import uvloop
 from aiohttp import web
 from rich.console import Console
 from rich.table import Table
@@ -430,7 +431,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     for sessions in map(int, args.sessions.split(",")):
         settings = (sessions, args.rate, args.seconds, args.turns)
-        found[str(sessions)] = asyncio.run(serve(settings, args.profile))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as Ray has for actors
+            found[str(sessions)] = runner.run(serve(settings, args.profile))
     load = os.getloadavg()[0]
     table = Table(title=f"{args.rate:g} requests/s, {args.turns} turns a session; load average {load:.1f}")
     for column in ("sessions", *COLUMNS):

@@ -97,12 +97,6 @@ class Routes:
         room.experts[: len(self)], room.mask[: len(self)] = self.experts, self.mask
         return room
 
-    def padded(self, rows: int) -> Routes:
-        """Exactly `rows` rows: missing ones are appended as not replayable, so that rows and tokens line up."""
-        assert rows >= len(self), (rows, len(self))
-        gap = rows - len(self)
-        return self.append(np.zeros((gap, *self.experts.shape[1:]), self.experts.dtype), np.zeros(gap, np.bool_))
-
     def stage_slice(self, layer_ids: Sequence[int]) -> Routes:
         """Only the given global layers, in the given order: what one pipeline stage needs."""
         columns = [self.layer_ids.index(layer) for layer in layer_ids]

@@ -217,10 +217,19 @@ def _joined(parts: Sequence[NDArray[Scalar]], dtype: type[Scalar]) -> NDArray[Sc
 
 
 def _joined_routes(template: Routes, mine: Sequence[Sample]) -> Routes:
-    """Routes of `mine`, one row per token, for the layers and in the dtype of `template`."""
-    padded = [s.routes.padded(len(s)) for s in mine if s.routes is not None]
-    experts = np.concatenate([template.experts[:0], *(r.experts for r in padded)])
-    return Routes(experts, np.concatenate([template.mask[:0], *(r.mask for r in padded)]), template.layer_ids)
+    """Routes of `mine`, one row per token, for the layers and in the dtype of `template`. They are most of the bytes of
+    a shard, so each row is copied once; tokens without one are not replayed."""
+    known = [(len(s), s.routes) for s in mine if s.routes is not None]
+    tokens = sum(length for length, _ in known)
+    experts = np.empty((tokens, *template.experts.shape[1:]), template.experts.dtype)
+    mask, at = np.zeros(tokens, np.bool_), 0
+    for length, routes in known:
+        assert routes.experts.dtype == experts.dtype, (routes.experts.dtype, experts.dtype)
+        end = at + len(routes)
+        experts[at:end], mask[at:end] = routes.experts, routes.mask
+        experts[end : at + length] = 0
+        at += length
+    return Routes(experts, mask, template.layer_ids)
 
 
 def _joined_supports(mine: Sequence[Sample]) -> Supports | None:

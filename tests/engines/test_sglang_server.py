@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import shutil
@@ -191,6 +192,16 @@ def test_a_request_without_the_key_is_refused(sglang_server: SharedServer) -> No
             assert answer.status_code == 401, (route, headers)
     command = [word for p in sglang_server.process.pids for word in psutil.Process(p).cmdline()]
     assert not [word for word in command if sglang_server.process.keys.api in word]
+
+
+def test_a_server_that_we_start_sends_experts_in_one_byte_each(sglang_server: SharedServer) -> None:
+    """The plug-in is at work; that the experts are right is what every comparison with replayed routes shows."""
+    ask = {"input_ids": [9, 8, 7], "sampling_params": {"max_new_tokens": 4}, "return_routed_experts": True}
+    keys = {"Authorization": f"Bearer {sglang_server.process.keys.api}"}
+    answer = httpx.post(f"{sglang_server.url}/generate", json=ask, headers=keys, timeout=60).json()
+    text = answer["meta_info"]["routed_experts"]
+    layers, top_k, rows = sglang_server.model.num_layers, sglang_server.model.top_k, 3 + 4 - 1
+    assert text.startswith("u1:") and len(base64.b64decode(text[3:])) == rows * layers * top_k
 
 
 def test_an_attached_server_needs_no_process(sglang_server: SharedServer) -> None:

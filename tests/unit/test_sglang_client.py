@@ -76,6 +76,25 @@ def test_routes_are_held_in_the_narrowest_type_of_the_model_s_experts() -> None:
         np.testing.assert_array_equal(decoded, routes)
 
 
+@pytest.mark.parametrize(("tag", "sent"), [("u1:", np.uint8), ("u2:", np.uint16)])
+def test_routes_that_were_narrowed_by_the_engine_say_so(tag: str, sent: type) -> None:
+    routes = np.arange(30).reshape(5, 3, 2)
+    text = tag + base64.b64encode(routes.astype(sent).tobytes()).decode()
+    for encoded in (text, memoryview(text.encode())):
+        for experts, dtype in ((0, sent), (30, np.uint8), (257, np.uint16)):
+            decoded = decode_routes(encoded, 5, replace(MODEL, num_experts=experts))
+            assert decoded.dtype == dtype
+            np.testing.assert_array_equal(decoded, routes)
+    with pytest.raises(AssertionError, match="expert id 29 of 29"):
+        decode_routes(text, 5, replace(MODEL, num_experts=29))
+    with pytest.raises(AssertionError, match="30 route entries, expected 4 x 3 x 2 = 24"):
+        decode_routes(text, 4, MODEL)
+    with pytest.raises(AssertionError, match="route entries, expected"):  # without its tag it is not taken for int32
+        decode_routes(text[3:], 5, MODEL)
+    with pytest.raises(ValueError):
+        decode_routes("u4:" + text[3:], 5, MODEL)
+
+
 @pytest.mark.parametrize("expert", [-1, 30, 2**31 - 1])
 def test_an_expert_that_the_model_does_not_have_is_refused(expert: int) -> None:
     routes = np.arange(30, dtype=np.int32)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -425,3 +426,15 @@ def test_the_environment_carries_the_platform_on_cpu_only() -> None:
     assert "SGLANG_USE_CPU_ENGINE" not in gpu and str(SITE_DIR) not in gpu["PYTHONPATH"]
     assert gpu["CUDA_VISIBLE_DEVICES"] == "4,5" and "PYTORCH_CUDA_ALLOC_CONF" not in gpu
     assert base == {"PYTHONPATH": "/mine", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NO_PROXY": "a"}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "plugins"), [(False, ["mslime_routes"]), (True, ["mslime_routes", "mslime_receiver"])]
+)
+def test_a_server_finds_its_plugins_beside_those_of_the_user(recorded: bool, plugins: list[str]) -> None:
+    env = environment({}, cpu=False, ranks=1, gpus=None, recorded=recorded)
+    found = [point.name for d in metadata.distributions(path=env["PYTHONPATH"].split(os.pathsep))
+             for point in d.entry_points if point.group == "sglang.srt.plugins"]  # fmt: skip
+    assert found == plugins and "SGLANG_PLUGINS" not in env
+    users = environment({"SGLANG_PLUGINS": "theirs"}, cpu=False, ranks=1, gpus=None, recorded=recorded)
+    assert users["SGLANG_PLUGINS"] == ",".join(["theirs", *plugins])

@@ -6,7 +6,8 @@ in their place, and they are put into the object afterwards: routes as a view of
 The result is what plain JSON gives, whatever the bytes are:
 
 - What is cut out is a whole value. Masks are compared with the grammar of a list of lists of integers, byte for byte.
-  Routes end at the next quote, since base64 has neither quotes nor backslashes; decoding refuses what is no base64.
+  Routes end at the next quote, since base64 has neither quotes nor backslashes; decoding refuses what is neither a tag
+  nor base64.
 - It stands where it is taken to stand. The key's own bytes prove nothing, since a longer key may end in them, or the
   object may have another place for it. But the stand-in is a text that no engine knows: where parsing finds it as
   `meta_info[key]`, the value that it replaced was there. (Within a text, the stand-in's first quote would end that
@@ -25,6 +26,8 @@ import orjson
 from numpy.typing import NDArray
 
 ROUTES, MASKS = "routed_experts", "output_token_sampling_mask"
+NARROW = {"u1:": np.uint8, "u2:": np.uint16}
+"""By the tag with which a text of routes begins: what its base64 is of. Without a tag it is of int32."""
 _STAND_IN = secrets.token_hex(16)
 _STAND_IN_BYTES = orjson.dumps(_STAND_IN)
 _ROUTES_START, _MASKS_START = f'"{ROUTES}":"'.encode(), f'"{MASKS}":[['.encode()

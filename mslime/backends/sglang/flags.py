@@ -13,8 +13,8 @@ from mslime.backends.cpu.sglang import SITE_DIR
 from mslime.config.hf_config import read_hf_config
 from mslime.config.serving import ServerSpec
 
-PLUGIN_DIR = Path(__file__).with_name("plugin")
-"""A directory that has our plug-in of SGLang, as if it were an installed package."""
+PLUGINS_DIR = Path(__file__).with_name("plugins")
+"""A directory for each of our plug-ins of SGLang, which lies there as if it were an installed package."""
 CPU_MAX_TOTAL_TOKENS = 65536
 """Tokens in a CPU server's cache unless configured: its own default takes a share of the whole machine's memory."""
 
@@ -113,7 +113,9 @@ def environment(
     env["NO_PROXY"] = ",".join(filter(None, [env.get("NO_PROXY"), "127.0.0.1,localhost"]))
     env["PYTHONUNBUFFERED"] = "1"
     # mslime itself must be importable, for the guard and for the CPU platform, also when it is not installed.
-    paths = [str(Path(__file__).resolve().parents[3]), env.get("PYTHONPATH")]
+    plugins = ["routes", *(["receiver"] if recorded else [])]
+    own = [Path(__file__).resolve().parents[3], *(PLUGINS_DIR / plugin for plugin in plugins)]
+    paths = [*map(str, own), env.get("PYTHONPATH")]
     if cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
         env["OMP_NUM_THREADS"] = env.get("OMP_NUM_THREADS", "1")
@@ -126,9 +128,7 @@ def environment(
         env.pop("PYTORCH_CUDA_ALLOC_CONF", None)
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    if recorded:
-        paths.append(str(PLUGIN_DIR))
-        if env.get("SGLANG_PLUGINS"):  # those that the user wants; without it SGLang loads all
-            env["SGLANG_PLUGINS"] += ",mslime_receiver"
+    if env.get("SGLANG_PLUGINS"):  # those that the user wants; without it SGLang loads all
+        env["SGLANG_PLUGINS"] = ",".join([env["SGLANG_PLUGINS"], *(f"mslime_{plugin}" for plugin in plugins)])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return env

@@ -20,7 +20,7 @@ import numpy as np
 import pybase64
 from numpy.typing import NDArray
 
-from mslime.backends.sglang.answers import MASKS, ROUTES, IntegerRows
+from mslime.backends.sglang.answers import MASKS, NARROW, ROUTES, IntegerRows
 from mslime.config.errors import EngineError
 from mslime.config.model_facts import ModelFacts
 from mslime.data.routes import narrowest_dtype
@@ -152,21 +152,35 @@ def parse_version(text: str) -> int:
 
 
 def decode_routes(encoded: str | memoryview, rows: int, model: ModelFacts) -> NDArray[np.integer]:
-    """Base64 of C-ordered int32 -> [rows, layers, top-k] expert ids in the narrowest dtype for the model's experts.
+    """Base64 of C-ordered ids -> [rows, layers, top-k] expert ids in the narrowest dtype for the model's experts.
 
     Raises ValueError for what is not base64, AssertionError for another number of entries or ids out of range.
+
+    Args:
+        encoded: base64 of int32, or of what its tag says (`answers.NARROW`).
     """
-    decoded = pybase64.b64decode(encoded, validate=True)
+    dtype, text = _untagged(encoded)
+    decoded = pybase64.b64decode(text, validate=True)
     expected = rows * model.num_layers * model.top_k
-    assert len(decoded) == 4 * expected, (
-        f"{len(decoded) / 4:g} route entries, expected {rows} x {model.num_layers} x {model.top_k} = {expected}"
+    assert len(decoded) == dtype.itemsize * expected, (
+        f"{len(decoded) / dtype.itemsize:g} route entries, expected {rows} x {model.num_layers} x {model.top_k} = "
+        f"{expected}"
     )
-    flat = np.frombuffer(decoded, np.int32)
+    flat = np.frombuffer(decoded, dtype)
     if model.num_experts:
-        top = int(flat.view(np.uint32).max(initial=0))  # a negative id is a very large one
-        assert top < model.num_experts, f"expert id {np.uint32(top).astype(np.int32)} of {model.num_experts}"
-        flat = flat.astype(narrowest_dtype(model.num_experts))
+        unsigned = flat.view(np.uint32) if dtype == np.int32 else flat  # a negative id is a very large one
+        known = not len(flat) or unsigned.max() < model.num_experts
+        assert known, f"expert id {flat[unsigned.argmax()]} of {model.num_experts}"
+        flat = flat.astype(narrowest_dtype(model.num_experts), copy=False)
     return flat.reshape(rows, model.num_layers, model.top_k)
+
+
+def _untagged(encoded: str | memoryview) -> tuple[np.dtype[np.integer], str | memoryview]:
+    """What a text of routes is base64 of, and the base64."""
+    for tag, dtype in NARROW.items():
+        if encoded[: len(tag)] == (tag if isinstance(encoded, str) else tag.encode()):
+            return np.dtype(dtype), encoded[len(tag) :]
+    return np.dtype(np.int32), encoded
 
 
 def answer_limit(request: GenerateRequest, model: ModelFacts | None) -> int:
