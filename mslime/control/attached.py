@@ -42,9 +42,8 @@ class AttachedEngines:
         self._engines = tuple(engines)
         self._deadlines = config.deadlines
         self._record = config.run_dir / RECORD
-        self._groups = [
-            group_name(group, rank) for rank in Senders.at_most(config.layout, config.weights.senders).everyone()
-        ]
+        self._senders = Senders.at_most(config.layout, config.weights.senders).everyone()
+        self._groups = [group_name(group, rank) for rank in self._senders]
 
     def take_over(self) -> None:
         """Undo what a killed run may have left, and write down what this one will leave if it is killed.
@@ -55,8 +54,16 @@ class AttachedEngines:
         left = _recorded(self._record)
         for engine in self._engines:
             self._reset(engine, left, self._deadlines.engine_control_s, _refuse_silence)
+        self._write({*left, *self._groups})
+
+    def also(self, group: str) -> None:
+        """Groups of other names follow: write them down before they are made."""
+        self._groups += [group_name(group, rank) for rank in self._senders]
+        self._write({*_recorded(self._record), *self._groups})
+
+    def _write(self, groups: Iterable[str]) -> None:
         self._record.parent.mkdir(parents=True, exist_ok=True)
-        self._record.write_text(json.dumps(sorted({*left, *self._groups})))
+        self._record.write_text(json.dumps(sorted(groups)))
 
     def leave(self, disconnect: Callable[[float], None]) -> None:
         """Leave the engines without our groups, open updates and pauses. Never raises: it is called on the way out.

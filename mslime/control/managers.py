@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
-from mslime.backends.sglang.pool import all_or_first_failure
+from mslime.backends.sglang.pool import Serving, all_or_first_failure
 from mslime.control.calls import told
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
 from mslime.logs import hide, log_process
@@ -193,13 +193,16 @@ class ManagerGroup:
         await asyncio.gather(*opened)
         return refused_input
 
-    async def begin_update(self) -> None:
-        """See `EnginePool`, as for the next three: all managers at once."""
-        await self._all_engines("begin_update")
+    async def begin_update(self) -> Serving:
+        """See `EnginePool`, as for the next three: all managers at once. A manager whose engines are all gone raises:
+        its groups have nowhere to go."""
+        found: list[Serving] = await self._all_engines("begin_update")
+        urls = tuple(url for each in found for url in each.urls)
+        return Serving(urls, {name: why for each in found for name, why in each.gone.items()})
 
     async def compare(self, expected: Mapping[str, Digests]) -> int:
         """Each manager is told what its own engines must have."""
-        mine = [{engine.url: expected[engine.url] for engine in share} for share in self._shares]
+        mine = [{e.url: expected[e.url] for e in share if e.url in expected} for share in self._shares]
         return sum(await _ended(m.engines("compare", part) for m, part in zip(self._managers, mine, strict=True)))
 
     async def end_update(self) -> None:
@@ -215,8 +218,8 @@ class ManagerGroup:
         for manager in self._managers:
             ray.kill(manager.actor, no_restart=True)
 
-    async def _all_engines(self, verb: str, *args: Any) -> None:
-        await _ended(manager.engines(verb, *args) for manager in self._managers)
+    async def _all_engines(self, verb: str, *args: Any) -> list[Any]:
+        return await _ended(manager.engines(verb, *args) for manager in self._managers)
 
     def _pairs(self) -> list[tuple[RemoteManager, Sequence[EngineAddress]]]:
         return list(zip(self._managers, self._shares, strict=True))

@@ -28,6 +28,7 @@ from mslime.observe import samples
 from mslime.observe.progress import RolloutCounts, summary_line
 
 if TYPE_CHECKING:
+    from mslime.backends.sglang.pool import Serving
     from mslime.backends.sglang.server import EngineAddress
     from mslime.config.layout import ParallelLayout
     from mslime.data.sample import Group, Sample
@@ -269,9 +270,12 @@ class RolloutActor:
         with phase(_log, "pausing the engines"):
             await self._service.pause_for_update()
 
-    async def begin_update(self) -> None:
+    async def begin_update(self) -> Serving:
         """Let the paused engines take weights; see `EnginePool`, as for the next three."""
-        await self._pool.begin_update()
+        serving = await self._pool.begin_update()
+        for name, why in serving.gone.items():
+            _log.warning("%s is gone: %s", name, why)
+        return serving
 
     async def compare(self, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:
         """How many parameters of all engine ranks were compared with the digests that the trainer expects."""
@@ -425,9 +429,9 @@ class RolloutHandle:
         """See `RolloutActor.pause`."""
         self._control("pause engines", self._actor.pause.remote())
 
-    def begin_update(self) -> None:
+    def begin_update(self) -> Serving:
         """See `RolloutActor.begin_update`."""
-        self._update("begin", self._actor.begin_update.remote())
+        return self._update("begin", self._actor.begin_update.remote())
 
     def compare(self, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:
         """See `RolloutActor.compare`."""

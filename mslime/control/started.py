@@ -34,6 +34,7 @@ class Started(ABC):
         self.config, self._stop = config, stop
         self._stack = ExitStack()
         self._ray: RayWatch | None = None
+        self._attached: AttachedEngines | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -77,7 +78,14 @@ class Started(ABC):
         """
         group = new_group(self.config)
         if self.config.sglang.urls:
-            attached = AttachedEngines(self.config, endpoints, group)
-            attached.take_over()
-            self._stack.callback(attached.leave, disconnect)
+            self._attached = AttachedEngines(self.config, endpoints, group)
+            self._attached.take_over()
+            self._stack.callback(self._attached.leave, disconnect)
+        return group
+
+    def _other_group(self) -> str:
+        """The beginning of other names, for groups without the engines that are gone."""
+        group = new_group(self.config)
+        if self._attached is not None:
+            self._attached.also(group)
         return group

@@ -85,7 +85,7 @@ class GrowingSample:
         """Length and checksum of what only the engine and the environment may write."""
         s, checksum = self.sample, 0
         for column in (s.tokens, s.loss_mask, s.log_probs):
-            checksum = zlib.crc32(column, checksum)
+            checksum = zlib.crc32(column.data, checksum)
         return len(s), checksum
 
 

@@ -18,6 +18,7 @@ from mslime.data.sample import Group, Sample
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.comparison import Digests
+    from mslime.backends.sglang.pool import Serving
     from mslime.config.schema import EvalSetConfig
     from mslime.data.checksums import FileSum
     from mslime.rollout.evaluate import EvalResult
@@ -172,7 +173,7 @@ class Rollouts(Protocol):
 class Updated(Protocol):
     """The engines of all managers in a weight update; see `backends.sglang.pool.EnginePool`."""
 
-    async def begin_update(self) -> None: ...
+    async def begin_update(self) -> Serving: ...
     async def compare(self, expected: Mapping[str, Digests]) -> int: ...
     async def end_update(self) -> None: ...
     async def stamp(self, version: int) -> None: ...

@@ -12,7 +12,7 @@ import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.generating import GenerateRequest
-from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.pool import EnginePool, Serving
 from mslime.config.errors import EngineError, WeightSyncError
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
@@ -201,14 +201,55 @@ def test_an_engine_that_gets_no_requests_any_more_takes_part_in_a_weight_update(
     assert with_pool(work) == [[*update, "/update_weight_version"], update]
 
 
-def test_weights_are_not_sent_to_some_engines_only() -> None:
-    """The sender's process groups count the ranks of all engines, so one that is gone would be waited for."""
-
-    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> list[str]:
-        kill(pool, "e1", EngineError("e1", "exit status 1", "the server ended", "read e1.log"))
+def test_an_engine_that_is_gone_takes_part_in_no_update_any_more() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[list[Serving], list[str], list[str]]:
+        kill(pool, "e1", EngineError("e1", "exit status 1", "the server ended\nits last words", "read e1.log"))
         await fakes[1].__aexit__(None, None, None)
-        with pytest.raises(EngineError, match="the server ended"):
-            await pool.begin_update()
-        return [path for path, _ in fakes[0].seen]
+        found = [await pool.begin_update(), await pool.begin_update()]
+        await pool.end_update()
+        await pool.stamp(3)
+        return found, [path for path, _ in fakes[0].seen], [fakes[0].url]
 
-    assert with_pool(work) == ["/begin_weight_update"]
+    (first, second), paths, left = with_pool(work)
+    assert first == Serving(tuple(left), {"e1": "exit status 1: the server ended"})
+    assert second == Serving(tuple(left), {})
+    assert paths == ["/begin_weight_update"] * 2 + ["/end_weight_update", "/update_weight_version"]
+
+
+def test_an_engine_whose_death_is_noticed_by_the_update_is_left_out_of_it() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[Serving, list[str], set[str]]:
+        await fakes[0].__aexit__(None, None, None)
+        serving = await pool.begin_update()
+        return serving, list(pool.dead), {(await pool.generate(request(i))).engine for i in range(3)}
+
+    serving, dead, engines = with_pool(work)
+    assert list(serving.gone) == dead == ["e0"] and engines == {"e1"} and len(serving.urls) == 1
+
+
+def test_an_engine_that_is_gone_when_all_are_paused_is_no_failure_of_the_others() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> list[str]:
+        await fakes[0].__aexit__(None, None, None)
+        await pool.pause("abort")
+        return [path for path, _ in fakes[1].seen]
+
+    assert with_pool(work) == ["/pause_generation"]
+
+
+def test_an_update_without_engines_says_what_the_first_died_of() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
+        kill(pool, "e1", EngineError("e1", "exit status 1", "the server ended", "read e1.log"))
+        for fake in fakes:
+            await fake.__aexit__(None, None, None)
+        await pool.begin_update()
+
+    with pytest.raises(EngineError, match="e0"):
+        with_pool(work)
+
+
+def test_an_engine_that_refuses_an_update_and_lives_ends_it() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
+        fakes[1].broken.add("/begin_weight_update")
+        await pool.begin_update()
+
+    with pytest.raises(EngineError, match="e1"):
+        with_pool(work)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +28,19 @@ T = TypeVar("T")
 MAX_SESSIONS = 65536
 
 
+@dataclass(frozen=True)
+class Serving:
+    """Who takes part in a weight update.
+
+    Attributes:
+        urls: of the engines that do.
+        gone: by name, what the engines died of that took part in the update before and do not any more.
+    """
+
+    urls: tuple[str, ...]
+    gone: Mapping[str, str]
+
+
 class _Slot:
     """One engine with its share of the work."""
 
@@ -35,6 +49,7 @@ class _Slot:
         self.assigned = 0
         self.limit = asyncio.Semaphore(concurrency)
         self.error: EngineError | None = None
+        self.receives = True
         self._death: asyncio.Future[None] | None = None
 
     @property
@@ -114,13 +129,26 @@ class EnginePool:
     # A version is stamped last, so an engine that was left in the middle never claims the new one. The comparison comes
     # before `end_update`, while the parameters lie as they were loaded.
 
-    async def begin_update(self) -> None:
-        """Open a weight-update session on every engine.
+    async def begin_update(self) -> Serving:
+        """Open a weight-update session on every engine. One that is gone takes part in no update any more; one that
+        gets no requests, because a connection broke, does as long as it answers.
 
         Raises:
-            EngineError: one of them does not answer, whose ranks the sender's process groups cannot do without.
+            EngineError: one of them refuses, or all are gone: what the first one died of.
         """
-        await self._by_all(lambda client: client.begin_weight_update())
+        slots = [slot for slot in self._slots if slot.receives]
+        answers = await asyncio.gather(*(slot.client.begin_weight_update() for slot in slots), return_exceptions=True)
+        for slot, answer in zip(slots, answers, strict=True):
+            if isinstance(answer, EngineDied):
+                slot.kill(answer)
+            slot.receives = not (isinstance(answer, EngineError) and slot.error is not None)
+        there = [(slot, answer) for slot, answer in zip(slots, answers, strict=True) if slot.receives]
+        all_or_first_failure([answer for _, answer in there])
+        gone = {slot.client.name: slot.error for slot in slots if slot.error is not None and not slot.receives}
+        if not there or not len(self):
+            raise next(slot.error for slot in self._slots if slot.error is not None)
+        words = {name: f"{error.value}: {error.rule.splitlines()[0]}" for name, error in gone.items()}
+        return Serving(tuple(slot.client.url for slot, _ in there), words)
 
     async def compare(self, expected: Mapping[str, Digests]) -> int:
         """Compare every bit of every parameter of every engine rank with what the trainer exports.
@@ -151,21 +179,28 @@ class EnginePool:
         await self.broadcast(lambda client: client.stamp(version))
 
     async def _by_all(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """One call to every engine, also to those that get no requests any more: the sender's process groups count the
-        ranks of all. Raises the first failure after all have answered, for a dead engine what it died of."""
-        answers = await asyncio.gather(*(call(slot.client) for slot in self._slots), return_exceptions=True)
-        for slot, answer in zip(self._slots, answers, strict=True):
+        """One call to every engine of the update, also to those that get no requests any more: the sender's process
+        groups count the ranks of all. Raises the first failure after all have answered, for a dead engine what it died
+        of."""
+        slots = [slot for slot in self._slots if slot.receives]
+        answers = await asyncio.gather(*(call(slot.client) for slot in slots), return_exceptions=True)
+        for slot, answer in zip(slots, answers, strict=True):
             if isinstance(answer, EngineError) and slot.error is not None:
                 raise slot.error from answer
         return all_or_first_failure(answers)
 
     async def broadcast(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """One call to every live engine at the same time. The first failure is raised, after all have answered."""
+        """One call to every live engine at the same time; the answers of those that live on.
+
+        Raises:
+            EngineError: one refused, after all have answered; or all died, what the first one died of.
+        """
         slots = self._live()
         answers = await asyncio.gather(
             *(self._unless_dead(slot, call(slot.client)) for slot in slots), return_exceptions=True
         )
-        return all_or_first_failure(answers)
+        lived = [answer for slot, answer in zip(slots, answers, strict=True) if slot.error is None]
+        return all_or_first_failure(lived or answers)
 
     async def close(self) -> None:
         """Close all connections."""
