@@ -196,7 +196,13 @@ class ManagerGroup:
     async def begin_update(self) -> Serving:
         """See `EnginePool`, as for the next three: all managers at once. A manager whose engines are all gone raises:
         its groups have nowhere to go."""
-        found: list[Serving] = await self._all_engines("begin_update")
+        return await self._begun("begin_update")
+
+    async def begin_again(self) -> Serving:
+        return await self._begun("begin_again")
+
+    async def _begun(self, verb: str) -> Serving:
+        found: list[Serving] = await self._all_engines(verb)
         urls = tuple(url for each in found for url in each.urls)
         return Serving(urls, {name: why for each in found for name, why in each.gone.items()})
 

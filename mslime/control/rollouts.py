@@ -272,10 +272,11 @@ class RolloutActor:
 
     async def begin_update(self) -> Serving:
         """Let the paused engines take weights; see `EnginePool`, as for the next three."""
-        serving = await self._pool.begin_update()
-        for name, why in serving.gone.items():
-            _log.warning("%s is gone: %s", name, why)
-        return serving
+        return _told(await self._pool.begin_update())
+
+    async def begin_again(self) -> Serving:
+        """The same after an update that broke off."""
+        return _told(await self._pool.begin_again())
 
     async def compare(self, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:
         """How many parameters of all engine ranks were compared with the digests that the trainer expects."""
@@ -433,6 +434,10 @@ class RolloutHandle:
         """See `RolloutActor.begin_update`."""
         return self._update("begin", self._actor.begin_update.remote())
 
+    def begin_again(self) -> Serving:
+        """See `RolloutActor.begin_again`."""
+        return self._update("begin again", self._actor.begin_again.remote())
+
     def compare(self, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:
         """See `RolloutActor.compare`."""
         return self._update("compare", self._actor.compare.remote(expected))
@@ -476,3 +481,10 @@ class RolloutHandle:
 
     def _call(self, what: str, ref: ray.ObjectRef, deadline_s: float, on_wait: Callable[[], None] | None = None) -> Any:
         return call(ref, WHO, what, deadline_s, self._log, on_wait)
+
+
+def _told(serving: Serving) -> Serving:
+    """Write down which engines are gone."""
+    for name, why in serving.gone.items():
+        _log.warning("%s is gone: %s", name, why)
+    return serving

@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mslime.config.cluster import WHOLE, Parts
 from mslime.config.errors import CheckpointError, TrainerError
 from mslime.control.cluster import Cluster
+from mslime.control.delivery import Delivery
 from mslime.control.engines import EngineGroup
 from mslime.control.rollouts import Evaluation, RolloutHandle, StepShards
 from mslime.control.run_checkpoints import RunCheckpoints
@@ -30,9 +31,6 @@ from mslime.observe.progress import open_progress, summary_line
 from mslime.observe.rows import are_scores, over_optimizer_steps
 from mslime.observe.timeline import STEP, Timeline
 from mslime.preflight.resolve import ResolvedRun
-
-if TYPE_CHECKING:
-    from mslime.backends.sglang.pool import Serving
 
 Shards = Sequence[Sequence[Any]]
 """[ranks][optimizer steps] of TrainShard, or of Ray references to them."""
@@ -75,7 +73,6 @@ class Session(Started):
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
         self._evaluating: Evaluation | None = None
-        self._met = frozenset[str]()  # URLs of the engines that the trainer shares groups with
 
     def _start(self) -> None:
         config = self.config
@@ -144,27 +141,14 @@ class Session(Started):
         )
         if taught_by:
             self.progress.note("teachers: " + ", ".join(a.url for a in taught_by))
-        endpoints = [a.endpoint for a in addresses]
-        group = self._take_over(endpoints, self._trainers.disconnect)
+        group = self._take_over([a.endpoint for a in addresses], self._trainers.disconnect)
         self._rollouts = RolloutHandle(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
         self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
-        self._trainers.connect(endpoints, group)
-        self._met = frozenset(endpoint.url for endpoint in endpoints)
-
-    def _meet_again(self, serving: Serving) -> None:
-        """Where engines are gone since the last sync, let the trainer leave their groups and meet those that are left.
-
-        Engines that are left have nothing under way with the trainer, so that nobody waits for one that is gone.
-        """
-        if self._met == (there := frozenset(serving.urls)):
-            return
-        for name, why in serving.gone.items():
-            self.progress.note(f"{name} is gone ({why}); {len(there)} of {len(self._engines.addresses)} engines go on")
-        self._trainers.disconnect(self.config.deadlines.weight_sync_s)
-        endpoints = [address.endpoint for address in self._engines.addresses if address.url in there]
-        self._trainers.connect(endpoints, self._other_group())
-        self._met = there
+        self._delivery = Delivery(
+            self.config, self._rollouts, self._trainers, self._engines.addresses, self._at_rest, self.progress
+        )
+        self._delivery.connect(group)
 
     def _worth_waiting(self) -> None:
         """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""
@@ -261,8 +245,7 @@ class Session(Started):
         verify = mode == "always" or (mode == "first" and self._verified < first)
         self._rollouts.pause()
         paused = time.monotonic()
-        self._meet_again(self._rollouts.begin_update())
-        sent, spans = self._trainers.send_weights(version, verify, self.progress.weights)
+        sent, spans = self._delivery.send(version, verify, self._other_group)
         if verify:
             compared = self._rollouts.compare(sent.expected)
             self._verified += 1
@@ -282,7 +265,7 @@ class Session(Started):
             "weights/gb_per_s": sent.bytes / max(sent.seconds, 1e-9) / 1e9,
             "weights/pause_seconds": end - paused,
             "weights/buckets": float(sent.buckets),
-            "weights/engines": float(len(self._met)),
+            "weights/engines": float(self._delivery.engines),
             "weights/fill_seconds": max(spent.fill for spent in senders),
             "weights/turn_seconds": max(spent.turn for spent in senders),
             "weights/send_seconds": max(spent.send for spent in senders),

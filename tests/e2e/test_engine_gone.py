@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,26 +12,30 @@ from mslime.observe.rows import by_step
 from tests.e2e.harness import Run, start_run
 from tests.e2e.test_managers import GROUPS, assert_books_hold
 from tests.e2e.test_run import START_S, STEP_S, prompts, saved_step, settings
+from tests.fixtures.killing_transport import VARIABLE
 
 __all__ = ["prompts"]
 
 
-@pytest.mark.timeout(900)
-def test_a_run_goes_on_without_an_engine_that_died_and_ends_with_the_last_one(
-    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
-) -> None:
+def start(model: Path, rows: Path, directory: Path, **weights: Any) -> Run:
+    """A run of two engines that compares every sync and never ends by itself."""
     rollout = {"max_staleness": 1, "max_response_tokens": 96, "groups_per_step": GROUPS}
-    sections = {"train": {"num_steps": 500}, "checkpoint": {"save_every": 0}, "weights": {"verify": "always"}}
     sglang = {"num_engines": 2, "max_total_tokens": 4096}
-    run = start_run(settings(tiny_qwen3_moe, prompts, rollout=rollout, sglang=sglang, **sections), tmp_path)
-    runs.append(run)
-    run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
-    kill_engine(run, 1)
-    before = len(run.rows())
-    run.wait_for(lambda: len(run.rows()) >= before + 4, 5 * STEP_S)
-    kill_engine(run, 0)
-    assert run.finish(120) == 2, run.text()
+    sections = {"train": {"num_steps": 500}, "checkpoint": {"save_every": 0}}
+    weights = {"verify": "always", **weights}
+    return start_run(settings(model, rows, rollout=rollout, sglang=sglang, weights=weights, **sections), directory)
 
+
+def kill_engine(run: Run, index: int) -> None:
+    """A server with its children, as the kernel does when memory is short."""
+    server = run.find(f"--served-model-name engine{index}-")
+    for process in (*server.children(recursive=True), server):
+        process.kill()
+
+
+def check_end(run: Run) -> None:
+    """Engine 1 was left out after some steps, and the run ended with engine 0, having lost nothing."""
+    assert run.finish(120) == 2, run.text()
     rows = by_step(run.rows())
     counts = [int(row["weights/engines"]) for row in rows]
     assert counts[0] == 2 and counts[-1] == 1 and counts == sorted(counts, reverse=True)
@@ -41,8 +47,33 @@ def test_a_run_goes_on_without_an_engine_that_died_and_ends_with_the_last_one(
     assert run.left_over() == []
 
 
-def kill_engine(run: Run, index: int) -> None:
-    """A server with its children, as the kernel does when memory is short."""
-    server = run.find(f"--served-model-name engine{index}-")
-    for process in (*server.children(recursive=True), server):
-        process.kill()
+@pytest.mark.timeout(900)
+def test_an_engine_that_dies_between_two_buckets_leaves_the_others_on_whole_weights(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broken sync is of version 2. That the engine that is left has whole weights is compared bit for bit."""
+    monkeypatch.setenv(VARIABLE, f"1/3/1/{uuid.uuid4()}")
+    transport = "tests.fixtures.killing_transport:FakeAccident"
+    run = start(tiny_qwen3_moe, prompts, tmp_path, transport=transport, bucket_mib=0.25)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 4, START_S + 5 * STEP_S)
+    assert f"version {2}: " in run.text() and "equal the trainer's, bit for bit" in run.text()
+    rows = by_step(run.rows())
+    assert rows[0]["weights/buckets"] > 2 and [int(row["weights/engines"]) for row in rows[:3]] == [2, 1, 1]
+    kill_engine(run, 0)
+    check_end(run)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_an_engine_that_dies_while_it_generates_is_left_out_of_the_next_sync(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    run = start(tiny_qwen3_moe, prompts, tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
+    kill_engine(run, 1)
+    before = len(run.rows())
+    run.wait_for(lambda: len(run.rows()) >= before + 4, 5 * STEP_S)
+    kill_engine(run, 0)
+    check_end(run)

@@ -235,6 +235,32 @@ def test_an_engine_that_is_gone_when_all_are_paused_is_no_failure_of_the_others(
     assert with_pool(work) == ["/pause_generation"]
 
 
+def test_an_update_that_broke_off_is_ended_and_begun_again_by_those_that_are_left() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[Serving, list[str]]:
+        await pool.begin_update()
+        fakes[0].broken.add("/end_weight_update")  # refuses, and lives
+        await fakes[1].__aexit__(None, None, None)
+        return await pool.begin_again(), [path for path, _ in fakes[0].seen]
+
+    serving, paths = with_pool(work)
+    assert list(serving.gone) == ["e1"] and len(serving.urls) == 1
+    assert paths == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
+
+
+def test_an_engine_that_dies_when_all_was_sent_is_no_failure_of_the_others() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> Serving:
+        await pool.begin_update()
+        await fakes[1].__aexit__(None, None, None)
+        fakes[0].ranks = [{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0}]}]
+        assert await pool.compare({fakes[0].url: [{"a": "1"}], fakes[1].url: [{"a": "1"}]}) == 1
+        await pool.end_update()
+        await pool.stamp(1)
+        await pool.resume()
+        return await pool.begin_update()
+
+    assert list(with_pool(work).gone) == ["e1"]
+
+
 def test_an_update_without_engines_says_what_the_first_died_of() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
         kill(pool, "e1", EngineError("e1", "exit status 1", "the server ended", "read e1.log"))

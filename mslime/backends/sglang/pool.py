@@ -136,19 +136,28 @@ class EnginePool:
         Raises:
             EngineError: one of them refuses, or all are gone: what the first one died of.
         """
-        slots = [slot for slot in self._slots if slot.receives]
-        answers = await asyncio.gather(*(slot.client.begin_weight_update() for slot in slots), return_exceptions=True)
-        for slot, answer in zip(slots, answers, strict=True):
-            if isinstance(answer, EngineDied):
-                slot.kill(answer)
-            slot.receives = not (isinstance(answer, EngineError) and slot.error is not None)
-        there = [(slot, answer) for slot, answer in zip(slots, answers, strict=True) if slot.receives]
-        all_or_first_failure([answer for _, answer in there])
-        gone = {slot.client.name: slot.error for slot in slots if slot.error is not None and not slot.receives}
-        if not there or not len(self):
-            raise next(slot.error for slot in self._slots if slot.error is not None)
-        words = {name: f"{error.value}: {error.rule.splitlines()[0]}" for name, error in gone.items()}
-        return Serving(tuple(slot.client.url for slot, _ in there), words)
+        asked = [slot for slot in self._slots if slot.receives]
+
+        async def begin(client: EngineClient) -> str:
+            await client.begin_weight_update()
+            return client.url
+
+        urls = await self._by_all(begin)
+        self._live()
+        gone: dict[str, str] = {}
+        for slot in asked:
+            if slot.client.url not in urls and slot.error is not None:
+                slot.receives = False
+                gone[slot.client.name] = f"{slot.error.value}: {slot.error.rule.splitlines()[0]}"
+        return Serving(tuple(urls), gone)
+
+    async def begin_again(self) -> Serving:
+        """`begin_update` after an update that broke off. The engines hold a mixture, and are to get all weights anew.
+        The trainer must have left its groups with them, for until then they may wait for a bucket. Raises like that.
+        """
+        open_ones = [slot.client.end_weight_update() for slot in self._slots if slot.receives]
+        await asyncio.gather(*open_ones, return_exceptions=True)  # who is gone, or refuses to begin, is noticed next
+        return await self.begin_update()
 
     async def compare(self, expected: Mapping[str, Digests]) -> int:
         """Compare every bit of every parameter of every engine rank with what the trainer exports.
@@ -179,15 +188,23 @@ class EnginePool:
         await self.broadcast(lambda client: client.stamp(version))
 
     async def _by_all(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """One call to every engine of the update, also to those that get no requests any more: the sender's process
-        groups count the ranks of all. Raises the first failure after all have answered, for a dead engine what it died
-        of."""
+        """One call to every engine of the update, also to those that get no requests any more; the answers of those
+        that are not gone.
+
+        Raises:
+            EngineError: one refused, after all have answered; or all are gone, what the first one died of.
+        """
         slots = [slot for slot in self._slots if slot.receives]
         answers = await asyncio.gather(*(call(slot.client) for slot in slots), return_exceptions=True)
+        there: list[T | BaseException] = []
         for slot, answer in zip(slots, answers, strict=True):
-            if isinstance(answer, EngineError) and slot.error is not None:
-                raise slot.error from answer
-        return all_or_first_failure(answers)
+            if isinstance(answer, EngineDied):
+                slot.kill(answer)
+            if not (isinstance(answer, EngineError) and slot.error is not None):
+                there.append(answer)
+        if not there:
+            raise next(slot.error for slot in slots if slot.error is not None)
+        return all_or_first_failure(there)
 
     async def broadcast(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
         """One call to every live engine at the same time; the answers of those that live on.

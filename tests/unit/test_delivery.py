@@ -1,0 +1,114 @@
+"""What a sync does when an engine dies: the order of calls, and when it is given up."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from mslime.backends.sglang.pool import Serving
+from mslime.backends.sglang.server import EngineAddress
+from mslime.config.errors import EngineError, TrainerError, WeightSyncError, sync_error
+from mslime.config.keys import NO_KEYS
+from mslime.config.loader import build
+from mslime.control.delivery import Delivery
+
+CONFIG = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}})
+URLS = {name: f"http://{name}" for name in "abc"}
+
+
+class Fakes:
+    """Trainers, rollout service and progress in one, which write down what they are asked.
+
+    Args:
+        there: at each beginning of an update, the engines that are there, by name, or an error.
+        sends: of each sending, an error or None.
+    """
+
+    def __init__(self, there: list[str | Exception], sends: list[Exception | None]) -> None:
+        self.calls: list[str] = []
+        self._there, self._sends, self._known = iter(there), iter(sends), set("abc")
+        self.weights = None
+
+    def begin_update(self) -> Serving:
+        return self._begin("begin")
+
+    def begin_again(self) -> Serving:
+        return self._begin("again")
+
+    def _begin(self, what: str) -> Serving:
+        self.calls.append(what)
+        found = next(self._there)
+        if isinstance(found, Exception):
+            raise found
+        gone, self._known = self._known - set(found), set(found)
+        return Serving(tuple(URLS[name] for name in found), dict.fromkeys(sorted(gone), "why"))
+
+    def send_weights(self, version: int, verify: bool, on_progress: Any) -> Any:
+        self.calls.append(f"send {version}")
+        if (error := next(self._sends)) is not None:
+            raise error
+        return "report", {}
+
+    def connect(self, engines: Any, group: str) -> None:
+        self.calls.append(f"connect {''.join(e.url[-1] for e in engines)} {group}")
+
+    def disconnect(self, deadline_s: float) -> None:
+        self.calls.append("leave")
+
+    def note(self, text: str) -> None:
+        self.calls.append(text)
+
+    def check(self) -> None:
+        self.calls.append("check")
+
+
+def deliver(fakes: Fakes, syncs: int = 1) -> Delivery:
+    addresses = [EngineAddress(name, url, "log", NO_KEYS) for name, url in URLS.items()]
+    made: Any = fakes
+    delivery = Delivery(CONFIG, made, made, addresses, fakes.check, made)
+    delivery.connect("g0")
+    numbers = itertools.count(1)
+    for version in range(syncs):
+        delivery.send(version, False, lambda: f"g{next(numbers)}")
+    return delivery
+
+
+BROKEN = sync_error("send", "bucket 1 to http://b", "the connection broke")
+
+
+def test_engines_that_are_there_are_met_once() -> None:
+    fakes = Fakes(["abc", "abc"], [None, None])
+    assert deliver(fakes, syncs=2).engines == 3
+    assert fakes.calls == ["connect abc g0", "begin", "send 0", "begin", "send 1"]
+
+
+def test_an_engine_that_is_gone_before_a_sync_is_left_before_anything_is_sent() -> None:
+    fakes = Fakes(["abc", "ac", "ac"], [None, None, None])
+    assert deliver(fakes, syncs=3).engines == 2
+    left_out = ["begin", "b is gone (why); 2 of 3 engines go on", "leave", "connect ac g1", "send 1"]
+    assert fakes.calls == ["connect abc g0", "begin", "send 0", *left_out, "begin", "send 2"]
+
+
+def test_all_is_sent_again_when_engines_die_one_after_the_other() -> None:
+    fakes = Fakes(["abc", "ac", "c"], [BROKEN, BROKEN, None])
+    assert deliver(fakes).engines == 1
+    first = ["check", "leave", "again", "b is gone (why); 2 of 3 engines go on", "leave", "connect ac g1", "send 0"]
+    second = ["check", "leave", "again", "a is gone (why); 1 of 3 engines go on", "leave", "connect c g2", "send 0"]
+    assert fakes.calls == ["connect abc g0", "begin", "send 0", *first, *second]
+
+
+@pytest.mark.parametrize("again", ["abc", EngineError("engines", "c", "none is left", "read c.log")])
+def test_a_failure_that_no_death_explains_ends_it_in_its_own_words(again: str | Exception) -> None:
+    fakes = Fakes(["abc", again], [BROKEN])
+    with pytest.raises(WeightSyncError, match="the connection broke"):
+        deliver(fakes)
+    assert fakes.calls[-3:] == ["check", "leave", "again"]
+
+
+def test_a_trainer_that_failed_is_not_asked_again() -> None:
+    fakes = Fakes(["abc"], [TrainerError("send", "rank 1", "died", "read its log")])
+    with pytest.raises(TrainerError):
+        deliver(fakes)
+    assert fakes.calls[-1] == "send 0"
