@@ -60,6 +60,11 @@ class SGLangConfig(EngineSection):
     reserved: ClassVar[dict[str, str]] = SGLANG_RESERVED
 
     num_engines: int = Field(default=1, ge=1, description="Servers to launch (ignored when `urls` is given).")
+    restarts: int = Field(
+        default=3, ge=0,
+        description="How often a launched engine that died is started again, beside the run; it takes part from the "
+        "next weight sync on. Without another engine that lives, the run ends.",
+    )  # fmt: skip
     urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
     api_key: Secret | None = Field(
         default=None,

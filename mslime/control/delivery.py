@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mslime.config.errors import UserError, WeightSyncError
+from mslime.config.errors import EngineError, UserError, WeightSyncError
 from mslime.config.schema import RunConfig
+from mslime.control.engines import EngineGroup
 from mslime.control.rollouts import RolloutHandle
 from mslime.control.trainers import Span, TrainerGroup
 from mslime.observe.progress import Progress
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.pool import Serving
-    from mslime.backends.sglang.server import EngineAddress
     from mslime.weights.sync import SendReport
 
 
@@ -21,7 +21,7 @@ class Delivery:
     """Sends weights to paused engines, whose updates it begins.
 
     Args:
-        addresses: of all engines that the run began with.
+        engines: all that the run began with.
         check: raises when the run is to end.
     """
 
@@ -30,13 +30,13 @@ class Delivery:
         config: RunConfig,
         rollouts: RolloutHandle,
         trainers: TrainerGroup,
-        addresses: Sequence[EngineAddress],
+        engines: EngineGroup,
         check: Callable[[], None],
         progress: Progress,
     ) -> None:
-        self._config, self._rollouts, self._trainers, self._addresses = config, rollouts, trainers, addresses
+        self._config, self._rollouts, self._trainers, self._engines = config, rollouts, trainers, engines
         self._check, self._progress = check, progress
-        self._met = frozenset(address.url for address in addresses)
+        self._met = frozenset(address.url for address in engines.addresses)
 
     @property
     def engines(self) -> int:
@@ -45,7 +45,24 @@ class Delivery:
 
     def connect(self, group: str) -> None:
         """Let the trainer meet the engines that are there, in process groups whose names begin with `group`."""
-        self._trainers.connect([a.endpoint for a in self._addresses if a.url in self._met], group)
+        self._trainers.connect([a.endpoint for a in self._engines.addresses if a.url in self._met], group)
+
+    def welcome(self) -> bool:
+        """Take engines that were started again, while the others are paused; whether there are any. Before `send`,
+        which gives them their first weights."""
+        back = False
+        for name, found in self._engines.came_back().items():
+            if not isinstance(found, Exception):
+                try:
+                    self._rollouts.rejoin(found)
+                    self._progress.note(f"{name} is back at {found.url}")
+                    back = True
+                    continue
+                except EngineError as error:
+                    found = error
+            why = f"{found.value}: {found.rule.splitlines()[0]}"
+            self._progress.note(f"{name} could not be started again ({why}): {self._engines.start_again(name)}")
+        return back
 
     def send(self, version: int, verify: bool, new_group: Callable[[], str]) -> tuple[SendReport, dict[str, Span]]:
         """Bring all weights to every engine that is there. When one dies meanwhile, the others, which stay paused and
@@ -81,7 +98,8 @@ class Delivery:
         if self._met == (there := frozenset(serving.urls)):
             return
         for name, why in serving.gone.items():
-            self._progress.note(f"{name} is gone ({why}); {len(there)} of {len(self._addresses)} engines go on")
+            self._progress.note(f"{name} is gone ({why}): {self._engines.start_again(name)}")
+        self._progress.note(f"{len(there)} of {len(self._engines.addresses)} engines take the weights")
         self._leave()
         self._met = there
         self.connect(new_group())

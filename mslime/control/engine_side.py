@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mslime.config.dtypes import engine_dtype
+from mslime.config.errors import EngineError
 from mslime.config.hf_config import checkpoint_dtype
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.client import EngineClient
+    from mslime.backends.sglang.handshake import Needs
     from mslime.backends.sglang.pool import EnginePool
     from mslime.backends.sglang.server import EngineAddress
     from mslime.config.model_facts import ModelFacts
@@ -39,6 +41,7 @@ class EngineSide:
     scorer: RewardScorer
     eval_scorers: dict[str, RewardScorer]
     teacher: ServedTeacher | None
+    _needs: Needs
 
     def __init__(self, run: ResolvedRun, config: RunConfig) -> None:
         self._run, self._config = run, config
@@ -52,14 +55,28 @@ class EngineSide:
         run, r = self._run, self._config.rollout
         _log.info("process %d: meeting %s", os.getpid(), ", ".join(a.url for a in addresses))
         clients = self._clients(addresses, run.model)
-        needs = Needs(
+        self._needs = Needs(
             bool(run.replayed_layers), architectures=(run.family.architecture,),
             dtype=engine_dtype(self._config, run.hf_config), checkpoint_dtype=checkpoint_dtype(run.hf_config),
             truncation={"top_p": r.top_p, "top_k": r.top_k, "min_p": r.min_p} if r.truncated else {},
         )  # fmt: skip
-        refused_input = await handshake_all(clients, needs)
+        refused_input = await handshake_all(clients, self._needs)
         self.pool = EnginePool(clients, r.concurrency)
         return refused_input
+
+    async def rejoin(self, address: EngineAddress) -> None:
+        """Take an engine that was started again in the place of the one of its name that died. It is paused, as the
+        others are."""
+        from mslime.backends.sglang.handshake import handshake
+
+        (client,) = self._clients([address], self._run.model)
+        try:
+            await handshake(client, self._needs)
+            await client.pause(self._config.rollout.pause_mode)
+        except EngineError:
+            await client.close()
+            raise
+        await self.pool.replace(client)
 
     async def open_scoring(self, teachers: Sequence[EngineAddress], tokenizer: Tokenizer) -> None:
         """Start what scores responses of training and of held-out sets."""

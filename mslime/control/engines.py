@@ -9,12 +9,14 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from mslime.config.errors import EngineError, TrainerError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.schema import RunConfig
 from mslime.config.serving import Role, ServerSpec, engine_spec, teacher_spec
@@ -56,6 +58,12 @@ class EngineActor:
         _log.info("serving at %s, log in %s", address.url, address.log_path)
         return address
 
+    def start_again(self) -> EngineAddress:
+        """Launch another server in the place of one that died."""
+        with phase(_log, "clearing away what is left of the server"):
+            self._server.stop()
+        return self.start()
+
     def phase(self) -> str:
         """What the starting server is doing; answered beside `start`."""
         return self._server.phase()
@@ -82,6 +90,8 @@ class EngineGroup:
         self._keys = settings.keys() or (NO_KEYS if settings.urls else EngineKeys.random())
         hide(self._keys.api, self._keys.admin)
         self._actors: list[Any] = []
+        self._again: dict[str, ray.ObjectRef] = {}
+        self._starts = Counter[str]()
         self.log_paths: dict[str, str] = {}
         self.addresses: list[EngineAddress] = []
         if self._urls or not count:
@@ -135,6 +145,32 @@ class EngineGroup:
             deadline = self._config.deadlines.engine_start_s + STOP_SECONDS
             self.addresses = list(gather(starting, f"{self._role} start", deadline, self.log_paths, on_wait).values())
         return self.addresses
+
+    def start_again(self, name: str) -> str:
+        """Begin to start an engine of this name that died; says what comes of that."""
+        if self._urls:
+            return "mslime does not start it"
+        if self._starts[name] >= self._config.sglang.restarts:
+            return f"it is not started again (sglang.restarts: {self._config.sglang.restarts})"
+        self._starts[name] += 1
+        index = [address.name for address in self.addresses].index(name)
+        self._again[name] = self._actors[index].start_again.remote()
+        return "it is started again"
+
+    def came_back(self) -> dict[str, EngineAddress | EngineError | TrainerError]:
+        """Engines by name that have been started again since the last call, or why they could not be."""
+        found: dict[str, EngineAddress | EngineError | TrainerError] = {}
+        for name, ref in list(self._again.items()):
+            if not ray.wait([ref], timeout=0)[0]:
+                continue
+            del self._again[name]
+            try:
+                found[name] = call(ref, name, "engine start", 1.0, self.log_paths.get(name, "?"))
+            except (EngineError, TrainerError) as error:
+                found[name] = error
+        back = {name: address for name, address in found.items() if not isinstance(address, Exception)}
+        self.addresses = [back.get(address.name, address) for address in self.addresses]
+        return found
 
     def stop(self) -> None:
         """End every server, politely first."""

@@ -55,6 +55,10 @@ class ManagerActor:
         self._side = EngineSide(self._run, self._config)
         return await self._side.meet_engines(addresses)
 
+    async def rejoin(self, address: EngineAddress) -> None:
+        """See `EngineSide.rejoin`."""
+        await self._side.rejoin(address)
+
     async def open(self, refused_input: int, teachers: Sequence[EngineAddress]) -> None:
         """Make the manager, for engines of which the first refuses to continue so many tokens."""
         from mslime.backends.sglang.endings import end_ids
@@ -172,7 +176,7 @@ class ManagerGroup:
 
     def __init__(self, run: ResolvedRun, log_dir: Path, engines: Sequence[EngineAddress]) -> None:
         every = run.config.rollout.managers
-        self._shares = [engines[index::every] for index in range(every)]
+        self._shares: list[Sequence[EngineAddress]] = [engines[index::every] for index in range(every)]
         made = remote_class(ManagerActor).options(**beside_the_driver(), max_concurrency=64)
         logs = [str(log_dir / f"manager{index}.log") for index in range(every)]
         self._managers = [
@@ -192,6 +196,16 @@ class ManagerGroup:
         opened = [m.answer("start", m.actor.open.remote(refused_input, teachers)) for m in self._managers]
         await asyncio.gather(*opened)
         return refused_input
+
+    async def rejoin(self, address: EngineAddress) -> None:
+        """See `EngineSide`: at the manager whose engine it was."""
+        for manager, share in self._pairs():
+            names = [engine.name for engine in share]
+            if address.name in names:
+                await manager.answer("rejoin", manager.actor.rejoin.remote(address))
+                self._shares[self._managers.index(manager)] = [
+                    address if engine.name == address.name else engine for engine in share
+                ]
 
     async def begin_update(self) -> Serving:
         """See `EnginePool`, as for the next three: all managers at once. A manager whose engines are all gone raises:

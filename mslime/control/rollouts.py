@@ -113,6 +113,7 @@ class RolloutActor:
 
     _service: Rollouts
     _pool: Updated
+    _rejoin: Callable[[EngineAddress], Awaitable[None]]
     _close_engines: Callable[[], Awaitable[None]]
 
     def __init__(self, run: ResolvedRun, log_path: str) -> None:
@@ -183,7 +184,7 @@ class RolloutActor:
             eval_scorers=side.eval_scorers, on_progress=self._on_progress, on_span=self._on_span,
             on_evaluated=self._on_evaluated,
         )  # fmt: skip
-        self._pool, self._close_engines = side.pool, side.close
+        self._pool, self._rejoin, self._close_engines = side.pool, side.rejoin, side.close
 
     async def _open_several(
         self,
@@ -206,7 +207,7 @@ class RolloutActor:
             config, managers.ports, source, training.longest_input, taught=bool(teachers),
             on_progress=self._on_progress, on_span=self._on_span, on_evaluated=self._on_evaluated,
         )  # fmt: skip
-        self._pool, self._close_engines = managers, managers.stop
+        self._pool, self._rejoin, self._close_engines = managers, managers.rejoin, managers.stop
 
     async def take(self, step: int) -> StepShards:
         """Wait for a step's groups; shard them."""
@@ -269,6 +270,12 @@ class RolloutActor:
         """Hold the engines for a weight update."""
         with phase(_log, "pausing the engines"):
             await self._service.pause_for_update()
+
+    async def rejoin(self, address: EngineAddress) -> None:
+        """Take an engine that was started again; while the engines are paused."""
+        hide(address.keys.api, address.keys.admin)
+        with phase(_log, f"meeting {address.name} again at {address.url}"):
+            await self._rejoin(address)
 
     async def begin_update(self) -> Serving:
         """Let the paused engines take weights; see `EnginePool`, as for the next three."""
@@ -429,6 +436,10 @@ class RolloutHandle:
     def pause(self) -> None:
         """See `RolloutActor.pause`."""
         self._control("pause engines", self._actor.pause.remote())
+
+    def rejoin(self, address: EngineAddress) -> None:
+        """See `RolloutActor.rejoin`."""
+        self._control("meet engine", self._actor.rejoin.remote(address))
 
     def begin_update(self) -> Serving:
         """See `RolloutActor.begin_update`."""

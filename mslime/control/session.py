@@ -146,7 +146,7 @@ class Session(Started):
         self._stack.callback(self._rollouts.stop)
         self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
         self._delivery = Delivery(
-            self.config, self._rollouts, self._trainers, self._engines.addresses, self._at_rest, self.progress
+            self.config, self._rollouts, self._trainers, self._engines, self._at_rest, self.progress
         )
         self._delivery.connect(group)
 
@@ -242,9 +242,11 @@ class Session(Started):
         mode = self._run.weight_check
         # What an engine records in the first sync it uses in the second.
         first = 2 if self.config.weights.loader == "recorded" else 1
-        verify = mode == "always" or (mode == "first" and self._verified < first)
         self._rollouts.pause()
         paused = time.monotonic()
+        if self._delivery.welcome():
+            self._verified = 0
+        verify = mode == "always" or (mode == "first" and self._verified < first)
         sent, spans = self._delivery.send(version, verify, self._other_group)
         if verify:
             compared = self._rollouts.compare(sent.expected)

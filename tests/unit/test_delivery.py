@@ -29,7 +29,8 @@ class Fakes:
     def __init__(self, there: list[str | Exception], sends: list[Exception | None]) -> None:
         self.calls: list[str] = []
         self._there, self._sends, self._known = iter(there), iter(sends), set("abc")
-        self.weights = None
+        self.weights, self.back = None, dict[str, Any]()
+        self.addresses = [EngineAddress(name, url, keys=NO_KEYS) for name, url in URLS.items()]
 
     def begin_update(self) -> Serving:
         return self._begin("begin")
@@ -51,6 +52,18 @@ class Fakes:
             raise error
         return "report", {}
 
+    def start_again(self, name: str) -> str:
+        return f"start {name}"
+
+    def came_back(self) -> dict[str, Any]:
+        return self.back
+
+    def rejoin(self, address: EngineAddress) -> None:
+        self.calls.append(f"rejoin {address.name}")
+        if address.url.endswith("broken"):
+            raise EngineError(address.name, "handshake", "it lacks routes", "read its log")
+        self._known.add(address.name)
+
     def connect(self, engines: Any, group: str) -> None:
         self.calls.append(f"connect {''.join(e.url[-1] for e in engines)} {group}")
 
@@ -65,14 +78,17 @@ class Fakes:
 
 
 def deliver(fakes: Fakes, syncs: int = 1) -> Delivery:
-    addresses = [EngineAddress(name, url, "log", NO_KEYS) for name, url in URLS.items()]
     made: Any = fakes
-    delivery = Delivery(CONFIG, made, made, addresses, fakes.check, made)
+    delivery = Delivery(CONFIG, made, made, made, fakes.check, made)
     delivery.connect("g0")
     numbers = itertools.count(1)
     for version in range(syncs):
         delivery.send(version, False, lambda: f"g{next(numbers)}")
     return delivery
+
+
+def told(gone: str, left: int) -> list[str]:
+    return [f"{gone} is gone (why): start {gone}", f"{left} of 3 engines take the weights"]
 
 
 BROKEN = sync_error("send", "bucket 1 to http://b", "the connection broke")
@@ -87,15 +103,15 @@ def test_engines_that_are_there_are_met_once() -> None:
 def test_an_engine_that_is_gone_before_a_sync_is_left_before_anything_is_sent() -> None:
     fakes = Fakes(["abc", "ac", "ac"], [None, None, None])
     assert deliver(fakes, syncs=3).engines == 2
-    left_out = ["begin", "b is gone (why); 2 of 3 engines go on", "leave", "connect ac g1", "send 1"]
+    left_out = ["begin", *told("b", 2), "leave", "connect ac g1", "send 1"]
     assert fakes.calls == ["connect abc g0", "begin", "send 0", *left_out, "begin", "send 2"]
 
 
 def test_all_is_sent_again_when_engines_die_one_after_the_other() -> None:
     fakes = Fakes(["abc", "ac", "c"], [BROKEN, BROKEN, None])
     assert deliver(fakes).engines == 1
-    first = ["check", "leave", "again", "b is gone (why); 2 of 3 engines go on", "leave", "connect ac g1", "send 0"]
-    second = ["check", "leave", "again", "a is gone (why); 1 of 3 engines go on", "leave", "connect c g2", "send 0"]
+    first = ["check", "leave", "again", *told("b", 2), "leave", "connect ac g1", "send 0"]
+    second = ["check", "leave", "again", *told("a", 1), "leave", "connect c g2", "send 0"]
     assert fakes.calls == ["connect abc g0", "begin", "send 0", *first, *second]
 
 
@@ -112,3 +128,25 @@ def test_a_trainer_that_failed_is_not_asked_again() -> None:
     with pytest.raises(TrainerError):
         deliver(fakes)
     assert fakes.calls[-1] == "send 0"
+
+
+def test_an_engine_that_is_back_is_met_by_all_and_gets_the_next_weights() -> None:
+    fakes = Fakes(["ac", "abc"], [None, None])
+    delivery = deliver(fakes)
+    assert not delivery.welcome()
+    fakes.back, fakes.calls = {"b": EngineAddress("b", URLS["b"], keys=NO_KEYS)}, []
+    assert delivery.welcome()
+    delivery.send(1, False, lambda: "g2")
+    back = ["rejoin b", f"b is back at {URLS['b']}", "begin", "3 of 3 engines take the weights"]
+    assert fakes.calls == [*back, "leave", "connect abc g2", "send 1"] and delivery.engines == 3
+
+
+@pytest.mark.parametrize("found", [
+    EngineAddress("b", "http://broken"), TrainerError("engine start", "handshake", "it lacks routes", "read its log"),
+])  # fmt: skip
+def test_an_engine_that_does_not_come_back_well_is_started_again(found: Any) -> None:
+    fakes = Fakes(["ac"], [None])
+    delivery = deliver(fakes)
+    fakes.back = {"b": found}
+    assert not delivery.welcome()
+    assert fakes.calls[-1] == "b could not be started again (handshake: it lacks routes): start b"

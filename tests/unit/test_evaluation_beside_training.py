@@ -12,8 +12,11 @@ from typing import Any, cast
 
 import pytest
 
+from mslime.backends.sglang.pool import Serving
+from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
+from mslime.control.delivery import Delivery
 from mslime.control.loop import train_rl
 from mslime.control.rollouts import Evaluated, Evaluation, StepShards
 from mslime.control.session import Session
@@ -25,6 +28,8 @@ from mslime.observe.metrics import read_metrics
 from mslime.observe.rows import by_step
 from mslime.observe.timeline import read_spans
 from mslime.preflight.resolve import ResolvedRun
+
+ENGINE = EngineAddress("engine 0", "http://127.0.0.1:1")
 
 
 class FakeEvaluation(Evaluation):
@@ -59,8 +64,12 @@ class FakeRollouts:
         self.tell("pause")
         self.update.append("pause")
 
-    def begin_update(self) -> None:
+    def rejoin(self, address: EngineAddress) -> None:
+        self.update.append(f"rejoin {address.name}")
+
+    def begin_update(self) -> Serving:
         self.update.append("begin")
+        return Serving((ENGINE.url,), {})
 
     def compare(self, expected: object) -> int:
         self.update.append("compare")
@@ -123,7 +132,11 @@ class FakeParts(Session):
     def _start(self) -> None:
         self._open_records()
         self._rollouts, self._trainers = cast("Any", self.fake), cast("Any", FakeTrainers(self.fake))
-        self._engines = cast("Any", SimpleNamespace(addresses=[SimpleNamespace(name="engine 0")]))
+        self.back: dict[str, EngineAddress] = {}
+        self._engines = cast("Any", SimpleNamespace(addresses=[ENGINE], came_back=lambda: self.back))
+        self._delivery = Delivery(
+            self.config, self._rollouts, self._trainers, self._engines, lambda: None, self.progress
+        )
 
 
 @pytest.mark.parametrize(("loader", "compared"), [("model", 1), ("recorded", 2)])
@@ -140,6 +153,18 @@ def test_weights_are_compared_before_the_update_ends_and_stamped_last(
         sent = ["send, verified", "compare"] if version <= compared else ["send"]
         expected += ["pause", "begin", *sent, "end", f"stamp {version}", f"resume {version}"]
     assert run.fake.update == expected
+
+
+def test_an_engine_that_is_back_is_compared_anew(tmp_path: Path) -> None:
+    """It is another process, which records its copies anew."""
+    with session(tmp_path, 0, weights={"loader": "model"}) as run:
+        run._run = cast("Any", SimpleNamespace(config=run.config, weight_check="first"))
+        for version in (1, 2, 3, 4):
+            run.back = {"engine 0": ENGINE} if version == 3 else {}
+            run.publish_weights(version)
+    sent = ["send, verified", "send", "send, verified", "send"]
+    assert [event for event in run.fake.update if event.startswith("send")] == sent
+    assert run.fake.update.index("rejoin engine 0") > run.fake.update.index("resume 2") + 1, "after the pause"
 
 
 def nothing(event: str) -> None:

@@ -261,6 +261,26 @@ def test_an_engine_that_dies_when_all_was_sent_is_no_failure_of_the_others() -> 
     assert list(with_pool(work).gone) == ["e1"]
 
 
+def test_an_engine_that_is_back_gets_requests_and_weights_under_its_old_name() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[Serving, set[str], list[str], int]:
+        await pool.generate(request(0, "s"))
+        await fakes[1].__aexit__(None, None, None)
+        await pool.begin_update()
+        model = model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)
+        async with FakeEngine() as again:
+            await pool.replace(EngineClient(again.url, "e1", model=model))
+            serving = await pool.begin_again()
+            assert serving.urls == (fakes[0].url, again.url)
+            engines = {r.engine for r in await asyncio.gather(*(pool.generate(request(i)) for i in range(1, 5)))}
+            await again.__aexit__(None, None, None)
+            with pytest.raises(EngineDied):  # it may die again
+                await asyncio.gather(*(pool.generate(request(i)) for i in range(5, 9)))
+            return serving, engines, list(pool.dead), len(pool)
+
+    serving, engines, dead, live = with_pool(work)
+    assert serving.gone == {} and engines == {"e0", "e1"} and dead == ["e1"] and live == 1
+
+
 def test_an_update_without_engines_says_what_the_first_died_of() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
         kill(pool, "e1", EngineError("e1", "exit status 1", "the server ended", "read e1.log"))

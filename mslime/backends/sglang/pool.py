@@ -59,6 +59,9 @@ class _Slot:
             self._death = asyncio.get_running_loop().create_future()
         return self._death
 
+    def come_back(self, client: EngineClient) -> None:
+        self.client, self.error, self.receives, self._death = client, None, True, None
+
     def kill(self, error: EngineError) -> None:
         if self.error is None:
             self.error = error
@@ -121,6 +124,13 @@ class EnginePool:
     async def flush_cache(self) -> None:
         """Forget cached prefixes everywhere."""
         await self.broadcast(lambda client: client.flush_cache())
+
+    async def replace(self, client: EngineClient) -> None:
+        """An engine is back, with this client, under the name of one that died. It must have no requests of others, and
+        gets none before the next weight update is over, since the caller holds them back until then."""
+        slot = next(slot for slot in self._slots if slot.client.name == client.name)
+        await slot.client.close()
+        slot.come_back(client)
 
     # --------------------------------------------------------------------------------------------- weight update
     #
