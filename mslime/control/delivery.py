@@ -78,32 +78,35 @@ class Delivery:
             WeightSyncError: it failed, and all engines are there.
             EngineError: none is left, or one refuses the update.
         """
-        self._meet(self._rollouts.begin_update(), new_group)
+        serving = self._rollouts.begin_update()
         while True:  # ends: there is an engine less each time
             try:
+                self._meet(serving, new_group)
                 return self._trainers.send_weights(version, verify, self._progress.weights)
             except WeightSyncError as error:
                 self._check()
+                tried = serving.urls
                 try:
                     self._leave()
                     serving = self._rollouts.begin_again()
                 except UserError as second:
                     raise error from second
-                if self._met == frozenset(serving.urls):
+                if serving.urls == tried:
                     raise
-                self._meet(serving, new_group)
 
     def _meet(self, serving: Serving, new_group: Callable[[], str]) -> None:
-        """Where engines are gone since the last time, leave the groups with them and meet those that are left."""
+        """Where other engines are there than the last time, leave the groups of then and meet those that are there."""
         if self._met == (there := frozenset(serving.urls)):
             return
         for name, why in serving.gone.items():
             self._progress.note(f"{name} is gone ({why}): {self._engines.start_again(name)}")
         self._progress.note(f"{len(there)} of {len(self._engines.addresses)} engines take the weights")
-        self._leave()
+        if self._met:
+            self._leave()
         self._met = there
         self.connect(new_group())
 
     def _leave(self) -> None:
         """Nobody waits for an engine that is gone any more."""
+        self._met = frozenset()
         self._trainers.disconnect(self._config.deadlines.weight_sync_s)

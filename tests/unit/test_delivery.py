@@ -29,7 +29,7 @@ class Fakes:
     def __init__(self, there: list[str | Exception], sends: list[Exception | None]) -> None:
         self.calls: list[str] = []
         self._there, self._sends, self._known = iter(there), iter(sends), set("abc")
-        self.weights, self.back = None, dict[str, Any]()
+        self.weights, self.back, self.refused = None, dict[str, Any](), set[str]()
         self.addresses = [EngineAddress(name, url, keys=NO_KEYS) for name, url in URLS.items()]
 
     def begin_update(self) -> Serving:
@@ -66,6 +66,8 @@ class Fakes:
 
     def connect(self, engines: Any, group: str) -> None:
         self.calls.append(f"connect {''.join(e.url[-1] for e in engines)} {group}")
+        if group in self.refused:
+            raise BROKEN
 
     def disconnect(self, deadline_s: float) -> None:
         self.calls.append("leave")
@@ -110,9 +112,18 @@ def test_an_engine_that_is_gone_before_a_sync_is_left_before_anything_is_sent() 
 def test_all_is_sent_again_when_engines_die_one_after_the_other() -> None:
     fakes = Fakes(["abc", "ac", "c"], [BROKEN, BROKEN, None])
     assert deliver(fakes).engines == 1
-    first = ["check", "leave", "again", *told("b", 2), "leave", "connect ac g1", "send 0"]
-    second = ["check", "leave", "again", *told("a", 1), "leave", "connect c g2", "send 0"]
+    first = ["check", "leave", "again", *told("b", 2), "connect ac g1", "send 0"]
+    second = ["check", "leave", "again", *told("a", 1), "connect c g2", "send 0"]
     assert fakes.calls == ["connect abc g0", "begin", "send 0", *first, *second]
+
+
+def test_an_engine_that_dies_while_all_meet_is_left_out_as_well() -> None:
+    fakes = Fakes(["ab", "a"], [None])
+    fakes.refused = {"g1"}
+    assert deliver(fakes).engines == 1
+    met = ["begin", *told("c", 2), "leave", "connect ab g1"]
+    again = ["check", "leave", "again", *told("b", 1), "connect a g2", "send 0"]
+    assert fakes.calls == ["connect abc g0", *met, *again]
 
 
 @pytest.mark.parametrize("again", ["abc", EngineError("engines", "c", "none is left", "read c.log")])
