@@ -279,6 +279,7 @@ def open_to_others(process: psutil.Process) -> int:
     return sum(not ip.startswith(("127.", "::1", "::ffff:127.")) for ip in listening)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_ctrl_c_in_mid_run_loses_no_step_and_leaves_no_process_behind(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
@@ -326,6 +327,7 @@ def test_a_killed_trainer_rank_ends_the_run_with_its_log_path(
     assert run.left_over() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_killed_engine_ends_the_run_names_its_log_and_loses_no_step(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
@@ -340,6 +342,7 @@ def test_a_killed_engine_ends_the_run_names_its_log_and_loses_no_step(
     assert run.left_over() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_killed_rollout_service_loses_no_step_and_its_groups_begin_again(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
