@@ -44,7 +44,7 @@ def finished(out: Path) -> int:
     return len(journal.read_text().split("\n")) - 2 if journal.exists() else 0
 
 
-def wait_for(what: object, seconds: float = 30.0) -> None:
+def wait_for(what: object, seconds: float = 120.0) -> None:
     assert callable(what)
     deadline = time.monotonic() + seconds
     while not what():
