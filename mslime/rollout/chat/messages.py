@@ -55,13 +55,21 @@ class Message:
     echo: str = ""
 
 
-@lru_cache(4096)  # a history is read again with each request
 def canonical_json(text: str) -> str:
     """The one spelling of a JSON text; a text that is no JSON as it stands."""
+    return _known_json(text) if len(text) <= _KEPT else _canonical_json(text)
+
+
+def _canonical_json(text: str) -> str:
     try:
         return json.dumps(json.loads(text or "{}"), sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
         return text
+
+
+_KEPT = 1024
+"""Characters. A history is read again with each request, so short texts are kept; others may hold a whole file."""
+_known_json = lru_cache(4096)(_canonical_json)
 
 
 def is_copy(sent: Message, recorded: Message) -> bool:
