@@ -131,7 +131,7 @@ def _of_reply(turn: Turn | None, chosen: Sequence[GrowingSample]) -> tuple[Sampl
     if turn is None:
         return None
     last = turn.end - 1
-    held = any(_origin(g, last) is turn.sample for g in chosen)
+    held = last < len(turn.sample) and any(_origin(g, last) is turn.sample for g in chosen)
     return (turn.sample, last) if held else None
 
 

@@ -92,6 +92,8 @@ def test_a_reward_of_a_reply_that_nobody_got_names_it() -> None:
         rolled("rewards_what_was_not_said", "x")
     with pytest.raises(RolloutError, match=r"step reward 0.5 at choice 0 of 'chatcmpl-\w+'"):
         rolled("rewards_a_reply_that_is_not_returned", "a", "b", "c")
+    with pytest.raises(RolloutError, match=r"step reward 0.5 at choice 0 of 'chatcmpl-\w+'"):
+        rolled("rewards_a_reply_that_was_cut", "a", "b", "c")
 
 
 def test_messages_that_cannot_be_answered_name_the_function() -> None:

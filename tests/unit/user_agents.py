@@ -191,6 +191,12 @@ async def rewards_a_reply_that_is_not_returned(task: Task, engine: Engine) -> Ep
     return Episode([second.sample], reward=0.0, step_rewards=[(f"chatcmpl-{first.reply.echo}", 0, 0.5)])
 
 
+async def rewards_a_reply_that_was_cut(task: Task, engine: Engine) -> Episode:
+    before, _, _ = await three_replies(engine)
+    engine.cut(before.sample, before.end - 1)
+    return Episode([before.sample], reward=0.0, step_rewards=[(f"chatcmpl-{before.reply.echo}", 0, 0.5)])
+
+
 async def three_replies(engine: Any) -> Sequence[Any]:
     """The turns of a reply and of two to the same history that goes on from it."""
     endpoint = await engine.endpoint()
