@@ -34,6 +34,11 @@ class UserError(ValueError):
         self.field, self.value, self.rule, self.way_out = field, value, rule, way_out
         super().__init__(f"{field} = {value!r}: {rule}\n  way out: {way_out}")
 
+    @property
+    def brief(self) -> str:
+        """What was found, and the first line of the rule."""
+        return f"{self.value}: {self.rule.partition(chr(10))[0]}"
+
     def __reduce__(self) -> tuple[type, tuple[str, object, str, str]]:
         """Survive pickling between processes (Ray re-raises errors on the driver)."""
         return (type(self), (self.field, self.value, self.rule, self.way_out))

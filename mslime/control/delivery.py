@@ -14,6 +14,7 @@ from mslime.observe.progress import Progress
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.pool import Serving
+    from mslime.backends.sglang.server import EngineAddress
     from mslime.weights.sync import SendReport
 
 
@@ -23,6 +24,7 @@ class Delivery:
     Args:
         engines: all that the run began with.
         check: raises when the run is to end.
+        new_group: makes names for groups without the engines that are gone.
     """
 
     def __init__(
@@ -32,10 +34,11 @@ class Delivery:
         trainers: TrainerGroup,
         engines: EngineGroup,
         check: Callable[[], None],
+        new_group: Callable[[], str],
         progress: Progress,
     ) -> None:
         self._config, self._rollouts, self._trainers, self._engines = config, rollouts, trainers, engines
-        self._check, self._progress = check, progress
+        self._check, self._new_group, self._progress = check, new_group, progress
         self._met = frozenset(address.url for address in engines.addresses)
 
     @property
@@ -52,24 +55,26 @@ class Delivery:
         which gives them their first weights."""
         back = False
         for name, found in self._engines.came_back().items():
-            if not isinstance(found, Exception):
-                try:
-                    self._rollouts.rejoin(found)
-                    self._progress.note(f"{name} is back at {found.url}")
-                    back = True
-                    continue
-                except EngineError as error:
-                    found = error
-            why = f"{found.value}: {found.rule.splitlines()[0]}"
-            self._progress.note(f"{name} could not be started again ({why}): {self._engines.start_again(name)}")
+            failure = found if isinstance(found, UserError) else self._rejoined(found)
+            if failure is None:
+                back = True
+                continue
+            what_now = self._engines.start_again(name)
+            self._progress.note(f"{name} could not be started again ({failure.brief}): {what_now}")
         return back
 
-    def send(self, version: int, verify: bool, new_group: Callable[[], str]) -> tuple[SendReport, dict[str, Span]]:
+    def _rejoined(self, address: EngineAddress) -> EngineError | None:
+        """Take one engine; what is wrong with it."""
+        try:
+            self._rollouts.rejoin(address)
+        except EngineError as error:
+            return error
+        self._progress.note(f"{address.name} is back at {address.url}")
+        return None
+
+    def send(self, version: int, verify: bool) -> tuple[SendReport, dict[str, Span]]:
         """Bring all weights to every engine that is there. When one dies meanwhile, the others, which stay paused and
         hold a mixture, get all of them again.
-
-        Args:
-            new_group: makes names for groups without the engines that are gone.
 
         Returns:
             The report, and every rank's busy span, of the attempt that went through.
@@ -81,7 +86,7 @@ class Delivery:
         serving = self._rollouts.begin_update()
         while True:  # ends: there is an engine less each time
             try:
-                self._meet(serving, new_group)
+                self._meet(serving)
                 return self._trainers.send_weights(version, verify, self._progress.weights)
             except WeightSyncError as error:
                 self._check()
@@ -94,7 +99,7 @@ class Delivery:
                 if serving.urls == tried:
                     raise
 
-    def _meet(self, serving: Serving, new_group: Callable[[], str]) -> None:
+    def _meet(self, serving: Serving) -> None:
         """Where other engines are there than the last time, leave the groups of then and meet those that are there."""
         if self._met == (there := frozenset(serving.urls)):
             return
@@ -104,7 +109,7 @@ class Delivery:
         if self._met:
             self._leave()
         self._met = there
-        self.connect(new_group())
+        self.connect(self._new_group())
 
     def _leave(self) -> None:
         """Nobody waits for an engine that is gone any more."""

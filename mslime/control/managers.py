@@ -176,7 +176,7 @@ class ManagerGroup:
 
     def __init__(self, run: ResolvedRun, log_dir: Path, engines: Sequence[EngineAddress]) -> None:
         every = run.config.rollout.managers
-        self._shares: list[Sequence[EngineAddress]] = [engines[index::every] for index in range(every)]
+        self._shares = [[*engines[index::every]] for index in range(every)]
         made = remote_class(ManagerActor).options(**beside_the_driver(), max_concurrency=64)
         logs = [str(log_dir / f"manager{index}.log") for index in range(every)]
         self._managers = [
@@ -199,13 +199,9 @@ class ManagerGroup:
 
     async def rejoin(self, address: EngineAddress) -> None:
         """See `EngineSide`: at the manager whose engine it was."""
-        for manager, share in self._pairs():
-            names = [engine.name for engine in share]
-            if address.name in names:
-                await manager.answer("rejoin", manager.actor.rejoin.remote(address))
-                self._shares[self._managers.index(manager)] = [
-                    address if engine.name == address.name else engine for engine in share
-                ]
+        manager, share = next(pair for pair in self._pairs() if address.name in [engine.name for engine in pair[1]])
+        await manager.answer("rejoin", manager.actor.rejoin.remote(address))
+        share[[engine.name for engine in share].index(address.name)] = address
 
     async def begin_update(self) -> Serving:
         """See `EnginePool`, as for the next three: all managers at once. A manager whose engines are all gone raises:
@@ -241,7 +237,7 @@ class ManagerGroup:
     async def _all_engines(self, verb: str, *args: Any) -> list[Any]:
         return await _ended(manager.engines(verb, *args) for manager in self._managers)
 
-    def _pairs(self) -> list[tuple[RemoteManager, Sequence[EngineAddress]]]:
+    def _pairs(self) -> list[tuple[RemoteManager, list[EngineAddress]]]:
         return list(zip(self._managers, self._shares, strict=True))
 
 

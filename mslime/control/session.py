@@ -146,7 +146,7 @@ class Session(Started):
         self._stack.callback(self._rollouts.stop)
         self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
         self._delivery = Delivery(
-            self.config, self._rollouts, self._trainers, self._engines, self._at_rest, self.progress
+            self.config, self._rollouts, self._trainers, self._engines, self._at_rest, self._other_group, self.progress
         )
         self._delivery.connect(group)
 
@@ -247,7 +247,7 @@ class Session(Started):
         if self._delivery.welcome():
             self._verified = 0
         verify = mode == "always" or (mode == "first" and self._verified < first)
-        sent, spans = self._delivery.send(version, verify, self._other_group)
+        sent, spans = self._delivery.send(version, verify)
         if verify:
             compared = self._rollouts.compare(sent.expected)
             self._verified += 1

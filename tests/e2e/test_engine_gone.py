@@ -14,7 +14,7 @@ from mslime.observe.timeline import read_spans
 from tests.e2e.harness import Run, start_run
 from tests.e2e.test_managers import GROUPS, assert_books_hold
 from tests.e2e.test_run import START_S, STEP_S, prompts, saved_step, settings
-from tests.fixtures.killing_transport import VARIABLE
+from tests.fixtures.killing_transport import VARIABLE, kill_family
 
 __all__ = ["prompts"]
 
@@ -29,10 +29,8 @@ def start(model: Path, rows: Path, directory: Path, restarts: int = 3, **weights
 
 
 def kill_engine(run: Run, index: int) -> None:
-    """A server with its children, as the kernel does when memory is short."""
-    server = run.find(f"--served-model-name engine{index}-")
-    for process in (*server.children(recursive=True), server):
-        process.kill()
+    """One that is of this run."""
+    kill_family(run.find(f"--served-model-name engine{index}-"))
 
 
 def check_end(run: Run) -> None:

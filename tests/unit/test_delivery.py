@@ -81,11 +81,11 @@ class Fakes:
 
 def deliver(fakes: Fakes, syncs: int = 1) -> Delivery:
     made: Any = fakes
-    delivery = Delivery(CONFIG, made, made, made, fakes.check, made)
-    delivery.connect("g0")
     numbers = itertools.count(1)
+    delivery = Delivery(CONFIG, made, made, made, fakes.check, lambda: f"g{next(numbers)}", made)
+    delivery.connect("g0")
     for version in range(syncs):
-        delivery.send(version, False, lambda: f"g{next(numbers)}")
+        delivery.send(version, False)
     return delivery
 
 
@@ -147,7 +147,7 @@ def test_an_engine_that_is_back_is_met_by_all_and_gets_the_next_weights() -> Non
     assert not delivery.welcome()
     fakes.back, fakes.calls = {"b": EngineAddress("b", URLS["b"], keys=NO_KEYS)}, []
     assert delivery.welcome()
-    delivery.send(1, False, lambda: "g2")
+    delivery.send(1, False)
     back = ["rejoin b", f"b is back at {URLS['b']}", "begin", "3 of 3 engines take the weights"]
     assert fakes.calls == [*back, "leave", "connect abc g2", "send 1"] and delivery.engines == 3
 

@@ -135,7 +135,7 @@ class FakeParts(Session):
         self.back: dict[str, EngineAddress] = {}
         self._engines = cast("Any", SimpleNamespace(addresses=[ENGINE], came_back=lambda: self.back))
         self._delivery = Delivery(
-            self.config, self._rollouts, self._trainers, self._engines, lambda: None, self.progress
+            self.config, self._rollouts, self._trainers, self._engines, lambda: None, lambda: "other", self.progress
         )
 
 

@@ -281,6 +281,18 @@ def test_an_engine_that_is_back_gets_requests_and_weights_under_its_old_name() -
     assert serving.gone == {} and engines == {"e0", "e1"} and dead == ["e1"] and live == 1
 
 
+def test_a_wrong_bit_is_told_also_of_an_engine_that_gets_no_requests() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
+        kill(pool, "e1", EngineError("e1", "/generate", "the connection broke", "read e1.log"))
+        for fake in fakes:
+            fake.ranks = [{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0}]}]
+        await pool.begin_update()
+        await pool.compare({fakes[0].url: [{"a": "1"}], fakes[1].url: [{"a": "2"}]})
+
+    with pytest.raises(WeightSyncError, match="rank 0: a"):
+        with_pool(work)
+
+
 def test_an_update_without_engines_says_what_the_first_died_of() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
         kill(pool, "e1", EngineError("e1", "exit status 1", "the server ended", "read e1.log"))

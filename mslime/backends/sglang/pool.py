@@ -146,7 +146,6 @@ class EnginePool:
         Raises:
             EngineError: one of them refuses, or all are gone: what the first one died of.
         """
-        asked = [slot for slot in self._slots if slot.receives]
 
         async def begin(client: EngineClient) -> str:
             await client.begin_weight_update()
@@ -155,10 +154,10 @@ class EnginePool:
         urls = await self._by_all(begin)
         self._live()
         gone: dict[str, str] = {}
-        for slot in asked:
-            if slot.client.url not in urls and slot.error is not None:
+        for slot in self._slots:
+            if slot.receives and slot.error is not None and slot.client.url not in urls:
                 slot.receives = False
-                gone[slot.client.name] = f"{slot.error.value}: {slot.error.rule.splitlines()[0]}"
+                gone[slot.client.name] = slot.error.brief
         return Serving(tuple(urls), gone)
 
     async def begin_again(self) -> Serving:
@@ -206,12 +205,10 @@ class EnginePool:
         """
         slots = [slot for slot in self._slots if slot.receives]
         answers = await asyncio.gather(*(call(slot.client) for slot in slots), return_exceptions=True)
-        there: list[T | BaseException] = []
         for slot, answer in zip(slots, answers, strict=True):
             if isinstance(answer, EngineDied):
                 slot.kill(answer)
-            if not (isinstance(answer, EngineError) and slot.error is not None):
-                there.append(answer)
+        there = [answer for answer in answers if not isinstance(answer, EngineDied)]
         if not there:
             raise next(slot.error for slot in slots if slot.error is not None)
         return all_or_first_failure(there)
