@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mslime import __version__
 from mslime.cli.convert import add_parser as add_convert
+from mslime.cli.scale import add_parser as add_scale
 from mslime.config.errors import UserError
 from mslime.control.stop import Stopped
 
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     _add_samples(commands.add_parser("samples", help="show responses of a run: the best, the worst, the longest ..."))
     _add_inspect(commands.add_parser("inspect", help="show responses of a run turn by turn and token by token"))
+    add_scale(commands)
     add_convert(commands, _TAKE_SETTINGS["convert", "run"][0])
     models = commands.add_parser("models", help="list the model families and what works with each")
     models.add_argument("--markdown", action="store_true", help="as the page docs/models.md")

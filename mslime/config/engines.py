@@ -62,8 +62,8 @@ class SGLangConfig(EngineSection):
     num_engines: int = Field(default=1, ge=1, description="Servers to launch (ignored when `urls` is given).")
     restarts: int = Field(
         default=3, ge=0,
-        description="How often a launched engine that died is started again, beside the run; it takes part from the "
-        "next weight sync on. Without another engine that lives, the run ends.",
+        description="How often in a row a launched engine that died is started again, beside the run; it takes part "
+        "from the next weight sync on, and after ten syncs is counted anew. Without another one, the run waits.",
     )  # fmt: skip
     urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
     api_key: Secret | None = Field(
@@ -136,6 +136,10 @@ class TeacherConfig(SGLangConfig):
     urls: list[str] = Field(
         default_factory=list, description="Attach to these running servers of the teacher instead of launching."
     )
+    restarts: int = Field(
+        default=0, ge=0, le=0,
+        description="0: a teacher that died is not started again. Others take its work; without one the run ends.",
+    )  # fmt: skip
     concurrency: int = Field(default=64, ge=1, description="Responses that are being scored at once, per server.")
 
     @property

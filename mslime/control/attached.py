@@ -34,7 +34,7 @@ class AttachedEngines:
     """The attached engines of one attempt of a run.
 
     Args:
-        engines: where they are, and their keys.
+        engines: where they are, and their keys; none where all are launched, until one is added.
         group: from `new_group`.
     """
 
@@ -61,7 +61,22 @@ class AttachedEngines:
         self._groups += [group_name(group, rank) for rank in self._senders]
         self._write({*_recorded(self._record), *self._groups})
 
+    def add(self, engine: Endpoint) -> None:
+        """An engine that joins the run on its way. Raises as `take_over`."""
+        left = _recorded(self._record)
+        self._reset(engine, left, self._deadlines.engine_control_s, _refuse_silence)
+        self._engines = (*self._engines, engine)
+        self._write({*left, *self._groups})
+
+    def release(self, engine: Endpoint) -> None:
+        """An engine has left the run: leave it as somebody else's run may find it. Never raises: it may be dead."""
+        if engine in self._engines:
+            self._reset(engine, self._groups, LEAVE_SECONDS, lambda at, error: None)
+            self._engines = tuple(other for other in self._engines if other != engine)
+
     def _write(self, groups: Iterable[str]) -> None:
+        if not self._engines:  # those that mslime launched end with the run, and their groups with them
+            return
         self._record.parent.mkdir(parents=True, exist_ok=True)
         self._record.write_text(json.dumps(sorted(groups)))
 
@@ -71,6 +86,8 @@ class AttachedEngines:
         Args:
             disconnect: lets the trainer ranks leave first, within so many seconds.
         """
+        if not self._engines:
+            return
         with suppress(UserError):  # a rank that is gone, or stuck, leaves nothing
             disconnect(LEAVE_SECONDS)
         silent: list[Endpoint] = []
@@ -95,15 +112,20 @@ class AttachedEngines:
 
 
 async def _reset(engine: Endpoint, groups: Iterable[str], deadlines: DeadlineConfig) -> None:
-    """What there is nothing of is refused with HTTP 400, which is as good. Raises EngineError for all else."""
     async with EngineClient(engine.url, engine.url, deadlines, keys=engine.keys) as client:
-        leave = [partial(client.leave_group, name) for name in groups]
-        for undo in (client.abort, client.end_weight_update, *leave, client.resume):
-            try:
-                await undo()
-            except EngineError as error:
-                if "HTTP 400" not in error.rule:
-                    raise
+        await make_clean(client, groups)
+
+
+async def make_clean(client: EngineClient, groups: Iterable[str] = ()) -> None:
+    """Let an engine have no requests, no open weight update, none of these process groups, and generate. What there is
+    nothing of is refused with HTTP 400, which is as good. Raises EngineError for all else."""
+    leave = [partial(client.leave_group, name) for name in groups]
+    for undo in (client.abort, client.end_weight_update, *leave, client.resume):
+        try:
+            await undo()
+        except EngineError as error:
+            if "HTTP 400" not in error.rule:
+                raise
 
 
 def _refuse_silence(engine: Endpoint, error: EngineError) -> None:

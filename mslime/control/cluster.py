@@ -36,6 +36,8 @@ from mslime.control.placement import (
 from mslime.control.sweeper import Sweeper
 
 PLACEMENT_SECONDS = 120.0
+MORE_SECONDS = 10.0
+"""For room for one more engine, while the others generate."""
 _KNOCK_SECONDS = 10.0
 _LOCAL_OBJECT_STORE = 512 * 2**20
 
@@ -158,16 +160,20 @@ class Cluster:
     def _bundle(self, gpus: int) -> dict[str, float]:
         return {"CPU": 1.0, "GPU": float(gpus)} if self._cuda else {"CPU": 1.0}
 
-    def _place(self, field: str, bundles: list[dict[str, float]]) -> PlacementGroup:
+    def _place(
+        self, field: str, bundles: list[dict[str, float]], patience_s: float = PLACEMENT_SECONDS
+    ) -> PlacementGroup:
         group = placement_group(bundles, strategy="PACK")
         self._groups.append(group)
-        if not group.wait(PLACEMENT_SECONDS):
+        if not group.wait(patience_s):
+            remove_placement_group(group)
+            self._groups.remove(group)
             free, where = ray.available_resources(), self._config.cluster.ray_address or "this machine"
             have = {k: free.get(k, 0) for k in ("CPU", "GPU")}
             raise ConfigError(
                 field,
                 len(bundles),
-                f"the Ray cluster at {where} cannot place {bundles[0]} that often within {PLACEMENT_SECONDS:.0f} s; "
+                f"the Ray cluster at {where} cannot place {bundles[0]} that often within {patience_s:.0f} s; "
                 f"free: {have}",
                 "end what else runs there (`ray status`), use fewer ranks or engines, or add machines",
             )
@@ -210,6 +216,13 @@ class Cluster:
         group, section = (self._teachers, self._config.teacher) if teaches else (self._engines, self._config.sglang)
         assert group is not None
         return self._options(group, index, gpus=section.tp_size)
+
+    def one_more_engine(self) -> dict[str, Any]:
+        """Actor options for an engine beyond those that the run began with. Raises ConfigError without room for it."""
+        if not self._cuda and self._config.cluster.ray_address is None:
+            return beside_the_driver() | {"max_restarts": 0}  # its cores are logical, and counted without it
+        gpus = self._config.sglang.tp_size
+        return self._options(self._place("sglang.num_engines", [self._bundle(gpus)], MORE_SECONDS), 0, gpus)
 
     def _options(self, group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)

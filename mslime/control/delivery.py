@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mslime.config.errors import EngineError, UserError, WeightSyncError
+from mslime.config.errors import UserError, WeightSyncError
 from mslime.config.schema import RunConfig
 from mslime.control.engines import EngineGroup
+from mslime.control.fleet import Fleet
 from mslime.control.rollouts import RolloutHandle
 from mslime.control.trainers import Span, TrainerGroup
 from mslime.observe.progress import Progress
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.pool import Serving
-    from mslime.backends.sglang.server import EngineAddress
     from mslime.weights.sync import SendReport
 
 
@@ -22,7 +22,8 @@ class Delivery:
     """Sends weights to paused engines, whose updates it begins.
 
     Args:
-        engines: all that the run began with.
+        engines: where they are.
+        fleet: is told who is gone.
         check: raises when the run is to end.
         new_group: makes names for groups without the engines that are gone.
     """
@@ -33,12 +34,13 @@ class Delivery:
         rollouts: RolloutHandle,
         trainers: TrainerGroup,
         engines: EngineGroup,
+        fleet: Fleet,
         check: Callable[[], None],
         new_group: Callable[[], str],
         progress: Progress,
     ) -> None:
         self._config, self._rollouts, self._trainers, self._engines = config, rollouts, trainers, engines
-        self._check, self._new_group, self._progress = check, new_group, progress
+        self._fleet, self._check, self._new_group, self._progress = fleet, check, new_group, progress
         self._met = frozenset(address.url for address in engines.addresses)
 
     @property
@@ -50,28 +52,6 @@ class Delivery:
         """Let the trainer meet the engines that are there, in process groups whose names begin with `group`."""
         self._trainers.connect([a.endpoint for a in self._engines.addresses if a.url in self._met], group)
 
-    def welcome(self) -> bool:
-        """Take engines that were started again, while the others are paused; whether there are any. Before `send`,
-        which gives them their first weights."""
-        back = False
-        for name, found in self._engines.came_back().items():
-            failure = found if isinstance(found, UserError) else self._rejoined(found)
-            if failure is None:
-                back = True
-                continue
-            what_now = self._engines.start_again(name)
-            self._progress.note(f"{name} could not be started again ({failure.brief}): {what_now}")
-        return back
-
-    def _rejoined(self, address: EngineAddress) -> EngineError | None:
-        """Take one engine; what is wrong with it."""
-        try:
-            self._rollouts.rejoin(address)
-        except EngineError as error:
-            return error
-        self._progress.note(f"{address.name} is back at {address.url}")
-        return None
-
     def send(self, version: int, verify: bool) -> tuple[SendReport, dict[str, Span]]:
         """Bring all weights to every engine that is there. When one dies meanwhile, the others, which stay paused and
         hold a mixture, get all of them again.
@@ -81,8 +61,11 @@ class Delivery:
 
         Raises:
             WeightSyncError: it failed, and all engines are there.
-            EngineError: none is left, or one refuses the update.
+            EngineDied: none is left.
+            EngineError: one refuses the update.
         """
+        from mslime.backends.sglang.client import EngineDied
+
         serving = self._rollouts.begin_update()
         while True:  # ends: there is an engine less each time
             try:
@@ -94,6 +77,8 @@ class Delivery:
                 try:
                     self._leave()
                     serving = self._rollouts.begin_again()
+                except EngineDied:
+                    raise
                 except UserError as second:
                     raise error from second
                 if serving.urls == tried:
@@ -101,11 +86,10 @@ class Delivery:
 
     def _meet(self, serving: Serving) -> None:
         """Where other engines are there than the last time, leave the groups of then and meet those that are there."""
+        self._fleet.lost(serving.gone)
         if self._met == (there := frozenset(serving.urls)):
             return
-        for name, why in serving.gone.items():
-            self._progress.note(f"{name} is gone ({why}): {self._engines.start_again(name)}")
-        self._progress.note(f"{len(there)} of {len(self._engines.addresses)} engines take the weights")
+        self._progress.note(f"{len(there)} of {self._fleet.size} engines take the weights")
         if self._met:
             self._leave()
         self._met = there

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mslime.config.dtypes import engine_dtype
-from mslime.config.errors import EngineError
 from mslime.config.hf_config import checkpoint_dtype
+from mslime.logs import hide
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.client import EngineClient
     from mslime.backends.sglang.handshake import Needs
     from mslime.backends.sglang.pool import EnginePool
     from mslime.backends.sglang.server import EngineAddress
+    from mslime.config.errors import EngineError
     from mslime.config.model_facts import ModelFacts
     from mslime.config.schema import RunConfig
     from mslime.data.tokenizer import Tokenizer
@@ -64,19 +65,37 @@ class EngineSide:
         self.pool = EnginePool(clients, r.concurrency)
         return refused_input
 
-    async def rejoin(self, address: EngineAddress) -> None:
-        """Take an engine that was started again in the place of the one of its name that died. It is paused, as the
-        others are."""
+    async def greet(self, address: EngineAddress) -> None:
+        """Check an engine that is new, was started again or answers again, and let it take part from the next weight
+        update on. Raises EngineError naming what it lacks, EngineDied when it does not answer."""
+        from mslime.backends.sglang.client import EngineDied
         from mslime.backends.sglang.handshake import handshake
+        from mslime.control.attached import make_clean
 
+        hide(address.keys.api, address.keys.admin)
         (client,) = self._clients([address], self._run.model)
         try:
+            if not await client.answers():
+                raise client.error("/ready", "nobody answers", EngineDied)
+            await make_clean(client)
             await handshake(client, self._needs)
             await client.pause(self._config.rollout.pause_mode)
-        except EngineError:
+        except BaseException:
             await client.close()
             raise
-        await self.pool.replace(client)
+        self.pool.admit(client)
+
+    async def retire(self, name: str) -> None:
+        """See `EnginePool.retire`."""
+        await self.pool.retire(name)
+
+    async def dead(self) -> dict[str, EngineError]:
+        """Dead engines by name, with what killed them."""
+        return self.pool.dead
+
+    async def stranded(self) -> bool:
+        """See `EnginePool.stranded`."""
+        return self.pool.stranded
 
     async def open_scoring(self, teachers: Sequence[EngineAddress], tokenizer: Tokenizer) -> None:
         """Start what scores responses of training and of held-out sets."""

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 STOP_SECONDS = 20.0
+BACKOFF_SECONDS, MOST_BACKOFF_SECONDS = 15.0, 120.0
+"""A server waits for its second start again, and twice as long for its third: what it needs may come back."""
 SAY_AGAIN_SECONDS = 30.0
 """A phase that lasts is told again after so long."""
 
@@ -58,10 +60,11 @@ class EngineActor:
         _log.info("serving at %s, log in %s", address.url, address.log_path)
         return address
 
-    def start_again(self) -> EngineAddress:
-        """Launch another server in the place of one that died."""
+    def start_again(self, wait_s: float) -> EngineAddress:
+        """Launch another server in the place of one that died, after so long."""
         with phase(_log, "clearing away what is left of the server"):
             self._server.stop()
+        time.sleep(wait_s)
         return self.start()
 
     def phase(self) -> str:
@@ -89,47 +92,55 @@ class EngineGroup:
         self._role: Role = role
         self._keys = settings.keys() or (NO_KEYS if settings.urls else EngineKeys.random())
         hide(self._keys.api, self._keys.admin)
-        self._actors: list[Any] = []
-        self._again: dict[str, ray.ObjectRef] = {}
-        self._starts = Counter[str]()
+        self._cluster, self._log_dir, self._routes = cluster, log_dir, routes
+        self._actors: dict[str, Any] = {}
+        self._places: dict[str, dict[str, Any]] = {}
+        self._free_places: list[dict[str, Any]] = []
+        self._starting: dict[str, ray.ObjectRef] = {}
+        self._restarts = Counter[str]()
+        self._made = 0
         self.log_paths: dict[str, str] = {}
         self.addresses: list[EngineAddress] = []
-        if self._urls or not count:
-            return
+        for _ in range(0 if self._urls else count):
+            self._make(cluster.engine_options(self._made, role))
+
+    def _make(self, options: dict[str, Any]) -> str:
+        """A process for one more server; its name."""
+        name, index = f"{self._role}{self._made}", self._made
+        self._made += 1
+        spec = teacher_spec(self._config) if self._role == "teacher" else engine_spec(self._config)
         remote = remote_class(EngineActor, concurrency_groups={"progress": 1})
-        spec = teacher_spec(config) if role == "teacher" else engine_spec(config)
-        for index in range(count):
-            self.log_paths[self._name(index)] = str(log_dir / f"{role}{index}.log")
-            options = cluster.engine_options(index, role)
-            self._actors.append(remote.options(**options).remote(config, spec, index, str(log_dir), self._keys, routes))
+        made = remote.options(**options).remote(self._config, spec, index, str(self._log_dir), self._keys, self._routes)
+        self._places[name] = options
+        self._actors[name], self.log_paths[name] = made, str(self._log_dir / f"{name}.log")
+        return name
 
     def begin_start(self) -> dict[str, ray.ObjectRef]:
         """Start all servers without waiting, so that trainers can start beside them."""
-        return {self._name(i): actor.start.remote() for i, actor in enumerate(self._actors)}
+        return {name: actor.start.remote() for name, actor in self._actors.items()}
 
     def watch_start(self, starting: dict[str, ray.ObjectRef], say: Callable[[str], None]) -> Callable[[], None]:
         """What to call now and then while they start: says what each is doing when that changes, or lasts.
 
         It raises EngineError as soon as a server has failed to start, also while something else is waited for.
         """
-        asked: dict[int, ray.ObjectRef] = {}
-        said: dict[int, tuple[str, float]] = {}
+        asked: dict[str, ray.ObjectRef] = {}
+        said: dict[str, tuple[str, float]] = {}
 
         def poll() -> None:
-            for index, actor in enumerate(self._actors):
-                name = self._name(index)
+            for name, actor in self._actors.items():
                 if ray.wait([starting[name]], timeout=0)[0]:
                     call(starting[name], name, f"{self._role} start", 1.0, self.log_paths[name])
                     continue
-                if index in asked and ray.wait([asked[index]], timeout=0)[0]:
-                    phase = str(call(asked.pop(index), name, f"{self._role} start", 1.0, self.log_paths[name]))
+                if name in asked and ray.wait([asked[name]], timeout=0)[0]:
+                    phase = str(call(asked.pop(name), name, f"{self._role} start", 1.0, self.log_paths[name]))
                     doing, when = phase.partition(",")[0], time.monotonic()
-                    before, at = said.get(index, ("", 0.0))
+                    before, at = said.get(name, ("", 0.0))
                     if doing != before or when - at > SAY_AGAIN_SECONDS:
-                        said[index] = (doing, when)
-                        say(f"{self._role}{index}: {phase}")
-                if index not in asked:
-                    asked[index] = actor.phase.options(concurrency_group="progress").remote()
+                        said[name] = (doing, when)
+                        say(f"{name}: {phase}")
+                if name not in asked:
+                    asked[name] = actor.phase.options(concurrency_group="progress").remote()
 
         return poll
 
@@ -141,43 +152,91 @@ class EngineGroup:
 
         if self._urls:
             self.addresses = [attach(url, i, self._role, self._keys) for i, url in enumerate(self._urls)]
+            self._made = len(self._urls)
         else:
             deadline = self._config.deadlines.engine_start_s + STOP_SECONDS
             self.addresses = list(gather(starting, f"{self._role} start", deadline, self.log_paths, on_wait).values())
         return self.addresses
 
+    # ------------------------------------------------------------------------------------------ while the run trains
+
+    @property
+    def starting(self) -> list[str]:
+        """Names of servers that are being started, or were and have not been asked for by `started`."""
+        return list(self._starting)
+
+    @property
+    def launches(self) -> bool:
+        """Whether mslime starts the engines of this run; else they are attached."""
+        return not self._urls
+
+    def launched(self, name: str) -> bool:
+        """Whether mslime launched the engine of this name."""
+        return name in self._actors
+
     def start_again(self, name: str) -> str:
         """Begin to start an engine of this name that died; says what comes of that."""
-        if self._urls:
+        if name not in self._actors:
             return "mslime does not start it"
-        if self._starts[name] >= self._config.sglang.restarts:
+        if self._restarts[name] >= self._config.sglang.restarts:
             return f"it is not started again (sglang.restarts: {self._config.sglang.restarts})"
-        self._starts[name] += 1
-        index = [address.name for address in self.addresses].index(name)
-        self._again[name] = self._actors[index].start_again.remote()
+        wait_s = min(self._restarts[name] * BACKOFF_SECONDS, MOST_BACKOFF_SECONDS)
+        self._restarts[name] += 1
+        self._starting[name] = self._actors[name].start_again.remote(wait_s)
         return "it is started again"
 
-    def came_back(self) -> dict[str, EngineAddress | EngineError | TrainerError]:
-        """Engines by name that have been started again since the last call, or why they could not be."""
+    def forgive(self, name: str) -> None:
+        """An engine has served well since it was started: what it died of before counts no more."""
+        del self._restarts[name]
+
+    def start_another(self) -> str:
+        """Begin to start one more server; its name. Raises ConfigError when the cluster has no room for it."""
+        name = self._make(self._free_places.pop() if self._free_places else self._cluster.one_more_engine())
+        self._starting[name] = self._actors[name].start.remote()
+        return name
+
+    def attach(self, url: str, keys: EngineKeys) -> EngineAddress:
+        """An engine that somebody else runs, under a name of its own. Raises EngineError when the URL is not one."""
+        from mslime.backends.sglang.server import attach
+
+        address = attach(url, self._made, self._role, keys)
+        self._made += 1
+        return address
+
+    def started(self) -> dict[str, EngineAddress | EngineError | TrainerError]:
+        """Servers by name that have been started since the last call, or why they could not be."""
         found: dict[str, EngineAddress | EngineError | TrainerError] = {}
-        for name, ref in list(self._again.items()):
+        for name, ref in list(self._starting.items()):
             if not ray.wait([ref], timeout=0)[0]:
                 continue
-            del self._again[name]
+            del self._starting[name]
             try:
-                found[name] = call(ref, name, "engine start", 1.0, self.log_paths.get(name, "?"))
+                found[name] = call(ref, name, "engine start", 1.0, self.log_paths[name])
             except (EngineError, TrainerError) as error:
                 found[name] = error
-        back = {name: address for name, address in found.items() if not isinstance(address, Exception)}
-        self.addresses = [back.get(address.name, address) for address in self.addresses]
         return found
+
+    def take(self, address: EngineAddress) -> None:
+        """An engine is one of the run's from now on, or is so at another address."""
+        names = [known.name for known in self.addresses]
+        if address.name in names:
+            self.addresses[names.index(address.name)] = address
+        else:
+            self.addresses.append(address)
+
+    def end(self, name: str) -> None:
+        """Let an engine leave the run: forget it, and end its server if mslime launched it. Its place in the cluster
+        stays the run's, for the next one."""
+        self.addresses = [address for address in self.addresses if address.name != name]
+        self._starting.pop(name, None)
+        if (actor := self._actors.pop(name, None)) is not None:
+            actor.stop.remote()
+            actor.__ray_terminate__.remote()  # when it has stopped
+            self._free_places.append(self._places.pop(name))
 
     def stop(self) -> None:
         """End every server, politely first."""
-        stopping = [actor.stop.remote() for actor in self._actors]
+        stopping = [actor.stop.remote() for actor in self._actors.values()]
         ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS) if stopping else None
-        for actor in self._actors:
+        for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
-
-    def _name(self, index: int) -> str:
-        return f"{self._role} {index}"

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from mslime.backends.sglang.pool import Serving, all_or_first_failure
+from mslime.config.errors import ConfigError, EngineError
 from mslime.control.calls import told
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
 from mslime.logs import hide, log_process
@@ -55,10 +56,6 @@ class ManagerActor:
         self._side = EngineSide(self._run, self._config)
         return await self._side.meet_engines(addresses)
 
-    async def rejoin(self, address: EngineAddress) -> None:
-        """See `EngineSide.rejoin`."""
-        await self._side.rejoin(address)
-
     async def open(self, refused_input: int, teachers: Sequence[EngineAddress]) -> None:
         """Make the manager, for engines of which the first refuses to continue so many tokens."""
         from mslime.backends.sglang.endings import end_ids
@@ -83,6 +80,10 @@ class ManagerActor:
     async def ask_engines(self, verb: str, *args: Any) -> Any:
         """A method of the manager's `EnginePool`."""
         return await methodcaller(verb, *args)(self._side.pool)
+
+    async def ask_side(self, verb: str, *args: Any) -> Any:
+        """A method of the manager's `EngineSide`."""
+        return await methodcaller(verb, *args)(self._side)
 
     async def stop(self) -> None:
         """Close connections, end the reward workers."""
@@ -110,6 +111,10 @@ class RemoteManager:
     async def engines(self, verb: str, *args: Any) -> Any:
         """See `ManagerActor.ask_engines`."""
         return await self.answer(f"weight sync: {verb}", self.actor.ask_engines.remote(verb, *args))
+
+    async def side(self, verb: str, *args: Any) -> Any:
+        """See `ManagerActor.ask_side`."""
+        return await self.answer(f"engines: {verb}", self.actor.ask_side.remote(verb, *args))
 
     async def _ask(self, verb: str, *args: Any) -> Any:
         return await self.answer(f"rollout: {verb}", self.actor.ask.remote(verb, *args))
@@ -197,11 +202,33 @@ class ManagerGroup:
         await asyncio.gather(*opened)
         return refused_input
 
-    async def rejoin(self, address: EngineAddress) -> None:
-        """See `EngineSide`: at the manager whose engine it was."""
-        manager, share = next(pair for pair in self._pairs() if address.name in [engine.name for engine in pair[1]])
-        await manager.answer("rejoin", manager.actor.rejoin.remote(address))
-        share[[engine.name for engine in share].index(address.name)] = address
+    async def greet(self, address: EngineAddress) -> None:
+        """See `EngineSide`: at the manager whose engine it was, or at the one that has fewest."""
+        pairs = self._pairs()
+        known = [pair for pair in pairs if address.name in _names(pair[1])]
+        manager, share = known[0] if known else min(pairs, key=lambda pair: len(pair[1]))
+        await manager.side("greet", address)
+        if known:
+            share[_names(share).index(address.name)] = address
+        else:
+            share.append(address)
+
+    async def retire(self, name: str) -> None:
+        """See `EnginePool`. Raises ConfigError when its manager has no other one: its groups have nowhere to go."""
+        manager, share = next(pair for pair in self._pairs() if name in _names(pair[1]))
+        if len(share) == 1:
+            raise ConfigError("drain", name, "is the only engine of one of several rollout managers", "drain another")
+        await manager.side("retire", name)
+        share[:] = [address for address in share if address.name != name]
+
+    async def dead(self) -> Mapping[str, EngineError]:
+        """Of all managers."""
+        found: list[dict[str, EngineError]] = await _ended(manager.side("dead") for manager in self._managers)
+        return {name: error for each in found for name, error in each.items()}
+
+    async def stranded(self) -> bool:
+        """Whether a manager has nobody to generate."""
+        return any(await _ended(manager.side("stranded") for manager in self._managers))
 
     async def begin_update(self) -> Serving:
         """See `EnginePool`, as for the next three: all managers at once. A manager whose engines are all gone raises:
@@ -239,6 +266,10 @@ class ManagerGroup:
 
     def _pairs(self) -> list[tuple[RemoteManager, list[EngineAddress]]]:
         return list(zip(self._managers, self._shares, strict=True))
+
+
+def _names(engines: Iterable[EngineAddress]) -> list[str]:
+    return [engine.name for engine in engines]
 
 
 async def _ended(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

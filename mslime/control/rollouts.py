@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import ray
@@ -108,12 +108,21 @@ class Evaluation:
         return bool(ray.wait([self.answer], timeout=0)[0])
 
 
+class Members(Protocol):
+    """Who generates: an `EngineSide`, or the engines of all managers."""
+
+    async def greet(self, address: EngineAddress) -> None: ...
+    async def retire(self, name: str) -> None: ...
+    async def dead(self) -> Mapping[str, EngineError]: ...
+    async def stranded(self) -> bool: ...
+
+
 class RolloutActor:
     """Owns the rollout service, the engine clients and the reward workers; or, with several managers, their front."""
 
     _service: Rollouts
     _pool: Updated
-    _rejoin: Callable[[EngineAddress], Awaitable[None]]
+    _fleet: Members
     _close_engines: Callable[[], Awaitable[None]]
 
     def __init__(self, run: ResolvedRun, log_path: str) -> None:
@@ -184,7 +193,7 @@ class RolloutActor:
             eval_scorers=side.eval_scorers, on_progress=self._on_progress, on_span=self._on_span,
             on_evaluated=self._on_evaluated,
         )  # fmt: skip
-        self._pool, self._rejoin, self._close_engines = side.pool, side.rejoin, side.close
+        self._pool, self._fleet, self._close_engines = side.pool, side, side.close
 
     async def _open_several(
         self,
@@ -207,7 +216,7 @@ class RolloutActor:
             config, managers.ports, source, training.longest_input, taught=bool(teachers),
             on_progress=self._on_progress, on_span=self._on_span, on_evaluated=self._on_evaluated,
         )  # fmt: skip
-        self._pool, self._rejoin, self._close_engines = managers, managers.rejoin, managers.stop
+        self._pool, self._fleet, self._close_engines = managers, managers, managers.stop
 
     async def take(self, step: int) -> StepShards:
         """Wait for a step's groups; shard them."""
@@ -271,11 +280,23 @@ class RolloutActor:
         with phase(_log, "pausing the engines"):
             await self._service.pause_for_update()
 
-    async def rejoin(self, address: EngineAddress) -> None:
-        """Take an engine that was started again; while the engines are paused."""
-        hide(address.keys.api, address.keys.admin)
-        with phase(_log, f"meeting {address.name} again at {address.url}"):
-            await self._rejoin(address)
+    async def greet(self, address: EngineAddress) -> None:
+        """Check an engine, and let it take part from the next weight update on; see `EngineSide`."""
+        with phase(_log, f"meeting {address.name} at {address.url}"):
+            await self._fleet.greet(address)
+
+    async def retire(self, name: str) -> None:
+        """Let an engine leave at the next weight update; see `EnginePool`."""
+        with phase(_log, f"{name} leaves"):
+            await self._fleet.retire(name)
+
+    async def dead(self) -> dict[str, str]:
+        """What each dead engine died of, by name."""
+        return {name: error.brief for name, error in (await self._fleet.dead()).items()}
+
+    async def stranded(self) -> bool:
+        """Whether there is nobody to generate."""
+        return await self._fleet.stranded()
 
     async def begin_update(self) -> Serving:
         """Let the paused engines take weights; see `EnginePool`, as for the next three."""
@@ -437,9 +458,21 @@ class RolloutHandle:
         """See `RolloutActor.pause`."""
         self._control("pause engines", self._actor.pause.remote())
 
-    def rejoin(self, address: EngineAddress) -> None:
-        """See `RolloutActor.rejoin`."""
-        self._control("meet engine", self._actor.rejoin.remote(address))
+    def greet(self, address: EngineAddress) -> None:
+        """See `RolloutActor.greet`."""
+        self._control("meet engine", self._actor.greet.remote(address))
+
+    def retire(self, name: str) -> None:
+        """See `RolloutActor.retire`."""
+        self._control("let engine leave", self._actor.retire.remote(name))
+
+    def dead(self) -> dict[str, str]:
+        """See `RolloutActor.dead`."""
+        return self._control("engines", self._actor.dead.remote())
+
+    def stranded(self) -> bool:
+        """See `RolloutActor.stranded`."""
+        return self._control("engines", self._actor.stranded.remote())
 
     def begin_update(self) -> Serving:
         """See `RolloutActor.begin_update`."""
@@ -495,7 +528,7 @@ class RolloutHandle:
 
 
 def _told(serving: Serving) -> Serving:
-    """Write down which engines are gone."""
+    """Write down which engines are dead."""
     for name, why in serving.gone.items():
         _log.warning("%s is gone: %s", name, why)
     return serving

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mslime.config.cluster import WHOLE, Parts
-from mslime.config.errors import CheckpointError, TrainerError
+from mslime.config.errors import CheckpointError, EngineError, TrainerError
 from mslime.control.cluster import Cluster
 from mslime.control.delivery import Delivery
+from mslime.control.endpoint import ControlEndpoint
 from mslime.control.engines import EngineGroup
+from mslime.control.fleet import Fleet
 from mslime.control.rollouts import Evaluation, RolloutHandle, StepShards
 from mslime.control.run_checkpoints import RunCheckpoints
 from mslime.control.started import Started
@@ -145,10 +147,13 @@ class Session(Started):
         self._rollouts = RolloutHandle(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
         self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
+        self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress)
         self._delivery = Delivery(
-            self.config, self._rollouts, self._trainers, self._engines, self._at_rest, self._other_group, self.progress
-        )
+            self.config, self._rollouts, self._trainers, self._engines, self._fleet, self._at_rest, self._other_group,
+            self.progress,
+        )  # fmt: skip
         self._delivery.connect(group)
+        self._stack.enter_context(ControlEndpoint(self.config.run_dir, self._fleet.orders))
 
     def _worth_waiting(self) -> None:
         """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""
@@ -197,7 +202,13 @@ class Session(Started):
         """Finished groups of a step as shards; waits for them."""
         _log.info("step %d: waiting for rollouts", step + 1)
         begin = self._timeline.now()
-        batch = self._rollouts.take(step, self.progress.rollout)
+        while True:
+            try:
+                batch = self._rollouts.take(step, self.progress.rollout)
+                break
+            except EngineError as error:  # what was finished waits for the next call
+                self._revive(error)
+                self._give_weights(step)
         end = self._timeline.now()
         self._timeline.record("driver", "wait for rollouts", begin, end, step + 1)
         for span in batch.spans:
@@ -237,15 +248,32 @@ class Session(Started):
         """
         self._at_rest()
         assert self._evaluating is None, "an evaluation still draws from the weights that would be replaced"
+        return self._give_weights(version)
+
+    def _give_weights(self, version: int) -> dict[str, float]:
+        """`publish_weights`, again when all engines die meanwhile and one comes back."""
+        while True:
+            try:
+                return self._publish(version)
+            except EngineError as error:
+                self._revive(error)
+
+    def _revive(self, error: EngineError) -> None:
+        """Where all engines are gone, wait until one can get weights; else, or when none comes back, raise `error`."""
+        if not self._rollouts.stranded():
+            raise error
+        self._fleet.revive(error)
+
+    def _publish(self, version: int) -> dict[str, float]:
         _log.info("sending weights of version %d", version)
         begin = time.monotonic()
         mode = self._run.weight_check
         # What an engine records in the first sync it uses in the second.
         first = 2 if self.config.weights.loader == "recorded" else 1
+        if self._fleet.tend():
+            self._verified = 0
         self._rollouts.pause()
         paused = time.monotonic()
-        if self._delivery.welcome():
-            self._verified = 0
         verify = mode == "always" or (mode == "first" and self._verified < first)
         sent, spans = self._delivery.send(version, verify)
         if verify:
@@ -255,6 +283,7 @@ class Session(Started):
         self._rollouts.end_update()
         self._rollouts.stamp(version)
         self._rollouts.resume(version)
+        self._fleet.settled()
         end = time.monotonic()
         self._record_ranks("send weights", spans)
         for rank, spent in sent.phases.items():
@@ -301,7 +330,12 @@ class Session(Started):
         if (running := self._evaluating) is None:
             return {}
         begin = self._timeline.now()
-        found = self._rollouts.finish_evaluation(running)
+        try:
+            found = self._rollouts.finish_evaluation(running)
+        except EngineError as error:  # it begins again, with the same weights
+            self._revive(error)
+            self._give_weights(running.step)
+            found = self._rollouts.finish_evaluation(self._rollouts.begin_evaluation(running.step))
         end = self._timeline.now()
         self._evaluating = None
         assert found.version in (running.step, None), f"scores of version {found.version} for step {running.step}"

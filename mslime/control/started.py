@@ -29,12 +29,12 @@ class Started(ABC):
     """
 
     progress: Progress
+    _attached: AttachedEngines
 
     def __init__(self, config: RunConfig, stop: StopSignals) -> None:
         self.config, self._stop = config, stop
         self._stack = ExitStack()
         self._ray: RayWatch | None = None
-        self._attached: AttachedEngines | None = None
 
     def __enter__(self) -> Self:
         try:
@@ -71,21 +71,19 @@ class Started(ABC):
         return cluster, self._ray
 
     def _take_over(self, endpoints: Sequence[Endpoint], disconnect: Callable[[float], None]) -> str:
-        """Take over engines that somebody else runs, if these are; returns what names of groups with them begin with.
+        """Take over engines that somebody else runs, if these are; what names of groups with the engines begin with.
 
         Args:
             disconnect: lets the trainer leave them at the end, within so many seconds.
         """
         group = new_group(self.config)
-        if self.config.sglang.urls:
-            self._attached = AttachedEngines(self.config, endpoints, group)
-            self._attached.take_over()
-            self._stack.callback(self._attached.leave, disconnect)
+        self._attached = AttachedEngines(self.config, endpoints if self.config.sglang.urls else (), group)
+        self._attached.take_over()
+        self._stack.callback(self._attached.leave, disconnect)
         return group
 
     def _other_group(self) -> str:
         """The beginning of other names, for groups without the engines that are gone."""
         group = new_group(self.config)
-        if self._attached is not None:
-            self._attached.also(group)
+        self._attached.also(group)
         return group

@@ -139,6 +139,7 @@ class GroupService(ABC):
         if self._pause_mode != "in_place":
             await self._everywhere(self._engines.flush_cache)
         await self._everywhere(self._engines.resume)
+        self._runner.forget_deaths()
         self._generator.ready.set()
         if self._works_ahead:
             self._go_on()

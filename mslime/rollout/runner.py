@@ -141,6 +141,11 @@ class GroupRunner:
             self._forgiven = set(self._tasks)
         return failure
 
+    def forget_deaths(self) -> None:
+        """There is an engine again: what failed for want of one is no failure any more."""
+        if isinstance(self.failure, EngineDied):
+            self.take_failure()
+
     async def settle(self, seconds: float) -> None:
         """Wait until interrupted groups rest, but not for those of which only the scoring is left."""
         settling = [task for group_id, task in self._tasks.items() if not self._books.running[group_id].finished]

@@ -1,31 +1,59 @@
-"""A run whose engines die one after the other: it goes on with those that are left, as long as there is one."""
+"""A run whose engines die, come back, are added and let go while it trains: it goes on, and loses nothing."""
 
 from __future__ import annotations
 
+import json
 import re
+import signal
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from mslime.backends.sglang.server import ServerProcess
+from mslime.config.keys import NO_KEYS
+from mslime.config.serving import engine_spec
 from mslime.observe.rows import by_step
 from mslime.observe.timeline import read_spans
-from tests.e2e.harness import Run, start_run
+from tests.e2e.harness import ROOT, Run, start_run
 from tests.e2e.test_managers import GROUPS, assert_books_hold
 from tests.e2e.test_run import START_S, STEP_S, prompts, saved_step, settings
+from tests.engines.conftest import cpu_run
 from tests.fixtures.killing_transport import VARIABLE, kill_family
 
 __all__ = ["prompts"]
 
 
-def start(model: Path, rows: Path, directory: Path, restarts: int = 3, **weights: Any) -> Run:
-    """A run of two engines that compares every sync and never ends by itself."""
+def start(model: Path, rows: Path, directory: Path, restarts: int = 3, engines: int = 2, **weights: Any) -> Run:
+    """A run that compares every sync and never ends by itself."""
     rollout = {"max_staleness": 1, "on_stale": "mask", "max_response_tokens": 96, "groups_per_step": GROUPS}
-    sglang = {"num_engines": 2, "max_total_tokens": 4096, "restarts": restarts}
+    sglang = {"num_engines": engines, "max_total_tokens": 4096, "restarts": restarts}
     sections = {"train": {"num_steps": 500}, "checkpoint": {"save_every": 0}}
     weights = {"verify": "always", **weights}
     return start_run(settings(model, rows, rollout=rollout, sglang=sglang, weights=weights, **sections), directory)
+
+
+def scale(run: Run, *options: str) -> dict[str, str]:
+    """`mslime scale`, which waits until it is done; the state of each engine then."""
+    words = [sys.executable, "-m", "mslime.cli", "scale", str(run.directory), "--json", *options]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=START_S, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {engine["name"]: engine["state"] for engine in json.loads(done.stdout)["engines"]}
+
+
+def more_steps(run: Run, steps: int = 2) -> None:
+    """Wait for so many."""
+    before = len(run.rows())
+    run.wait_for(lambda: len(run.rows()) >= before + steps, (steps + 1) * STEP_S)
+
+
+def generated(run: Run, engine: str) -> set[int]:
+    """The steps for which an engine has generated."""
+    return {s.step for s in read_spans(run.directory) if (s.lane, s.name) == (engine, "generate")}
 
 
 def kill_engine(run: Run, index: int) -> None:
@@ -33,10 +61,8 @@ def kill_engine(run: Run, index: int) -> None:
     kill_family(run.find(f"--served-model-name engine{index}-"))
 
 
-def check_end(run: Run) -> None:
-    """The run ended without engines, and lost nothing. What an engine's death made too old was masked, not trained."""
-    assert run.finish(120) == 2, run.text()
-    assert "engine0.log" in run.text() or "engine1.log" in run.text()
+def check_books(run: Run) -> None:
+    """The run has ended and lost nothing. What an engine's death made too old was masked, not trained."""
     rows = by_step(run.rows())
     assert all(row["staleness/max"] <= 1 for row in rows)
     assert saved_step(run) == len(rows)
@@ -50,10 +76,11 @@ def engines_of(run: Run) -> list[int]:
 
 
 @pytest.mark.timeout(900)
-def test_an_engine_that_dies_between_two_buckets_leaves_the_others_on_whole_weights(
+def test_engines_die_between_buckets_and_all_at_once_and_the_run_goes_on_whole(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The broken sync is of version 2. That the engine that is left has whole weights is compared bit for bit."""
+    """The broken sync is of version 2. That the engines that are left have whole weights is compared bit for bit, at
+    every sync."""
     monkeypatch.setenv(VARIABLE, f"1/3/1/{uuid.uuid4()}")
     transport = "tests.fixtures.killing_transport:FakeAccident"
     run = start(tiny_qwen3_moe, prompts, tmp_path, transport=transport, bucket_mib=0.25)
@@ -64,13 +91,19 @@ def test_an_engine_that_dies_between_two_buckets_leaves_the_others_on_whole_weig
     assert re.search(r"engine1 is gone \(.*\): it is started again", run.text())
     run.wait_for(lambda: engines_of(run)[-1] == 2, START_S)
     back = len(run.rows())
-    run.wait_for(lambda: len(run.rows()) >= back + 2, 3 * STEP_S)
+    more_steps(run)
     assert "engine1 is back at http" in run.text() and "2 of 2 engines take the weights" in run.text()
-    asked = {span.step for span in read_spans(run.directory) if (span.lane, span.name) == ("engine1", "generate")}
-    assert max(asked) > back, "it generates again"
-    kill_engine(run, 0)
-    kill_engine(run, 1)
-    check_end(run)
+    assert max(generated(run, "engine1")) > back, "it generates again"
+    assert scale(run, "--drain", "engine0") == {"engine1": "serving"}
+    more_steps(run)
+    assert engines_of(run)[-1] == 1 and max(generated(run, "engine0")) <= len(run.rows())
+    kill_engine(run, 1)  # the only one that is left
+    run.wait_for(lambda: run.text().count("engine1 is back at http") == 2, START_S)
+    more_steps(run)
+    assert "no engine is left" in run.text() and engines_of(run)[-1] == 1
+    run.process.terminate()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
+    check_books(run)
 
 
 @pytest.mark.nightly
@@ -86,4 +119,39 @@ def test_an_engine_that_dies_while_it_generates_is_left_out_of_the_next_sync(
     run.wait_for(lambda: len(run.rows()) >= before + 4, 5 * STEP_S)
     assert engines_of(run)[-1] == 1 and "engine1 is gone" in run.text() and "it is not started again" in run.text()
     kill_engine(run, 0)
-    check_end(run)
+    assert run.finish(120) == 2, run.text()
+    assert "engine0.log" in run.text() or "engine1.log" in run.text()
+    check_books(run)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_engines_are_added_attached_and_let_go_while_the_run_trains(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    """1 -> 3 -> 2 -> 3 with one of somebody else's -> 2 without it, which it leaves as it was."""
+    run = start(tiny_qwen3_moe, prompts, tmp_path, engines=1)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
+    assert scale(run) == {"engine0": "serving"}
+    assert scale(run, "--engines", "3") == dict.fromkeys(("engine0", "engine1", "engine2"), "serving")
+    more_steps(run)
+    assert engines_of(run)[-1] == 3 and generated(run, "engine1") and generated(run, "engine2")
+    assert scale(run, "--engines", "2") == dict.fromkeys(("engine0", "engine1"), "serving")
+    more_steps(run)
+    assert engines_of(run)[-1] == 2
+    server = ServerProcess(engine_spec(cpu_run(tiny_qwen3_moe)), 9, tmp_path, keys=NO_KEYS, routes=True)
+    url = server.start().url
+    try:
+        assert scale(run, "--attach", url)["engine3"] == "serving"
+        more_steps(run)
+        assert engines_of(run)[-1] == 3 and generated(run, "engine3")
+        assert "engine3" not in scale(run, "--drain", url)
+        assert httpx.get(f"{url}/ready", timeout=30).status_code == 200, "another run may have it"
+        more_steps(run)
+        run.process.terminate()
+        assert run.finish(120) == 128 + signal.SIGTERM, run.text()
+        assert httpx.get(f"{url}/ready", timeout=30).status_code == 200, "it is neither paused nor gone"
+    finally:
+        server.stop()
+    check_books(run)

@@ -1,4 +1,4 @@
-"""What a sync does when an engine dies: the order of calls, and when it is given up."""
+"""What a sync does when an engine dies, and how engines come and go: the order of calls, and when it is given up."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from typing import Any
 
 import pytest
 
+from mslime.backends.sglang.client import EngineDied
 from mslime.backends.sglang.pool import Serving
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import EngineError, TrainerError, WeightSyncError, sync_error
-from mslime.config.keys import NO_KEYS
+from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.loader import build
 from mslime.control.delivery import Delivery
+from mslime.control.fleet import FORGIVEN_AFTER, Fleet
+from mslime.control.orders import Order
 
 CONFIG = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}})
 URLS = {name: f"http://{name}" for name in "abc"}
 
 
 class Fakes:
-    """Trainers, rollout service and progress in one, which write down what they are asked.
+    """Trainers, rollout service, engines and progress in one, which write down what they are asked.
 
     Args:
         there: at each beginning of an update, the engines that are there, by name, or an error.
@@ -28,9 +31,13 @@ class Fakes:
 
     def __init__(self, there: list[str | Exception], sends: list[Exception | None]) -> None:
         self.calls: list[str] = []
-        self._there, self._sends, self._known = iter(there), iter(sends), set("abc")
+        self._there, self._sends = iter(there), iter(sends)
         self.weights, self.back, self.refused = None, dict[str, Any](), set[str]()
+        self.gone, self.silent, self.starting, self.launches = dict[str, str](), set[str](), list[str](), True
+        self.most_starts, self.made = 9, 0
         self.addresses = [EngineAddress(name, url, keys=NO_KEYS) for name, url in URLS.items()]
+
+    fleet: Fleet
 
     def begin_update(self) -> Serving:
         return self._begin("begin")
@@ -43,8 +50,7 @@ class Fakes:
         found = next(self._there)
         if isinstance(found, Exception):
             raise found
-        gone, self._known = self._known - set(found), set(found)
-        return Serving(tuple(URLS[name] for name in found), dict.fromkeys(sorted(gone), "why"))
+        return Serving(tuple(URLS[name] for name in found), dict.fromkeys(sorted(set("abc") - set(found)), "why"))
 
     def send_weights(self, version: int, verify: bool, on_progress: Any) -> Any:
         self.calls.append(f"send {version}")
@@ -52,17 +58,60 @@ class Fakes:
             raise error
         return "report", {}
 
+    def launched(self, name: str) -> bool:
+        return self.launches and name != "x"
+
     def start_again(self, name: str) -> str:
+        if not self.most_starts:
+            return f"leave {name}"
+        self.most_starts -= 1
+        self.starting.append(name)
         return f"start {name}"
 
-    def came_back(self) -> dict[str, Any]:
-        return self.back
+    def forgive(self, name: str) -> None:
+        self.calls.append(f"forgive {name}")
 
-    def rejoin(self, address: EngineAddress) -> None:
-        self.calls.append(f"rejoin {address.name}")
-        if address.url.endswith("broken"):
+    def start_another(self) -> str:
+        self.made += 1
+        self.starting.append(f"n{self.made}")
+        return f"n{self.made}"
+
+    def started(self) -> dict[str, Any]:
+        found, self.back = self.back, {}
+        self.starting = [name for name in self.starting if name not in found]
+        return found
+
+    def attach(self, url: str, keys: EngineKeys) -> EngineAddress:
+        return EngineAddress("x", url, keys=keys)
+
+    def take(self, address: EngineAddress) -> None:
+        others = [known for known in self.addresses if known.name != address.name]
+        self.addresses = sorted([*others, address], key=lambda known: known.name)
+
+    def end(self, name: str) -> None:
+        self.calls.append(f"end {name}")
+        self.addresses = [known for known in self.addresses if known.name != name]
+
+    def greet(self, address: EngineAddress) -> None:
+        self.calls.append(f"greet {address.name}")
+        if address.name in self.silent or address.url.endswith("broken"):
             raise EngineError(address.name, "handshake", "it lacks routes", "read its log")
-        self._known.add(address.name)
+        self.gone.pop(address.name, None)
+
+    def retire(self, name: str) -> None:
+        self.calls.append(f"retire {name}")
+
+    def dead(self) -> dict[str, str]:
+        return dict(self.gone)
+
+    def stranded(self) -> bool:
+        return len(self.gone) == len(self.addresses)
+
+    def add(self, engine: Endpoint) -> None:
+        self.calls.append(f"take over {engine.url}")
+
+    def release(self, engine: Endpoint) -> None:
+        self.calls.append(f"release {engine.url}")
 
     def connect(self, engines: Any, group: str) -> None:
         self.calls.append(f"connect {''.join(e.url[-1] for e in engines)} {group}")
@@ -79,10 +128,16 @@ class Fakes:
         self.calls.append("check")
 
 
+def fleet_of(fakes: Fakes) -> Fleet:
+    made: Any = fakes
+    return Fleet(made, made, made, fakes.check, made)
+
+
 def deliver(fakes: Fakes, syncs: int = 1) -> Delivery:
     made: Any = fakes
     numbers = itertools.count(1)
-    delivery = Delivery(CONFIG, made, made, made, fakes.check, lambda: f"g{next(numbers)}", made)
+    fakes.fleet = fleet_of(fakes)
+    delivery = Delivery(CONFIG, made, made, made, fakes.fleet, fakes.check, lambda: f"g{next(numbers)}", made)
     delivery.connect("g0")
     for version in range(syncs):
         delivery.send(version, False)
@@ -141,15 +196,28 @@ def test_a_trainer_that_failed_is_not_asked_again() -> None:
     assert fakes.calls[-1] == "send 0"
 
 
+def test_what_the_last_engine_died_of_ends_a_sync() -> None:
+    """Not the broken bucket: the run may go on when an engine comes back."""
+    fakes = Fakes(["abc", EngineDied("engines", "c", "none is left", "read c.log")], [BROKEN])
+    with pytest.raises(EngineDied, match="none is left"):
+        deliver(fakes)
+
+
 def test_an_engine_that_is_back_is_met_by_all_and_gets_the_next_weights() -> None:
     fakes = Fakes(["ac", "abc"], [None, None])
     delivery = deliver(fakes)
-    assert not delivery.welcome()
-    fakes.back, fakes.calls = {"b": EngineAddress("b", URLS["b"], keys=NO_KEYS)}, []
-    assert delivery.welcome()
-    delivery.send(1, False)
-    back = ["rejoin b", f"b is back at {URLS['b']}", "begin", "3 of 3 engines take the weights"]
-    assert fakes.calls == [*back, "leave", "connect abc g2", "send 1"] and delivery.engines == 3
+    assert not fakes.fleet.tend() and state_of(fakes, "b") == "starting"
+    fakes.back, fakes.calls = {"b": EngineAddress("b", "http://b2", keys=NO_KEYS)}, []
+    URLS["b"] = "http://b2"
+    try:
+        assert fakes.fleet.tend() and state_of(fakes, "b") == "joining"
+        delivery.send(1, False)
+        fakes.fleet.settled()
+    finally:
+        URLS["b"] = "http://b"
+    back = ["greet b", "b is back at http://b2", "begin", "3 of 3 engines take the weights"]
+    assert fakes.calls == [*back, "leave", "connect a2c g2", "send 1"] and delivery.engines == 3
+    assert state_of(fakes, "b") == "serving"
 
 
 @pytest.mark.parametrize("found", [
@@ -157,7 +225,144 @@ def test_an_engine_that_is_back_is_met_by_all_and_gets_the_next_weights() -> Non
 ])  # fmt: skip
 def test_an_engine_that_does_not_come_back_well_is_started_again(found: Any) -> None:
     fakes = Fakes(["ac"], [None])
-    delivery = deliver(fakes)
+    deliver(fakes)
     fakes.back = {"b": found}
-    assert not delivery.welcome()
-    assert fakes.calls[-1] == "b could not be started again (handshake: it lacks routes): start b"
+    assert not fakes.fleet.tend()
+    assert fakes.calls[-1] == "b could not be started (handshake: it lacks routes): start b"
+
+
+def state_of(fakes: Fakes, name: str) -> str:
+    (found,) = (e for e in fakes.fleet.orders.standing()["engines"] if e["name"] == name)
+    return found["state"]
+
+
+def test_an_engine_of_which_one_connection_broke_gets_requests_again() -> None:
+    """It answers, so nothing is started: it is checked, and is in the next sync."""
+    fakes = Fakes([], [])
+    fleet = fleet_of(fakes)
+    fakes.gone = {"b": "the connection broke"}
+    assert fleet.tend()
+    assert fakes.calls == ["greet b", f"b answers again at {URLS['b']}"] and not fakes.starting
+
+
+def test_an_engine_that_does_not_answer_is_started_again_beside_the_run_and_told_once() -> None:
+    fakes = Fakes([], [])
+    fakes.fleet = fleet_of(fakes)
+    fakes.gone, fakes.silent = {"b": "exit status 1"}, {"b"}
+    for _ in range(3):
+        assert not fakes.fleet.tend()
+        fakes.fleet.lost(fakes.gone)
+    assert fakes.calls == ["greet b", "b is gone (exit status 1): start b"]
+    (shown,) = (e for e in fakes.fleet.orders.standing()["engines"] if e["name"] == "b")
+    assert (shown["state"], shown["why"]) == ("starting", "exit status 1")
+
+
+def test_an_attached_engine_that_is_gone_is_asked_at_every_sync_and_one_of_ours_is_not() -> None:
+    for launches, greeted in ((False, 4), (True, 1)):
+        fakes = Fakes([], [])
+        fakes.launches, fakes.most_starts, fakes.silent = launches, 0, {"b"}
+        fleet = fleet_of(fakes)
+        fakes.gone = {"b": "no connection"}
+        for _ in range(3):
+            assert not fleet.tend()
+        fakes.silent = set()
+        assert fleet.tend() is not launches
+        assert fakes.calls.count("greet b") == greeted
+        assert [c for c in fakes.calls if "gone" in c] == ["b is gone (no connection): leave b"]
+
+
+def test_a_run_without_engines_waits_for_one_that_is_being_started_and_ends_without_that() -> None:
+    died = EngineDied("a", "exit status 1", "the server ended", "read a.log")
+    fakes = Fakes([], [])
+    fleet = fleet_of(fakes)
+    fakes.gone, fakes.silent = dict.fromkeys("abc", "exit status 1"), set("abc")
+    waits = itertools.count()
+
+    def come_back() -> None:
+        if next(waits) == 2:
+            fakes.back, fakes.silent = {"c": fakes.addresses[2]}, set()
+
+    fleet._check = come_back
+    fleet.revive(died)
+    assert next(waits) == 3 and fakes.calls[-1].startswith("c is back at")
+    fakes.gone, fakes.silent, fakes.most_starts, fakes.starting = dict.fromkeys("abc", "again"), set("abc"), 0, []
+    with pytest.raises(EngineDied, match="the server ended"):
+        fleet.revive(died)
+
+
+def test_an_engine_that_has_served_for_a_while_may_be_started_again_as_often_as_at_first() -> None:
+    fakes = Fakes([], [])
+    fleet = fleet_of(fakes)
+    for _ in range(FORGIVEN_AFTER - 1):
+        fleet.settled()
+    fakes.gone = {"b": "the connection broke"}
+    fleet.tend()
+    fleet.settled()
+    fleet.settled()
+    assert [call for call in fakes.calls if "forgive" in call] == ["forgive a", "forgive c"], "b begins to count anew"
+
+
+def test_engines_are_added_and_let_go_as_asked() -> None:
+    fakes = Fakes(["abc"], [None])
+    deliver(fakes)
+    fleet, orders = fakes.fleet, fakes.fleet.orders
+    number = orders.give(Order(engines=4))
+    assert not fleet.tend() and orders.standing()["told"] == {str(number): "starting n1"}
+    fakes.back = {"n1": EngineAddress("n1", "http://n1")}
+    assert fleet.tend() and state_of(fakes, "n1") == "joining"
+    fleet.settled()
+    orders.give(Order(engines=2))
+    fleet.tend()
+    assert fakes.calls[-3:-1] == ["retire n1", "retire c"]
+    assert [state_of(fakes, name) for name in ("a", "c", "n1")] == ["serving", "leaving", "leaving"]
+    fleet.settled()
+    assert [e["name"] for e in orders.standing()["engines"]] == ["a", "b"] and fleet.size == 2
+    assert {"end c", "end n1"} <= set(fakes.calls)
+
+
+def test_a_server_of_somebody_else_joins_and_leaves_by_its_address() -> None:
+    fakes = Fakes([], [])
+    fleet = fleet_of(fakes)
+    orders = fleet.orders
+    orders.give(Order(attach="http://x", keys=EngineKeys("k", "k")))
+    assert fleet.tend() and fakes.calls[:2] == ["take over http://x", "greet x"]
+    fleet.settled()
+    orders.give(Order(drain="http://x"))
+    fleet.tend()
+    fleet.settled()
+    assert fakes.calls[-3:] == ["release http://x", "end x", "x has left"]
+
+
+@pytest.mark.parametrize(("order", "said"), [
+    (Order(attach="http://b"), "is an engine of this run"),
+    (Order(drain="z"), "is no engine of this run"),
+    (Order(attach="http://broken"), "it lacks routes"),
+    (Order(engines=0), "no other engine serves now"),
+])  # fmt: skip
+def test_what_cannot_be_done_is_refused_and_the_run_goes_on(order: Order, said: str) -> None:
+    fakes = Fakes([], [])
+    fleet = fleet_of(fakes)
+    number = fleet.orders.give(order)
+    fleet.tend()
+    told = fleet.orders.standing()["told"][str(number)]
+    assert told.startswith("refused") and said in told
+    assert "serving" in {e["state"] for e in fleet.orders.standing()["engines"]}
+
+
+def test_engines_that_others_run_are_not_started_by_number() -> None:
+    fakes = Fakes([], [])
+    fakes.launches = False
+    fleet = fleet_of(fakes)
+    fleet.orders.give(Order(engines=3))
+    fleet.tend()
+    assert "use --attach and --drain" in fleet.orders.standing()["told"]["1"]
+
+
+def test_the_last_engine_that_serves_cannot_be_let_go() -> None:
+    fakes = Fakes([], [])
+    fleet = fleet_of(fakes)
+    for name in "abc":
+        fleet.orders.give(Order(drain=name))
+    fleet.tend()
+    told = list(fleet.orders.standing()["told"].values())
+    assert told[:2] == ["a will leave", "b will leave"] and "no other engine serves now" in told[2]

@@ -17,6 +17,7 @@ from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
 from mslime.control.delivery import Delivery
+from mslime.control.fleet import Fleet
 from mslime.control.loop import train_rl
 from mslime.control.rollouts import Evaluated, Evaluation, StepShards
 from mslime.control.session import Session
@@ -64,8 +65,14 @@ class FakeRollouts:
         self.tell("pause")
         self.update.append("pause")
 
-    def rejoin(self, address: EngineAddress) -> None:
-        self.update.append(f"rejoin {address.name}")
+    def greet(self, address: EngineAddress) -> None:
+        self.update.append(f"greet {address.name}")
+
+    def dead(self) -> dict[str, str]:
+        return {}
+
+    def stranded(self) -> bool:
+        return False
 
     def begin_update(self) -> Serving:
         self.update.append("begin")
@@ -121,6 +128,23 @@ class FakeTrainers:
         pass
 
 
+class FakeEngines:
+    """One engine, which comes back when a test says so."""
+
+    def __init__(self, run: FakeParts) -> None:
+        self.addresses, self.starting, self._run = [ENGINE], list[str](), run
+
+    def launched(self, name: str) -> bool:
+        return True
+
+    def started(self) -> dict[str, EngineAddress]:
+        return self._run.back
+
+    def take(self, address: EngineAddress) -> None: ...
+
+    def forgive(self, name: str) -> None: ...
+
+
 class FakeParts(Session):
     """A session whose processes only pretend; its loop, records and checkpoints are the real ones."""
 
@@ -133,10 +157,12 @@ class FakeParts(Session):
         self._open_records()
         self._rollouts, self._trainers = cast("Any", self.fake), cast("Any", FakeTrainers(self.fake))
         self.back: dict[str, EngineAddress] = {}
-        self._engines = cast("Any", SimpleNamespace(addresses=[ENGINE], came_back=lambda: self.back))
+        self._engines = cast("Any", FakeEngines(self))
+        self._fleet = Fleet(self._rollouts, self._engines, cast("Any", None), lambda: None, self.progress)
         self._delivery = Delivery(
-            self.config, self._rollouts, self._trainers, self._engines, lambda: None, lambda: "other", self.progress
-        )
+            self.config, self._rollouts, self._trainers, self._engines, self._fleet, lambda: None, lambda: "other",
+            self.progress,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(("loader", "compared"), [("model", 1), ("recorded", 2)])
@@ -164,7 +190,7 @@ def test_an_engine_that_is_back_is_compared_anew(tmp_path: Path) -> None:
             run.publish_weights(version)
     sent = ["send, verified", "send", "send, verified", "send"]
     assert [event for event in run.fake.update if event.startswith("send")] == sent
-    assert run.fake.update.index("rejoin engine 0") > run.fake.update.index("resume 2") + 1, "after the pause"
+    assert run.fake.update.index("greet engine 0") == run.fake.update.index("resume 2") + 1, "before the pause"
 
 
 def nothing(event: str) -> None:

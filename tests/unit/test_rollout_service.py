@@ -382,6 +382,28 @@ def test_when_no_engine_is_left_the_call_fails_and_finished_groups_stay(tmp_path
     run(work)
 
 
+def test_engines_that_died_before_a_weight_update_and_are_back_after_it_are_no_failure(tmp_path: Path):
+    """All die while the trainer works, which nobody asks about until they are back."""
+
+    async def work() -> None:
+        engines = FakeDyingEngines(uneven, [])
+        service = make_service(run_config(tmp_path, max_staleness=1), engines)
+        await service.take(0)
+        engines._deaths = [0, 0]
+        while len(engines.dead) < 2 or service._runner.failure is None:
+            await asyncio.sleep(0)
+        await service.pause_for_update()
+        engines.dead = {}
+        engines.version = 1
+        await service.resume_after_update(1)
+        batch = await service.take(1)
+        assert len(batch.groups) == 4 and service.books.counters.total["failed_rollouts"] == 0
+        for sample in batch.samples:
+            check_sample(sample)
+
+    run(work)
+
+
 def test_a_failing_reward_ends_the_step_and_keeps_the_responses(tmp_path: Path):
     async def work() -> None:
         failing = [True]

@@ -187,8 +187,8 @@ def test_a_parameter_that_differs_names_its_engine() -> None:
     assert "the second rank 0: a" in with_pool(work)
 
 
-def test_an_engine_that_gets_no_requests_any_more_takes_part_in_a_weight_update() -> None:
-    """The sender's process groups count its ranks, and it may well be alive: only a connection broke."""
+def test_an_engine_that_gets_no_requests_any_more_takes_part_in_no_update() -> None:
+    """Also when it lives, and only a connection broke: it comes back as others do, checked."""
 
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> list[list[str]]:
         kill(pool, "e1", EngineError("e1", "/generate", "the connection broke", "read e1.log"))
@@ -197,8 +197,7 @@ def test_an_engine_that_gets_no_requests_any_more_takes_part_in_a_weight_update(
         await pool.stamp(3)
         return [[path for path, _ in fake.seen] for fake in fakes]
 
-    update = ["/begin_weight_update", "/end_weight_update"]
-    assert with_pool(work) == [[*update, "/update_weight_version"], update]
+    assert with_pool(work) == [["/begin_weight_update", "/end_weight_update", "/update_weight_version"], []]
 
 
 def test_an_engine_that_is_gone_takes_part_in_no_update_any_more() -> None:
@@ -212,7 +211,7 @@ def test_an_engine_that_is_gone_takes_part_in_no_update_any_more() -> None:
 
     (first, second), paths, left = with_pool(work)
     assert first == Serving(tuple(left), {"e1": "exit status 1: the server ended"})
-    assert second == Serving(tuple(left), {})
+    assert second == first
     assert paths == ["/begin_weight_update"] * 2 + ["/end_weight_update", "/update_weight_version"]
 
 
@@ -261,14 +260,16 @@ def test_an_engine_that_dies_when_all_was_sent_is_no_failure_of_the_others() -> 
     assert list(with_pool(work).gone) == ["e1"]
 
 
-def test_an_engine_that_is_back_gets_requests_and_weights_under_its_old_name() -> None:
+def test_an_engine_that_is_back_gets_weights_and_then_requests_under_its_old_name() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[Serving, set[str], list[str], int]:
         await pool.generate(request(0, "s"))
         await fakes[1].__aexit__(None, None, None)
         await pool.begin_update()
         model = model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)
         async with FakeEngine() as again:
-            await pool.replace(EngineClient(again.url, "e1", model=model))
+            pool.admit(EngineClient(again.url, "e1", model=model))
+            before = await asyncio.gather(*(pool.generate(request(i)) for i in range(1, 5)))
+            assert {r.engine for r in before} == {"e0"} and not again.seen
             serving = await pool.begin_again()
             assert serving.urls == (fakes[0].url, again.url)
             engines = {r.engine for r in await asyncio.gather(*(pool.generate(request(i)) for i in range(1, 5)))}
@@ -281,16 +282,55 @@ def test_an_engine_that_is_back_gets_requests_and_weights_under_its_old_name() -
     assert serving.gone == {} and engines == {"e0", "e1"} and dead == ["e1"] and live == 1
 
 
-def test_a_wrong_bit_is_told_also_of_an_engine_that_gets_no_requests() -> None:
+def test_a_new_engine_is_one_of_them_from_the_next_update_on() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
-        kill(pool, "e1", EngineError("e1", "/generate", "the connection broke", "read e1.log"))
-        for fake in fakes:
-            fake.ranks = [{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0}]}]
-        await pool.begin_update()
-        await pool.compare({fakes[0].url: [{"a": "1"}], fakes[1].url: [{"a": "2"}]})
+        async with FakeEngine() as third:
+            pool.admit(EngineClient(third.url, "e2", model=model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)))
+            await pool.pause("abort")
+            assert not third.seen, "it is paused already"
+            assert (await pool.begin_update()).urls == (fakes[0].url, fakes[1].url, third.url)
+            await pool.resume()
+            assert {r.engine for r in await asyncio.gather(*(pool.generate(request(i)) for i in range(6)))} == {
+                "e0", "e1", "e2",
+            }  # fmt: skip
 
-    with pytest.raises(WeightSyncError, match="rank 0: a"):
-        with_pool(work)
+    with_pool(work)
+
+
+def test_a_pool_whose_engines_are_gone_goes_on_with_one_that_was_admitted() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
+        for name in ("e0", "e1"):
+            kill(pool, name, EngineError(name, "exit status 1", "the server ended", "read its log"))
+        assert pool.stranded
+        with pytest.raises(EngineError, match="e0"):
+            await pool.pause("abort")
+        pool.admit(EngineClient(fakes[1].url, "e1", model=model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)))
+        assert not pool.stranded
+        await pool.abort()
+        await pool.pause("abort")
+        with pytest.raises(EngineError, match="e0"):
+            await pool.generate(request(0))
+        assert (await pool.begin_update()).urls == (fakes[1].url,)
+        assert (await pool.generate(request(1))).engine == "e1"
+
+    with_pool(work)
+
+
+def test_an_engine_that_leaves_ends_its_requests_and_gets_no_others() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[set[str], Serving]:
+        session = (await pool.generate(request(0, "s"))).engine
+        await pool.retire(session)
+        leaves = next(fake for fake, name in zip(fakes, ("e0", "e1"), strict=True) if name == session)
+        assert leaves.seen[-1][0] == "/abort_request"
+        engines = {(await pool.generate(request(i, "s"))).engine for i in range(1, 4)}
+        await pool.pause("abort")
+        assert leaves.seen[-1][0] == "/pause_generation", "what it still has is interrupted with the others"
+        serving = await pool.begin_update()
+        assert [client.name for client in pool.clients] == sorted({"e0", "e1"} - {session})
+        return engines | {session}, serving
+
+    engines, serving = with_pool(work)
+    assert engines == {"e0", "e1"} and len(serving.urls) == 1 and not serving.gone
 
 
 def test_an_update_without_engines_says_what_the_first_died_of() -> None:

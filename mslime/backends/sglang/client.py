@@ -230,11 +230,18 @@ class EngineClient:
 
     async def ready(self) -> bool:
         """Whether the server is up and not paused."""
+        return await self._readiness() == 200
+
+    async def answers(self) -> bool:
+        """Whether somebody answers within 5 s, paused or not."""
+        return await self._readiness() is not None
+
+    async def _readiness(self) -> int | None:
         try:
             async with self._open().get(f"{self.url}/ready", timeout=_timeout(5.0)) as response:
-                return response.status == 200
+                return response.status
         except (aiohttp.ClientError, TimeoutError):
-            return False
+            return None
 
     async def model_info(self) -> dict[str, Any]:
         """GET /model_info."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ class Serving:
 
     Attributes:
         urls: of the engines that do.
-        gone: by name, what the engines died of that took part in the update before and do not any more.
+        gone: by name, what the engines died of that are dead.
     """
 
     urls: tuple[str, ...]
@@ -42,14 +43,19 @@ class Serving:
 
 
 class _Slot:
-    """One engine with its share of the work."""
+    """One engine with its share of the work.
+
+    Attributes:
+        error: what it died of.
+        leaving: it gets no requests any more, and is forgotten at the next weight update.
+    """
 
     def __init__(self, client: EngineClient, concurrency: int) -> None:
         self.client = client
         self.assigned = 0
         self.limit = asyncio.Semaphore(concurrency)
         self.error: EngineError | None = None
-        self.receives = True
+        self.leaving = False
         self._death: asyncio.Future[None] | None = None
 
     @property
@@ -58,9 +64,6 @@ class _Slot:
         if self._death is None:
             self._death = asyncio.get_running_loop().create_future()
         return self._death
-
-    def come_back(self, client: EngineClient) -> None:
-        self.client, self.error, self.receives, self._death = client, None, True, None
 
     def kill(self, error: EngineError) -> None:
         if self.error is None:
@@ -79,7 +82,9 @@ class EnginePool:
     def __init__(self, clients: Sequence[EngineClient], concurrency: int) -> None:
         assert clients and concurrency > 0
         assert len({c.name for c in clients}) == len(clients), "engines need distinct names"
+        self._concurrency = concurrency
         self._slots = [_Slot(client, concurrency) for client in clients]
+        self._admitted: dict[str, EngineClient] = {}
         self._sessions: OrderedDict[str, _Slot] = OrderedDict()
 
     def __len__(self) -> int:
@@ -125,12 +130,46 @@ class EnginePool:
         """Forget cached prefixes everywhere."""
         await self.broadcast(lambda client: client.flush_cache())
 
-    async def replace(self, client: EngineClient) -> None:
-        """An engine is back, with this client, under the name of one that died. It must have no requests of others, and
-        gets none before the next weight update is over, since the caller holds them back until then."""
-        slot = next(slot for slot in self._slots if slot.client.name == client.name)
-        await slot.client.close()
-        slot.come_back(client)
+    # -------------------------------------------------------------------------------------------- who belongs to it
+    #
+    # Engines come and go at weight updates only: one that comes needs weights before it may have a request, and one
+    # that leaves must have none left.
+
+    @property
+    def stranded(self) -> bool:
+        """Whether nobody is left that lives, or was admitted."""
+        return not len(self) and not self._admitted
+
+    def admit(self, client: EngineClient) -> None:
+        """Let an engine take part from the next weight update on: a new one, or one under the name of an engine that
+        died. It must be paused and have no requests of others."""
+        self._admitted[client.name] = client
+
+    async def retire(self, name: str) -> None:
+        """Give an engine no requests any more, interrupt those that it has (they go on elsewhere, with their tokens),
+        and forget it at the next weight update."""
+        self._admitted.pop(name, None)
+        for slot in self._slots:
+            if slot.client.name == name and not slot.leaving:
+                slot.leaving = True
+                if slot.error is None:
+                    with suppress(EngineDied):
+                        await self._unless_dead(slot, slot.client.abort())
+
+    async def _change(self) -> None:
+        """Take who was admitted, forget who leaves."""
+        admitted, self._admitted = self._admitted, {}
+        slots: list[_Slot] = []
+        for slot in self._slots:
+            client = admitted.pop(slot.client.name, None)
+            if client is not None:
+                slots.append(_Slot(client, self._concurrency))
+            elif not slot.leaving:
+                slots.append(slot)
+                continue
+            slot.kill(EngineDied(slot.client.name, slot.client.url, "it left the run", "ask another engine"))
+            await slot.client.close()
+        self._slots = slots + [_Slot(client, self._concurrency) for client in admitted.values()]
 
     # --------------------------------------------------------------------------------------------- weight update
     #
@@ -140,31 +179,26 @@ class EnginePool:
     # before `end_update`, while the parameters lie as they were loaded.
 
     async def begin_update(self) -> Serving:
-        """Open a weight-update session on every engine. One that is gone takes part in no update any more; one that
-        gets no requests, because a connection broke, does as long as it answers.
+        """Open a weight-update session on every engine that lives, the admitted ones among them.
 
         Raises:
-            EngineError: one of them refuses, or all are gone: what the first one died of.
+            EngineError: one of them refuses.
+            EngineDied: all are gone: what the first one died of.
         """
+        await self._change()
 
         async def begin(client: EngineClient) -> str:
             await client.begin_weight_update()
             return client.url
 
-        urls = await self._by_all(begin)
-        self._live()
-        gone: dict[str, str] = {}
-        for slot in self._slots:
-            if slot.receives and slot.error is not None and slot.client.url not in urls:
-                slot.receives = False
-                gone[slot.client.name] = slot.error.brief
-        return Serving(tuple(urls), gone)
+        urls = await self.broadcast(begin)
+        return Serving(tuple(urls), {name: error.brief for name, error in self.dead.items()})
 
     async def begin_again(self) -> Serving:
         """`begin_update` after an update that broke off. The engines hold a mixture, and are to get all weights anew.
         The trainer must have left its groups with them, for until then they may wait for a bucket. Raises like that.
         """
-        open_ones = [slot.client.end_weight_update() for slot in self._slots if slot.receives]
+        open_ones = [slot.client.end_weight_update() for slot in self._slots if slot.error is None]
         await asyncio.gather(*open_ones, return_exceptions=True)  # who is gone, or refuses to begin, is noticed next
         return await self.begin_update()
 
@@ -186,40 +220,26 @@ class EnginePool:
             with client.reading("digests of its weights"):
                 return compare(client.url, reported, expected[client.url])
 
-        return sum(await self._by_all(one))
+        return sum(await self.broadcast(one))
 
     async def end_update(self) -> None:
         """Close the session: engines finish their own layout (quantised or packed weights)."""
-        await self._by_all(lambda client: client.end_weight_update())
+        await self.broadcast(lambda client: client.end_weight_update())
 
     async def stamp(self, version: int) -> None:
         """Let every engine that gets requests report `version` for what it samples from now on."""
         await self.broadcast(lambda client: client.stamp(version))
 
-    async def _by_all(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """One call to every engine of the update, also to those that get no requests any more; the answers of those
-        that are not gone.
-
-        Raises:
-            EngineError: one refused, after all have answered; or all are gone, what the first one died of.
-        """
-        slots = [slot for slot in self._slots if slot.receives]
-        answers = await asyncio.gather(*(call(slot.client) for slot in slots), return_exceptions=True)
-        for slot, answer in zip(slots, answers, strict=True):
-            if isinstance(answer, EngineDied):
-                slot.kill(answer)
-        there = [answer for answer in answers if not isinstance(answer, EngineDied)]
-        if not there:
-            raise next(slot.error for slot in slots if slot.error is not None)
-        return all_or_first_failure(there)
-
     async def broadcast(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """One call to every live engine at the same time; the answers of those that live on.
+        """One call to every live engine at the same time; the answers of those that live on. Nobody is asked where the
+        only ones left are admitted ones.
 
         Raises:
             EngineError: one refused, after all have answered; or all died, what the first one died of.
         """
-        slots = self._live()
+        if not len(self) and self._admitted:
+            return []
+        slots = [slot for slot in self._slots if slot.error is None] or self._live()
         answers = await asyncio.gather(
             *(self._unless_dead(slot, call(slot.client)) for slot in slots), return_exceptions=True
         )
@@ -228,16 +248,15 @@ class EnginePool:
 
     async def close(self) -> None:
         """Close all connections."""
-        for slot in self._slots:
-            await slot.client.close()
+        for client in (*self.clients, *self._admitted.values()):
+            await client.close()
 
     def _live(self) -> list[_Slot]:
+        """The engines that may have requests; those that leave only where no other lives."""
         live = [slot for slot in self._slots if slot.error is None]
         if not live:
-            first = self._slots[0].error
-            assert first is not None
-            raise first
-        return live
+            raise next(iter(self.dead.values()))
+        return [slot for slot in live if not slot.leaving] or live
 
     async def _one(self, session_id: str, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
         """One call to the session's engine, or to the least busy one."""
@@ -250,7 +269,7 @@ class EnginePool:
 
     def _choose(self, session_id: str) -> _Slot:
         slot = self._sessions.get(session_id) if session_id else None
-        if slot is None or slot.error is not None:
+        if slot is None or slot.error is not None or slot.leaving:
             slot = min(self._live(), key=lambda s: s.assigned)
         if session_id:
             self._sessions[session_id] = slot

@@ -1,0 +1,266 @@
+"""Kills parts of a real run's engines at random, again and again, and tells what became of the run.
+
+    python benchmarks/chaos_engines.py [--kills 60] [--engines 2] [--seed 0]
+
+A run on real engines (tiny model, CPU) trains, evaluates and saves. Again and again one process of one engine (the
+guard, the server, its scheduler, its detokenizer) gets SIGKILL or SIGSTOP: at any moment of the run, while the engine
+is paused for a weight sync, or while it is being started again. After each the run must make two more steps and have
+all engines back. Every sync compares every bit of every engine's parameters with the trainer's (the run ends when one
+differs), the ledger is balanced in each step, and no trained token is older than `rollout.max_staleness`.
+
+`next_step_s` is from the signal to the end of the next step that was begun after it, `whole_s` until all engines
+serve. A stopped process is found by deadlines, which are short here (15 s). `ratio` in the last line, one of JSON, is
+the median step time with an engine gone over that with all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from mslime.config.errors import UserError
+from mslime.control.endpoint import ask
+from mslime.observe.rows import by_step
+from tests.e2e.harness import Run, start_run
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+
+PARTS = {"guard": "sglang.guard", "server": "launch", "scheduler": "sglang::scheduler", "detokenizer": "detokenizer"}
+MOMENTS = ("any", "any", "sync", "start")
+PATIENCE_S = 420.0
+
+
+@dataclass(frozen=True)
+class Event:
+    """One accident and what followed."""
+
+    engine: str
+    part: str
+    signal: str
+    moment: str
+    next_step_s: float
+    whole_s: float
+    steps_meanwhile: int
+
+
+def settings(model: Path, prompts: Path, engines: int) -> dict[str, Any]:
+    """Of a run that never ends by itself."""
+    return {
+        "model": {"path": str(model)},
+        "data": {
+            "prompts": [str(prompts)], "eval_sets": [{"name": "held_out", "path": f"{prompts}@[:4]"}],
+        },
+        "cluster": {"device": "cpu"},
+        "rollout": {
+            "groups_per_step": 4, "group_size": 4, "max_response_tokens": 64, "max_staleness": 1, "on_stale": "mask",
+        },
+        "sglang": {"num_engines": engines, "max_total_tokens": 4096, "restarts": 1000},
+        "reward": {"kind": "custom", "function": "tests.e2e.rewards:even_tokens"},
+        "train": {"num_steps": 100_000, "lr": 1e-3},
+        "observe": {"eval_every": 7},
+        "checkpoint": {"save_every": 9, "keep": 2},
+        "weights": {"verify": "always", "bucket_mib": 0.25},
+        "deadlines": {
+            "engine_request_s": 15, "engine_control_s": 15, "weight_sync_s": 40, "train_step_s": 100,
+            "rollout_step_s": 300,
+        },
+    }  # fmt: skip
+
+
+def family(run: Run, engine: str) -> list[psutil.Process]:
+    """The guard of an engine and all below it; empty while there is none."""
+    index = engine.removeprefix("engine")
+    for process in run.look():
+        with suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            if "sglang.guard" in line and f"engine{index}-" in line:
+                return [process, *process.children(recursive=True)]
+    return []
+
+
+def part_of(processes: Iterable[psutil.Process], part: str) -> psutil.Process | None:
+    """The process that plays this part."""
+    found = list(processes)
+    if not found or part == "guard":
+        return found[0] if found else None
+    for process in found[1:]:
+        with suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            if part == "server" and "--served-model-name" in title:
+                return process
+            if part != "server" and PARTS[part] in title:
+                return process
+    return None
+
+
+def states(run: Run) -> dict[str, dict[str, Any]]:
+    """The engines as `mslime scale` shows them."""
+    try:
+        found = asyncio.run(ask(run.directory))
+    except UserError:
+        return {}
+    return {engine["name"]: engine for engine in found["engines"]}
+
+
+def whole(run: Run, engines: int) -> bool:
+    """Whether all engines serve."""
+    return [e["state"] for e in states(run).values()] == ["serving"] * engines
+
+
+def paused(url: str) -> bool:
+    """Whether an engine is up and paused."""
+    try:
+        return httpx.get(f"{url}/ready", timeout=2).status_code == 503
+    except httpx.HTTPError:
+        return False
+
+
+def wait(run: Run, what: str, condition: Callable[[], bool], seconds: float = PATIENCE_S) -> float:
+    """Until it holds; how long that took. Ends the program when the run has ended, or time is up."""
+    begin = time.monotonic()
+    while not condition():
+        if run.process.poll() is not None:
+            raise SystemExit(f"the run ended while waiting for {what}:\n{run.text()[-6000:]}")
+        if time.monotonic() - begin > seconds:
+            raise SystemExit(f"no {what} within {seconds:.0f} s:\n{run.text()[-6000:]}")
+        time.sleep(0.1)
+    return time.monotonic() - begin
+
+
+def strike(run: Run, dice: random.Random, engines: int) -> Event:
+    """One accident; returns when the run has got over it."""
+    engine, moment = f"engine{dice.randrange(engines)}", dice.choice(MOMENTS)
+    part, name = dice.choice(list(PARTS)), dice.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
+    if moment == "sync":
+        url = states(run)[engine]["url"]
+        wait(run, "a paused engine", lambda: paused(url), 120)
+    elif moment == "start":
+        victim = part_of(family(run, engine), "server")
+        if victim is not None:
+            victim.kill()
+        wait(run, f"{engine} to start", lambda: states(run).get(engine, {}).get("state") == "starting", 120)
+        wait(run, "its processes", lambda: len(family(run, engine)) > 1, 200)
+        time.sleep(dice.uniform(0, 15))
+    else:
+        time.sleep(dice.uniform(0, 4))
+    wait(run, f"the {part} of {engine}", lambda: part_of(family(run, engine), part) is not None, 200)
+    victim, rows = part_of(family(run, engine), part), len(by_step(run.rows()))
+    begin = time.monotonic()
+    if victim is not None:
+        with suppress(psutil.NoSuchProcess):
+            os.kill(victim.pid, getattr(signal, name))
+    wait(run, "two more steps", lambda: len(by_step(run.rows())) >= rows + 2)
+    next_step = time.monotonic() - begin
+    # Its death is noticed at a sync, so an engine that still counts as serving may be dead.
+    wait(run, "all engines", lambda: bool(family(run, engine)) and whole(run, engines))
+    if name == "SIGSTOP":
+        wait(run, "the stopped process to be gone", lambda: victim is None or not _stopped(victim))
+        wait(run, "all engines", lambda: whole(run, engines))
+    steps = len(by_step(run.rows())) - rows
+    return Event(engine, part, name, moment, next_step, time.monotonic() - begin, steps)
+
+
+def _stopped(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
+def check_books(run: Run) -> int:
+    """The ledger is balanced in each step, and nothing too old was trained; the number of steps."""
+    rows = by_step(run.rows())
+    for before, row in pairwise([{"ledger/pending_tokens": 0.0}, *rows]):
+        spent = sum(row[f"ledger/{fate}_tokens"] for fate in ("trained", "masked", "dropped", "pending"))
+        if before["ledger/pending_tokens"] + row["ledger/generated_tokens"] != spent:
+            raise SystemExit(f"step {row['step']}: the ledger is not balanced")
+        if row["staleness/max"] > 1:
+            raise SystemExit(f"step {row['step']}: tokens of age {row['staleness/max']} were trained")
+    return len(rows)
+
+
+def measure(arguments: argparse.Namespace, directory: Path) -> None:
+    """Run, strike, print."""
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b)}) + "\n"
+                               for a in range(6) for b in range(4)))  # fmt: skip
+    model = make_tiny_qwen3_moe(directory / "model")
+    run, dice, events = start_run(settings(model, prompts, arguments.engines), directory), None, list[Event]()
+    dice, console = random.Random(arguments.seed), Console(width=120)
+    try:
+        wait(run, "the first steps", lambda: len(by_step(run.rows())) >= 3)
+        for number in range(arguments.kills):
+            events.append(strike(run, dice, arguments.engines))
+            check_books(run)
+            last = events[-1]
+            console.print(f"{number + 1}/{arguments.kills} {last}")
+        run.process.terminate()
+        status = run.finish(120)
+        left = run.left_over()
+        if status != 128 + signal.SIGTERM or left:
+            raise SystemExit(f"the run ended with status {status} and left {left}")
+        steps = check_books(run)
+        report(arguments, events, steps, by_step(run.rows()), console)
+    finally:
+        run.stop()
+
+
+def report(
+    arguments: argparse.Namespace, events: list[Event], steps: int, rows: list[dict[str, Any]], console: Console
+) -> None:
+    """The table and the line of JSON."""
+    table = Table("signal", "part", "moment", "accidents", "next step, median s", "longest", "whole again, median s")
+    keys = sorted({(e.signal, e.part, e.moment) for e in events})
+    for key in keys:
+        mine = [e for e in events if (e.signal, e.part, e.moment) == key]
+        table.add_row(
+            *key, str(len(mine)), f"{median(e.next_step_s for e in mine):.1f}",
+            f"{max(e.next_step_s for e in mine):.1f}",
+            f"{median(e.whole_s for e in mine):.0f}",
+        )  # fmt: skip
+    console.print(table)
+    full = [r["perf/step_seconds"] for r in rows if r.get("weights/engines") == arguments.engines]
+    fewer = [r["perf/step_seconds"] for r in rows if r.get("weights/engines", 0) < arguments.engines]
+    print(json.dumps({
+        "kills": len(events), "engines": arguments.engines, "seed": arguments.seed, "steps": steps,
+        "gone_on": len(events), "next_step_s": median(e.next_step_s for e in events),
+        "longest_next_step_s": max(e.next_step_s for e in events), "whole_s": median(e.whole_s for e in events),
+        "step_s": median(full), "step_with_one_gone_s": median(fewer) if fewer else None,
+        "ratio": median(fewer) / median(full) if fewer else None,
+    }))  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="run in this directory and leave it")
+    arguments = parser.parse_args()
+    if arguments.keep is not None:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
+        measure(arguments, arguments.keep)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        measure(arguments, Path(directory))
+
+
+if __name__ == "__main__":
+    main()

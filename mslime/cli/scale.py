@@ -1,0 +1,110 @@
+"""`mslime scale`: the engines of a running run, shown and changed."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mslime.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LOOK_EVERY_S = 1.0
+CHANGING = ("starting", "joining", "leaving")
+
+
+def add_parser(commands: Any) -> None:
+    """The command and its arguments."""
+    parser = commands.add_parser(
+        "scale",
+        help="show, add or remove the engines of a run that is training",
+        description="Shows the engines of a running run. With an option, changes them: at its next weight sync the run "
+        "takes who is new and lets go who is to leave; nothing that was generated is lost. Call it on the machine of "
+        "the run's driver.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="outputs/NAME")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--engines", type=int, metavar="N", help="mslime is to run N engines: starts or ends some")
+    what.add_argument("--attach", metavar="URL", help="take a server that is running already (docs/fleet.md)")
+    what.add_argument("--drain", metavar="ENGINE", help="let this engine leave: its name or its URL")
+    parser.add_argument(
+        "--key", default="", metavar="WHERE", help="with --attach: env:NAME or file:PATH of the server's key"
+    )
+    parser.add_argument(
+        "--admin-key", default="", metavar="WHERE", help="with --attach: of its admin key, if it has one"
+    )
+    parser.add_argument("--no-wait", action="store_true", help="return at once, not when it is done")
+    parser.add_argument("--json", action="store_true", help="print the engines as JSON")
+    parser.set_defaults(run=run_scale)
+
+
+def run_scale(args: argparse.Namespace) -> int:
+    """Ask, wait until it is done, show the engines; 1 when an order was refused."""
+    from rich.console import Console
+
+    console, order = Console(), order_of(args)
+    found = asyncio.run(_ask(args.run_dir, order))
+    number = found.get("number")
+    if number is not None and not args.no_wait:
+        found = _wait(args.run_dir, number, found, console)
+    told = found["told"].get(str(number), "")
+    if args.json:
+        console.print_json(data=found)
+    else:
+        if number is not None:
+            console.print(told or "the run does it at its next weight sync")
+        console.print(as_table(found["engines"]))
+    return 1 if told.startswith("refused") else 0
+
+
+def order_of(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The body of the request; None: only look. Raises ConfigError for a key that is not there."""
+    from pydantic import SecretStr
+
+    from mslime.config.keys import read_secret
+
+    if args.attach is None and (args.key or args.admin_key):
+        raise ConfigError("--key", args.key or args.admin_key, "belongs to --attach", "name the server: --attach URL")
+    order = {name: value for name in ("engines", "attach", "drain") if (value := getattr(args, name)) is not None}
+    for name, flag, where in (("api_key", "--key", args.key), ("admin_api_key", "--admin-key", args.admin_key)):
+        if where:
+            order[name] = read_secret(SecretStr(where), flag)
+    return order or None
+
+
+def _wait(run_dir: Path, number: int, found: Mapping[str, Any], console: Any) -> dict[str, Any]:
+    with console.status("waiting for the run's next weight sync") as status:
+        while number in found["waiting"] or _changing(found["engines"]):
+            if number not in found["waiting"]:
+                names = ", ".join(f"{e['name']} {e['state']}" for e in found["engines"] if e["state"] in CHANGING)
+                status.update(f"{found['told'].get(str(number), '')}; {names}")
+            time.sleep(LOOK_EVERY_S)
+            found = asyncio.run(_ask(run_dir, None))
+    return dict(found)
+
+
+def _changing(engines: Sequence[Mapping[str, Any]]) -> bool:
+    return any(engine["state"] in CHANGING for engine in engines)
+
+
+async def _ask(run_dir: Path, order: dict[str, Any] | None) -> dict[str, Any]:
+    from mslime.control.endpoint import ask
+
+    return await ask(run_dir, order)
+
+
+def as_table(engines: Sequence[Mapping[str, Any]]) -> Table:
+    """The engines, one a row."""
+    from rich.table import Table
+
+    table = Table("engine", "state", "url", "started by", "why")
+    for engine in engines:
+        by = "mslime" if engine["launched"] else "somebody else"
+        table.add_row(engine["name"], engine["state"], engine["url"], by, engine["why"].splitlines()[0] if engine["why"]
+                      else "")  # fmt: skip
+    return table
