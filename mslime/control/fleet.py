@@ -72,6 +72,7 @@ class Fleet:
             except UserError as error:
                 told = f"refused: {error}"
             self._progress.note(f"asked for {order.describe()}: {told.splitlines()[0]}")
+            self._show()
             self.orders.tell(number, told)
         for name, found in self._engines.started().items():
             how = "is back" if self._states[name].why else "joins"

@@ -86,7 +86,7 @@ class Orders:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: list[tuple[int, Order]] = []
+        self._new: list[tuple[int, Order]] = []
         self._count = 0
         self._told: dict[int, str] = {}
         self._engines: list[EngineState] = []
@@ -95,17 +95,17 @@ class Orders:
         """Ask for something; its number."""
         with self._lock:
             self._count += 1
-            self._waiting.append((self._count, order))
+            self._new.append((self._count, order))
             return self._count
 
     def take(self) -> list[tuple[int, Order]]:
-        """All that wait, in order; they wait no more."""
+        """All that have not been taken, in order. They wait until `tell`."""
         with self._lock:
-            taken, self._waiting = self._waiting, []
+            taken, self._new = self._new, []
             return taken
 
     def tell(self, number: int, what: str) -> None:
-        """What came of an order."""
+        """What came of an order; after `show`, for who asked looks at the engines then."""
         with self._lock:
             self._told[number] = what
 
@@ -119,6 +119,6 @@ class Orders:
         with self._lock:
             return {
                 "engines": [asdict(engine) for engine in self._engines],
-                "waiting": [number for number, _ in self._waiting],
+                "waiting": [number for number in range(1, self._count + 1) if number not in self._told],
                 "told": {str(number): what for number, what in self._told.items()},
             }

@@ -76,6 +76,7 @@ def test_an_order_waits_for_the_run_and_its_answer_is_told(run_dir: Path, orders
     found = asyncio.run(ask(run_dir, {"attach": "http://x/", "api_key": "secret"}))
     assert found["number"] == 1 and found["waiting"] == [1] and "secret" not in json.dumps(found)
     ((number, order),) = orders.take()
+    assert asyncio.run(ask(run_dir))["waiting"] == [1], "until it is told what came of it"
     assert (order.attach, order.keys.api, order.keys.admin) == ("http://x", "secret", "secret")
     assert "secret" not in repr(order) + order.describe()
     orders.tell(number, "it is engine2")
