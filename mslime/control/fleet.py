@@ -87,7 +87,7 @@ class Fleet:
     def lost(self, gone: Mapping[str, str]) -> None:
         """Engines that a sync goes on without, and what they died of."""
         for name, why in gone.items():
-            if self._states[name].state in ("serving", "joining"):
+            if name in self._states and self._states[name].state in ("serving", "joining"):
                 self._start_again(name, f"{name} is gone ({why})", why)
         self._show()
 
@@ -160,7 +160,9 @@ class Fleet:
         return self._drain(order.drain)
 
     def _scale(self, engines: int) -> str:
-        mine = [name for name, state in self._states.items() if state.launched and state.state not in ("leaving",)]
+        for name in [name for name, state in self._states.items() if state.launched and state.state == "gone"]:
+            self._retire(name)  # others take its place
+        mine = [name for name, state in self._states.items() if state.launched and state.state != "leaving"]
         if not self._engines.launches:
             raise ConfigError(
                 "engines", engines, "the engines of this run are attached ones (sglang.urls)",
@@ -199,13 +201,15 @@ class Fleet:
     def _retire(self, name: str) -> None:
         """Let an engine leave. Raises ConfigError for the last one that serves."""
         state = self._states[name]
-        others = [s for s in self._states.values() if s.state in ("serving", "joining") and s.name != name]
-        if not others:
+        serves = [s.name for s in self._states.values() if s.state in ("serving", "joining")]
+        if serves == [name]:
             raise ConfigError("drain", name, "no other engine serves now, and a run needs one", "add another one first")
-        if state.state in ("serving", "joining"):
-            self._rollouts.retire(name)
+        if state.state == "leaving":
+            return
+        self._rollouts.retire(name)
+        if name in serves:
             state.state = "leaving"
-        elif state.state != "leaving":  # nobody sends it anything
+        else:
             self._forget(name)
 
     def _forget(self, name: str) -> None:

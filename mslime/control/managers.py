@@ -215,11 +215,15 @@ class ManagerGroup:
 
     async def retire(self, name: str) -> None:
         """See `EnginePool`. Raises ConfigError when its manager has no other one: its groups have nowhere to go."""
-        manager, share = next(pair for pair in self._pairs() if name in _names(pair[1]))
-        if len(share) == 1:
-            raise ConfigError("drain", name, "is the only engine of one of several rollout managers", "drain another")
-        await manager.side("retire", name)
-        share[:] = [address for address in share if address.name != name]
+        for manager, share in self._pairs():
+            if name not in _names(share):
+                continue
+            if len(share) == 1:
+                raise ConfigError(
+                    "drain", name, "is the only engine of one of several rollout managers", "drain another"
+                )
+            await manager.side("retire", name)
+            share[:] = [address for address in share if address.name != name]
 
     async def dead(self) -> Mapping[str, EngineError]:
         """Of all managers."""

@@ -232,7 +232,11 @@ def test_an_engine_that_does_not_come_back_well_is_started_again(found: Any) -> 
 
 
 def state_of(fakes: Fakes, name: str) -> str:
-    (found,) = (e for e in fakes.fleet.orders.standing()["engines"] if e["name"] == name)
+    return state_in(fakes.fleet, name)
+
+
+def state_in(fleet: Fleet, name: str) -> str:
+    (found,) = (e for e in fleet.orders.standing()["engines"] if e["name"] == name)
     return found["state"]
 
 
@@ -318,6 +322,20 @@ def test_engines_are_added_and_let_go_as_asked() -> None:
     fleet.settled()
     assert [e["name"] for e in orders.standing()["engines"]] == ["a", "b"] and fleet.size == 2
     assert {"end c", "end n1"} <= set(fakes.calls)
+
+
+def test_an_engine_that_is_gone_for_good_can_be_let_go_and_is_replaced() -> None:
+    for order, left in ((Order(drain="b"), ["a", "c"]), (Order(engines=3), ["a", "c", "n1"])):
+        fakes = Fakes([], [])
+        fakes.most_starts, fakes.silent, fakes.gone = 0, {"b"}, {"b": "exit status 1"}
+        fleet = fleet_of(fakes)
+        fleet.tend()
+        assert state_in(fleet, "b") == "gone"
+        fleet.orders.give(order)
+        fleet.tend()
+        fleet.lost(fakes.gone)  # the pool forgets it when the update has begun
+        assert [e["name"] for e in fleet.orders.standing()["engines"]] == left
+        assert "retire b" in fakes.calls and "end b" in fakes.calls
 
 
 def test_a_server_of_somebody_else_joins_and_leaves_by_its_address() -> None:
