@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import signal
 import tempfile
@@ -162,16 +161,19 @@ def strike(run: Run, dice: random.Random, engines: int) -> Event:
         time.sleep(dice.uniform(0, 4))
     wait(run, f"the {part} of {engine}", lambda: part_of(family(run, engine), part) is not None, 200)
     victim, rows = part_of(family(run, engine), part), len(by_step(run.rows()))
+    assert victim is not None, "it was there a moment ago"
     begin = time.monotonic()
-    if victim is not None:
-        with suppress(psutil.NoSuchProcess):
-            os.kill(victim.pid, getattr(signal, name))
+    with suppress(psutil.NoSuchProcess):
+        victim.send_signal(getattr(signal, name))
     wait(run, "two more steps", lambda: len(by_step(run.rows())) >= rows + 2)
     next_step = time.monotonic() - begin
     # Its death is noticed at a sync, so an engine that still counts as serving may be dead.
     wait(run, "all engines", lambda: bool(family(run, engine)) and whole(run, engines))
-    if name == "SIGSTOP":
-        wait(run, "the stopped process to be gone", lambda: victim is None or not _stopped(victim))
+    if name == "SIGSTOP" and part == "guard":
+        with suppress(psutil.NoSuchProcess):  # it only watches, so nobody misses it
+            victim.resume()
+    elif name == "SIGSTOP":
+        wait(run, "the stopped process to be gone", lambda: not _stopped(victim))
         wait(run, "all engines", lambda: whole(run, engines))
     steps = len(by_step(run.rows())) - rows
     return Event(engine, part, name, moment, next_step, time.monotonic() - begin, steps)
