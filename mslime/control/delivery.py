@@ -42,6 +42,7 @@ class Delivery:
         self._config, self._rollouts, self._trainers, self._engines = config, rollouts, trainers, engines
         self._fleet, self._check, self._new_group, self._progress = fleet, check, new_group, progress
         self._met = frozenset(address.url for address in engines.addresses)
+        self._proven: frozenset[str] = frozenset()  # engines that have taken weights once
 
     @property
     def engines(self) -> int:
@@ -54,7 +55,7 @@ class Delivery:
 
     def send(self, version: int, verify: bool) -> tuple[SendReport, dict[str, Span]]:
         """Bring all weights to every engine that is there. When one dies meanwhile, the others, which stay paused and
-        hold a mixture, get all of them again.
+        hold a mixture, get all of them again. So they do when it fails with engines that are new: it goes on without.
 
         Returns:
             The report, and every rank's busy span, of the attempt that went through.
@@ -70,13 +71,18 @@ class Delivery:
         while True:  # ends: there is an engine less each time
             try:
                 self._meet(serving)
-                return self._trainers.send_weights(version, verify, self._progress.weights)
+                sent = self._trainers.send_weights(version, verify, self._progress.weights)
+                self._proven = self._met
+                return sent
             except WeightSyncError as error:
                 self._check()
                 tried = serving.urls
                 try:
                     self._leave()
                     serving = self._rollouts.begin_again()
+                    if serving.urls == tried and (new := set(tried) - self._proven) and new != set(tried):
+                        self._fleet.reject(new, error)
+                        serving = self._rollouts.begin_again()
                 except EngineDied:
                     raise
                 except UserError as second:

@@ -8,7 +8,7 @@ no requests from then on, and is left out of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from mslime.config.errors import ConfigError, EngineError, UserError
@@ -89,6 +89,19 @@ class Fleet:
         for name, why in gone.items():
             if name in self._states and self._states[name].state in ("serving", "joining"):
                 self._start_again(name, f"{name} is gone ({why})", why)
+        self._show()
+
+    def reject(self, urls: Collection[str], error: UserError) -> None:
+        """Engines that are new cannot be given weights, which is no failure of the others. Raises UserError when one of
+        them cannot be spared."""
+        for name in [name for name, state in self._states.items() if state.url in urls]:
+            self._rollouts.retire(name)
+            what = f"{name} cannot be given weights ({error.brief})"
+            if self._states[name].launched:
+                self._start_again(name, what, error)
+            else:
+                self._progress.note(what)
+                self._forget(name)
         self._show()
 
     def settled(self) -> None:

@@ -181,6 +181,22 @@ def test_an_engine_that_dies_while_all_meet_is_left_out_as_well() -> None:
     assert fakes.calls == ["connect abc g0", *met, *again]
 
 
+@pytest.mark.parametrize("launches", [True, False])
+def test_an_engine_that_is_new_and_takes_no_weights_is_left_out_and_the_others_get_theirs(launches: bool) -> None:
+    fakes = Fakes(["ac", "abc", "abc", "ac"], [None, BROKEN, None])
+    fakes.launches = launches
+    delivery = deliver(fakes)
+    fakes.calls = []
+    delivery.send(1, False)
+    begun = ["begin", "3 of 3 engines take the weights", "leave", "connect abc g2", "send 1", "check", "leave", "again"]
+    assert fakes.calls[: len(begun) + 1] == [*begun, "retire b"]
+    size = 3 if launches else 2
+    rest = ["again", f"2 of {size} engines take the weights", "connect ac g3", "send 1"]
+    assert fakes.calls[-4:] == rest and delivery.engines == 2
+    assert any(call.startswith("b cannot be given weights (bucket 1") for call in fakes.calls)
+    assert ("end b" in fakes.calls) is not launches
+
+
 @pytest.mark.parametrize("again", ["abc", EngineError("engines", "c", "none is left", "read c.log")])
 def test_a_failure_that_no_death_explains_ends_it_in_its_own_words(again: str | Exception) -> None:
     fakes = Fakes(["abc", again], [BROKEN])
