@@ -188,7 +188,7 @@ def _stopped(process: psutil.Process) -> bool:
 
 def check_books(run: Run) -> int:
     """The ledger is balanced in each step, and nothing too old was trained; the number of steps."""
-    rows = by_step(run.rows())
+    rows = [row for row in by_step(run.rows()) if "ledger/trained_tokens" in row]  # not those of scores alone
     for before, row in pairwise([{"ledger/pending_tokens": 0.0}, *rows]):
         spent = sum(row[f"ledger/{fate}_tokens"] for fate in ("trained", "masked", "dropped", "pending"))
         if before["ledger/pending_tokens"] + row["ledger/generated_tokens"] != spent:
