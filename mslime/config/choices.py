@@ -36,8 +36,12 @@ Kept = Literal["some", "all", "none"]
 """How many of the responses are written to files."""
 
 
-TRANSPORT_NAMES = ("broadcast",)
+TRANSPORT_NAMES = ("broadcast", "shm", "disk")
 """Ways for weights to the engines that mslime brings along; `weights.transport` says where each is."""
+
+
+FileKind = Literal["mapped", "safetensors"]
+"""How a bucket lies in a file: as the first bytes of memory that stays mapped, or as safetensors, in its order."""
 
 
 def is_function(value: str) -> bool:

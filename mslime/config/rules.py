@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from mslime.config.algorithm import GROUP_RELATIVE
 from mslime.config.choices import check_choice
-from mslime.config.cluster import engine_nccl
+from mslime.config.cluster import claims, count_gpus, describe_gpus, engine_nccl
 from mslime.config.engines import MASK_LIMIT, check_teacher
 from mslime.config.environments import check_environment_settings
 from mslime.config.errors import ConfigError
@@ -197,6 +197,19 @@ def _engine_on_one_node(config: RunConfig) -> None:
             f"an engine that mslime launches lives on one machine, which has {cluster.gpus_per_node} GPUs",
             "lower it, or start the servers over several machines yourself and name them in sglang.urls",
         )
+
+
+def _shared_memory_on_one_node(config: RunConfig) -> None:
+    cluster, wanted = config.cluster, claims(config)
+    if config.weights.transport != "shm" or cluster.device == "cpu" or count_gpus(wanted) <= cluster.gpus_per_node:
+        return
+    raise ConfigError(
+        "weights.transport",
+        "shm",
+        f"the run needs {describe_gpus(wanted)}, one machine has {cluster.gpus_per_node} (cluster.gpus_per_node), and "
+        "machines share no memory",
+        "set broadcast, or disk with a weights.directory that all machines share",
+    )
 
 
 def _tensor_parallel_on_one_node(config: RunConfig) -> None:
@@ -464,6 +477,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _cpu_limits,
     _overlap,
     _engine_on_one_node,
+    _shared_memory_on_one_node,
     _tensor_parallel_on_one_node,
     _nccl_of_both_sides,
     _group_size,

@@ -67,7 +67,7 @@ class PolicySpec(TrainingSpec):
         algorithm: advantage, loss and correction.
         temperature: of the softmax: what the tokens were sampled with; 1 for supervised training.
         reference, teacher: checkpoints of further weights for the same model; None where none is held.
-        weights: how they are sent.
+        weights: how they are sent; the directory is this run's own, and absolute.
         asked_engine_dtype: `sglang.dtype`; `config.dtypes.served_dtype` decides what `auto` is.
     """
 
@@ -110,9 +110,16 @@ def policy_spec(config: RunConfig) -> PolicySpec:
         temperature=config.rollout.temperature if rl else 1.0,
         reference=(model.reference_path or model.path) if rl and config.algorithm.kl_coef > 0 else None,
         teacher=model.teacher_path if rl else None,
-        weights=config.weights,
+        weights=_with_directory(config),
         asked_engine_dtype=config.sglang.dtype,
     )
+
+
+def _with_directory(config: RunConfig) -> WeightsConfig:
+    """How weights are sent, with the directory of this run's alone: absolute, for engines read it too."""
+    given = config.weights.directory
+    directory = given / config.name if given is not None else config.run_dir / "weights"
+    return config.weights.model_copy(update={"directory": directory.absolute()})
 
 
 def critic_spec(config: RunConfig) -> CriticSpec:

@@ -203,6 +203,18 @@ def _stale_tokens(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _weights(config: RunConfig) -> Iterator[str]:
+    weights = config.weights
+    if weights.directory is not None and weights.transport in ("broadcast", "shm"):
+        yield f"weights.directory has no effect: weights.transport is {weights.transport}, and only disk writes files."
+    if weights.transport in ("shm", "disk") and config.sglang.urls:
+        yield (
+            f"weights.transport {weights.transport} with sglang.urls: a server that was started without mslime's "
+            "plug-in (mslime/backends/sglang/plugins/files on its PYTHONPATH) is refused when the run meets it. Set "
+            "weights.transport broadcast."
+        )
+
+
 _ADVICE: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _stale_tokens,
     _ratio_is_one,
@@ -213,4 +225,5 @@ _ADVICE: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _advantage,
     _never_binds,
     _unused_fields,
+    _weights,
 )

@@ -57,15 +57,8 @@ class TensorPlan:
         return math.prod(self.shape) * _BITS.get(self.dtype, 8) // 8
 
 
-def write_safetensors(path: Path, plans: Sequence[TensorPlan], tensors: Iterable[Tensor], advance: Advance) -> Written:
-    """One shard: the header, which is known before any tensor, then the tensors one at a time.
-
-    Args:
-        tensors: in the order of `plans`, on the CPU, in the planned dtypes and shapes.
-
-    Raises:
-        CheckpointError: the file could not be written.
-    """
+def safetensors_header(plans: Sequence[TensorPlan]) -> bytes:
+    """What a shard begins with; the tensors' bytes follow one after the other."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for plan in plans:
@@ -77,8 +70,21 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], tensors: Iterable
         at += plan.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % 64)  # tensors begin aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_safetensors(path: Path, plans: Sequence[TensorPlan], tensors: Iterable[Tensor], advance: Advance) -> Written:
+    """One shard: the header, which is known before any tensor, then the tensors one at a time.
+
+    Args:
+        tensors: in the order of `plans`, on the CPU, in the planned dtypes and shapes.
+
+    Raises:
+        CheckpointError: the file could not be written.
+    """
+    text = safetensors_header(plans)
     with OutputFile(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(text)
         for plan, tensor in zip(plans, tensors, strict=True):
             assert tuple(tensor.shape) == plan.shape, (plan, tensor.shape)
             assert SAFETENSORS_DTYPES[str(tensor.dtype).removeprefix("torch.")] == plan.dtype, (plan, tensor.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from mslime.config.errors import WeightSyncError, sync_error
+from mslime.config.errors import sync_error
 from mslime.config.keys import EngineInfo
 from mslime.network import listen
 from mslime.threads import in_thread
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link
+from mslime.weights.waiting import all_done, until_loaded
 
 
 def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:
@@ -108,20 +109,8 @@ class BroadcastTransport:
         self._store = store
         # In a thread of its own, so that an engine's refusal is heard while this rank still waits for it.
         joined = in_thread(join_group, store, self._backend, world_size, 0, self._name, timeout)
-        self._await([joined, *joins], "connect", f"{len(engines)} engines", self._deadline_s)
+        all_done([joined, *joins], "connect", f"{len(engines)} engines", self._deadline_s)
         self._group = joined.result()
-
-    @staticmethod
-    def _await(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s: float) -> None:
-        done, waiting = wait(futures, timeout=deadline_s, return_when=FIRST_EXCEPTION)
-        # An engine's own words first: a broken collective is only their echo.
-        failures = [error for future in done if (error := future.exception()) is not None]
-        for error in sorted(failures, key=lambda e: not isinstance(e, WeightSyncError)):
-            if isinstance(error, WeightSyncError):
-                raise error
-            raise sync_error(phase, where, f"{type(error).__name__}: {error}") from error
-        if waiting:
-            raise sync_error(phase, where, f"not finished within {deadline_s:.0f} s")
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
         """Ask every engine to receive the bucket, and broadcast it."""
@@ -168,18 +157,8 @@ class PendingBroadcast:
         Raises:
             WeightSyncError: from the engine that refused it, or when the deadline passes.
         """
-        waiting: set[Future[Any]] = {self.entered, *self.answers}
-        while waiting:  # each request keeps the deadline; the first that fails ends the wait for all
-            done, waiting = wait(waiting, return_when=FIRST_EXCEPTION)
-            for answer in done:
-                if (error := answer.exception()) is not None:
-                    raise self._name_bucket(error)
+        until_loaded(self.bucket, (self.entered, *self.answers))
         try:
             self.entered.result().wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
             raise sync_error("send", self.bucket.describe(), f"the broadcast broke: {error}") from error
-
-    def _name_bucket(self, error: BaseException) -> WeightSyncError:
-        rule = error.rule if isinstance(error, WeightSyncError) else repr(error)
-        where = error.value if isinstance(error, WeightSyncError) else "engine"
-        return sync_error("send", f"{self.bucket.describe()} to {where}", rule)

@@ -95,6 +95,7 @@ class Courier:
         ends: time (`time.monotonic`) after which no bucket is sent any more.
         deadline_s: that this is, for the message.
         seconds: to which its time is added.
+        failure: what went wrong already: nothing is sent then, but the turn is passed on.
     """
 
     transport: Transport
@@ -102,8 +103,8 @@ class Courier:
     ends: float
     deadline_s: float
     seconds: Seconds
+    failure: Exception | None = None
     _filled: Queue[_Filled | None] = field(default_factory=lambda: Queue(1))
-    _failure: Exception | None = None
 
     def __post_init__(self) -> None:
         self._done = in_thread(self._deliver)
@@ -122,7 +123,7 @@ class Courier:
         """Wait until all is sent; the first failure."""
         self._filled.put(None)
         self._done.result()
-        return self._failure
+        return self.failure
 
     def _deliver(self) -> None:
         while (filled := self._filled.get()) is not None:
@@ -142,9 +143,9 @@ class Courier:
         try:
             before = self.turns.take(filled.bucket) if self.turns is not None else True
         except WeightSyncError as error:
-            self._failure = self._failure or error
+            self.failure = self.failure or error
             before = False
-        return before and self._failure is None and filled.flat is not None
+        return before and self.failure is None and filled.flat is not None
 
     def _send(self, filled: _Filled) -> bool:
         """Whether every engine has loaded the bucket."""
@@ -155,5 +156,5 @@ class Courier:
             with torch.cuda.stream(filled.stream) if filled.stream is not None else nullcontext():
                 self.transport.start(filled.bucket, filled.flat).wait()
         except Exception as error:  # of a user's transport as well: it is raised on every rank
-            self._failure = error
-        return self._failure is None
+            self.failure = error
+        return self.failure is None

@@ -33,7 +33,7 @@ from mslime.weights.expected import ExpectedDigests
 from mslime.weights.groups import SyncGroups
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
-from mslime.weights.transport import Link, Receivers, Transport, find_transport, group_name
+from mslime.weights.transport import Link, Receivers, SyncObserver, Transport, find_transport, group_name
 
 _T = TypeVar("_T")
 NamedParams = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -52,6 +52,7 @@ class SyncOptions:
         engine_parameters: what the engines keep of the model (`Family.engine_parameters`), for the expected digests.
         name: unique among the runs that share an engine.
         transport: as `weights.transport` says.
+        directory: for weights in files, of this run alone; None: there is none.
     """
 
     dtype: str
@@ -62,6 +63,7 @@ class SyncOptions:
     name: str = "mslime"
     export_dtype: str | None = None
     transport: str = "broadcast"
+    directory: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -154,11 +156,11 @@ class WeightSender:
 
     def _raise_together(self, phase: str, failure: Exception | None) -> None:
         """Collective: the first failing rank's error is raised on every rank."""
-        words = f"{failure.value}: {failure.rule}" if isinstance(failure, WeightSyncError) else repr(failure)
-        failures = self._exchange(None if failure is None else words)
-        culprit = next((rank for rank, words in enumerate(failures) if words is not None), None)
+        failures = self._exchange(None if failure is None else _words_of(failure))
+        culprit = next(((rank, words) for rank, words in enumerate(failures) if words is not None), None)
         if culprit is not None:
-            raise sync_error(phase, f"trainer rank {culprit}", str(failures[culprit])) from failure
+            rank, (words, way_out) = culprit
+            raise sync_error(phase, f"trainer rank {rank}", words, way_out) from failure
 
     def connect(self, engines: Sequence[Endpoint], group: str | None = None) -> None:
         """Meet the engines: one group for each sender. Collective.
@@ -172,6 +174,8 @@ class WeightSender:
             WeightSyncError: on every rank, naming the engine and its answer.
         """
         assert self._receivers is not None, "a sender without receivers only exports"
+        if group is None:
+            group = self._exchange(f"{self._options.name}-{uuid.uuid4().hex[:8]}")[0]
         for sender in self._groups.senders.everyone():
             failure: WeightSyncError | None = None
             if self._groups.sends:
@@ -184,10 +188,11 @@ class WeightSender:
             self._raise_together("connect", failure)
         self.engines = self._exchange(self.engines)[0]
 
-    def _meet(self, receivers: Receivers, group: str | None) -> None:
-        options = self._options
-        name = group_name(group or f"{options.name}-{uuid.uuid4().hex[:8]}", self._groups.rank)
-        self._transport = self._make_transport(Link(name, options.backend, options.deadline_s, receivers))
+    def _meet(self, receivers: Receivers, group: str) -> None:
+        options, rank = self._options, self._groups.rank
+        name = group_name(group, rank)
+        link = Link(name, options.backend, options.deadline_s, receivers, group, rank, options.directory)
+        self._transport = self._make_transport(link)
         self._transport.connect(self.engines)
 
     def send(self, version: int, verify: bool = False) -> SendReport:
@@ -206,7 +211,8 @@ class WeightSender:
             self._sent = True
         started = time.monotonic()
         params, spent = dict(self._params()), Seconds()
-        self._raise_together("send", self._send_buckets(params, started, spent))
+        self._raise_together("send", self._send_buckets(version, params, started, spent))
+        self._raise_together("complete", self._tell_transport(lambda observer: observer.complete()))
         everyone = self._exchange((time.monotonic() - started, spent))
         return SendReport(
             version,
@@ -217,7 +223,18 @@ class WeightSender:
             self._expected_digests(params) if verify else {},
         )
 
-    def _send_buckets(self, params: Mapping[str, torch.Tensor], started: float, spent: Seconds) -> Exception | None:
+    def _tell_transport(self, call: Callable[[SyncObserver], None]) -> Exception | None:
+        """Tell it of the whole sync, if it asks for that; how it failed."""
+        try:
+            if isinstance(self._transport, SyncObserver):
+                call(self._transport)
+        except Exception as error:  # of a user's transport as well: it is raised on every rank
+            return error
+        return None
+
+    def _send_buckets(
+        self, version: int, params: Mapping[str, torch.Tensor], started: float, spent: Seconds
+    ) -> Exception | None:
         """Fill and send this rank's buckets; the first failure is returned after all gathers are over."""
         rank, deadline_s = self._groups.rank, self._options.deadline_s
         courier: Courier | None = None
@@ -225,7 +242,8 @@ class WeightSender:
             assert self._transport is not None, "connect comes before send"
             turns = self._groups.turns if len(self.engines) > 1 else None
             order = Turns(self.plan, turns) if turns is not None else None
-            courier = Courier(self._transport, order, started + deadline_s, deadline_s, spent)
+            refused = self._tell_transport(lambda observer: observer.begin(version, self.plan.buckets))
+            courier = Courier(self._transport, order, started + deadline_s, deadline_s, spent, refused)
         failure: Exception | None = None
         buckets = self.plan.buckets_of(rank)
         mine, filled = sum(bucket.sender == rank for bucket in buckets), 0
@@ -365,6 +383,15 @@ class WeightSender:
         if self._receivers is not None:
             self._receivers.close()
         self.engines = ()
+
+
+def _words_of(failure: Exception) -> tuple[str, str]:
+    """What a rank's failure is called on others, and the way out that it names."""
+    if not isinstance(failure, WeightSyncError):
+        return repr(failure), ""
+    if failure.field in ("weights.transport", "weights.directory"):
+        return f"{failure.field} = {failure.value!r}: {failure.rule}", failure.way_out
+    return f"{failure.value}: {failure.rule}", failure.way_out
 
 
 def _give_back_memory() -> None:

@@ -1,7 +1,7 @@
 """How a filled bucket reaches the engines: what a transport is, and which there are (`weights.transport`).
 
-`broadcast` is mslime's own. A user's is named `module:function` and called with a `Link`; `contract.check_transport`
-says whether it keeps what is promised here.
+mslime's own are `broadcast`, `shm` and `disk`. A user's is named `module:function` and called with a `Link`;
+`contract.check_transport` says whether it keeps what is promised here.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from mslime.config.choices import FileKind
 from mslime.config.keys import Endpoint, EngineInfo
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
@@ -18,7 +20,11 @@ from mslime.weights.plan import Bucket
 if TYPE_CHECKING:
     import torch
 
-TRANSPORTS: Mapping[str, str] = {"broadcast": "mslime.weights.broadcast:BroadcastTransport"}
+TRANSPORTS: Mapping[str, str] = {
+    "broadcast": "mslime.weights.broadcast:BroadcastTransport",
+    "shm": "mslime.weights.shm:ShmTransport",
+    "disk": "mslime.weights.disk:DiskTransport",
+}
 """Transports by the name that `weights.transport` gives them, and where each is: imported when it is used."""
 
 
@@ -43,8 +49,22 @@ class Receivers(Protocol):
         """The description of a bucket for `receive`, the same for every engine and at every sync."""
         ...
 
+    def announce_file(
+        self, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], kind: FileKind, path: Path
+    ) -> bytes:
+        """The description of a bucket that lies in a file, for `receive`."""
+        ...
+
+    def see(self, engine: EngineInfo, directory: Path) -> Future[None]:
+        """Done when an engine says that it can take buckets in files of this directory."""
+        ...
+
+    def forget(self, engine: EngineInfo, directory: Path) -> Future[None]:
+        """Let an engine unmap the files of this directory."""
+        ...
+
     def receive(self, engine: EngineInfo, announcement: bytes) -> Future[None]:
-        """Let an engine take part in the broadcast of a bucket; done when it has loaded it."""
+        """Let an engine take a bucket, by a broadcast or from a file; done when all its ranks have loaded it."""
         ...
 
     def leave(self, engine: EngineInfo, name: str) -> Future[None]:
@@ -69,12 +89,18 @@ class Link:
         backend: of process groups: `nccl` on GPUs, `gloo` on CPUs.
         deadline_s: for meeting the engines, and for each bucket.
         receivers: the engines' requests. The caller closes them.
+        group: what the names of all senders' connections begin with.
+        rank: of this sender.
+        directory: for weights in files; None where there is none (`weights.directory`).
     """
 
     name: str
     backend: str
     deadline_s: float
     receivers: Receivers
+    group: str = ""
+    rank: int = 0
+    directory: Path | None = None
 
 
 class Pending(Protocol):
@@ -105,6 +131,26 @@ class Transport(Protocol):
 
     def disconnect(self) -> None:
         """Leave the engines; safe to call twice, and after a failure."""
+        ...
+
+
+@runtime_checkable
+class SyncObserver(Protocol):
+    """What a transport may have beside, to be told of whole syncs."""
+
+    def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
+        """Buckets of this version follow. Called on every sender.
+
+        Args:
+            buckets: of all senders, in the order of the plan.
+
+        Raises:
+            WeightSyncError: they cannot be sent.
+        """
+        ...
+
+    def complete(self) -> None:
+        """Every sender's buckets have been loaded by every engine. Raises WeightSyncError."""
         ...
 
 

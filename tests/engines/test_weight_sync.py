@@ -19,8 +19,10 @@ from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.backends.sglang.recorded import RECORDED
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint
+from mslime.convert.hf import copy_side_files
 from mslime.network import free_port
 from mslime.weights.plan import Bucket
+from mslime.weights.shm import PREFIX
 from mslime.weights.sync import WeightSender
 from mslime.weights.transport import Pending, Transport
 from tests.engines.conftest import SharedServer
@@ -45,9 +47,10 @@ def engine(sglang_server: SharedServer) -> Iterator[Endpoint]:
     sglang_server.restore()
 
 
-def config_of(checkpoint: Path, output: Path, **sizes: Any) -> Any:
+def config_of(checkpoint: Path, output: Path, transport: str = "broadcast", **sizes: Any) -> Any:
     config = make_config(checkpoint, output, **sizes)
-    return config.model_copy(update={"weights": config.weights.model_copy(update=BUCKETS["weights"])})
+    weights = {**BUCKETS["weights"], "transport": transport}
+    return config.model_copy(update={"weights": config.weights.model_copy(update=weights)})
 
 
 def change_weights(trainer: MegatronTrainer, amount: float) -> None:
@@ -129,8 +132,15 @@ def transformers_log_probs(path: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("version", "sizes"),
-    [(2, {}), (4, {"tp": 2, "ep": 2}), (6, {"pp": 2}), (8, {"dp": 2, "ep": 2})],
-    ids=["1 process", "tp2 ep2", "pp2", "dp2 ep2"],
+    [
+        (2, {}),
+        (4, {"tp": 2, "ep": 2}),
+        (6, {"pp": 2}),
+        (8, {"dp": 2, "ep": 2}),
+        (14, {"transport": "shm", "dp": 2, "ep": 2}),
+        (16, {"transport": "disk", "dp": 2, "ep": 2}),
+    ],
+    ids=["1 process", "tp2 ep2", "pp2", "dp2 ep2", "shm dp2 ep2", "disk dp2 ep2"],
 )
 def test_the_engine_serves_the_trainers_weights_under_their_version(
     checkpoint: Path, engine: Endpoint, tmp_path: Path, version: int, sizes: dict[str, Any]
@@ -145,6 +155,16 @@ def test_the_engine_serves_the_trainers_weights_under_their_version(
     assert float((after - expected).abs().max()) < 1e-4
     assert float((after - before).abs().max()) > 1e-3, "the weights changed enough to tell"
     assert meta["weight_version"] == str(version)
+    assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
+    if sizes.get("transport") == "disk":
+        assert torch.equal(transformers_log_probs(whole_version(config, checkpoint)), expected)
+
+
+def whole_version(config: Any, source: Path) -> Path:
+    """The version that `disk` left, made a checkpoint that others can load."""
+    (found,) = config.run_dir.glob("weights/*/version_*")
+    copy_side_files(source, found)
+    return found
 
 
 class BitFlippingTransport:

@@ -180,10 +180,10 @@ def test_an_updater_records_once_and_says_how_it_loads() -> None:
     for loader, says in ((None, plug_in.RECORDED), (added, plug_in.OWN_LOADER + "aten.add_")):
         updater = FakeUpdater(FakeModel(loader))
         said = []
-        refused = plug_in.Received(arrived(plug_in._buckets(updater), {"unknown": torch.zeros(3).bfloat16()}))
+        refused = plug_in.Received(arrived(plug_in.buckets_of(updater), {"unknown": torch.zeros(3).bfloat16()}))
         assert [plug_in._load(updater.original, updater, refused) for _ in "ab"] == [(False, "no such tensor")] * 2
         for seed in (0, 1, 2):
-            bucket = arrived(plug_in._buckets(updater), values(seed))
+            bucket = arrived(plug_in.buckets_of(updater), values(seed))
             loaded, message = plug_in._load(updater.original, updater, plug_in.Received(bucket))
             assert loaded
             said.append(message)

@@ -97,8 +97,9 @@ def command_line(fields: Mapping[str, Any]) -> list[str]:
 
 
 def environment(
-    base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None, recorded: bool = False
-) -> dict[str, str]:
+    base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None, recorded: bool = False,
+    files: bool = False,
+) -> dict[str, str]:  # fmt: skip
     """The server's environment variables.
 
     Args:
@@ -106,6 +107,7 @@ def environment(
         ranks: tensor-parallel processes of the server.
         gpus: devices it may see (CUDA_VISIBLE_DEVICES); None leaves that to `base`.
         recorded: it loads buckets of weights by recorded copies (see `recorded`).
+        files: it takes them in files (see `files`).
     """
     env = dict(base)
     env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would cost a timeout
@@ -113,7 +115,7 @@ def environment(
     env["NO_PROXY"] = ",".join(filter(None, [env.get("NO_PROXY"), "127.0.0.1,localhost"]))
     env["PYTHONUNBUFFERED"] = "1"
     # mslime itself must be importable, for the guard and for the CPU platform, also when it is not installed.
-    plugins = ["routes", *(["receiver"] if recorded else [])]
+    plugins = ["routes", *(["receiver"] if recorded else []), *(["files"] if files else [])]
     own = [Path(__file__).resolve().parents[3], *(PLUGINS_DIR / plugin for plugin in plugins)]
     paths = [*map(str, own), env.get("PYTHONPATH")]
     if cpu:

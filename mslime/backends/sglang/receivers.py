@@ -12,14 +12,17 @@ import logging
 import threading
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from mslime.backends.sglang.client import EngineClient, bucket_description
 from mslime.backends.sglang.digest import engine_digest
+from mslime.backends.sglang.files import NO_SUCH_GROUP, UNSEEN, group_of, group_to_forget, group_to_see
 from mslime.backends.sglang.recorded import OWN_LOADER, RECORDED
-from mslime.config.errors import MALFORMED, EngineError, sync_error
+from mslime.config.choices import FileKind
+from mslime.config.errors import MALFORMED, EngineError, WeightSyncError, sync_error
 from mslime.config.keys import Endpoint, EngineInfo
 from mslime.config.layout import EngineLayout
 from mslime.config.schema import DeadlineConfig
@@ -27,6 +30,14 @@ from mslime.config.schema import DeadlineConfig
 _T = TypeVar("_T")
 CLOSE_SECONDS = 10.0
 NO_PLUG_IN = f"{OWN_LOADER}the server has no plug-in of mslime"
+WITHOUT_FILES = "the server takes no buckets in files: it was started without mslime's plug-in"
+USE_PLUG_IN = (
+    "set weights.transport: broadcast, or start the server with mslime/backends/sglang/plugins/files on its PYTHONPATH"
+)
+USE_BROADCAST = (
+    "set weights.transport: broadcast; shm is for engines on the machine of every sender, and disk for a "
+    "weights.directory that all machines share"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -90,8 +101,38 @@ class SGLangReceivers:
         """
         return bucket_description(names, dtype, shapes, group)
 
+    def announce_file(
+        self, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], kind: FileKind, path: Path
+    ) -> bytes:
+        """The request for a bucket that lies in a file: see `receive`.
+
+        Args:
+            kind: `mapped`, a file whose first bytes are the flat buffer, or `safetensors`.
+        """
+        return bucket_description(names, dtype, shapes, group_of(kind, path))
+
+    def see(self, engine: EngineInfo, directory: Path) -> Future[None]:
+        """Done when an engine says that it can take buckets in files of this directory. Raises WeightSyncError."""
+
+        async def seen() -> None:
+            try:
+                await self._client(engine.endpoint).leave_group(group_to_see(directory))
+            except EngineError as error:
+                if NO_SUCH_GROUP in error.rule:
+                    raise sync_error("transport", engine.url, WITHOUT_FILES, USE_PLUG_IN) from error
+                if UNSEEN in error.rule:
+                    raise sync_error("transport", engine.url, f"{directory}: {error.rule}", USE_BROADCAST) from error
+                raise
+
+        return self._submit(seen(), "connect", f"{engine.url}: {directory}")
+
+    def forget(self, engine: EngineInfo, directory: Path) -> Future[None]:
+        """Let an engine unmap the files of this directory."""
+        call = self._client(engine.endpoint).leave_group(group_to_forget(directory))
+        return self._submit(call, "disconnect", engine.url)
+
     def receive(self, engine: EngineInfo, announcement: bytes) -> Future[None]:
-        """Let an engine take part in the broadcast of a bucket; done when it has loaded it."""
+        """Let an engine take a bucket, by a broadcast or from a file; done when it has loaded it."""
         return self._submit(self._received(engine, announcement), "send", engine.url)
 
     async def _received(self, engine: EngineInfo, announcement: bytes) -> None:
@@ -135,6 +176,8 @@ class SGLangReceivers:
         async def named() -> _T:
             try:
                 return await call
+            except WeightSyncError:
+                raise
             except EngineError as error:
                 raise sync_error(phase, where, f"{error.value}: {error.rule}") from error
 

@@ -35,7 +35,7 @@ def install() -> None:
     updater = f"{_MODULE}.WeightUpdater"
     HookRegistry.register(f"{updater}._receive_bucketed_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{updater}.load_weights_from_distributed", _load, HookType.AROUND)
-    HookRegistry.register(f"{updater}.end_weight_update", _end, HookType.AROUND)
+    HookRegistry.register(f"{updater}.end_weight_update", release, HookType.AROUND)
 
 
 class Received(list[tuple[str, torch.Tensor]]):
@@ -194,8 +194,7 @@ def record(
 
 
 def _receive(original: Any, self: Any, *, names: Any, dtypes: Any, shapes: Any, group_name: str) -> Named:
-    buckets = _buckets(self)
-    bucket = buckets.of(names, dtypes, shapes)
+    bucket = buckets_of(self).of(names, dtypes, shapes)
     torch.distributed.broadcast(bucket.flat, src=0, group=self._model_update_group[group_name])
     return Received(bucket)
 
@@ -221,12 +220,13 @@ def _load(original: Any, self: Any, named_tensors: Named) -> tuple[bool, str]:
     return loaded, f"{OWN_LOADER}{known.why_not or 'the first time'}" if loaded else message
 
 
-def _end(original: Any, self: Any, **how: Any) -> None:
-    _buckets(self).release()
+def release(original: Any, self: Any, **how: Any) -> None:
+    """Around the end of an update: give the buffer's memory back."""
+    buckets_of(self).release()
     original(self, **how)
 
 
-def _buckets(updater: Any) -> Buckets:
+def buckets_of(updater: Any) -> Buckets:
     """An updater's own. There is one for each model of the process, as long as that lives."""
     if id(updater) not in _BUCKETS:
         _BUCKETS[id(updater)] = Buckets(updater.device)

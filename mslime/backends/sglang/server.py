@@ -164,8 +164,10 @@ class ServerProcess:
 
     def _launch(self, port: int, identity: str) -> SupervisedProcess:
         fields = server_fields(self.spec, self.index, self.host, port, identity, self.routes)
-        ranks, recorded = self.spec.settings.tp_size, self.spec.recorded
-        env = environment(os.environ, cpu=self.cpu, ranks=ranks, gpus=self.gpus, recorded=recorded)
+        env = environment(
+            os.environ, cpu=self.cpu, ranks=self.spec.settings.tp_size, gpus=self.gpus,
+            recorded=self.spec.recorded, files=self.spec.role == "engine",
+        )  # fmt: skip
         env |= {KEY_VARIABLE: self.keys.api, ADMIN_KEY_VARIABLE: self.keys.admin}
         self._process = SupervisedProcess(self.name, command_line(fields), env, self.log_path)
         return self._process

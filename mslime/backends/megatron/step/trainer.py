@@ -192,6 +192,7 @@ class MegatronTrainer(TrainedModel):
             engine_parameters=family.engine_parameters(rules) if synced else (),
             name=spec.name,
             transport=spec.weights.transport,
+            directory=spec.weights.directory,
         )
         senders = Senders.at_most(spec.layout, spec.weights.senders)
         groups = make_groups(senders, backend, spec.deadlines.weight_sync_s)

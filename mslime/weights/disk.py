@@ -1,0 +1,144 @@
+"""The transport `disk`: a sender writes each bucket into a safetensors file that engines read, on any machine.
+
+    DIRECTORY/GROUP/version_000012/bucket_00003.safetensors     whole when it has this name
+    DIRECTORY/GROUP/version_000012/model.safetensors.index.json written last, by the first sender: all of it is there
+
+GROUP is new for every connection. A version is removed when the next one is whole, also one of a run that was killed,
+so that there are two at most; the last one stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import shutil
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from mslime.config.errors import WeightSyncError
+from mslime.convert.hf import INDEX_NAME
+from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, safetensors_header
+from mslime.weights.files import FileTransport
+from mslime.weights.plan import Bucket
+from mslime.weights.transport import Link
+
+_VERSION = re.compile(r"version_\d{6,}")
+
+
+class DiskTransport(FileTransport):
+    """Every bucket in a file of its own."""
+
+    kind = "safetensors"
+
+    def __init__(self, link: Link) -> None:
+        assert link.directory is not None, "the link has no directory"
+        super().__init__(link)
+        self._root, self._group = link.directory, link.directory / (link.group or link.name)
+        self._version: Path | None = None
+        self._buckets: Sequence[Bucket] = ()
+        self._unfinished: list[Path] = []
+
+    def open_directory(self) -> Path:
+        """The directory of this connection, which all senders share."""
+        with self._writing():
+            self._group.mkdir(parents=True, exist_ok=True)
+        return self._group
+
+    def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
+        """Make a directory for the version. Raises WeightSyncError where this sender's part of it does not fit."""
+        self._version, self._buckets = self._group / f"version_{version:06d}", buckets
+        with self._writing():
+            self._version.mkdir(exist_ok=True)
+            if buckets[0].sender == self.link.rank:  # the same version again
+                (self._version / INDEX_NAME).unlink(missing_ok=True)
+            free = shutil.disk_usage(self._version).free
+        mine = sum(bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank)
+        if mine > free:
+            raise self._unusable(f"{free >> 20:,} MiB are free, and this sender's part of a version has {mine >> 20:,}")
+
+    def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
+        """Write the bucket's file, whole or not at all."""
+        assert self._version is not None, "begin comes before start"
+        path = self._version / _file_name(bucket)
+        dtype = SAFETENSORS_DTYPES[bucket.dtype]
+        header = safetensors_header([TensorPlan(entry.name, dtype, entry.shape) for entry in bucket.entries])
+        self._unfinished.append(path)
+        with self._writing():
+            _write_whole(path, header, flat.view(torch.uint8).cpu())
+        return path
+
+    def arrived(self) -> None:
+        """The file stays until the version is removed."""
+
+    def complete(self) -> None:
+        """Let the version count as whole, and remove all others. The plan's first sender does it for everyone."""
+        assert self._version is not None
+        self._unfinished.clear()
+        if self._buckets[0].sender != self.link.rank:
+            return
+        files = {entry.name: _file_name(bucket) for bucket in self._buckets for entry in bucket.entries}
+        size = sum(bucket.hf_bytes for bucket in self._buckets)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+        with self._writing():
+            _write_whole(self._version / INDEX_NAME, json.dumps(index, indent=2).encode())
+            self._remove_others(self._version)
+
+    def _remove_others(self, kept: Path) -> None:
+        for group in [group for group in self._root.iterdir() if group.is_dir() and not group.is_symlink()]:
+            for version in group.iterdir():
+                if _VERSION.fullmatch(version.name) and version != kept:
+                    shutil.rmtree(version)
+            if group != self._group:
+                with suppress(OSError):  # something else lies there too
+                    group.rmdir()
+
+    def disconnect(self) -> None:
+        """Remove what this sender has written of a version that did not become whole."""
+        for path in self._unfinished:
+            path.unlink(missing_ok=True)
+        self._unfinished.clear()
+        for directory in filter(None, (self._version, self._group)):
+            with suppress(OSError):  # not empty, or not there
+                directory.rmdir()
+
+    def _unusable(self, rule: str) -> WeightSyncError:
+        return WeightSyncError(
+            "weights.directory", str(self._root), rule,
+            "name a directory that all machines share and that holds all weights twice, or set weights.transport: "
+            "broadcast",
+        )  # fmt: skip
+
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._unusable(f"cannot be written to: {error}") from error
+
+
+def _file_name(bucket: Bucket) -> str:
+    return f"bucket_{bucket.index:05d}.safetensors"
+
+
+def _write_whole(path: Path, head: bytes, tail: torch.Tensor | None = None) -> None:
+    """A file that has its name only when all of it is on the disk. Raises OSError.
+
+    Args:
+        tail: [bytes] uint8 on a CPU.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(head)
+            if tail is not None:  # not by `numpy()`: torch would never resize the trainer's storage again
+                file.write((ctypes.c_char * tail.numel()).from_address(tail.data_ptr()))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,386 @@
+"""The transports shm and disk: they keep the contract, hide and remove their files, and say what they cannot do."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mslime.backends.sglang.files import Files, answer_leave, group_of, group_to_see, parse_group
+from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.recorded import Buckets
+from mslime.config.errors import WeightSyncError
+from mslime.config.keys import EngineInfo
+from mslime.config.schema import DeadlineConfig
+from mslime.convert.hf import INDEX_NAME
+from mslime.weights import contract, shm
+from mslime.weights.buckets import named_tensors
+from mslime.weights.contract import check_transport
+from mslime.weights.disk import DiskTransport
+from mslime.weights.plan import Bucket, Entry
+from mslime.weights.shm import ShmTransport
+from mslime.weights.transport import Link, SyncObserver, find_transport
+from tests.fixtures.stand_in_engine import StandInEngine
+
+pytestmark = pytest.mark.timeout(120)
+
+BUCKETS = contract._buckets()
+NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[list[StandInEngine]]:
+    started = [StandInEngine(), StandInEngine()]
+    yield started
+    for engine in started:
+        engine.stop()
+
+
+@pytest.fixture(autouse=True)
+def obedient(engines: list[StandInEngine]) -> None:
+    for engine in engines:
+        engine.set_mode("obey")
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory in /dev/shm that stands for all of it: other runs have theirs there."""
+    place = Path("/dev/shm") / f"test-{os.getpid()}-{tmp_path.name}"
+    place.mkdir()
+    monkeypatch.setattr(shm, "SHARED_MEMORY", place)
+    yield place
+    assert not list(place.iterdir()), "something is left in shared memory"
+    place.rmdir()
+
+
+@pytest.fixture
+def link(tmp_path: Path) -> Iterator[Link]:
+    receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": 5, "engine_control_s": 5}))
+    yield Link(f"test-{next(NUMBERS)}", "gloo", 5, receivers, directory=tmp_path / "weights")
+    receivers.close()
+
+
+def infos(engines: list[StandInEngine]) -> list[EngineInfo]:
+    return [EngineInfo(engine.url) for engine in engines]
+
+
+def deliver(transport: Any, version: int, buckets: list[Bucket] = BUCKETS) -> None:
+    transport.begin(version, buckets)
+    for bucket in buckets:
+        transport.start(bucket, contract._filled(bucket, version)).wait()
+
+
+def expect(engines: list[StandInEngine], version: int) -> None:
+    contract._compare(BUCKETS, version, [engine.held() for engine in engines])
+
+
+@pytest.mark.parametrize("name", ["shm", "disk"])
+def test_buckets_in_files_keep_the_contract(
+    name: str, engines: list[StandInEngine], link: Link, shared_memory: Path
+) -> None:
+    make = find_transport(name)
+    assert isinstance(make(link), SyncObserver)
+    said = check_transport(make, link, infos(engines), lambda: [engine.held() for engine in engines])
+    assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
+
+
+# ------------------------------------------------------------------------------------------------- shared memory
+
+
+def mapped_by(engine: StandInEngine, place: Path) -> int:
+    maps = Path(f"/proc/{engine.pid}/maps").read_text().splitlines()
+    return sum(str(place) in line for line in maps)
+
+
+def test_shared_memory_is_private_and_has_a_name_only_until_all_engines_have_mapped_it(
+    engines: list[StandInEngine], link: Link, shared_memory: Path
+) -> None:
+    transport = ShmTransport(link)
+    transport.connect(infos(engines))
+    transport.begin(1, BUCKETS)
+    (directory,) = shared_memory.iterdir()
+    (file,) = directory.iterdir()
+    assert directory.stat().st_mode & 0o777 == 0o700 and file.stat().st_mode & 0o777 == 0o600
+    assert file.stat().st_size == max(bucket.hf_bytes for bucket in BUCKETS) and len(file.name) == 32
+    transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 1)).wait()
+    assert not list(shared_memory.iterdir()) and [mapped_by(engine, shared_memory) for engine in engines] == [1, 1]
+    for version in (2, 3):
+        deliver(transport, version)
+        expect(engines, version)
+    assert [mapped_by(engine, shared_memory) for engine in engines] == [1, 1], "one mapping for all syncs"
+    transport.disconnect()
+    assert [mapped_by(engine, shared_memory) for engine in engines] == [0, 0]
+
+
+def test_a_bucket_that_is_larger_than_those_before_gets_more_memory(
+    engines: list[StandInEngine], link: Link, shared_memory: Path
+) -> None:
+    transport = ShmTransport(link)
+    transport.connect(infos(engines))
+    deliver(transport, 1, BUCKETS[1:2])
+    deliver(transport, 2)
+    expect(engines, 2)
+    assert [mapped_by(engine, shared_memory) for engine in engines] == [1, 1], "the smaller one is forgotten"
+    transport.disconnect()
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.recorded import Buckets
+from mslime.config.keys import EngineInfo
+from mslime.config.schema import DeadlineConfig
+from mslime.weights import contract, shm
+from mslime.weights.transport import Link
+
+shm.SHARED_MEMORY = Path(sys.argv[1])
+transport = shm.ShmTransport(Link("killed", "gloo", 5, SGLangReceivers(DeadlineConfig())))
+transport.connect([EngineInfo(sys.argv[2])])
+buckets = contract._buckets()
+transport.begin(1, buckets)
+if sys.argv[3] == "after":
+    transport.start(buckets[0], contract._filled(buckets[0], 1)).wait()
+print("there", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_killed_sender_left_is_removed_by_the_next_one_but_not_what_a_living_one_has(
+    when: str, engines: list[StandInEngine], link: Link, shared_memory: Path
+) -> None:
+    living = ShmTransport(replace(link, name="living"))
+    living.connect(infos(engines))
+    living.begin(1, BUCKETS)
+    command = [sys.executable, "-c", KILLED, str(shared_memory), engines[0].url, when]
+    killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout is not None and killed.stdout.readline() == "there\n"
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert len(list(shared_memory.iterdir())) == (2 if when == "before" else 1)
+    assert mapped_by(engines[0], shared_memory) == (when == "after")
+    transport = ShmTransport(link)
+    transport.connect(infos(engines))
+    assert len(list(shared_memory.iterdir())) == 2, "the living one's and its own"
+    assert mapped_by(engines[0], shared_memory) == 0, "an engine forgets it too"
+    deliver(living, 1)
+    deliver(transport, 2)
+    expect(engines, 2)
+    living.disconnect()
+    transport.disconnect()
+
+
+def test_too_little_shared_memory_is_an_error_before_anything_is_sent(
+    engines: list[StandInEngine], link: Link, shared_memory: Path
+) -> None:
+    entry = Entry("huge", (1 << 20, 1 << 20, 1 << 10), 0)
+    bucket = Bucket(0, 0, 0, (0,), "float32", (), (entry,), (entry,), in_order=True)
+    transport = ShmTransport(link)
+    transport.connect(infos(engines))
+    with pytest.raises(WeightSyncError, match=r"weights\.transport = 'shm'.*4,294,967,296\.0 MiB.* free") as caught:
+        transport.begin(1, [bucket])
+    assert all(way in caught.value.way_out for way in ("--shm-size", "weights.bucket_mib", "broadcast"))
+    transport.begin(1, [replace(bucket, sender=1), *BUCKETS])  # another sender's is none of its business
+    transport.disconnect()
+
+
+def test_a_file_of_another_user_or_size_is_not_mapped(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = shared_memory / "x"
+    file.write_bytes(b"1234")
+    target, files = torch.empty(8, dtype=torch.uint8), Files()
+    with pytest.raises(ValueError, match="4 bytes, and the bucket 8"):
+        files.read("mapped", file, [], target)
+    (shared_memory / "link").symlink_to(file)
+    with pytest.raises(OSError, match="link"):
+        files.read("mapped", shared_memory / "link", [], target)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(ValueError, match="is not a file of user 12345"):
+        Files().read("mapped", file, [], target)
+    for path in shared_memory.iterdir():
+        path.unlink()
+
+
+def test_memory_of_a_sender_that_lives_is_kept_when_another_one_comes(shared_memory: Path) -> None:
+    file, files, target = shared_memory / "x", Files(), torch.empty(4, dtype=torch.uint8)
+    file.write_bytes(b"1234")
+    lock = os.open(file, os.O_RDWR)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    files.read("mapped", file, [], target)
+    file.unlink()
+    files.see(shared_memory)
+    files.read("mapped", file, [], target)
+    assert bytes(target.tolist()) == b"1234"
+    os.close(lock)
+    files.see(shared_memory)
+    with pytest.raises(FileNotFoundError):
+        files.read("mapped", file, [], target)
+
+
+# --------------------------------------------------------------------------------------------------------- files
+
+
+def versions(link: Link) -> list[str]:
+    assert link.directory is not None
+    return sorted(path.name for path in link.directory.glob("*/version_*"))
+
+
+def test_a_version_on_disk_is_whole_when_it_has_an_index_and_removes_those_before_it(
+    engines: list[StandInEngine], link: Link
+) -> None:
+    assert link.directory is not None
+    transport = DiskTransport(link)
+    transport.connect(infos(engines))
+    deliver(transport, 1)
+    (first,) = link.directory.glob("*/version_*")
+    assert not (first / INDEX_NAME).exists()
+    transport.complete()
+    index = json.loads((first / INDEX_NAME).read_text())["weight_map"]
+    for bucket in BUCKETS:
+        for name, tensor in named_tensors(bucket, contract._filled(bucket, 1)):
+            assert torch.equal(load_file(first / index[name])[name], tensor)
+    deliver(transport, 2)
+    assert versions(link) == ["version_000001", "version_000002"]
+    transport.complete()
+    assert versions(link) == ["version_000002"]
+    transport.disconnect()
+    assert versions(link) == ["version_000002"], "the last one stays"
+    expect(engines, 2)
+
+
+def test_a_version_that_broke_off_leaves_nothing_and_that_of_a_killed_run_goes_with_the_next_whole_one(
+    engines: list[StandInEngine], link: Link
+) -> None:
+    assert link.directory is not None
+    killed = DiskTransport(replace(link, group="killed"))
+    killed.connect(infos(engines))
+    deliver(killed, 7)
+    transport = DiskTransport(replace(link, group="broken"))
+    transport.connect(infos(engines))
+    transport.begin(8, BUCKETS)
+    engines[1].set_mode("refuse")
+    with pytest.raises(WeightSyncError, match="no weights today"):
+        transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 8)).wait()
+    transport.disconnect()
+    assert versions(link) == ["version_000007"]
+    engines[1].set_mode("obey")
+    (link.directory / "notes").write_text("a file of somebody's")
+    transport = DiskTransport(replace(link, group="next"))
+    transport.connect(infos(engines))
+    deliver(transport, 8)
+    transport.complete()
+    assert versions(link) == ["version_000008"]
+    assert sorted(path.name for path in link.directory.iterdir()) == ["next", "notes"]
+
+
+def test_each_of_several_senders_writes_its_part_and_the_first_one_the_index(
+    engines: list[StandInEngine], link: Link
+) -> None:
+    assert link.directory is not None
+    buckets = [replace(bucket, sender=bucket.index % 2) for bucket in BUCKETS]
+    senders = [DiskTransport(replace(link, group="both", rank=rank)) for rank in (0, 1)]
+    for sender in senders:
+        sender.connect(infos(engines))
+        sender.begin(1, buckets)
+    for bucket in buckets:
+        senders[bucket.sender].start(bucket, contract._filled(bucket, 1)).wait()
+    senders[1].complete()
+    assert not list(link.directory.rglob(INDEX_NAME))
+    senders[0].complete()
+    assert len(set(json.loads(next(link.directory.rglob(INDEX_NAME)).read_text())["weight_map"].values())) == 3
+    expect(engines, 1)
+
+
+def test_a_directory_that_cannot_be_written_to_or_is_too_small_is_named(link: Link, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightSyncError, match=r"weights\.directory = .*file.*cannot be written to.*\n.*all machines"):
+        DiskTransport(replace(link, directory=tmp_path / "file")).open_directory()
+    entry = Entry("huge", (1 << 20, 1 << 20, 1 << 10), 0)
+    transport = DiskTransport(link)
+    transport.open_directory()
+    with pytest.raises(WeightSyncError, match=r"weights\.directory = .*4,294,967,296"):
+        transport.begin(1, [Bucket(0, 0, 0, (0,), "float32", (), (entry,), (entry,), in_order=True)])
+
+
+def saved(path: Path, names: list[str]) -> Path:
+    """Two tensors of two elements, as they are sent."""
+    from mslime.convert.writers import TensorPlan, safetensors_header
+
+    path.write_bytes(safetensors_header([TensorPlan(name, "F32", (2,)) for name in names]) + bytes(range(16)))
+    return path
+
+
+def test_a_file_with_other_tensors_or_another_length_is_refused(tmp_path: Path) -> None:
+    named = [("a", torch.empty(2)), ("b", torch.empty(2))]
+    flat, files = torch.empty(16, dtype=torch.uint8), Files()
+    files.read("safetensors", saved(tmp_path / "right", ["a", "b"]), named, flat)
+    assert flat.tolist() == list(range(16))
+    with pytest.raises(ValueError, match="holds other tensors"):
+        files.read("safetensors", saved(tmp_path / "order", ["b", "a"]), named, flat)
+    whole = (tmp_path / "right").read_bytes()
+    for wrong in (whole[:-1], whole + b"x"):
+        (tmp_path / "right").write_bytes(wrong)
+        with pytest.raises(ValueError, match="does not end where"):
+            files.read("safetensors", tmp_path / "right", named, flat)
+    (tmp_path / "right").write_bytes(b"\xff" * 64)
+    with pytest.raises(ValueError, match="no safetensors header"):
+        files.read("safetensors", tmp_path / "right", named, flat)
+
+
+@pytest.mark.parametrize("kind", ["mapped", "safetensors"])
+def test_a_buffer_that_was_read_into_can_be_given_back(kind: Any, shared_memory: Path) -> None:
+    """An engine's buffer lives as long as a sync; torch never resizes what was once shown to numpy."""
+    buckets, file = Buckets("cpu"), saved(shared_memory / "x", ["a", "b"])
+    bucket = buckets.of(["a", "b"], ["float32"] * 2, [[2], [2]])
+    Files().read(kind, file, bucket.named, bucket.flat)
+    assert bucket.flat.tolist() == list(file.read_bytes()[:16] if kind == "mapped" else range(16))
+    buckets.release()
+    file.unlink()
+
+
+# ------------------------------------------------------------------------------------------------------- engines
+
+
+@pytest.mark.parametrize("make", [ShmTransport, DiskTransport])
+def test_a_server_without_the_plug_in_is_refused_when_it_is_met(
+    make: type[ShmTransport | DiskTransport], engines: list[StandInEngine], link: Link, shared_memory: Path
+) -> None:
+    engines[1].set_mode("no plug-in")
+    transport = make(link)
+    with pytest.raises(WeightSyncError, match=r"weights\.transport.*takes no buckets in files") as caught:
+        transport.connect(infos(engines))
+    assert engines[1].url in str(caught.value) and "weights.transport: broadcast" in caught.value.way_out
+    transport.disconnect()
+
+
+@pytest.mark.parametrize("make", [ShmTransport, DiskTransport])
+def test_an_engine_on_another_machine_is_refused_when_it_is_met(
+    make: type[ShmTransport | DiskTransport], engines: list[StandInEngine], link: Link, shared_memory: Path
+) -> None:
+    class Elsewhere(make):  # type: ignore[misc, valid-type]
+        def open_directory(self) -> Path:
+            return super().open_directory() / "not there"
+
+    transport = Elsewhere(link)
+    with pytest.raises(WeightSyncError, match=r"(?s)weights\.transport.*this server, on .*cannot read it") as caught:
+        transport.connect(infos(engines))
+    assert "broadcast" in caught.value.way_out
+    transport.disconnect()
+
+
+def test_a_process_group_is_not_taken_for_a_file() -> None:
+    assert parse_group("run-1234-rank0") is None and answer_leave(Files(), "run-1234-rank0") is None
+    assert parse_group(group_of("mapped", Path("/dev/shm/a:b"))) == ("mapped", Path("/dev/shm/a:b"))
+    assert answer_leave(Files(), group_to_see(Path("/"))) == (True, "done")
