@@ -3,6 +3,7 @@
     python benchmarks/weight_sync.py                          # TP1 EP2, TP2 EP2 and PP2 EP2 into a stand-in engine
     python benchmarks/weight_sync.py --layouts tp2ep2 --engine URL --model DIR   # into a running SGLang server of DIR
     python benchmarks/weight_sync.py --loaders --dtype float32   # into SGLang servers that load in either way, on a CPU
+    python benchmarks/weight_sync.py --transports --dtype float32 --layouts tp1ep2   # broadcast, shm, disk; one server
 
 All ways run over the same connections in one run, in turn, and medians are compared. "Ours" is `WeightSender.send`:
 packing, gathering, converting, HTTP and broadcasts. "Per tensor" gathers as ours does with one sender for a stage, and
@@ -12,7 +13,9 @@ expert ones apart, from the last to the first. The model is a synthetic Qwen3-Mo
 
 The last line is JSON: for each layout `raw_s`, `ours_s`, `per_tensor_s`, `ratio_raw`, `ratio_per_tensor` (medians of
 the rounds' own ratios), `cpu_s` (of all ranks, for ours), and with a server `server_s`, the whole update with its begin
-and end. With --loaders there are two entries for each layout, and `ratio_loaders` of their updates.
+and end. With --loaders there are two entries for each layout, and `ratio_loaders` of their updates. With --transports
+there is one for each transport: `server_s`, how many times as long the broadcast of the same round took
+(`ratio_broadcast`), `send_s` and `fill_s` of the slowest sender, and `cpu_s` of all ranks; all is compared before.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ from mslime.weights.broadcast import BroadcastTransport
 from mslime.weights.buckets import TORCH_DTYPES, named_tensors
 from mslime.weights.groups import make_groups
 from mslime.weights.senders import Senders
-from mslime.weights.sync import SyncOptions, WeightSender
+from mslime.weights.sync import SendReport, SyncOptions, WeightSender
+from mslime.weights.transport import TRANSPORTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.engines.conftest import serve
@@ -228,20 +232,106 @@ def timed(way: Callable[[], None]) -> tuple[float, float]:
     return time.perf_counter() - begin, time.process_time() - used
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Run all ranks; the figures of one layout."""
+@dataclass
+class Update:
+    """One whole update: wall seconds, CPU seconds of this rank, and the slowest sender's phases."""
+
+    seconds: float
+    cpu: float
+    send: float
+    fill: float
+
+
+def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
+    """One trainer rank, which has a sender for each transport and uses them in turn; sends the updates of each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.layout.world_size)
+    family = get_family(job.config)
+    table = family.rules(job.config)
+    torch.manual_seed(0)  # what several ranks hold is alike: it is compared
+    params = parameters_of(table, job, rank)
+    groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
+    senders: dict[str, WeightSender] = {}
+    for name in TRANSPORTS:
+        receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
+        options = SyncOptions(
+            job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, family.engine_parameters(table),
+            transport=name, directory=Path(store).parent / "weights",
+        )  # fmt: skip
+        senders[name] = WeightSender(table, groups, params.items, options, receivers)
+        senders[name].connect([job.engine])
+        assert update(senders[name], verify=True)
+        update(senders[name])  # the first sync records how to load; what every transport uses is alike from here on
+    found: dict[str, list[Update]] = {name: [] for name in senders}
+    for number in range(job.rounds):
+        names = list(senders)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            found[name].append(update(senders[name]))
+    plan = senders["broadcast"].plan
+    pipe.send((found, (sum(len(b.entries) for b in plan.buckets), plan.total_bytes, len(plan.buckets))))
+    for sender in senders.values():
+        sender.disconnect()
+    dist.destroy_process_group()
+
+
+def update(sender: WeightSender, verify: bool = False) -> Update:
+    """begin, send, compare where asked for, end."""
+    first, reports = dist.get_rank() == 0, list[SendReport]()
+
+    def whole() -> None:
+        if first:
+            with_pool(sender.engines, lambda pool: pool.begin_update())
+        dist.barrier()
+        reports.append(sender.send(1, verify))
+        if first and verify:
+            assert with_pool(sender.engines, lambda pool: pool.compare(reports[0].expected))
+        if first:
+            with_pool(sender.engines, lambda pool: pool.end_update())
+
+    seconds, cpu = timed(whole)
+    phases = reports[0].phases.values()
+    return Update(seconds, cpu, max(phase.send for phase in phases), max(phase.fill for phase in phases))
+
+
+def compare_transports(job: Job) -> dict[str, dict[str, Any]]:
+    """Run all ranks; the figures of each transport."""
+    ranks = on_all_ranks(transports_main, job)
+    (tensors, size, buckets), by_name = ranks[0][1], ranks[0][0]
+    return {
+        name: {
+            "server_s": statistics.median(u.seconds for u in updates),
+            "ratio_broadcast": ratio((u.seconds for u in by_name["broadcast"]), (u.seconds for u in updates)),
+            "send_s": statistics.median(u.send for u in updates),
+            "fill_s": statistics.median(u.fill for u in updates),
+            "cpu_s": sum(u.cpu for found, _ in ranks for u in found[name]) / job.rounds,
+            "tensors": tensors, "bytes": size, "buckets": buckets,
+        }
+        for name, updates in by_name.items()
+    }  # fmt: skip
+
+
+def on_all_ranks(work: Callable[[int, Job, str, Connection], None], job: Job) -> list[Any]:
+    """What `work` sends on every rank, in rank order."""
     context = multiprocessing.get_context("spawn")
     with TemporaryDirectory() as directory:
         pipes = [context.Pipe() for _ in range(job.layout.world_size)]
         ranks = [
-            context.Process(target=rank_main, args=(rank, job, f"{directory}/store", theirs), daemon=True)
+            context.Process(target=work, args=(rank, job, f"{directory}/store", theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for rank in ranks:
             rank.start()
+        while not all(ours.poll(1) for ours, _ in pipes):
+            assert not any(rank.exitcode for rank in ranks), "a rank failed: see above"
         found = [ours.recv() for ours, _ in pipes]
         for rank in ranks:
             rank.join()
+    return found
+
+
+def measure(job: Job) -> dict[str, Any]:
+    """Run all ranks; the figures of one layout."""
+    found = on_all_ranks(rank_main, job)
     seconds: dict[str, list[float]] = found[0][0]
     tensors, size, buckets = found[0][2]
     figures: dict[str, Any] = {f"{name}_s": statistics.median(values) for name, values in seconds.items()}
@@ -273,6 +363,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--engine", help="URL of a running SGLang server, instead of the stand-in")
     parser.add_argument("--api-key", default="", help="of that server, if it asks for one")
     parser.add_argument("--loaders", action="store_true", help="start servers with each weights.loader, one at a time")
+    parser.add_argument("--transports", action="store_true", help="start a server and compare all weights.transport")
     parser.add_argument("--model", type=Path, help="checkpoint whose shapes are sent; needed with --engine")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     parser.add_argument("--bucket-mib", type=float, default=32)
@@ -321,6 +412,23 @@ def by_loader(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, dic
     return found
 
 
+def by_transport(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Every layout and transport into one server."""
+    found: dict[str, dict[str, Any]] = {}
+    with TemporaryDirectory() as directory:
+        sizes = {k: v for k, v in config.items() if k not in ("architectures", "rope_theta")}
+        server = serve(make_tiny_qwen3_moe(Path(directory) / "model", **sizes), Path(directory) / "logs")
+        try:
+            for words in args.layouts.split(","):
+                bucket = int(args.bucket_mib * (1 << 20))
+                layout, engine = layout_of(words), server.endpoint
+                job = Job(config, layout, args.dtype, bucket, args.senders, args.rounds, engine, stand_in=False)
+                found |= {f"{words} {name}": figures for name, figures in compare_transports(job).items()}
+        finally:
+            server.process.stop()
+    return found
+
+
 def main() -> None:
     """Run and print."""
     args = parse_args()
@@ -329,6 +437,8 @@ def main() -> None:
     found = (
         by_loader(args, config)
         if args.loaders
+        else by_transport(args, config)
+        if args.transports
         else {words: figures_of(args, config, words, engine) for words in args.layouts.split(",")}
     )
     table = Table(title=f"medians of {args.rounds} rounds, gloo, load average {os.getloadavg()[0]:.1f}")

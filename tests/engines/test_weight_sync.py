@@ -25,7 +25,7 @@ from mslime.weights.plan import Bucket
 from mslime.weights.shm import PREFIX
 from mslime.weights.sync import WeightSender
 from mslime.weights.transport import Pending, Transport
-from tests.engines.conftest import SharedServer
+from tests.engines.conftest import SharedServer, serve
 from tests.engines.trainer_ranks import make_config, run_trainers
 from tests.fixtures.engine_calls import with_pool
 
@@ -165,6 +165,38 @@ def whole_version(config: Any, source: Path) -> Path:
     (found,) = config.run_dir.glob("weights/*/version_*")
     copy_side_files(source, found)
     return found
+
+
+def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint) -> tuple[int, str]:
+    """Two syncs, and what a bucket is answered that lies nowhere: (parameters compared, the answer)."""
+    receivers = SGLangReceivers(trainer.spec.deadlines)
+    sender, compared = trainer.weight_sender(receivers), 0
+    sender.connect([engine])
+    for version in (1, 2):
+        change_weights(trainer, 0.01)
+        compared = publish(sender, version, 0)
+    assert RECORDED not in {said for _, said in receivers.heard}
+    (info,) = sender.engines
+    with_pool([info], lambda pool: pool.begin_update())
+    nowhere = receivers.announce_file(["a"], "float32", [[4]], "mapped", Path("/dev/shm/nowhere"))
+    with pytest.raises(WeightSyncError) as caught:
+        receivers.receive(info, nowhere).result()
+    with_pool([info], lambda pool: pool.end_update())
+    sender.disconnect()
+    return compared, str(caught.value)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(500)  # a server of its own
+def test_every_rank_of_an_engine_reads_a_bucket_before_the_sender_is_answered(checkpoint: Path, tmp_path: Path) -> None:
+    """The memory is written over with the next bucket then. Also where the model's own loader loads."""
+    server = serve(checkpoint, tmp_path / "logs", sglang={"tp_size": 2}, weights={"loader": "model"})
+    try:
+        config = config_of(checkpoint, tmp_path, "shm")
+        compared, said = run_trainers(sync_to_two_ranks, config, server.endpoint)[0]
+        assert compared == 2 * (3 + 4 * 9) and "rank 0: FileNotFoundError" in said
+    finally:
+        server.process.stop()
 
 
 class BitFlippingTransport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from mslime.config.loader import build, load_config
 from mslime.config.megatron import MegatronConfig
 from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
+from mslime.config.training import policy_spec
 from mslime.preflight.resolve import resolve
 
 
@@ -54,6 +56,23 @@ def test_more_gpus_than_a_machine_has_need_a_ray_cluster(
     assert error.field == "cluster.ray_address" and named in error.rule
     assert "ray start --head" in error.way_out and "RAY_ADDRESS" in error.way_out
     check_machines(run({"device": "cuda", "ray_address": "auto", **cluster}, **sections))
+
+
+def test_machines_share_no_memory() -> None:
+    weights: dict[str, Any] = {"weights": {"transport": "shm"}}
+    says = r"weights\.transport = 'shm'.*17 GPUs .16 trainer, 1 engines.*one machine has 8"
+    with pytest.raises(ConfigError, match=says) as caught:
+        run({"device": "cuda", "trainer_ranks": 16, "ray_address": "auto"}, **weights)
+    assert "broadcast, or disk" in caught.value.way_out
+    run({"device": "cuda", "trainer_ranks": 4, "ray_address": "auto"}, **weights)
+    run({"device": "cpu", "trainer_ranks": 16}, **weights)
+
+
+def test_weights_on_disk_are_in_a_directory_of_the_run_alone(tmp_path: Path) -> None:
+    shared = run({"device": "cpu"}, name="mine", weights={"transport": "disk", "directory": tmp_path})
+    assert policy_spec(shared).weights.directory == tmp_path / "mine"
+    own = run({"device": "cpu"}, name="mine", output_dir="runs", weights={"transport": "disk"})
+    assert policy_spec(own).weights.directory == Path.cwd() / "runs" / "mine" / "weights"
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,8 @@ def test_what_means_nothing_is_warned_of_with_the_reason(
         ({"algorithm": {"correction": {"preset": "tis", "token_cap": 3.0}}}, "token_cap has no effect"),
         ({"algorithm": {"correction": {"preset": "tis", "old_weight": 0.5}}}, "no token is too old"),
         ({"algorithm": {"correction": {"preset": "none", "normalise": True}}}, "every weight is 1"),
+        ({"weights": {"transport": "shm", "directory": "there"}}, "weights.directory has no effect"),
+        ({"weights": {"transport": "disk"}, "sglang": {"urls": ["http://a:1"]}}, "is refused when the run meets it"),
     ],
 )
 def test_what_has_no_effect_is_named(sections: dict[str, Any], said: str) -> None:
@@ -126,6 +128,8 @@ def test_what_has_no_effect_is_named(sections: dict[str, Any], said: str) -> Non
         {"algorithm": {"correction": {"preset": "mis", "kept_weight": "token", "token_cap": 3.0}}},
         {"algorithm": {"kl_coef": 0.1}, "model": {"path": "unused", "reference_path": "reference"}},
         {"rollout": {"dynamic_filter": "zero_variance"}},
+        {"weights": {"transport": "disk", "directory": "there"}},
+        {"weights": {"transport": "shm"}},
     ],
 )
 def test_the_same_settings_where_they_act_are_not_warned_of(sections: dict[str, Any]) -> None:

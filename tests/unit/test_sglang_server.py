@@ -429,12 +429,17 @@ def test_the_environment_carries_the_platform_on_cpu_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recorded", "plugins"), [(False, ["mslime_routes"]), (True, ["mslime_routes", "mslime_receiver"])]
+    ("has", "plugins"),
+    [
+        ({}, ["mslime_routes"]),
+        ({"files": True}, ["mslime_routes", "mslime_files"]),
+        ({"recorded": True, "files": True}, ["mslime_routes", "mslime_receiver", "mslime_files"]),
+    ],
 )
-def test_a_server_finds_its_plugins_beside_those_of_the_user(recorded: bool, plugins: list[str]) -> None:
-    env = environment({}, cpu=False, ranks=1, gpus=None, recorded=recorded)
+def test_a_server_finds_its_plugins_beside_those_of_the_user(has: dict[str, bool], plugins: list[str]) -> None:
+    env = environment({}, cpu=False, ranks=1, gpus=None, **has)
     found = [point.name for d in metadata.distributions(path=env["PYTHONPATH"].split(os.pathsep))
              for point in d.entry_points if point.group == "sglang.srt.plugins"]  # fmt: skip
     assert found == plugins and "SGLANG_PLUGINS" not in env
-    users = environment({"SGLANG_PLUGINS": "theirs"}, cpu=False, ranks=1, gpus=None, recorded=recorded)
+    users = environment({"SGLANG_PLUGINS": "theirs"}, cpu=False, ranks=1, gpus=None, **has)
     assert users["SGLANG_PLUGINS"] == ",".join(["theirs", *plugins])
