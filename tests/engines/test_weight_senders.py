@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint
 from mslime.convert.hf import HFCheckpoint
+from mslime.weights.plan import Entry
+from mslime.weights.shm import PREFIX, ShmTransport
 from tests.engines.test_weight_sync import change_weights, config_of, sender_of
 from tests.engines.trainer_ranks import run_trainers
 from tests.fixtures.stand_in_engine import StandInEngine
@@ -103,3 +106,31 @@ def test_what_one_engine_refuses_is_raised_on_every_rank_and_no_sender_goes_on(
     finally:
         engines[1].set_mode("obey")
     assert len(engines[0].order()) == before + 1, "only the first bucket was announced"
+
+
+def refuse_to_begin(trainer: MegatronTrainer, urls: list[str]) -> tuple[str, str]:
+    """One of two senders has no room in shared memory; what is raised, and its way out."""
+    sender = sender_of(trainer)
+    sender.connect([Endpoint(url) for url in urls])
+    assert isinstance(sender._transport, ShmTransport)
+    if trainer.parallel.rank == 1:
+        plan, entry = sender.plan.buckets, Entry("huge", (1 << 20, 1 << 20, 1 << 10), 0)
+        whole = sender._transport.begin
+        huge = replace(plan[1], sender=1, entries=(entry,))
+        sender._transport.begin = lambda version, buckets: whole(version, [*buckets, huge])
+    with pytest.raises(WeightSyncError) as caught:
+        sender.send(1)
+    sender.disconnect()
+    return str(caught.value), caught.value.way_out
+
+
+def test_what_a_transport_refuses_before_a_sync_is_raised_on_every_rank_with_its_way_out(
+    engines: list[StandInEngine], tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
+    config = config_of(tiny_qwen3_moe, tmp_path, "shm", dp=2, ep=2)
+    before = len(engines[0].order())
+    for message, way_out in run_trainers(refuse_to_begin, config, [engine.url for engine in engines]):
+        assert "trainer rank 1" in message and "weights.transport = 'shm': /dev/shm has no room" in message
+        assert "--shm-size" in way_out and "broadcast" in way_out
+    assert len(engines[0].order()) == before + 1, "rank 0 sent before it was rank 1's turn, and no more after that"
+    assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
