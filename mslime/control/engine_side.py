@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Sequence
@@ -75,11 +76,15 @@ class EngineSide:
         hide(address.keys.api, address.keys.admin)
         (client,) = self._clients([address], self._run.model)
         try:
-            if not await client.answers():
-                raise client.error("/ready", "nobody answers", EngineDied)
-            await make_clean(client)
-            await handshake(client, self._needs)
-            await client.pause(self._config.rollout.pause_mode)
+            async with asyncio.timeout(limit_s := self._config.deadlines.engine_start_s):
+                if not await client.answers():
+                    raise client.error("/ready", "nobody answers", EngineDied)
+                await make_clean(client)
+                await handshake(client, self._needs)
+                await client.pause(self._config.rollout.pause_mode)
+        except TimeoutError:
+            await client.close()
+            raise client.error("handshake", f"not over within {limit_s:g} s", EngineDied) from None
         except BaseException:
             await client.close()
             raise

@@ -8,6 +8,7 @@ no requests from then on, and is left out of it.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
@@ -51,6 +52,7 @@ class Fleet:
         self._rollouts, self._engines = rollouts, engines
         self._attached, self._check, self._progress = attached, check, progress
         self.orders = Orders()
+        self._passed = Counter[str]()  # syncs since an engine was gone
         self._states = {
             a.name: EngineState(a.name, a.url, engines.launched(a.name), "serving") for a in engines.addresses
         }
@@ -137,11 +139,16 @@ class Fleet:
         state = self._states.get(name)
         if state is None or state.state in ("starting", "joining", "leaving"):
             return
-        if state.state == "gone" and state.launched:
-            return  # it has been started again as often as it may
+        if state.state == "gone" and (state.launched or not self._is_due(name)):
+            return  # it has been started again as often as it may; or it was asked a moment ago
         address = next(address for address in self._engines.addresses if address.name == name)
         if self._greet(address, "answers again") is not None and state.state != "gone":
             self._start_again(name, f"{name} is gone ({why})", why)
+
+    def _is_due(self, name: str) -> bool:
+        """Whether to ask an attached engine that is gone: ever more rarely, since one that hangs delays the sync."""
+        self._passed[name] += 1
+        return self._passed[name].bit_count() == 1
 
     def _greet(self, address: EngineAddress, how: str) -> EngineError | None:
         """Admit an engine to the next sync; what is wrong with it."""
@@ -150,6 +157,7 @@ class Fleet:
         except EngineError as error:
             return error
         self._engines.take(address)
+        del self._passed[address.name]
         launched = self._engines.launched(address.name)
         self._states[address.name] = EngineState(address.name, address.url, launched, "joining")
         self._progress.note(f"{address.name} {how} at {address.url}")

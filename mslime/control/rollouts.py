@@ -460,7 +460,8 @@ class RolloutHandle:
 
     def greet(self, address: EngineAddress) -> None:
         """See `RolloutActor.greet`."""
-        self._control("meet engine", self._actor.greet.remote(address))
+        deadline = self._config.deadlines.engine_start_s + 30
+        self._call("meet engine", self._actor.greet.remote(address), deadline, self._check)
 
     def retire(self, name: str) -> None:
         """See `RolloutActor.retire`."""

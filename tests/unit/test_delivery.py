@@ -277,13 +277,13 @@ def test_an_engine_that_does_not_answer_is_started_again_beside_the_run_and_told
     assert (shown["state"], shown["why"]) == ("starting", "exit status 1")
 
 
-def test_an_attached_engine_that_is_gone_is_asked_at_every_sync_and_one_of_ours_is_not() -> None:
-    for launches, greeted in ((False, 4), (True, 1)):
+def test_an_attached_engine_that_is_gone_is_asked_now_and_then_and_one_of_ours_is_not() -> None:
+    for launches, greeted in ((False, 5), (True, 1)):
         fakes = Fakes([], [])
         fakes.launches, fakes.most_starts, fakes.silent = launches, 0, {"b"}
         fleet = fleet_of(fakes)
         fakes.gone = {"b": "no connection"}
-        for _ in range(3):
+        for _ in range(8):  # found dead, and then after 1, 2 and 4 syncs
             assert not fleet.tend()
         fakes.silent = set()
         assert fleet.tend() is not launches
