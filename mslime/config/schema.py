@@ -404,6 +404,10 @@ class DeadlineConfig(Section):
 
     engine_start_s: float = Field(default=600, gt=0, description="An engine loads its weights and answers.")
     engine_request_s: float = Field(default=3600, gt=0, description="One response is generated.")
+    engine_silence_s: float = Field(
+        default=300, gt=0,
+        description="An engine that is to generate shows a sign of life: it answers a request, or a heartbeat.",
+    )  # fmt: skip
     engine_control_s: float = Field(
         default=120, gt=0, description="An engine answers a control call: abort, pause, resume."
     )

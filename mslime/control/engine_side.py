@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from mslime.rollout.teacher import ServedTeacher
 
 _log = logging.getLogger(__name__)
+GREET_S = 15.0
+"""For an engine's first answers to control calls, of which the others know that they take milliseconds."""
 
 
 class EngineSide:
@@ -63,7 +65,7 @@ class EngineSide:
             truncation={"top_p": r.top_p, "top_k": r.top_k, "min_p": r.min_p} if r.truncated else {},
         )  # fmt: skip
         refused_input = await handshake_all(clients, self._needs)
-        self.pool = EnginePool(clients, r.concurrency)
+        self.pool = EnginePool(clients, r.concurrency, self._config.deadlines.engine_silence_s)
         return refused_input
 
     async def greet(self, address: EngineAddress) -> None:
@@ -74,12 +76,18 @@ class EngineSide:
         from mslime.control.attached import make_clean
 
         hide(address.keys.api, address.keys.admin)
+        limits = self._config.deadlines
         (client,) = self._clients([address], self._run.model)
         try:
-            async with asyncio.timeout(limit_s := self._config.deadlines.engine_start_s):
+            async with asyncio.timeout(limit_s := limits.engine_start_s):
                 if not await client.answers():
                     raise client.error("/ready", "nobody answers", EngineDied)
+                # One that hangs is not to hold up the sync for long.
+                client.deadlines = limits.model_copy(
+                    update=dict.fromkeys(("engine_control_s", "weight_sync_s"), GREET_S)
+                )
                 await make_clean(client)
+                client.deadlines = limits
                 await handshake(client, self._needs)
                 await client.pause(self._config.rollout.pause_mode)
         except TimeoutError:

@@ -80,6 +80,7 @@ class FakeEngine:
         self.seen: list[tuple[str, dict[str, Any]]] = []
         self.running = self.most_running = 0
         self.paused = False
+        self.hangs, self.beats = False, 0
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -104,6 +105,11 @@ class FakeEngine:
             "/openapi.json": self.schema,
             "/v1/loads": {"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0, "num_used_tokens": 0}]},
         }
+        if request.path == "/health":
+            if self.hangs:
+                await asyncio.sleep(60)
+            self.beats += 1
+            return web.Response()
         if request.path == "/ready":
             return web.Response(status=503 if self.paused else 200)
         return web.json_response(answers[request.path])

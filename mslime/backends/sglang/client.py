@@ -236,9 +236,16 @@ class EngineClient:
         """Whether somebody answers within 5 s, paused or not."""
         return await self._readiness() is not None
 
+    async def healthy(self, patience_s: float) -> bool:
+        """Whether its parts show a sign of life in that time; a paused one shows none."""
+        return await self._status("/health", patience_s) == 200
+
     async def _readiness(self) -> int | None:
+        return await self._status("/ready", 5.0)
+
+    async def _status(self, path: str, patience_s: float) -> int | None:
         try:
-            async with self._open().get(f"{self.url}/ready", timeout=_timeout(5.0)) as response:
+            async with self._open().get(self.url + path, timeout=_timeout(patience_s)) as response:
                 return response.status
         except (aiohttp.ClientError, TimeoutError):
             return None

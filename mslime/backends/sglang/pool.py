@@ -9,6 +9,8 @@ requests at once instead of letting them wait.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.comparison import Digests, compare
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.backends.sglang.heartbeat import Heartbeats
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.choices import PauseMode
 from mslime.config.errors import EngineError
@@ -47,6 +50,7 @@ class _Slot:
 
     Attributes:
         error: what it died of.
+        answered, missed: see `heartbeat.Watched`.
         leaving: it gets no requests any more, and is forgotten at the next weight update.
     """
 
@@ -55,6 +59,7 @@ class _Slot:
         self.assigned = 0
         self.limit = asyncio.Semaphore(concurrency)
         self.error: EngineError | None = None
+        self.answered, self.missed = time.monotonic(), 0
         self.leaving = False
         self._death: asyncio.Future[None] | None = None
 
@@ -77,14 +82,16 @@ class EnginePool:
     Args:
         clients: one per engine, with distinct names.
         concurrency: requests in flight per engine; more wait here, in order.
+        silence_s: from `resume` to `pause`, an engine that shows no sign of life for so long is dead.
     """
 
-    def __init__(self, clients: Sequence[EngineClient], concurrency: int) -> None:
+    def __init__(self, clients: Sequence[EngineClient], concurrency: int, silence_s: float = math.inf) -> None:
         assert clients and concurrency > 0
         assert len({c.name for c in clients}) == len(clients), "engines need distinct names"
         self._concurrency = concurrency
         self._slots = [_Slot(client, concurrency) for client in clients]
         self._admitted: dict[str, EngineClient] = {}
+        self._heartbeats = Heartbeats(silence_s, lambda: self._slots) if math.isfinite(silence_s) else None
         self._sessions: OrderedDict[str, _Slot] = OrderedDict()
 
     def __len__(self) -> int:
@@ -120,11 +127,14 @@ class EnginePool:
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause every engine."""
+        self._stop_heartbeats()
         await self.broadcast(lambda client: client.pause(mode))
 
     async def resume(self) -> None:
         """Let every engine go on."""
         await self.broadcast(lambda client: client.resume())
+        if self._heartbeats is not None:
+            self._heartbeats.start()
 
     async def flush_cache(self) -> None:
         """Forget cached prefixes everywhere."""
@@ -248,8 +258,13 @@ class EnginePool:
 
     async def close(self) -> None:
         """Close all connections."""
+        self._stop_heartbeats()
         for client in (*self.clients, *self._admitted.values()):
             await client.close()
+
+    def _stop_heartbeats(self) -> None:
+        if self._heartbeats is not None:
+            self._heartbeats.stop()
 
     def _live(self) -> list[_Slot]:
         """The engines that may have requests; those that leave only where no other lives."""
@@ -281,7 +296,9 @@ class EnginePool:
     @staticmethod
     async def _limited(slot: _Slot, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
         async with slot.limit:
-            return await call(slot.client)
+            answer = await call(slot.client)
+        slot.answered, slot.missed = time.monotonic(), 0
+        return answer
 
     @staticmethod
     async def _unless_dead(slot: _Slot, work: Awaitable[T]) -> T:

@@ -1,0 +1,82 @@
+"""Heartbeats of engines: one that hangs is dead after `deadlines.engine_silence_s`, not when its last request is due.
+
+An engine shows that it lives by answering requests. One that has answered none for a while is asked (`GET /health`, for
+which SGLang 0.5.23 waits for any sign of its scheduler and detokenizer, and generates a token where they have nothing
+to do). Paused engines are not asked: they would not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.config.errors import EngineError
+
+MISSED = 3
+"""Heartbeats in a row. One alone may be lost when this machine was asleep."""
+
+
+class Watched(Protocol):
+    """An engine of a pool.
+
+    Attributes:
+        answered: time (`time.monotonic`) of its last sign of life.
+        missed: heartbeats since then.
+        error: what it died of.
+    """
+
+    client: EngineClient
+    answered: float
+    missed: int
+    error: EngineError | None
+
+    def kill(self, error: EngineError) -> None:
+        """It is dead from now on."""
+        ...
+
+
+class Heartbeats:
+    """Asks engines while they are expected to generate. Belongs to one event loop.
+
+    Args:
+        silence_s: seconds after which a silent engine is dead.
+        engines: those that are watched, asked for again at each beat.
+    """
+
+    def __init__(self, silence_s: float, engines: Callable[[], Iterable[Watched]]) -> None:
+        self._silence_s, self._engines = silence_s, engines
+        self._beat_s = silence_s / (MISSED + 1)
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Engines generate from now on."""
+        now = time.monotonic()
+        for engine in self._engines():
+            engine.answered, engine.missed = now, 0
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(), name="heartbeats of engines")
+
+    def stop(self) -> None:
+        """Engines are paused, or left."""
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    async def _watch(self) -> None:
+        while True:
+            began = time.monotonic()
+            silent = [e for e in self._engines() if e.error is None and began - e.answered >= self._beat_s]
+            await asyncio.gather(*(self._ask(engine) for engine in silent))
+            await asyncio.sleep(max(0.0, began + self._beat_s - time.monotonic()))
+
+    async def _ask(self, engine: Watched) -> None:
+        if await engine.client.healthy(self._beat_s):
+            engine.answered, engine.missed = time.monotonic(), 0
+            return
+        engine.missed += 1
+        if engine.missed >= MISSED:
+            what = engine.client.error("/health", f"no sign of life for {self._silence_s:g} s", EngineDied)
+            engine.kill(what)
