@@ -80,7 +80,7 @@ class FakeEngine:
         self.seen: list[tuple[str, dict[str, Any]]] = []
         self.running = self.most_running = 0
         self.paused = False
-        self.hangs, self.beats = False, 0
+        self.hangs, self.asked, self.beats = False, 0, 0
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -106,6 +106,7 @@ class FakeEngine:
             "/v1/loads": {"loads": [{"num_running_reqs": self.running, "num_waiting_reqs": 0, "num_used_tokens": 0}]},
         }
         if request.path == "/health":
+            self.asked += 1
             if self.hangs:
                 await asyncio.sleep(60)
             self.beats += 1

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.heartbeat import MISSED
 from mslime.backends.sglang.pool import EnginePool
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
@@ -38,6 +39,7 @@ def test_an_engine_that_hangs_is_dead_and_its_requests_fail_at_once() -> None:
         fakes[0].delay_s, fakes[0].hangs = 15.0, True
         with pytest.raises(EngineDied, match="no sign of life for 0.4 s"):
             await asyncio.gather(*(pool.generate(request(i)) for i in range(4)))
+        assert fakes[0].asked == MISSED
         assert list(pool.dead) == ["e0"] and {(await pool.generate(request(9))).engine} == {"e1"}
 
     watched(work)
@@ -58,8 +60,9 @@ def test_one_missed_heartbeat_is_none_when_the_next_one_comes() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
         await pool.resume()
         for _ in range(4):
-            fakes[0].hangs = True
-            await asyncio.sleep(SILENCE_S / 3)
+            fakes[0].hangs, asked = True, fakes[0].asked
+            while fakes[0].asked == asked:
+                await asyncio.sleep(0.01)
             fakes[0].hangs, beats = False, fakes[0].beats
             while fakes[0].beats == beats:
                 await asyncio.sleep(0.01)
