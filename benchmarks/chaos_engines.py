@@ -9,7 +9,7 @@ all engines back. Every sync compares every bit of every engine's parameters wit
 differs), the ledger is balanced in each step, and no trained token is older than `rollout.max_staleness`.
 
 `next_step_s` is from the signal to the end of the next step that was begun after it, `whole_s` until all engines
-serve. A stopped process is found by deadlines, which are short here (15 s). `ratio` in the last line, one of JSON, is
+serve. A stopped process is found by heartbeats and deadlines, which are short here (15 s). `ratio` in the last line, one of JSON, is
 the median step time with an engine gone over that with all.
 """
 
@@ -77,8 +77,8 @@ def settings(model: Path, prompts: Path, engines: int) -> dict[str, Any]:
         "checkpoint": {"save_every": 9, "keep": 2},
         "weights": {"verify": "always", "bucket_mib": 0.25},
         "deadlines": {
-            "engine_request_s": 15, "engine_control_s": 15, "weight_sync_s": 40, "train_step_s": 100,
-            "rollout_step_s": 300,
+            "engine_silence_s": 16, "engine_request_s": 120, "engine_control_s": 15, "weight_sync_s": 40,
+            "train_step_s": 100, "rollout_step_s": 300,
         },
     }  # fmt: skip
 
