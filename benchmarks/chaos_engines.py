@@ -8,9 +8,9 @@ is paused for a weight sync, or while it is being started again. After each the 
 all engines back. Every sync compares every bit of every engine's parameters with the trainer's (the run ends when one
 differs), the ledger is balanced in each step, and no trained token is older than `rollout.max_staleness`.
 
-`next_step_s` is from the signal to the end of the next step that was begun after it, `whole_s` until all engines
-serve. A stopped process is found by heartbeats and deadlines, which are short here (15 s). `ratio` in the last line, one of JSON, is
-the median step time with an engine gone over that with all.
+`next_step_s` is from the signal to the end of the second step after it, `whole_s` until all engines serve. A stopped
+process is found by heartbeats and deadlines, which are short here (15 s). `ratio` in the last line, one of JSON, is the
+median step time with an engine gone over that with all.
 """
 
 from __future__ import annotations
