@@ -229,6 +229,20 @@ def test_senseless_settings_are_refused(name: str) -> None:
     assert refused(*flags).field == field
 
 
+@pytest.mark.parametrize(("setting", "value", "said"), [
+    ("--rollout.dynamic-filter", "zero_varianc", "did you mean 'zero_variance'?"),
+    ("--rollout.dynamic-filter", "3", "takes: none, zero_variance or text"),
+    ("--rollout.function", "single_turns", "did you mean 'single_turn'?"),
+    ("--weights.transport", "shmm", "did you mean 'shm'?"),
+    ("--algorithm.loss", "pp o", "module:function"),
+])  # fmt: skip
+def test_a_word_that_is_neither_a_choice_nor_a_function_is_refused_with_both(setting: str, value: str, said: str):
+    with pytest.raises(ConfigError) as caught:
+        load(setting, value)
+    field = setting.removeprefix("--").replace("-", "_")
+    assert caught.value.field == field and said in str(caught.value)
+
+
 def test_evaluation_sets_need_distinct_names_and_a_temperature_for_pass_at_k() -> None:
     def sets(*entries: dict[str, object]) -> dict[str, object]:
         return {"model": {"path": "m"}, "data": {"prompts": ["a"], "eval_sets": list(entries)}}
