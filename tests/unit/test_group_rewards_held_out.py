@@ -1,4 +1,4 @@
-"""Rewards of whole groups on held-out rows: who is scored, when, and whose rewards the rollout function knew already."""
+"""Rewards of whole groups on held-out rows: who is scored, when, and whose rewards the function knew already."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import mslime.backends.sglang.client as client_module
-from mslime.backends.sglang.client import EngineClient, EngineDied, blocking
+from mslime.backends.sglang.client import CONNECT_S, EngineClient, EngineDied, blocking
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     decode_routes,
@@ -178,6 +178,29 @@ def test_an_engine_that_does_not_answer_in_time_is_dead() -> None:
     with pytest.raises(EngineDied, match=r"no answer within 1 s") as caught:
         generate(GenerateRequest("a", [1], 1), delay_s=20.0)
     assert time.monotonic() - started < 10 and "/logs/engine0.log" in str(caught.value)
+
+
+def test_a_step_of_a_weight_update_may_take_its_whole_deadline_to_connect() -> None:
+    """The engine may be busy with the bucket before; all other calls give up a connection early."""
+    seen: dict[str, float] = {}
+
+    class FakeConnections(EngineClient):
+        async def _call(self, method: str, path: str, body: Any, timeout_s: float, *rest: Any, **more: Any) -> Any:
+            seen[path] = more.get("connect_s", CONNECT_S)
+            return {"success": True, "message": ""}
+
+    async def work() -> None:
+        made = FakeConnections("http://e", "e", DeadlineConfig(weight_sync_s=77, engine_control_s=55))
+        await made.join_group("127.0.0.1", 1, 1, 2, "g", "gloo")
+        await made.receive_bucket(b"{}")
+        await made.leave_group("g")
+        await made.pause("abort")
+
+    run(work())
+    assert seen == {
+        "/init_weights_update_group": 77, "/update_weights_from_distributed": 77, "/destroy_weights_update_group": 77,
+        "/pause_generation": CONNECT_S,
+    }  # fmt: skip
 
 
 def test_a_broken_connection_names_the_engine_and_its_log() -> None:
