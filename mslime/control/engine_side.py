@@ -96,7 +96,7 @@ class EngineSide:
         except BaseException:
             await client.close()
             raise
-        self.pool.admit(client)
+        await self.pool.admit(client)
 
     async def retire(self, name: str) -> None:
         """See `EnginePool.retire`."""

@@ -102,7 +102,9 @@ def test_paused_engines_are_asked_nothing_and_may_be_silent() -> None:
 def test_an_engine_that_joined_is_watched_too() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
         async with FakeEngine() as third:
-            pool.admit(EngineClient(third.url, "e2", model=model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)))
+            await pool.admit(
+                EngineClient(third.url, "e2", model=model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K))
+            )
             await pool.begin_update()
             await pool.resume()
             third.hangs = True

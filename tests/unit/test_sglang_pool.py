@@ -267,7 +267,7 @@ def test_an_engine_that_is_back_gets_weights_and_then_requests_under_its_old_nam
         await pool.begin_update()
         model = model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)
         async with FakeEngine() as again:
-            pool.admit(EngineClient(again.url, "e1", model=model))
+            await pool.admit(EngineClient(again.url, "e1", model=model))
             before = await asyncio.gather(*(pool.generate(request(i)) for i in range(1, 5)))
             assert {r.engine for r in before} == {"e0"} and not again.seen
             serving = await pool.begin_again()
@@ -285,7 +285,9 @@ def test_an_engine_that_is_back_gets_weights_and_then_requests_under_its_old_nam
 def test_a_new_engine_is_one_of_them_from_the_next_update_on() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
         async with FakeEngine() as third:
-            pool.admit(EngineClient(third.url, "e2", model=model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)))
+            await pool.admit(
+                EngineClient(third.url, "e2", model=model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K))
+            )
             await pool.pause("abort")
             assert not third.seen, "it is paused already"
             assert (await pool.begin_update()).urls == (fakes[0].url, fakes[1].url, third.url)
@@ -304,7 +306,9 @@ def test_a_pool_whose_engines_are_gone_goes_on_with_one_that_was_admitted() -> N
         assert pool.stranded
         with pytest.raises(EngineError, match="e0"):
             await pool.pause("abort")
-        pool.admit(EngineClient(fakes[1].url, "e1", model=model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)))
+        await pool.admit(
+            EngineClient(fakes[1].url, "e1", model=model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K))
+        )
         assert not pool.stranded
         await pool.abort()
         await pool.pause("abort")

@@ -150,15 +150,20 @@ class EnginePool:
         """Whether nobody is left that lives, or was admitted."""
         return not len(self) and not self._admitted
 
-    def admit(self, client: EngineClient) -> None:
+    async def admit(self, client: EngineClient) -> None:
         """Let an engine take part from the next weight update on: a new one, or one under the name of an engine that
         died. It must be paused and have no requests of others."""
+        await self._withdraw(client.name)
         self._admitted[client.name] = client
+
+    async def _withdraw(self, name: str) -> None:
+        if (client := self._admitted.pop(name, None)) is not None:
+            await client.close()
 
     async def retire(self, name: str) -> None:
         """Give an engine no requests any more, interrupt those that it has (they go on elsewhere, with their tokens),
         and forget it at the next weight update."""
-        self._admitted.pop(name, None)
+        await self._withdraw(name)
         for slot in self._slots:
             if slot.client.name == name and not slot.leaving:
                 slot.leaving = True
