@@ -22,7 +22,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -225,7 +225,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> None:
 
 
 def report(
-    arguments: argparse.Namespace, events: list[Event], steps: int, rows: list[dict[str, Any]], console: Console
+    arguments: argparse.Namespace, events: list[Event], steps: int, rows: Sequence[Mapping[str, Any]], console: Console
 ) -> None:
     """The table and the line of JSON."""
     table = Table("signal", "part", "moment", "accidents", "next step, median s", "longest", "whole again, median s")
