@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self
 
@@ -45,7 +46,9 @@ class ControlEndpoint:
 
     def __enter__(self) -> Self:
         listening = network.listen()
-        self._done = in_thread(self._serve, listening)
+        ready: Future[None] = Future()
+        self._done = in_thread(self._serve, listening, ready)
+        ready.result(timeout=ANSWER_S)
         self._record.parent.mkdir(parents=True, exist_ok=True)
         said = {"url": f"http://127.0.0.1:{listening.getsockname()[1]}", "key": self._key,
                 "host": socket.gethostname(), "pid": os.getpid()}  # fmt: skip
@@ -60,7 +63,7 @@ class ControlEndpoint:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._done.exception(timeout=ANSWER_S)
 
-    def _serve(self, listening: socket.socket) -> None:
+    def _serve(self, listening: socket.socket, ready: Future[None]) -> None:
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_get("/engines", self._tell)
         app.router.add_post("/engines", self._order)
@@ -68,6 +71,7 @@ class ControlEndpoint:
         loop = self._loop
         loop.run_until_complete(runner.setup())
         loop.run_until_complete(web.SockSite(runner, listening).start())
+        ready.set_result(None)
         try:
             loop.run_forever()
         finally:
