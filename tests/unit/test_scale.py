@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import web
 
 from mslime.cli import main
 from mslime.config.errors import ConfigError
@@ -50,11 +51,19 @@ def test_the_key_is_for_the_user_of_the_run_and_the_address_for_this_machine(run
         assert httpx.post(f"{found['url']}/engines", headers=headers, json={"engines": 1}).status_code == 401
 
 
-def test_nothing_is_left_when_the_run_ends(tmp_path: Path, orders: Orders) -> None:
+def test_nothing_is_left_when_a_run_ends_that_has_only_just_begun(
+    tmp_path: Path, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = web.AppRunner.setup
+
+    async def slow_setup(self: web.AppRunner) -> None:
+        await asyncio.sleep(0.3)
+        await setup(self)
+
+    monkeypatch.setattr(web.AppRunner, "setup", slow_setup)
     before = threading.active_count()
-    for _ in range(20):  # also of one that has only just begun
-        with ControlEndpoint(tmp_path, orders):
-            url = record(tmp_path)["url"]
+    with ControlEndpoint(tmp_path, orders):
+        url = record(tmp_path)["url"]
     assert not (tmp_path / FILE_NAME).exists() and threading.active_count() == before
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/engines")
