@@ -62,9 +62,9 @@ def test_nothing_is_left_when_a_run_ends_that_has_only_just_begun(
 
     monkeypatch.setattr(web.AppRunner, "setup", slow_setup)
     before = threading.active_count()
-    with ControlEndpoint(tmp_path, orders):
+    with ControlEndpoint(tmp_path, orders) as kept:
         url = record(tmp_path)["url"]
-    assert not (tmp_path / FILE_NAME).exists() and threading.active_count() == before
+    assert kept is not None and not (tmp_path / FILE_NAME).exists() and threading.active_count() == before
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/engines")
 
