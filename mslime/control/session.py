@@ -19,7 +19,7 @@ from mslime.control.delivery import Delivery
 from mslime.control.endpoint import ControlEndpoint
 from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
-from mslime.control.rollouts import Evaluation, RolloutHandle, StepShards
+from mslime.control.rollouts import Evaluated, Evaluation, RolloutHandle, StepShards
 from mslime.control.run_checkpoints import RunCheckpoints
 from mslime.control.started import Started
 from mslime.control.stop import Stopped, StopSignals
@@ -320,9 +320,12 @@ class Session(Started):
         beside = self.config.rollout.max_staleness > 0 and step < self.config.train.num_steps
         return {} if beside else self.evaluated()
 
-    def evaluated(self) -> dict[str, float]:
+    def evaluated(self, again: bool = True) -> dict[str, float]:
         """Wait for the evaluation that is running, if there is one, and record its scores with the step that they are
         of. Returns what belongs into the record of the step in progress.
+
+        Args:
+            again: begin it again where all engines died in it; the weights are still the same.
 
         `checkpoint.keep_best` needs no more: scores are known before the next checkpoint is saved, and until then
         theirs is the newest, which is kept.
@@ -330,12 +333,7 @@ class Session(Started):
         if (running := self._evaluating) is None:
             return {}
         begin = self._timeline.now()
-        try:
-            found = self._rollouts.finish_evaluation(running)
-        except EngineError as error:  # it begins again, with the same weights
-            self._revive(error)
-            self._give_weights(running.step)
-            found = self._rollouts.finish_evaluation(self._rollouts.begin_evaluation(running.step))
+        found = self._scores(running) if again else self._rollouts.finish_evaluation(running)
         end = self._timeline.now()
         self._evaluating = None
         assert found.version in (running.step, None), f"scores of version {found.version} for step {running.step}"
@@ -347,6 +345,20 @@ class Session(Started):
             return found.metrics | waited
         self._log_scores(running.step, found.metrics if self._open else found.metrics | waited)
         return waited
+
+    def _scores(self, running: Evaluation) -> Evaluated:
+        """What an evaluation found, the first in which an engine lived to its end."""
+        from mslime.backends.sglang.client import EngineDied
+
+        while True:
+            try:
+                return self._rollouts.finish_evaluation(running)
+            except EngineDied as error:
+                if self._rollouts.stranded():
+                    self._fleet.revive(error)
+                    self._give_weights(running.step)
+                self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left")
+                running = self._rollouts.begin_evaluation(running.step)
 
     def _log_scores(self, step: int, metrics: Mapping[str, float]) -> None:
         """A row of its own for scores that come when the row of their step is written, or never will be (step 0)."""
@@ -485,7 +497,7 @@ class Session(Started):
             return
         with suppress(Exception):  # whatever it is: the first error is the one that ends the run
             if running.done:
-                found = self.evaluated()
+                found = self.evaluated(again=False)
                 if self._open is not None:
                     self._open[1].update(found)
                 return

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from mslime.backends.sglang.client import EngineDied
 from mslime.backends.sglang.pool import Serving
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import EngineError
@@ -284,6 +285,20 @@ def test_an_evaluation_that_a_signal_meets_is_recorded_once(tmp_path: Path, stal
     assert all("loss/total" in r for r in joined[1:])
     trained = {s.step for s in read_spans(tmp_path / "run") if s.name == "step"}
     assert trained == {1, 2, 3, 4}, "spans of a step that is evaluated again are not replaced"
+
+
+def test_an_evaluation_in_which_all_engines_died_begins_again_when_one_is_back(tmp_path: Path) -> None:
+    died = [EngineDied("engine 0", "/generate", "the connection broke", "read its log")]
+
+    def die_once(event: str) -> None:
+        if event == "scores 2" and died:
+            raise died.pop()
+
+    made = session(tmp_path, 1, die_once)
+    train(made)
+    at = made.events.index("scores 2")
+    assert made.events[at : at + 3] == ["scores 2", "evaluate 2", "scores 2"]
+    assert [row["step"] for row in by_step(rows_of(tmp_path))][-1] == 4
 
 
 def test_an_evaluation_that_fails_costs_no_trained_step(tmp_path: Path) -> None:
