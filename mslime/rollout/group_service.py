@@ -146,17 +146,22 @@ class GroupService(ABC):
 
     async def drain(self) -> None:
         """Interrupt all generation and wait until no request of ours is at an engine. Tokens generated so far are kept.
+        An engine that does not answer for `deadlines.engine_control_s` is given up: what it has is sampled anew.
 
         Raises:
-            EngineError: an engine holds on to its requests for longer than `deadlines.engine_control_s`.
+            EngineError: one that answers holds on to its requests for longer than that.
         """
         traffic, limit_s = self._runner.traffic, self._config.deadlines.engine_control_s
         self._runner.stop_traffic()
-        deadline = time.monotonic() + limit_s
+        began = time.monotonic()
+        deadline = began + limit_s
         while traffic.in_flight:
             await self._everywhere(self._engines.abort)
             left = deadline - time.monotonic()
-            if not await traffic.idle(min(ABORT_EVERY_S, max(left, 0.0))) and left <= ABORT_EVERY_S:
+            if await traffic.idle(min(ABORT_EVERY_S, max(left, 0.0))) or left > ABORT_EVERY_S:
+                continue
+            self._engines.give_up(began)
+            if not await traffic.idle(ABORT_EVERY_S):
                 raise EngineError("abort", f"{traffic.in_flight} requests", f"the engines did not stop them within "
                                   f"{limit_s:g} s", "read the engines' logs")  # fmt: skip
         await self._runner.settle(SETTLE_S)

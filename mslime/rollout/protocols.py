@@ -45,6 +45,10 @@ class Engines(Protocol):
         """Make every running request return what it has."""
         ...
 
+    def give_up(self, since: float) -> None:
+        """Engines that have requests and answered none since then (`time.monotonic`) hang: they are dead."""
+        ...
+
     async def pause(self, mode: PauseMode) -> None:
         """Hold all engines for a weight update."""
         ...

@@ -137,6 +137,8 @@ class FakeSlowEngine:
     async def abort(self) -> None:
         self._aborts += 1
 
+    def give_up(self, since: float) -> None: ...
+
     async def pause(self, mode: str) -> None:
         self.paused = mode
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mslime.backends.sglang.client import EngineDied
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.errors import DataError, EngineError, RewardError
 from mslime.config.schema import EvalSetConfig
@@ -443,6 +444,37 @@ def test_a_step_that_cannot_be_filled_ends_at_its_deadline_and_says_what_is_miss
         service = make_service(config, FakeSlowEngine(short), FakeScorer(lambda s: 1.0))
         with pytest.raises(EngineError, match=r"(?s)0 of 4 groups.*refused by the dynamic filter"):
             await service.take(0)
+        await service.close()
+
+    run(work)
+
+
+def test_an_engine_that_hangs_is_given_up_and_what_it_had_is_sampled_anew(tmp_path: Path):
+    class FakeHangingEngines(FakeDyingEngines):
+        hangs, given_up = True, asyncio.Event()
+
+        async def before_token(self, request: GenerateRequest) -> None:
+            if self.hangs and "-g5-" in request.rid:
+                await self.given_up.wait()
+                raise EngineDied("fake 0", "/abort_request", "not obeyed", "look at it")
+
+        def give_up(self, since: float) -> None:
+            self.dead["fake 0"] = EngineDied("fake 0", "/abort_request", "not obeyed", "look at it")
+            self.hangs = False
+            self.given_up.set()
+
+    async def work() -> None:
+        engines = FakeHangingEngines(short, [])
+        config = run_config(tmp_path, over_sampling=1.5, deadlines={"rollout_step_s": 20, "engine_control_s": 0.2})
+        service = make_service(config, engines)
+        first = await service.take(0)
+        assert len(first.groups) == 4 and list(engines.dead) == ["fake 0"]
+        assert 5 in [g.group_id for g in service.books.held()], "it rests"
+        await publish(service, engines, 1)
+        second = await service.take(1)
+        assert 5 in [g.group_id for g in second.groups]
+        for sample in second.samples:
+            check_sample(sample)
         await service.close()
 
     run(work)

@@ -94,6 +94,24 @@ def test_a_dead_engine_fails_running_and_waiting_requests_at_once() -> None:
     assert {f.value for f in failures} == {"exit status -9"}
 
 
+def test_an_engine_that_has_requests_and_answers_none_is_given_up_and_others_are_not() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
+        fakes[0].delay_s = 20.0
+        hangs = asyncio.create_task(pool.generate(request(0)))
+        await asyncio.sleep(0.1)
+        since = time.monotonic()
+        fakes[1].delay_s = 0.1
+        await pool.generate(request(1))
+        busy = asyncio.create_task(pool.generate(request(2)))
+        await asyncio.sleep(0.02)
+        pool.give_up(since)
+        with pytest.raises(EngineDied, match="not obeyed"):
+            await hangs
+        assert (await busy).engine == "e1" and list(pool.dead) == ["e0"]
+
+    with_pool(work)
+
+
 def test_a_broken_connection_marks_the_engine_dead_and_the_others_go_on() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[list[str], set[str], int]:
         fakes[0].drop_connections = True

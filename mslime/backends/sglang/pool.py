@@ -125,6 +125,14 @@ class EnginePool:
         """Stop one request, wherever it runs, or all."""
         await self.broadcast(lambda client: client.abort(rid))
 
+    def give_up(self, since: float) -> None:
+        """Engines that have requests and answered none since then (`time.monotonic`) hang: they are dead, and their
+        requests fail."""
+        for slot in self._slots:
+            if slot.assigned and slot.answered < since:
+                silent = time.monotonic() - since
+                slot.kill(slot.client.error("/abort_request", f"not obeyed for {silent:.0f} s", EngineDied))
+
     async def pause(self, mode: PauseMode) -> None:
         """Pause every engine."""
         self._stop_heartbeats()
