@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mslime.backends.sglang.client import EngineDied
 from mslime.config.errors import UserError, WeightSyncError
 from mslime.config.schema import RunConfig
 from mslime.control.engines import EngineGroup
@@ -65,8 +66,6 @@ class Delivery:
             EngineDied: none is left.
             EngineError: one refuses the update.
         """
-        from mslime.backends.sglang.client import EngineDied
-
         serving = self._rollouts.begin_update()
         while True:  # ends: there is an engine less each time
             try:

@@ -90,11 +90,10 @@ class EngineSide:
                 client.deadlines = limits
                 await handshake(client, self._needs)
                 await client.pause(self._config.rollout.pause_mode)
-        except TimeoutError:
+        except BaseException as error:
             await client.close()
-            raise client.error("handshake", f"not over within {limit_s:g} s", EngineDied) from None
-        except BaseException:
-            await client.close()
+            if isinstance(error, TimeoutError):
+                raise client.error("handshake", f"not over within {limit_s:g} s", EngineDied) from None
             raise
         await self.pool.admit(client)
 

@@ -141,7 +141,8 @@ class Fleet:
             return
         if state.state == "gone" and (state.launched or not self._is_due(name)):
             return  # it has been started again as often as it may; or it was asked a moment ago
-        address = next(address for address in self._engines.addresses if address.name == name)
+        address = self._address(name)
+        assert address is not None, "a dead engine had an address"
         if self._greet(address, "answers again") is not None and state.state != "gone":
             self._start_again(name, f"{name} is gone ({why})", why)
 
@@ -234,12 +235,16 @@ class Fleet:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        for address in self._engines.addresses:
-            if address.name == name and not self._states[name].launched:
-                self._attached.release(address.endpoint)
+        address = self._address(name)
+        if address is not None and not self._states[name].launched:
+            self._attached.release(address.endpoint)
         self._engines.end(name)
         del self._states[name]
         self._progress.note(f"{name} has left")
+
+    def _address(self, name: str) -> EngineAddress | None:
+        """Where an engine is; None while it is started for the first time."""
+        return next((address for address in self._engines.addresses if address.name == name), None)
 
     def _show(self) -> None:
         self.orders.show(list(self._states.values()))

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mslime.backends.sglang.client import EngineDied
 from mslime.config.cluster import WHOLE, Parts
 from mslime.config.errors import CheckpointError, EngineError, TrainerError
 from mslime.control.cluster import Cluster
@@ -348,8 +349,6 @@ class Session(Started):
 
     def _scores(self, running: Evaluation) -> Evaluated:
         """What an evaluation found, the first in which an engine lived to its end."""
-        from mslime.backends.sglang.client import EngineDied
-
         while True:
             try:
                 return self._rollouts.finish_evaluation(running)

@@ -28,6 +28,7 @@ class FileTransport(ABC):
     def __init__(self, link: Link) -> None:
         self.link = link
         self.engines: tuple[EngineInfo, ...] = ()
+        self._announced: dict[int, tuple[Path, bytes]] = {}
 
     @abstractmethod
     def open_directory(self) -> Path:
@@ -63,11 +64,18 @@ class FileTransport(ABC):
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingFile:
         """Write the bucket, and ask every engine to read it."""
         assert self.engines, "not connected"
-        path, receivers = self.write(bucket, flat), self.link.receivers
-        names, shapes = [entry.name for entry in bucket.entries], [entry.shape for entry in bucket.entries]
-        announcement = receivers.announce_file(names, bucket.dtype, shapes, self.kind, path)
-        answers = [receivers.receive(engine, announcement) for engine in self.engines]
+        announcement = self._announce(bucket, self.write(bucket, flat))
+        answers = [self.link.receivers.receive(engine, announcement) for engine in self.engines]
         return PendingFile(bucket, answers, self.arrived)
+
+    def _announce(self, bucket: Bucket, path: Path) -> bytes:
+        """The request that names a bucket; encoded anew only where its file is another one."""
+        known = self._announced.get(bucket.index)
+        if known is None or known[0] != path:
+            names, shapes = [entry.name for entry in bucket.entries], [entry.shape for entry in bucket.entries]
+            known = path, self.link.receivers.announce_file(names, bucket.dtype, shapes, self.kind, path)
+            self._announced[bucket.index] = known
+        return known[1]
 
 
 @dataclass

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,13 @@ def _start(arguments: list[str], directory: Path, cwd: Path) -> Run:
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
     return Run(process, directory / "run", output)
+
+
+def assert_balanced(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Every token that was generated is accounted for in each of a run's steps, from the first on."""
+    for before, row in pairwise([{"ledger/pending_tokens": 0.0}, *rows]):
+        spent = sum(row[f"ledger/{fate}_tokens"] for fate in ("trained", "masked", "dropped", "pending"))
+        assert before["ledger/pending_tokens"] + row["ledger/generated_tokens"] == spent, f"step {row['step']}"
 
 
 def interrupt(run: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from mslime.data.ledger import Ledger
 from mslime.observe.rows import by_step
 from mslime.observe.timeline import read_spans
 from mslime.rollout.state import open_state, unpack_groups
-from tests.e2e.harness import Run, start_run
+from tests.e2e.harness import Run, assert_balanced, start_run
 from tests.e2e.test_run import START_S, STEP_S, prompts, saved_step, settings
 
 __all__ = ["prompts"]
@@ -31,9 +30,7 @@ def run_of(managers: int, model: Path, rows: Path, directory: Path, **sections: 
 def assert_books_hold(run: Run) -> None:
     """Every generated token is accounted for in each step, and in the state that the run has saved."""
     rows = by_step(run.rows())
-    for before, row in pairwise([{"ledger/pending_tokens": 0.0}, *rows]):
-        spent = sum(row[f"ledger/{fate}_tokens"] for fate in ("trained", "masked", "dropped", "pending"))
-        assert before["ledger/pending_tokens"] + row["ledger/generated_tokens"] == spent
+    assert_balanced(rows)
     checkpoint = newest(run.directory / "checkpoints")
     assert checkpoint is not None
     with open_state(checkpoint / "rollouts.npz") as (state, stored):

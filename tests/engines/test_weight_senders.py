@@ -24,7 +24,7 @@ from mslime.weights.plan import Entry
 from mslime.weights.shm import PREFIX, ShmTransport
 from tests.engines.test_weight_sync import change_weights, config_of, sender_of
 from tests.engines.trainer_ranks import run_trainers
-from tests.fixtures.stand_in_engine import StandInEngine
+from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -33,10 +33,8 @@ SYNCS = 3
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[StandInEngine]]:
-    started = [StandInEngine(), StandInEngine()]
-    yield started
-    for engine in started:
-        engine.stop()
+    with two_engines() as started:
+        yield started
 
 
 def sync_often(trainer: MegatronTrainer, urls: list[str], export: Path) -> tuple[list[str], list[int], dict[int, Any]]:

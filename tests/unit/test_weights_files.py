@@ -32,7 +32,7 @@ from mslime.weights.disk import DiskTransport
 from mslime.weights.plan import Bucket, Entry
 from mslime.weights.shm import ShmTransport
 from mslime.weights.transport import Link, SyncObserver, find_transport
-from tests.fixtures.stand_in_engine import StandInEngine
+from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,10 +42,8 @@ NUMBERS = itertools.count()
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[StandInEngine]]:
-    started = [StandInEngine(), StandInEngine()]
-    yield started
-    for engine in started:
-        engine.stop()
+    with two_engines() as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ from mslime.weights.contract import check_transport
 from mslime.weights.plan import Bucket
 from mslime.weights.sync import WeightSender
 from mslime.weights.transport import TRANSPORTS, Link, MakeTransport, find_transport
-from tests.fixtures.stand_in_engine import StandInEngine
+from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 from tests.unit.weights_world import LAYOUTS, local_params, moe_table, plan_of, whole_tensors
 
 pytestmark = pytest.mark.timeout(120)
@@ -67,10 +67,8 @@ def transport_within(deadline_s: float, name: str) -> BroadcastTransport:
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[list[StandInEngine]]:
-    started = [StandInEngine(), StandInEngine()]
-    yield started
-    for engine in started:
-        engine.stop()
+    with two_engines() as started:
+        yield started
     for thread in threading.enumerate():  # ranks that wait for an engine until the deadline
         if thread.name == "weights-join_group":
             thread.join(20)

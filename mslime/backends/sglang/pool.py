@@ -262,7 +262,7 @@ class EnginePool:
         """
         if not len(self) and self._admitted:
             return []
-        slots = [slot for slot in self._slots if slot.error is None] or self._live()
+        slots = self._live()
         answers = await asyncio.gather(
             *(self._unless_dead(slot, call(slot.client)) for slot in slots), return_exceptions=True
         )
@@ -280,11 +280,11 @@ class EnginePool:
             self._heartbeats.stop()
 
     def _live(self) -> list[_Slot]:
-        """The engines that may have requests; those that leave only where no other lives."""
+        """The engines that are alive. Raises what the first one died of when there are none."""
         live = [slot for slot in self._slots if slot.error is None]
         if not live:
             raise next(iter(self.dead.values()))
-        return [slot for slot in live if not slot.leaving] or live
+        return live
 
     async def _one(self, session_id: str, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
         """One call to the session's engine, or to the least busy one."""
@@ -298,7 +298,9 @@ class EnginePool:
     def _choose(self, session_id: str) -> _Slot:
         slot = self._sessions.get(session_id) if session_id else None
         if slot is None or slot.error is not None or slot.leaving:
-            slot = min(self._live(), key=lambda s: s.assigned)
+            live = self._live()
+            # One that leaves has no more requests, unless no other lives.
+            slot = min([s for s in live if not s.leaving] or live, key=lambda s: s.assigned)
         if session_id:
             self._sessions[session_id] = slot
             self._sessions.move_to_end(session_id)
