@@ -76,8 +76,8 @@ def settings(model: Path, prompts: Path, engines: int) -> dict[str, Any]:
         "checkpoint": {"save_every": 9, "keep": 2},
         "weights": {"verify": "always", "bucket_mib": 0.25},
         "deadlines": {
-            "engine_silence_s": 16, "engine_request_s": 120, "engine_control_s": 15, "weight_sync_s": 40,
-            "train_step_s": 100, "rollout_step_s": 300,
+            "engine_start_s": 180, "engine_silence_s": 16, "engine_request_s": 120, "engine_control_s": 15,
+            "weight_sync_s": 40, "train_step_s": 100, "rollout_step_s": 300,
         },
     }  # fmt: skip
 

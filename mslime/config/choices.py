@@ -36,12 +36,32 @@ Kept = Literal["some", "all", "none"]
 """How many of the responses are written to files."""
 
 
-TRANSPORT_NAMES = ("broadcast", "shm", "disk")
+TRANSPORT_NAMES = ("broadcast", "shm", "disk", "delta")
 """Ways for weights to the engines that mslime brings along; `weights.transport` says where each is."""
 
 
-FileKind = Literal["mapped", "safetensors"]
-"""How a bucket lies in a file: as the first bytes of memory that stays mapped, or as safetensors, in its order."""
+FileKind = Literal["mapped", "safetensors", "base", "changes"]
+"""How a bucket lies in a file.
+
+- mapped: as the first bytes of memory that stays mapped.
+- safetensors: its tensors, in its order.
+- base: the same, and changes of it will follow.
+- changes: safetensors of what is different from an earlier version, under the names `CHANGES`.
+"""
+
+CHANGES = ("sums", "index", "value")
+"""Tensors of a file of changes, in this order.
+
+- sums [4] int64: the number of the version that was changed; word sums (`checksum` of `weights.transport.Receivers`) of
+  `index`, of `value` and of the whole bucket with the changes in it.
+- index [n] int32: elements of the bucket that changed, in ascending order.
+- value [n], the bucket's dtype: what they are now.
+"""
+
+
+def version_name(version: int) -> str:
+    """The directory of a version of the weights, for transports by files."""
+    return f"version_{version:06d}"
 
 
 def is_function(value: str) -> bool:

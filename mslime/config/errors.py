@@ -77,6 +77,13 @@ class WeightSyncError(EngineError):
     """
 
 
+class ChangesRefused(WeightSyncError):
+    """An engine does not have, or cannot tell that it has, the weights that a bucket's changes belong to.
+
+    It has loaded nothing of them. Sent as a whole, the bucket is welcome.
+    """
+
+
 class TrainerError(UserError):
     """A trainer rank failed, or missed a deadline."""
 

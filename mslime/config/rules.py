@@ -208,7 +208,7 @@ def _shared_memory_on_one_node(config: RunConfig) -> None:
         "shm",
         f"the run needs {describe_gpus(wanted)}, one machine has {cluster.gpus_per_node} (cluster.gpus_per_node), and "
         "machines share no memory",
-        "set broadcast, or disk with a weights.directory that all machines share",
+        "set broadcast, or disk or delta with a weights.directory that all machines share",
     )
 
 

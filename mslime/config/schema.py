@@ -353,12 +353,13 @@ class WeightsConfig(Section):
     transport: str = Field(
         default="broadcast",
         description="How buckets reach the engines: broadcast; shm, through memory that a sender shares with engines "
-        "on its machine; disk, through files in weights.directory; or your own as module:function.",
+        "on its machine; disk, through files in weights.directory; delta, of which only what changed goes through such "
+        "files; or your own as module:function.",
     )
     directory: Path | None = Field(
         default=None,
-        description="disk: senders write weights to DIRECTORY/NAME of the run, on a file system that trainer and "
-        "engines share, and that holds all weights twice. None: to RUN/weights.",
+        description="disk and delta: senders write weights to DIRECTORY/NAME of the run, on a file system that trainer "
+        "and engines share, and that holds all weights twice. None: to RUN/weights.",
     )
 
     @model_validator(mode="after")

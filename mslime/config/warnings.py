@@ -206,8 +206,17 @@ def _stale_tokens(config: RunConfig) -> Iterator[str]:
 def _weights(config: RunConfig) -> Iterator[str]:
     weights = config.weights
     if weights.directory is not None and weights.transport in ("broadcast", "shm"):
-        yield f"weights.directory has no effect: weights.transport is {weights.transport}, and only disk writes files."
-    if weights.transport in ("shm", "disk") and config.sglang.urls:
+        yield (
+            f"weights.directory has no effect: weights.transport is {weights.transport}, and only disk and delta write "
+            "files."
+        )
+    if weights.transport == "delta" and weights.loader == "model":
+        yield (
+            "weights.transport delta with weights.loader model: engines find what changed by the copies that they "
+            "recorded, so all of every bucket will be sent, each in a file. Leave weights.loader alone, or set "
+            "weights.transport disk."
+        )
+    if weights.transport in ("shm", "disk", "delta") and config.sglang.urls:
         yield (
             f"weights.transport {weights.transport} with sglang.urls: a server that was started without mslime's "
             "plug-in (mslime/backends/sglang/plugins/files on its PYTHONPATH) is refused when the run meets it. Set "

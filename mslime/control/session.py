@@ -294,6 +294,7 @@ class Session(Started):
         return {
             "weights/seconds": end - begin,
             "weights/bytes": float(sent.bytes),
+            **({} if sent.changed is None else {"weights/changed": sent.changed}),
             "weights/gb_per_s": sent.bytes / max(sent.seconds, 1e-9) / 1e9,
             "weights/pause_seconds": end - paused,
             "weights/buckets": float(sent.buckets),

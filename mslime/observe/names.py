@@ -167,6 +167,7 @@ METRICS: dict[str, Metric] = {
     "packing/rank_imbalance": Metric("", "work of the busiest rank, less 1 (estimated); worst step", "mean work"),
     "weights/seconds": Metric("s", "duration of the weight sync"),
     "weights/bytes": Metric("bytes", "sent to each engine"),
+    "weights/changed": Metric("", "elements that are different from the last version (transport delta)", "elements"),
     "weights/gb_per_s": Metric("GB/s", "sent to each engine", "seconds of sending"),
     "weights/pause_seconds": Metric("s", "time in which the engines did not generate"),
     "weights/buckets": Metric("buckets", "sent in the sync"),

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from mslime.config.choices import version_name
 from mslime.config.errors import WeightSyncError
 from mslime.convert.hf import INDEX_NAME
 from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, safetensors_header
@@ -34,6 +35,8 @@ class DiskTransport(FileTransport):
     """Every bucket in a file of its own."""
 
     kind = "safetensors"
+    lasting = True
+    """Whether files are to outlive the machine's next crash."""
 
     def __init__(self, link: Link) -> None:
         assert link.directory is not None, "the link has no directory"
@@ -51,7 +54,7 @@ class DiskTransport(FileTransport):
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
         """Make a directory for the version. Raises WeightSyncError where this sender's part of it does not fit."""
-        self._version, self._buckets = self._group / f"version_{version:06d}", buckets
+        self._version, self._buckets = self._group / version_name(version), buckets
         with self._writing():
             self._version.mkdir(exist_ok=True)
             if buckets[0].sender == self.link.rank:  # the same version again
@@ -63,14 +66,22 @@ class DiskTransport(FileTransport):
 
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Write the bucket's file, whole or not at all."""
-        assert self._version is not None, "begin comes before start"
-        path = self._version / _file_name(bucket)
+        path = self.path_of(bucket)
         dtype = SAFETENSORS_DTYPES[bucket.dtype]
         header = safetensors_header([TensorPlan(entry.name, dtype, entry.shape) for entry in bucket.entries])
+        self.write_file(path, header, flat.view(torch.uint8).cpu())
+        return path
+
+    def path_of(self, bucket: Bucket) -> Path:
+        """The bucket's file of the version under way."""
+        assert self._version is not None, "begin comes before start"
+        return self._version / _file_name(bucket)
+
+    def write_file(self, path: Path, *parts: bytes | torch.Tensor) -> None:
+        """A file of the version under way, whole or not at all. Raises WeightSyncError."""
         self._unfinished.append(path)
         with self._writing():
-            _write_whole(path, header, flat.view(torch.uint8).cpu())
-        return path
+            write_whole(path, *parts, lasting=self.lasting)
 
     def arrived(self) -> None:
         """The file stays until the version is removed."""
@@ -79,14 +90,17 @@ class DiskTransport(FileTransport):
         """Let the version count as whole, and remove all others. The plan's first sender does it for everyone."""
         assert self._version is not None
         self._unfinished.clear()
-        if self._buckets[0].sender != self.link.rank:
-            return
+        if self._buckets[0].sender == self.link.rank:
+            with self._writing():
+                self.finish(self._version)
+                self._remove_others(self._version)
+
+    def finish(self, version: Path) -> None:
+        """All engines have all of a version: say so to others who read it. Raises OSError."""
         files = {entry.name: _file_name(bucket) for bucket in self._buckets for entry in bucket.entries}
         size = sum(bucket.hf_bytes for bucket in self._buckets)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
-        with self._writing():
-            _write_whole(self._version / INDEX_NAME, json.dumps(index, indent=2).encode())
-            self._remove_others(self._version)
+        write_whole(version / INDEX_NAME, json.dumps(index, indent=2).encode())
 
     def _remove_others(self, kept: Path) -> None:
         for group in [group for group in self._root.iterdir() if group.is_dir() and not group.is_symlink()]:
@@ -125,20 +139,23 @@ def _file_name(bucket: Bucket) -> str:
     return f"bucket_{bucket.index:05d}.safetensors"
 
 
-def _write_whole(path: Path, head: bytes, tail: torch.Tensor | None = None) -> None:
-    """A file that has its name only when all of it is on the disk. Raises OSError.
+def write_whole(path: Path, *parts: bytes | torch.Tensor, lasting: bool = True) -> None:
+    """A file that has its name only when all of it is written, and on the disk if it is to last. Raises OSError.
 
     Args:
-        tail: [bytes] uint8 on a CPU.
+        parts: one after the other; tensors are [bytes] uint8 on a CPU, contiguous.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(head)
-            if tail is not None:  # not by `numpy()`: torch would never resize the trainer's storage again
-                file.write((ctypes.c_char * tail.numel()).from_address(tail.data_ptr()))
-            file.flush()
-            os.fsync(file.fileno())
+            for part in parts:
+                if isinstance(part, torch.Tensor):  # not by `numpy()`: torch would never resize the storage again
+                    file.write((ctypes.c_char * part.numel()).from_address(part.data_ptr()))
+                else:
+                    file.write(part)
+            if lasting:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -64,16 +64,19 @@ class FileTransport(ABC):
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingFile:
         """Write the bucket, and ask every engine to read it."""
         assert self.engines, "not connected"
-        announcement = self._announce(bucket, self.write(bucket, flat))
-        answers = [self.link.receivers.receive(engine, announcement) for engine in self.engines]
-        return PendingFile(bucket, answers, self.arrived)
+        return PendingFile(bucket, self.announce(bucket, self.kind, self.write(bucket, flat)), self.arrived)
 
-    def _announce(self, bucket: Bucket, path: Path) -> bytes:
+    def announce(self, bucket: Bucket, kind: FileKind, path: Path) -> list[Future[None]]:
+        """Ask every engine to read a bucket from a file."""
+        announcement = self._announcement(bucket, kind, path)
+        return [self.link.receivers.receive(engine, announcement) for engine in self.engines]
+
+    def _announcement(self, bucket: Bucket, kind: FileKind, path: Path) -> bytes:
         """The request that names a bucket; encoded anew only where its file is another one."""
         known = self._announced.get(bucket.index)
         if known is None or known[0] != path:
             names, shapes = [entry.name for entry in bucket.entries], [entry.shape for entry in bucket.entries]
-            known = path, self.link.receivers.announce_file(names, bucket.dtype, shapes, self.kind, path)
+            known = path, self.link.receivers.announce_file(names, bucket.dtype, shapes, kind, path)
             self._announced[bucket.index] = known
         return known[1]
 

@@ -33,7 +33,16 @@ from mslime.weights.expected import ExpectedDigests
 from mslime.weights.groups import SyncGroups
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
-from mslime.weights.transport import Link, Receivers, SyncObserver, Transport, find_transport, group_name
+from mslime.weights.transport import (
+    Link,
+    MoveCounter,
+    Moved,
+    Receivers,
+    SyncObserver,
+    Transport,
+    find_transport,
+    group_name,
+)
 
 _T = TypeVar("_T")
 NamedParams = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -72,10 +81,11 @@ class SendReport:
 
     Attributes:
         version: of the weights.
-        bytes: on the wire, to each engine rank.
+        bytes: that reached each engine.
         buckets: number of broadcasts.
         seconds: of the whole send, on the slowest rank.
         phases: where they went, by sender's global rank.
+        changed: of the elements sent, the fraction that the version before had not; None where it is not known.
         expected: where asked for, the digests that every rank of an engine must report, by the engine's URL.
     """
 
@@ -84,6 +94,7 @@ class SendReport:
     buckets: int
     seconds: float
     phases: Mapping[int, Seconds]
+    changed: float | None
     expected: Mapping[str, Sequence[Mapping[str, str]]]
 
 
@@ -213,13 +224,15 @@ class WeightSender:
         params, spent = dict(self._params()), Seconds()
         self._raise_together("send", self._send_buckets(version, params, started, spent))
         self._raise_together("complete", self._tell_transport(lambda observer: observer.complete()))
-        everyone = self._exchange((time.monotonic() - started, spent))
+        everyone = self._exchange((time.monotonic() - started, spent, self._moved()))
+        moved = sum((each for _, _, each in everyone), Moved())
         return SendReport(
             version,
-            self.plan.total_bytes,
+            moved.bytes,
             len(self.plan.buckets),
-            max(elapsed for elapsed, _ in everyone),
+            max(elapsed for elapsed, _, _ in everyone),
             {rank: everyone[rank][1] for rank in self._groups.senders.everyone()},
+            moved.changed / moved.elements if moved.elements else None,
             self._expected_digests(params) if verify else {},
         )
 
@@ -231,6 +244,13 @@ class WeightSender:
         except Exception as error:  # of a user's transport as well: it is raised on every rank
             return error
         return None
+
+    def _moved(self) -> Moved:
+        """What this rank has sent of a sync: all of its buckets, unless its transport knows better."""
+        if isinstance(self._transport, MoveCounter):
+            return self._transport.moved()
+        mine = (bucket for bucket in self.plan.buckets if bucket.sender == self._groups.rank)
+        return Moved(sum(bucket.hf_bytes for bucket in mine))
 
     def _send_buckets(
         self, version: int, params: Mapping[str, torch.Tensor], started: float, spent: Seconds

@@ -1,6 +1,6 @@
 """How a filled bucket reaches the engines: what a transport is, and which there are (`weights.transport`).
 
-mslime's own are `broadcast`, `shm` and `disk`. A user's is named `module:function` and called with a `Link`;
+mslime's own are `broadcast`, `shm`, `disk` and `delta`. A user's is named `module:function` and called with a `Link`;
 `contract.check_transport` says whether it keeps what is promised here.
 """
 
@@ -24,6 +24,7 @@ TRANSPORTS: Mapping[str, str] = {
     "broadcast": "mslime.weights.broadcast:BroadcastTransport",
     "shm": "mslime.weights.shm:ShmTransport",
     "disk": "mslime.weights.disk:DiskTransport",
+    "delta": "mslime.weights.delta:DeltaTransport",
 }
 """Transports by the name that `weights.transport` gives them, and where each is: imported when it is used."""
 
@@ -64,7 +65,10 @@ class Receivers(Protocol):
         ...
 
     def receive(self, engine: EngineInfo, announcement: bytes) -> Future[None]:
-        """Let an engine take a bucket, by a broadcast or from a file; done when all its ranks have loaded it."""
+        """Let an engine take a bucket, by a broadcast or from a file; done when all its ranks have loaded it.
+
+        The future raises ChangesRefused where the file holds changes and the engine has loaded nothing of them.
+        """
         ...
 
     def leave(self, engine: EngineInfo, name: str) -> Future[None]:
@@ -73,6 +77,10 @@ class Receivers(Protocol):
 
     def digest(self, tensor: torch.Tensor) -> str:
         """What an engine on the same kind of device reports for this tensor when weights are compared."""
+        ...
+
+    def checksum(self, tensor: torch.Tensor) -> int:
+        """Sum of a tensor's bytes by which an engine finds out whether changes of it are right; signed, of 64 bits."""
         ...
 
     def close(self) -> None:
@@ -131,6 +139,33 @@ class Transport(Protocol):
 
     def disconnect(self) -> None:
         """Leave the engines; safe to call twice, and after a failure."""
+        ...
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one sender's part of a sync has moved to each engine.
+
+    Attributes:
+        bytes: of weights.
+        changed: elements that are different from the version before.
+        elements: of all buckets whose changes are known.
+    """
+
+    bytes: int = 0
+    changed: int = 0
+    elements: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.bytes + other.bytes, self.changed + other.changed, self.elements + other.elements)
+
+
+@runtime_checkable
+class MoveCounter(Protocol):
+    """What a transport may have beside that does not move all of every bucket."""
+
+    def moved(self) -> Moved:
+        """In the sync that is under way, or was the last. Called on every sender."""
         ...
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
-from mslime.config.errors import WeightSyncError, sync_error
+from mslime.config.errors import ChangesRefused, WeightSyncError, sync_error
 from mslime.weights.plan import Bucket
 
 
@@ -29,12 +29,27 @@ def all_done(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s:
 
 def until_loaded(bucket: Bucket, futures: Iterable[Future[Any]]) -> None:
     """Return when all are done, each of which keeps a deadline of its own. Raises WeightSyncError naming the bucket."""
+    for refused in until_answered(bucket, futures):
+        raise _naming(bucket, refused)
+
+
+def until_answered(bucket: Bucket, futures: Iterable[Future[Any]]) -> list[ChangesRefused]:
+    """Return when all are done, each of which keeps a deadline of its own; who refused changes.
+
+    Raises:
+        WeightSyncError: naming the bucket. The first other failure.
+    """
     waiting: set[Future[Any]] = set(futures)
+    refused: list[ChangesRefused] = []
     while waiting:
         done, waiting = wait(waiting, return_when=FIRST_EXCEPTION)
         for answer in done:
-            if (error := answer.exception()) is not None:
+            error = answer.exception()
+            if isinstance(error, ChangesRefused):
+                refused.append(error)
+            elif error is not None:
                 raise _naming(bucket, error)
+    return refused
 
 
 def _naming(bucket: Bucket, error: BaseException) -> WeightSyncError:

@@ -21,10 +21,11 @@ from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint
 from mslime.convert.hf import copy_side_files
 from mslime.network import free_port
+from mslime.weights.delta import DeltaTransport
 from mslime.weights.plan import Bucket
 from mslime.weights.shm import PREFIX
 from mslime.weights.sync import WeightSender
-from mslime.weights.transport import Pending, Transport
+from mslime.weights.transport import Moved, Pending, Transport
 from tests.engines.conftest import SharedServer, serve
 from tests.engines.trainer_ranks import make_config, run_trainers
 from tests.fixtures.engine_calls import with_pool
@@ -200,6 +201,70 @@ def test_every_rank_of_an_engine_reads_a_bucket_before_the_sender_is_answered(tm
         assert compared == 2 * (3 + 4 * 9) and "rank 0: FileNotFoundError" in said
     finally:
         server.process.stop()
+
+
+def change_few(trainer: MegatronTrainer, seed: int) -> None:
+    """Other values for about one element in a hundred, the same on every rank that holds them."""
+    with torch.no_grad():
+        for name, parameter in trainer.named_local_params():
+            random = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+            chosen = torch.rand(parameter.shape, generator=random) < 0.01
+            parameter[chosen] *= 1.01
+
+
+def sync_changes(trainer: MegatronTrainer, engine: Endpoint, before: Path) -> list[tuple[int, Moved, int]]:
+    """(parameters compared, what was moved, buckets that the engine refused) of each sync, where this rank sends.
+
+    Before the last but one, somebody else gives the engine other weights.
+    """
+    rank, moved = trainer.parallel.rank, list[tuple[int, Moved, int]]()
+    sender = sender_of(trainer)
+    sender.connect([engine])
+    for version in range(21, 27):
+        change_few(trainer, version)
+        if version == 25 and rank == 0:
+            post(engine, "/update_weights_from_disk", {"model_path": str(before)})
+        dist.barrier()
+        compared = publish(sender, version, rank)
+        if isinstance(sender._transport, DeltaTransport):  # this rank sends
+            refused = sum(sent.refused > 0 for sent in sender._transport._sent.values())
+            moved.append((compared, sender._transport.moved(), refused))
+    sender.disconnect()
+    return moved
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 1}], ids=["dp2 ep2", "tp2"])
+def test_changes_alone_bring_an_engine_to_the_trainers_weights_and_are_refused_by_one_that_has_others(
+    checkpoint: Path, engine: Endpoint, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    check_changes(checkpoint, engine, tmp_path, sizes)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(500)  # a server of its own
+def test_changes_alone_bring_every_rank_of_an_engine_to_the_trainers_weights(tmp_path: Path) -> None:
+    """A rank holds a part of each bucket, so it can tell only by its own sums whether it still does."""
+    checkpoint = make_tiny_qwen3_moe(tmp_path / "model", moe_intermediate_size=128)
+    server = serve(checkpoint, tmp_path / "logs", sglang={"tp_size": 2})
+    try:
+        check_changes(checkpoint, server.endpoint, tmp_path, {"dp": 2, "ep": 2}, ranks=2)
+    finally:
+        server.process.stop()
+
+
+def check_changes(checkpoint: Path, engine: Endpoint, tmp_path: Path, sizes: dict[str, int], ranks: int = 1) -> None:
+    """`ranks`: of the engine."""
+    results = run_trainers(sync_changes, config_of(checkpoint, tmp_path, "delta", **sizes), engine, checkpoint)
+    assert [compared for compared, _, _ in results[0]] == [ranks * (3 + 4 * 9)] * 6
+    senders = [sent for sent in results if sent]
+    assert len(senders) == sizes.get("ep", 1)
+    for sent in senders:
+        whole, first, *_, after_another, last = (moved for _, moved, _ in sent)
+        assert whole.elements == 0 and 0.005 < first.changed / first.elements < 0.02
+        assert first.bytes < 0.1 * whole.bytes and last.bytes < 0.1 * whole.bytes
+        assert after_another.bytes == whole.bytes
+        refused = [count for _, _, count in sent]
+        assert refused[:4] == [0] * 4 and refused[4] > 5 and refused[5] == 0
 
 
 class BitFlippingTransport:

@@ -110,6 +110,8 @@ def test_what_means_nothing_is_warned_of_with_the_reason(
         ({"algorithm": {"correction": {"preset": "none", "normalise": True}}}, "every weight is 1"),
         ({"weights": {"transport": "shm", "directory": "there"}}, "weights.directory has no effect"),
         ({"weights": {"transport": "disk"}, "sglang": {"urls": ["http://a:1"]}}, "is refused when the run meets it"),
+        ({"weights": {"transport": "delta"}, "sglang": {"urls": ["http://a:1"]}}, "is refused when the run meets it"),
+        ({"weights": {"transport": "delta", "loader": "model"}}, "all of every bucket will be sent"),
     ],
 )
 def test_what_has_no_effect_is_named(sections: dict[str, Any], said: str) -> None:
@@ -129,6 +131,7 @@ def test_what_has_no_effect_is_named(sections: dict[str, Any], said: str) -> Non
         {"algorithm": {"kl_coef": 0.1}, "model": {"path": "unused", "reference_path": "reference"}},
         {"rollout": {"dynamic_filter": "zero_variance"}},
         {"weights": {"transport": "disk", "directory": "there"}},
+        {"weights": {"transport": "delta", "directory": "there"}},
         {"weights": {"transport": "shm"}},
     ],
 )

@@ -60,6 +60,26 @@ def tiled_hash(tensor: torch.Tensor) -> int:
     return _splitmix64(total & _M64)
 
 
+def word_sum(tensor: torch.Tensor) -> int:
+    """Sum of a tensor's bytes as 64-bit words, modulo 2^64 and signed; a tail of less than a word byte by byte.
+
+    One pass at the speed of memory. It differs where one word does; it does not tell two words that changed places.
+    """
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.data_ptr() % 8:
+        raw = raw.clone()
+    words = raw.numel() // 8 * 8
+    return _signed(_integer(raw[:words].view(torch.int64).sum()) + _integer(raw[words:].sum()))
+
+
+def _signed(value: int) -> int:
+    return (value + (1 << 63) & _M64) - (1 << 63)
+
+
+def _integer(value: torch.Tensor) -> int:
+    return cast("int", value.item())
+
+
 def _integers(values: torch.Tensor) -> list[int]:
     return cast("list[int]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
 

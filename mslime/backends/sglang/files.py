@@ -2,10 +2,11 @@
 
 A plug-in of SGLang 0.5.23 (entry point group `sglang.srt.plugins`), for the engines that mslime starts. A request names
 a file where it otherwise names a process group (`group_of`); all else about it, and all that follows, is as with a
-broadcast: the same session, the same loading, the same comparison. A file is of one of two kinds:
+broadcast: the same session, the same loading, the same comparison. A file is of one of these kinds:
 
 - `mapped`: shared memory that a sender writes each of its buckets into, mapped once and kept until the sender leaves;
-- `safetensors`: one bucket, read and closed again.
+- `safetensors`: one bucket, read and closed again; `base`: the same, and changes of it may follow;
+- `changes`: what is different in a bucket that came before (`changes`).
 
 Every rank of an engine reads for itself. An answer is rank 0's, so each rank hears first whether all have read: the
 sender may then write the next bucket over this one.
@@ -21,18 +22,22 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
-from mslime.backends.sglang.recorded import Named, Received, buckets_of, release
+from mslime.backends.sglang.changes import changed, hold
+from mslime.backends.sglang.recorded import Bucket, Named, Received, buckets_of, release
 from mslime.config.choices import FileKind
 
 NO_SUCH_GROUP, UNSEEN = "The group to be destroyed does not exist", "cannot read it"
 """What `group_to_see` is answered by a server without this plug-in, and by one that has it and sees no such directory.
 """
+REFUSED = "changes are refused"
+"""What begins the answer of an engine that loads nothing of the changes that it was sent."""
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _PREFIX, _SEE, _FORGET = "mslime-file-", "mslime-see:", "mslime-forget:"
@@ -196,14 +201,21 @@ def _receive(
         return original(self, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name, load_format=load_format)
     failed, received = "", None
     try:
-        received = Received(buckets_of(self).of(names, dtypes, shapes))
-        _FILES.read(*place, received.bucket.named, received.bucket.flat)
+        received = take(_FILES, *place, buckets_of(self).of(names, dtypes, shapes), self.get_model())
     except Exception as error:  # the other ranks wait to hear of it
-        failed = f"{type(error).__name__}: {error}"
+        failed = f"{f'{REFUSED}: ' if place[0] == 'changes' else ''}{type(error).__name__}: {error}"
     if failed := _of_all_ranks(failed):
         raise RuntimeError(failed)
     assert received is not None
     return received
+
+
+def take(files: Files, kind: FileKind, path: Path, bucket: Bucket, model: torch.nn.Module) -> Received:
+    """A bucket that comes in a file, to be loaded into a model. Raises OSError and ValueError."""
+    if kind == "changes":
+        return changed(path, bucket, model)
+    files.read(kind, path, bucket.named, bucket.flat)
+    return Received(bucket, partial(hold, bucket, model, path.parent) if kind == "base" else None)
 
 
 def _of_all_ranks(failed: str) -> str:

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 
 from mslime.backends.sglang.client import EngineClient, bucket_description
-from mslime.backends.sglang.digest import engine_digest
-from mslime.backends.sglang.files import NO_SUCH_GROUP, UNSEEN, group_of, group_to_forget, group_to_see
+from mslime.backends.sglang.digest import engine_digest, word_sum
+from mslime.backends.sglang.files import NO_SUCH_GROUP, REFUSED, UNSEEN, group_of, group_to_forget, group_to_see
 from mslime.backends.sglang.recorded import OWN_LOADER, RECORDED
 from mslime.config.choices import FileKind
-from mslime.config.errors import MALFORMED, EngineError, WeightSyncError, sync_error
+from mslime.config.errors import MALFORMED, ChangesRefused, EngineError, WeightSyncError, sync_error
 from mslime.config.keys import Endpoint, EngineInfo
 from mslime.config.layout import EngineLayout
 from mslime.config.schema import DeadlineConfig
@@ -35,8 +35,8 @@ USE_PLUG_IN = (
     "set weights.transport: broadcast, or start the server with mslime/backends/sglang/plugins/files on its PYTHONPATH"
 )
 USE_BROADCAST = (
-    "set weights.transport: broadcast; shm is for engines on the machine of every sender, and disk for a "
-    "weights.directory that all machines share"
+    "set weights.transport: broadcast; shm is for engines on the machine of every sender, and disk and delta "
+    "for a weights.directory that all machines share"
 )
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class SGLangReceivers:
         """The request for a bucket that lies in a file: see `receive`.
 
         Args:
-            kind: `mapped`, a file whose first bytes are the flat buffer, or `safetensors`.
+            kind: what lies in the file.
         """
         return bucket_description(names, dtype, shapes, group_of(kind, path))
 
@@ -136,7 +136,12 @@ class SGLangReceivers:
         return self._submit(self._received(engine, announcement), "send", engine.url)
 
     async def _received(self, engine: EngineInfo, announcement: bytes) -> None:
-        said = await self._client(engine.endpoint).receive_bucket(announcement)
+        try:
+            said = await self._client(engine.endpoint).receive_bucket(announcement)
+        except EngineError as error:
+            if REFUSED not in error.rule:
+                raise
+            raise ChangesRefused("weights.send", engine.url, error.rule, "send the whole bucket") from error
         if (engine.url, said) not in self.heard:
             self.heard.add((engine.url, said))
             _log.info(
@@ -150,6 +155,10 @@ class SGLangReceivers:
     def digest(self, tensor: torch.Tensor) -> str:
         """What an engine on the same kind of device reports for this tensor."""
         return engine_digest(tensor)
+
+    def checksum(self, tensor: torch.Tensor) -> int:
+        """What an engine works out for a tensor to find out whether changes of it are right."""
+        return word_sum(tensor)
 
     def close(self) -> None:
         """Close the connections; the next call opens new ones."""

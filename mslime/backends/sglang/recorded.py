@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,13 +42,16 @@ def install() -> None:
 class Received(list[tuple[str, torch.Tensor]]):
     """Named tensors of a bucket, as its model's loader takes them.
 
+    Args:
+        then: called when the model has loaded them.
+
     Attributes:
         bucket: that they are views of.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, then: Callable[[], None] | None = None) -> None:
         super().__init__(bucket.named)
-        self.bucket = bucket
+        self.bucket, self.then = bucket, then
 
 
 class Recorder(TorchDispatchMode):
@@ -111,6 +115,32 @@ class Copies:
         with torch.no_grad():
             torch._foreach_copy_(self.into, self.out_of)  # pyright: ignore[reportPrivateImportUsage]
 
+    def make_backwards(self) -> None:
+        """Fill the buffer with what the parameters hold."""
+        with torch.no_grad():
+            torch._foreach_copy_(self.out_of, self.into)  # pyright: ignore[reportPrivateImportUsage]
+
+    def are_all_of(self, flat: torch.Tensor) -> bool:
+        """Whether all of a buffer is copied: an engine of several ranks gives each of them a part."""
+        return sum(view.numel() * view.itemsize for view in self.out_of) == flat.numel()
+
+    def keep_bits(self) -> bool:
+        """Whether parameters hold what is sent as it is, in its dtype."""
+        return all(into.dtype == out_of.dtype for into, out_of in zip(self.into, self.out_of, strict=True))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a model holds of a bucket.
+
+    Attributes:
+        version: the directory that it came from.
+        total: word sum of the bucket as the model's parameters give it back.
+    """
+
+    version: Path
+    total: int
+
 
 @dataclass
 class Bucket:
@@ -120,11 +150,13 @@ class Bucket:
         flat: [bytes] uint8, the head of the buffer that all buckets share.
         named: its tensors, views of it.
         copies: by the model's `id`, once it was loaded.
+        held: what the model is known to hold, where changes of that may come.
     """
 
     flat: torch.Tensor
     named: Named
     copies: dict[int, Copies] = field(default_factory=dict[int, Copies])
+    held: Held | None = None
 
 
 class Buckets:
@@ -208,16 +240,20 @@ def _load(original: Any, self: Any, named_tensors: Named) -> tuple[bool, str]:
         if known is not None and known.fit(model):
             self._assert_weight_cache_inactive("update_weights_from_distributed")
             known.make()
-            return True, RECORDED
-        if known is not None and known.why_not:
+            loaded, message = True, RECORDED
+        elif known is not None and known.why_not:
             loaded, message = original(self, list(named_tensors))
         else:
             known, loaded, message = record(model, bucket.flat, lambda: original(self, list(named_tensors)))
             if loaded:
                 bucket.copies[id(model)] = known
+        if loaded and named_tensors.then is not None:
+            named_tensors.then()
     except Exception as error:  # what a hook raises ends the server
         return False, f"recorded copies failed: {type(error).__name__}: {error}"
-    return loaded, f"{OWN_LOADER}{known.why_not or 'the first time'}" if loaded else message
+    if not loaded or message == RECORDED:
+        return loaded, message
+    return True, f"{OWN_LOADER}{known.why_not or 'the first time'}"
 
 
 def release(original: Any, self: Any, **how: Any) -> None:

@@ -1,0 +1,167 @@
+"""Whole weight syncs of which a share of the elements has changed: `delta` against `broadcast`, into a SGLang server.
+
+    python benchmarks/delta_sync.py                       # 0.1%, 1%, 5% and 100% of the elements, TP1 EP2, on a CPU
+    python benchmarks/delta_sync.py --changed 0.02 --layout tp2ep2
+
+In each round some elements of every parameter get another lowest bit; then delta brings the server to these weights,
+and broadcast does so once more, each in a whole update with its begin and end. After the last round of each share
+everything is compared bit for bit. The model is that of `weight_sync.py`, in float32 as a CPU engine wants it: an index
+takes as much as a value, where with bfloat16 it takes twice as much.
+
+The last line is JSON: for each share `delta_s`, `broadcast_s`, `ratio_broadcast` (median of the rounds' broadcast over
+delta), `bytes` (of a sync, by delta), `ratio_bytes` (all weights over these), `fill_s` and `send_s` of the slowest
+sender. Comparing bits, writing files and reading them are in `send_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.weight_sync import (
+    DEADLINE_S,
+    Job,
+    Update,
+    layout_of,
+    on_all_ranks,
+    parameters_of,
+    ratio,
+    synthetic_config,
+    update,
+)
+from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.config.schema import DeadlineConfig
+from mslime.convert.families import get_family
+from mslime.weights.groups import make_groups
+from mslime.weights.senders import Senders
+from mslime.weights.sync import SyncOptions, WeightSender
+from tests.engines.conftest import serve
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+
+WAYS = ("delta", "broadcast")
+
+
+@dataclass
+class Found:
+    """Of one share: what each way took in each round, and bytes that delta moved and that there are."""
+
+    updates: dict[str, list[Update]]
+    moved: list[int]
+    whole: int
+
+
+def change(params: dict[str, torch.Tensor], share: float, seed: int) -> None:
+    """Flip the lowest bit of a share of each parameter's elements, the same on every rank that holds it."""
+    for name, param in params.items():
+        random, flat = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed), param.view(-1).view(torch.int32)
+        if share == 1:
+            flat ^= 1
+        else:
+            count = max(1, int(share * len(flat)))
+            chosen = torch.randint(len(flat), (count,), generator=random).unique()
+            flat[chosen] ^= 1
+
+
+def rank_main(shares: Sequence[float], rank: int, job: Job, store: str, pipe: Connection) -> None:
+    """One trainer rank with a sender for each way; sends what it found of each share."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.layout.world_size)
+    family = get_family(job.config)
+    table = family.rules(job.config)
+    torch.manual_seed(0)  # what several ranks hold is alike: it is compared
+    params = parameters_of(table, job, rank)
+    groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
+    senders: dict[str, WeightSender] = {}
+    for way in WAYS:
+        receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
+        options = SyncOptions(
+            job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, family.engine_parameters(table),
+            transport=way, directory=Path(store).parent / "weights",
+        )  # fmt: skip
+        senders[way] = WeightSender(table, groups, params.items, options, receivers)
+        senders[way].connect([job.engine])
+        for _ in range(2):  # the first records how to load
+            update(senders[way], 1)
+    version, found = 1, list[Found]()
+    for share in shares:
+        of_share = Found({way: [] for way in WAYS}, [], senders["delta"].plan.total_bytes)
+        for _ in range(job.rounds):
+            version += 1
+            change(params, share, version)
+            for way in WAYS:  # in this order: changes that had arrived by broadcast would be refused
+                of_share.updates[way].append(update(senders[way], version, verify=False))
+                if way == "delta":
+                    of_share.moved.append(of_share.updates[way][-1].bytes)
+        version += 1
+        change(params, share, version)
+        update(senders["delta"], version, verify=True)
+        update(senders["broadcast"], version)
+        found.append(of_share)
+    pipe.send(found)
+    for sender in senders.values():
+        sender.disconnect()
+    dist.destroy_process_group()
+
+
+def figures(found: Found) -> dict[str, Any]:
+    """Medians over the rounds."""
+    delta, broadcast = found.updates["delta"], found.updates["broadcast"]
+    return {
+        "delta_s": statistics.median(u.seconds for u in delta),
+        "broadcast_s": statistics.median(u.seconds for u in broadcast),
+        "ratio_broadcast": ratio((u.seconds for u in broadcast), (u.seconds for u in delta)),
+        "bytes": int(statistics.median(found.moved)),
+        "ratio_bytes": found.whole / statistics.median(found.moved),
+        "fill_s": statistics.median(u.fill for u in delta),
+        "send_s": statistics.median(u.send for u in delta),
+    }
+
+
+def main() -> None:
+    """Run and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--changed", default="0.001,0.01,0.05,1", help="shares of the elements, by comma")
+    parser.add_argument("--layout", default="tp1ep2", help="of the trainer")
+    parser.add_argument("--bucket-mib", type=float, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    for name, default in {"layers": 16, "hidden": 256, "ffn": 128, "experts": 64, "vocab": 32000}.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"of the synthetic model (default {default})")
+    args = parser.parse_args()
+    config, shares = synthetic_config(args), [float(share) for share in args.changed.split(",")]
+    with TemporaryDirectory() as directory:
+        sizes = {k: v for k, v in config.items() if k not in ("architectures", "rope_theta")}
+        server = serve(make_tiny_qwen3_moe(Path(directory) / "model", **sizes), Path(directory) / "logs")
+        try:
+            bucket = int(args.bucket_mib * (1 << 20))
+            layout, engine = layout_of(args.layout), server.endpoint
+            job = Job(config, layout, "float32", bucket, 8, args.rounds, engine, stand_in=False)
+            by_share = [figures(found) for found in on_all_ranks(partial(rank_main, shares), job)[0]]
+        finally:
+            server.process.stop()
+    table = Table("changed", *by_share[0], title=f"medians of {args.rounds} rounds, load {os.getloadavg()[0]:.1f}")
+    for share, values in zip(shares, by_share, strict=True):
+        cells = (f"{value:.3f}" if isinstance(value, float) else f"{value:,}" for value in values.values())
+        table.add_row(f"{share:.1%}", *cells)
+    Console(width=120).print(table)
+    print(json.dumps(dict(zip(map(str, shares), by_share, strict=True))))
+
+
+if __name__ == "__main__":
+    main()
