@@ -22,7 +22,6 @@ from mslime.config.choices import CHANGES
 from mslime.config.errors import ChangesRefused
 from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, safetensors_header
 from mslime.weights.disk import DiskTransport
-from mslime.weights.files import PendingFile
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link, Moved, Pending
 from mslime.weights.waiting import until_answered
@@ -195,7 +194,7 @@ class _PendingWhole:
     bucket: Bucket
     flat: torch.Tensor
     changed: int | None
-    file: PendingFile
+    file: Pending
 
     def wait(self) -> None:
         """Return when every engine has loaded it. Raises WeightSyncError."""

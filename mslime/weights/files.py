@@ -16,7 +16,7 @@ import torch
 from mslime.config.choices import FileKind
 from mslime.config.keys import EngineInfo
 from mslime.weights.plan import Bucket
-from mslime.weights.transport import Link
+from mslime.weights.transport import Link, Pending
 from mslime.weights.waiting import all_done, until_loaded
 
 
@@ -61,7 +61,7 @@ class FileTransport(ABC):
         seen = [link.receivers.see(engine, directory) for engine in engines]
         all_done(seen, "connect", f"{len(engines)} engines", link.deadline_s)
 
-    def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingFile:
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
         """Write the bucket, and ask every engine to read it."""
         assert self.engines, "not connected"
         return PendingFile(bucket, self.announce(bucket, self.kind, self.write(bucket, flat)), self.arrived)
