@@ -3,6 +3,7 @@
     python benchmarks/weight_sync.py                          # TP1 EP2, TP2 EP2 and PP2 EP2 into a stand-in engine
     python benchmarks/weight_sync.py --layouts tp2ep2 --engine URL --model DIR   # into a running SGLang server of DIR
     python benchmarks/weight_sync.py --loaders --dtype float32   # into SGLang servers that load in either way, on a CPU
+    python benchmarks/weight_sync.py --predict   # `mslime plan`'s prediction, with rates measured in the same run
     python benchmarks/weight_sync.py --transports --dtype float32 --layouts tp1ep2   # broadcast, shm, disk; one server
 
 All ways run over the same connections in one run, in turn, and medians are compared. "Ours" is `WeightSender.send`:
@@ -16,6 +17,9 @@ the rounds' own ratios), `cpu_s` (of all ranks, for ours), and with a server `se
 and end. With --loaders there are two entries for each layout, and `ratio_loaders` of their updates. With --transports
 there is one for each transport: `server_s`, how many times as long the broadcast of the same round took
 (`ratio_broadcast`), `send_s` and `fill_s` of the slowest sender, and `cpu_s` of all ranks; all is compared before.
+With --predict every round also measures what `planner/sync.py` needs to know, by nothing of ours but single requests:
+the raw broadcast, copies and gathers of a bucket's size, requests for one and for many tiny tensors. From a round's
+own rates comes its `predicted_s`; `ratio_predicted` is the median of the rounds' predicted over measured.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,10 +52,12 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.schema import DeadlineConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.table import RuleTable
+from mslime.planner.sync import Rates, Receiving, predict
 from mslime.threads import in_thread
 from mslime.weights.broadcast import BroadcastTransport
 from mslime.weights.buckets import TORCH_DTYPES, named_tensors
 from mslime.weights.groups import make_groups
+from mslime.weights.plan import Bucket, Entry
 from mslime.weights.senders import Senders
 from mslime.weights.sync import SendReport, SyncOptions, WeightSender
 from mslime.weights.transport import TRANSPORTS
@@ -63,6 +69,9 @@ from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 DEADLINE_S = 300.0
+REPEATS = 5
+MANY = 400
+"""Tensors of the larger of the two requests that --predict times."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,7 @@ class Job:
     rounds: int
     engine: Endpoint
     stand_in: bool
+    predict: bool = False
 
 
 def synthetic_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -114,6 +124,13 @@ def parameters_of(table: RuleTable, job: Job, rank: int) -> dict[str, torch.Tens
     return held
 
 
+def tiny_bucket(like: Bucket, index: int, tensors: int) -> tuple[Bucket, torch.Tensor]:
+    """So many tensors of one element, under names as long as real ones, and their buffer."""
+    name = max(like.entries, key=lambda entry: len(entry.name)).name
+    entries = tuple(Entry(f"{name}.{number}", (1,), number) for number in range(tensors))
+    return replace(like, index=index, entries=entries), torch.zeros(tensors, dtype=TORCH_DTYPES[like.dtype])
+
+
 class Ways:
     """The three ways, on one rank; all ranks call the same one at the same time."""
 
@@ -131,6 +148,8 @@ class Ways:
         self.url = httpx.Client(base_url=job.engine.url, timeout=DEADLINE_S,
                                 headers=job.engine.keys.headers("/update_weights_from_distributed"))  # fmt: skip
         self.buffers = [torch.zeros(b.hf_bytes, dtype=torch.uint8) for b in self.gathered.buckets] if rank == 0 else []
+        largest = self.sender.plan.buckets[0]
+        self.tiny = [tiny_bucket(largest, -1, 1), tiny_bucket(largest, -2, MANY)]
 
     def ours(self) -> None:
         """What a run does."""
@@ -189,6 +208,64 @@ class Ways:
         if first:
             with_pool(engines, lambda pool: pool.end_update())
 
+    def rates(self, raw_s: float) -> Rates:
+        """What a sync of this layout is predicted with; all ranks call it.
+
+        Args:
+            raw_s: of `raw`, in the same round.
+        """
+        one, many = self._request_s(0), self._request_s(1)
+        plan = self.sender.plan
+        return Rates(
+            network=plan.total_bytes / max(raw_s - one, 1e-9),
+            nvlink=self._gather_rate(plan.buckets[0].hf_bytes // 2),
+            copy=self._copy_rate(plan.buckets[0].hf_bytes),
+            request=one,
+            tensor=max(many - one, 0.0) / (MANY - 1),
+        )
+
+    def predicted(self, rates: Rates) -> float:
+        """Seconds of a sync into the stand-in, which copies nothing: what it does for a tensor is reading its name."""
+        receiving = Receiving(engines=1, share=0.0, recorded=False)
+        return predict(self.sender.plan, rates, receiving, self.job.layout.world_size).seconds
+
+    def _request_s(self, which: int) -> float:
+        """Of a bucket that is next to empty, on the first rank: of one tensor, or of many."""
+        dist.barrier()
+        if dist.get_rank() != 0:
+            dist.barrier()
+            return 0.0
+        assert self.transport is not None
+        transport, (bucket, flat) = self.transport, self.tiny[which]
+        elapsed = median_of(lambda: transport.start(bucket, flat).wait())
+        dist.barrier()
+        return elapsed
+
+    def _copy_rate(self, size: int) -> float:
+        """Into new memory, as a bucket is filled; on the first rank."""
+        dist.barrier()
+        if dist.get_rank() != 0:
+            dist.barrier()
+            return math.inf
+        source = torch.zeros(size, dtype=torch.uint8)
+        elapsed = median_of(lambda: torch.empty_like(source).copy_(source))
+        dist.barrier()
+        return size / elapsed
+
+    def _gather_rate(self, size: int) -> float:
+        """Into new memory of the first rank, from those that it gathers shared tensors from; infinite elsewhere."""
+        members = self.groups.senders.tensor_ranks(0)
+        dist.barrier()
+        if dist.get_rank() not in members or len(members) == 1:
+            return math.inf
+        part, group, first = torch.zeros(size, dtype=torch.uint8), self.groups.gathers[members], dist.get_rank() == 0
+
+        def gather_once() -> None:
+            into = list(part.new_empty(len(members), size).unbind()) if first else None
+            dist.gather(part, into, group=group, group_dst=0)
+
+        return (len(members) - 1) * size / median_of(gather_once)
+
     def _connection(self) -> tuple[str, dist.ProcessGroup]:
         assert isinstance(self.transport, BroadcastTransport) and self.transport._group is not None
         return self.transport._name, self.transport._group
@@ -199,11 +276,13 @@ def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.layout.world_size)
     ways = Ways(job)
-    chosen: dict[str, Callable[[], None]] = {"ours": ways.ours, "per_tensor": ways.per_tensor}
+    chosen: dict[str, Callable[[], None]] = {"ours": ways.ours}
+    chosen |= {} if job.predict else {"per_tensor": ways.per_tensor}
     chosen |= {"raw": ways.raw} if job.stand_in else {"server": ways.whole_update}
     if rank == 0 and not job.stand_in:
         with_pool(ways.sender.engines, lambda pool: pool.begin_update())
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
+    predictions: list[tuple[Rates, float]] = []
     cpu, names = 0.0, [name for name in chosen if name != "server"]
     for number in range(job.rounds + 1):  # the first is thrown away
         for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -211,6 +290,9 @@ def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
             if number:
                 seconds[name].append(elapsed)
                 cpu += used if name == "ours" else 0.0
+            if name == "raw" and job.predict:
+                rates = ways.rates(elapsed)
+                predictions += [(rates, ways.predicted(rates))] if number else []
     if not job.stand_in:
         if rank == 0:
             with_pool(ways.sender.engines, lambda pool: pool.end_update())
@@ -218,7 +300,7 @@ def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
         seconds["server"] = [timed(ways.whole_update)[0] for _ in range(job.rounds)]
     plan = ways.sender.plan
     size = (sum(len(b.entries) for b in plan.buckets), plan.total_bytes, len(plan.buckets))
-    pipe.send((seconds, cpu / job.rounds, size))
+    pipe.send((seconds, cpu / job.rounds, size, predictions))
     ways.sender.disconnect()
     dist.destroy_process_group()
 
@@ -230,6 +312,16 @@ def timed(way: Callable[[], None]) -> tuple[float, float]:
     way()
     dist.barrier()
     return time.perf_counter() - begin, time.process_time() - used
+
+
+def median_of(call: Callable[[], object]) -> float:
+    """Seconds of one call, of a few."""
+    found: list[float] = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found)
 
 
 @dataclass
@@ -338,12 +430,30 @@ def measure(job: Job) -> dict[str, Any]:
     seconds: dict[str, list[float]] = found[0][0]
     tensors, size, buckets = found[0][2]
     figures: dict[str, Any] = {f"{name}_s": statistics.median(values) for name, values in seconds.items()}
-    figures |= {"tensors": tensors, "bytes": size, "buckets": buckets, "cpu_s": sum(cpu for _, cpu, _ in found)}
-    figures["ratio_per_tensor"] = ratio(seconds["per_tensor"], seconds["ours"])
+    figures |= {"tensors": tensors, "bytes": size, "buckets": buckets, "cpu_s": sum(rank[1] for rank in found)}
+    if "per_tensor" in seconds:
+        figures["ratio_per_tensor"] = ratio(seconds["per_tensor"], seconds["ours"])
     if "raw" in seconds:
         figures["ratio_raw"] = ratio(seconds["ours"], seconds["raw"])
         figures["ratio_raw_of_minima"] = min(seconds["ours"]) / min(seconds["raw"])
+    if job.predict:
+        figures |= compare_prediction(found[0][3], seconds["ours"])
     return figures
+
+
+def compare_prediction(predictions: list[tuple[Rates, float]], ours: list[float]) -> dict[str, float]:
+    """The rounds' predictions beside what they measured, and the medians of their rates."""
+    rates = [asdict(each) for each, _ in predictions]
+    medians = {f"rate_{name}": statistics.median(each[name] for each in rates) for name in rates[0]}
+    predicted = [seconds for _, seconds in predictions]
+    return {
+        "predicted_s": statistics.median(predicted),
+        "ratio_predicted": ratio(predicted, ours),
+        "ratio_predicted_of_medians": statistics.median(predicted) / statistics.median(ours),
+        "ratio_predicted_of_minima": min(predicted) / min(ours),
+        # JSON has no infinity: nobody gathers there.
+        **{name: value for name, value in medians.items() if math.isfinite(value)},
+    }
 
 
 def ratio(above: Iterable[float], below: Iterable[float]) -> float:
@@ -366,6 +476,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--engine", help="URL of a running SGLang server, instead of the stand-in")
     parser.add_argument("--api-key", default="", help="of that server, if it asks for one")
     parser.add_argument("--loaders", action="store_true", help="start servers with each weights.loader, one at a time")
+    parser.add_argument("--predict", action="store_true", help="set the prediction of `mslime plan` beside ours")
     parser.add_argument("--transports", action="store_true", help="start a server and compare all weights.transport")
     parser.add_argument("--model", type=Path, help="checkpoint whose shapes are sent; needed with --engine")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
@@ -376,6 +487,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.engine and not args.model:
         parser.error("--engine needs --model, the checkpoint that the server was started with")
+    if args.predict and (args.engine or args.loaders or args.transports):
+        parser.error("--predict predicts syncs into the stand-in engine")
     return args
 
 
@@ -387,7 +500,10 @@ def figures_of(args: argparse.Namespace, config: dict[str, Any], words: str, eng
         engine = Endpoint(stand_in.url)
     assert engine is not None
     bucket = int(args.bucket_mib * (1 << 20))
-    job = Job(config, layout_of(words), args.dtype, bucket, args.senders, args.rounds, engine, stand_in is not None)
+    job = Job(
+        config, layout_of(words), args.dtype, bucket, args.senders, args.rounds, engine, stand_in is not None,
+        args.predict,
+    )  # fmt: skip
     try:
         return measure(job)
     finally:
@@ -432,6 +548,13 @@ def by_transport(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, 
     return found
 
 
+def cell(value: float | str) -> str:
+    """A figure in the table."""
+    if isinstance(value, float):
+        return f"{value:.3f}" if 0.001 < value < 1e6 else f"{value:.2e}"
+    return f"{value:,}" if value != "" else ""
+
+
 def main() -> None:
     """Run and print."""
     args = parse_args()
@@ -447,9 +570,8 @@ def main() -> None:
     table = Table(title=f"medians of {args.rounds} rounds, gloo, load average {os.getloadavg()[0]:.1f}")
     for column in ("", *found):
         table.add_column(column, justify="right")
-    for name in next(iter(found.values())):
-        values = (figures[name] for figures in found.values())
-        table.add_row(name, *(f"{v:.3f}" if isinstance(v, float) else f"{v:,}" for v in values))
+    for name in dict.fromkeys(name for figures in found.values() for name in figures):
+        table.add_row(name, *(cell(figures.get(name, "")) for figures in found.values()))
     Console().print(table)
     print(json.dumps(found))
 

@@ -51,6 +51,29 @@ class ClusterConfig(Section):
     gpu_network_gbits: float = Field(
         default=400, gt=0, description="Network of one GPU, in Gb/s, for `mslime plan`'s time of a weight sync."
     )
+    gpu_nvlink_gb_per_s: float = Field(
+        default=450,
+        gt=0,
+        description="From GPU to GPU of one machine, in GB/s, for `mslime plan`'s time of a weight sync.",
+    )
+    gpu_copy_gb_per_s: float = Field(
+        default=1200,
+        gt=0,
+        description="What one GPU copies within its memory, in GB/s of the copy, for `mslime plan`'s prediction of a "
+        "weight sync. The default is 70% of half an H100's 3,350 GB/s.",
+    )
+    sync_request_ms: float = Field(
+        default=5,
+        ge=0,
+        description="Time of a bucket beside its bytes: the request to the engines and the start of the broadcast, for "
+        "`mslime plan`'s prediction of a weight sync.",
+    )
+    sync_tensor_us: float = Field(
+        default=30,
+        ge=0,
+        description="Time of one tensor in an engine's own loader, which engines without recorded copies use, for "
+        "`mslime plan`'s prediction of a weight sync.",
+    )
     ray_address: str | None = Field(
         default_factory=_ray_address,
         description="Address of a running Ray cluster (HOST:6379, or auto on one of its machines); default: the "

@@ -150,9 +150,27 @@ def _sync(plan: RunPlan) -> Table:
             ("for a sender, by another rank", f"at most {_gib(max(s.contributed for s in plan.syncs))} GiB"),
             ("to every engine GPU", f"{_gib(plan.sync_bytes)} GiB in {sum(s.buckets for s in plan.syncs)} buckets"),
             ("into every engine machine", f"{_gib(plan.sync_bytes)} GiB, and as much out of it to the next"),
-            ("at least", f"{plan.sync_seconds:.1f} s over {plan.network / 1e9:g} GB/s for each GPU's adapter"),
+            ("at least", f"{plan.sync_seconds:.1f} s over {plan.rates.network / 1e9:g} GB/s for each GPU's adapter"),
+            *_prediction(plan),
         ],
     )
+
+
+def _prediction(plan: RunPlan) -> list[tuple[str, str]]:
+    """The prediction, its parts, and the settings that it stands on."""
+    found, rates = plan.prediction, plan.rates
+    if found is None:
+        return [("prediction", "none: the transport is not broadcast")]
+    parts = (("fill", found.fill), ("wire", found.wire), ("load", found.load), ("latency", found.latency))
+    said = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts)
+    return [
+        ("prediction", f"{found.seconds:.1f} s, limited by {found.limit} (s: {said})"),
+        (
+            "predicted with",
+            f"network {rates.network / 1e9:g}, NVLink {rates.nvlink / 1e9:g}, copies {rates.copy / 1e9:g} GB/s; "
+            f"{rates.request * 1e3:g} ms a bucket, {rates.tensor * 1e6:g} us a tensor (cluster.*)",
+        ),
+    ]
 
 
 def _verdict(plan: RunPlan) -> Text:

@@ -18,10 +18,19 @@ from mslime.config.training import PolicySpec, TrainingSpec, critic_spec, policy
 from mslime.convert.families import get_family
 from mslime.convert.families.family import ModelFields
 from mslime.convert.kinds import padded_vocab_size
-from mslime.planner.activations import read_widths
+from mslime.planner.activations import Widths, read_widths
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, engine_memory
 from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
-from mslime.planner.sync import SenderSync, least_seconds, network_bytes_per_second, sender_syncs
+from mslime.planner.sync import (
+    Rates,
+    Receiving,
+    SenderSync,
+    SyncPrediction,
+    least_seconds,
+    predict,
+    rates_of,
+    sender_syncs,
+)
 from mslime.planner.trainer import (
     HostMemory,
     TrainerMemory,
@@ -96,7 +105,8 @@ class RunPlan:
         bubble: share of a step that a stage waits, with that many micro-batches (arXiv:2104.04473, section 2.2).
         syncs: weight-sync traffic by sender.
         host: memory of the trainer machine that needs most.
-        network: bytes a second of one GPU's adapter.
+        rates: of the links and copies of a sync, as set.
+        prediction: of one sync after the first two; None without engines, and for transports other than `broadcast`.
         problems: what does not fit.
         remarks: what is slow or left over, in sentences.
     """
@@ -119,7 +129,8 @@ class RunPlan:
     bubble: float
     syncs: tuple[SenderSync, ...]
     host: HostMemory
-    network: float
+    rates: Rates
+    prediction: SyncPrediction | None
     problems: tuple[Problem, ...]
     remarks: tuple[str, ...]
 
@@ -148,11 +159,15 @@ class RunPlan:
     @property
     def sync_seconds(self) -> float:
         """Lower bound of one sync."""
-        return least_seconds(self.syncs, self.network)
+        return least_seconds(self.syncs, self.rates)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         summed = {"sync_bytes": self.sync_bytes, "sync_seconds": self.sync_seconds, "host_bytes": self.host.total}
+        if self.prediction is not None:
+            summed["prediction"] = asdict(self.prediction) | {
+                "seconds": self.prediction.seconds, "limit": self.prediction.limit
+            }  # fmt: skip
         return asdict(self) | {"fits": self.fits, "verdict": self.verdict} | summed | {
             name: [asdict(stage) | {"trained": stage.held.trained, "peak": stage.memory.peak} for stage in stages]
             for name, stages in (("stages", self.stages), ("critic_stages", self.critic_stages))
@@ -221,7 +236,8 @@ def make_plan(
         bubble=(layout.pp - 1) / (chunks_of_step + layout.pp - 1),
         syncs=sender_syncs(sync, config.cluster),
         host=host,
-        network=network_bytes_per_second(config.cluster),
+        rates=rates_of(config.cluster),
+        prediction=_prediction(config, sync, engine, widths),
         problems=(
             *_trainer_problems(spec, "trainer", stages, gpu_bytes),
             *_trainer_problems(spec, "critic", apart, gpu_bytes),
@@ -230,6 +246,24 @@ def make_plan(
         ),
         remarks=tuple(_remarks(layout, model, per_node, idle)),
     )
+
+
+def _prediction(
+    config: RunConfig, sync: WeightPlan, engine: EngineMemory | None, widths: Widths
+) -> SyncPrediction | None:
+    """Of a sync after engines have recorded how to load, where they do.
+
+    They do not where mslime did not start them, nor where a model derives tensors from its weights after loading, as
+    SGLang's multi-latent attention does (`backends/sglang/recorded.py`).
+    """
+    if engine is None or config.weights.transport != "broadcast":
+        return None
+    receiving = Receiving(
+        engines=config.sglang.gpus // config.sglang.tp_size,
+        share=min(1.0, engine.weights / max(1, sync.total_bytes)),
+        recorded=config.weights.loader == "recorded" and not config.sglang.urls and not widths.latent,
+    )
+    return predict(sync, rates_of(config.cluster), receiving, config.cluster.gpus_per_node)
 
 
 def _stages(

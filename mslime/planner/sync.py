@@ -1,19 +1,57 @@
-"""Bytes that one weight sync moves over each link: gathers within a stage, then broadcasts to the engines.
+"""What one weight sync moves over each link, the least it can take, and a prediction of what it takes.
 
 Read off the weight plan that the sync itself follows. Trainer ranks fill machines in order, engines the machines after
-them. NCCL's broadcast is counted as its ring: every machine receives the bytes once and forwards them once.
+them. NCCL's broadcast is counted as its ring: every machine receives the bytes once and forwards them once. The
+prediction walks through the schedule of `weights/sync.py` and `weights/courier.py` with rates that are settings; it
+knows no noise, no congestion, and no part of a sync beside the sending: neither the pause of engines nor comparing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from mslime.config.cluster import ClusterConfig
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
 
-NVLINK_BYTES_PER_SECOND = 450e9
-"""Fourth-generation NVLink, one direction."""
+EXCHANGES = 3
+"""In which all ranks agree at the end of a sync (`WeightSender.send`), each taken to last as long as a request."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast each part of a sync goes: settings, not measurements.
+
+    Attributes:
+        network: bytes a second of one GPU's adapter, in one direction.
+        nvlink: bytes a second into one GPU from others of its machine.
+        copy: bytes a second that one GPU copies within its memory.
+        request: seconds of a bucket beside its bytes: the request to the engines, the start of the collective.
+        tensor: seconds of one tensor in a model's own loader.
+    """
+
+    network: float
+    nvlink: float
+    copy: float
+    request: float
+    tensor: float
+
+
+@dataclass(frozen=True)
+class Receiving:
+    """What the engines do with a bucket.
+
+    Attributes:
+        engines: how many; more than one take all buckets in one order.
+        share: of a bucket's bytes, what one GPU keeps.
+        recorded: whether they load by recorded copies, not tensor by tensor.
+    """
+
+    engines: int
+    share: float
+    recorded: bool
 
 
 @dataclass(frozen=True)
@@ -39,6 +77,33 @@ class SenderSync:
     contributed: int
 
 
+@dataclass(frozen=True)
+class SyncPrediction:
+    """Seconds of one sync, by what the engines spend or wait for: one after the other, so that they add up.
+
+    Attributes:
+        fill: waiting, because no sender has filled the next bucket.
+        wire: broadcasts.
+        load: copying what has arrived into parameters.
+        latency: requests, starts of collectives, and the exchanges between ranks at the end.
+    """
+
+    fill: float
+    wire: float
+    load: float
+    latency: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole."""
+        return self.fill + self.wire + self.load + self.latency
+
+    @property
+    def limit(self) -> str:
+        """The largest part."""
+        return max(("fill", "wire", "load", "latency"), key=lambda name: getattr(self, name))
+
+
 def sender_syncs(plan: WeightPlan, cluster: ClusterConfig) -> tuple[SenderSync, ...]:
     """The traffic of every sender that has something to send."""
     by_sender: dict[int, list[Bucket]] = {rank: [] for rank in plan.senders.everyone()}
@@ -47,30 +112,149 @@ def sender_syncs(plan: WeightPlan, cluster: ClusterConfig) -> tuple[SenderSync, 
     return tuple(_sender_sync(rank, buckets, cluster.gpus_per_node) for rank, buckets in by_sender.items() if buckets)
 
 
-def network_bytes_per_second(cluster: ClusterConfig) -> float:
-    """Of one GPU's adapter, in one direction."""
-    return cluster.gpu_network_gbits * 1e9 / 8
+def rates_of(cluster: ClusterConfig) -> Rates:
+    """The settings, in bytes and seconds."""
+    return Rates(
+        network=cluster.gpu_network_gbits * 1e9 / 8,
+        nvlink=cluster.gpu_nvlink_gb_per_s * 1e9,
+        copy=cluster.gpu_copy_gb_per_s * 1e9,
+        request=cluster.sync_request_ms / 1e3,
+        tensor=cluster.sync_tensor_us / 1e6,
+    )
 
 
-def least_seconds(syncs: Sequence[SenderSync], network: float) -> float:
+def least_seconds(syncs: Sequence[SenderSync], rates: Rates) -> float:
     """Lower bound of a whole sync: every engine GPU receives all bytes, one bucket at a time.
 
     Senders fill their buckets at the same time, hidden behind the sending of other buckets where that takes longer.
-
-    Args:
-        network: bytes a second of one GPU's adapter.
     """
-    filling = (max(s.gathered_far / network, s.gathered_near / NVLINK_BYTES_PER_SECOND) for s in syncs)
-    return max(sum(s.sent for s in syncs) / network, *filling, 0.0)
+    filling = (max(s.gathered_far / rates.network, s.gathered_near / rates.nvlink) for s in syncs)
+    return max(sum(s.sent for s in syncs) / rates.network, *filling, 0.0)
+
+
+def predict(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per_node: int) -> SyncPrediction:
+    """Follow the plan's buckets through filling, sending and loading.
+
+    Engines take one bucket at a time and load it before the next. One engine takes them as senders ask it to, and a
+    request waits there while it takes another sender's; several engines take them in the plan's order, and a sender
+    asks when the one before has arrived everywhere.
+    """
+    if not plan.buckets:
+        return SyncPrediction(0.0, 0.0, 0.0, 0.0)
+    filling = _Filling(plan.buckets, rates, gpus_per_node)
+    turns, request = receiving.engines > 1, rates.request
+    asked: list[tuple[float, int, float]] = []
+    now = fill = wire = load = latency = 0.0
+    for _ in plan.buckets:
+        for ready, bucket in filling.given():
+            heappush(asked, (bucket.index if turns else ready, bucket.index, ready))
+        # With turns the next of the plan is always there: all that it waits for lies earlier in the plan.
+        _, index, ready = heappop(asked)
+        bucket = plan.buckets[index]
+        begun = max(ready, now) + request if turns else max(ready + request, now)
+        sending, loading = bucket.hf_bytes / rates.network, _load_seconds(bucket, rates, receiving)
+        latency += min(begun - now, request)
+        fill += max(begun - now - request, 0.0)
+        wire, load = wire + sending, load + loading
+        now = begun + sending + loading
+        filling.sent(bucket, now)
+    return SyncPrediction(fill, wire, load, latency + EXCHANGES * request)
+
+
+class _Filling:
+    """Every rank on its walk through the buckets that it packs a part of, as far as couriers let it.
+
+    A sender holds two buckets: it begins to fill one when its courier has taken the one before, which is when the one
+    before that is sent. Until then it takes part in nobody's gathers either.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket], rates: Rates, gpus_per_node: int) -> None:
+        self._rates, self._gpus_per_node = rates, gpus_per_node
+        self._walks: dict[int, deque[Bucket]] = {}
+        for bucket in buckets:
+            for rank in bucket.members:
+                self._walks.setdefault(rank, deque()).append(bucket)
+        self._free = dict.fromkeys(self._walks, 0.0)  # since when; a rank that waits for its courier is not in it
+        self._couriers = dict.fromkeys(self._walks, 0.0)  # likewise, one that is sending
+        self._filled: dict[int, tuple[float, Bucket]] = {}
+        self._given: list[tuple[float, Bucket]] = []
+        self._fill(self._walks)
+
+    def given(self) -> list[tuple[float, Bucket]]:
+        """Buckets that couriers have taken since the last call, and when."""
+        given, self._given = self._given, []
+        return given
+
+    def sent(self, bucket: Bucket, at: float) -> None:
+        """The bucket is loaded everywhere: its sender's courier takes the next."""
+        self._couriers[bucket.sender] = at
+        self._give(bucket.sender)
+        self._fill((bucket.sender,))
+
+    def _fill(self, ranks: Iterable[int]) -> None:
+        """Fill the next bucket of these ranks, of which all members are free; then theirs."""
+        todo = deque(ranks)
+        while todo:
+            walk = self._walks[todo.popleft()]
+            if not walk:
+                continue
+            bucket = walk[0]
+            if any(rank not in self._free or self._walks[rank][0] is not bucket for rank in bucket.members):
+                continue
+            gathering, converting = _fill_seconds(bucket, self._rates, self._gpus_per_node)
+            gathered = max(self._free[rank] for rank in bucket.members) + gathering
+            for rank in bucket.members:
+                self._walks[rank].popleft()
+                self._free[rank] = gathered
+            del self._free[bucket.sender]
+            self._filled[bucket.sender] = gathered + converting, bucket
+            self._give(bucket.sender)
+            todo.extend(bucket.members)
+
+    def _give(self, sender: int) -> None:
+        if sender in self._filled and sender in self._couriers:
+            filled, bucket = self._filled.pop(sender)
+            self._free[sender] = max(filled, self._couriers.pop(sender))
+            self._given.append((self._free[sender], bucket))
+
+
+def _fill_seconds(bucket: Bucket, rates: Rates, gpus_per_node: int) -> tuple[float, float]:
+    """(packing and gathering, which take every member; converting, which takes the sender).
+
+    Experts that nobody gathers are neighbours in Megatron's buffer, and so is a single tensor: they are not packed.
+    """
+    alone = len(bucket.members) == 1 and ".local_experts." in bucket.slots[0].names[0]
+    packing = 0.0 if alone or len(bucket.slots) == 1 else _local_bytes(bucket) / rates.copy
+    near, far = _gathered(bucket, gpus_per_node)
+    converting = 0.0 if bucket.in_order else bucket.hf_bytes / rates.copy
+    return packing + max(near / rates.nvlink, far / rates.network), converting
+
+
+def _load_seconds(bucket: Bucket, rates: Rates, receiving: Receiving) -> float:
+    """Of one GPU of an engine."""
+    calls = 0.0 if receiving.recorded else len(bucket.entries) * rates.tensor
+    return receiving.share * bucket.hf_bytes / rates.copy + calls
+
+
+def _local_bytes(bucket: Bucket) -> int:
+    return bucket.local_numel * DTYPE_BYTES[bucket.dtype]
+
+
+def _gathered(bucket: Bucket, gpus_per_node: int) -> tuple[int, int]:
+    """Bytes that the sender receives from ranks of (its own machine, others)."""
+    machine, local = bucket.sender // gpus_per_node, _local_bytes(bucket)
+    beside = sum(member // gpus_per_node == machine for member in bucket.members) - 1
+    return beside * local, (len(bucket.members) - 1 - beside) * local
 
 
 def _sender_sync(rank: int, buckets: Sequence[Bucket], gpus_per_node: int) -> SenderSync:
-    near = far = contributed = 0
-    for bucket in buckets:
-        local = bucket.local_numel * DTYPE_BYTES[bucket.dtype]
-        beside = sum(member // gpus_per_node == rank // gpus_per_node for member in bucket.members) - 1
-        near += beside * local
-        far += (len(bucket.members) - 1 - beside) * local
-        contributed += local if len(bucket.members) > 1 else 0
-    sent = sum(bucket.hf_bytes for bucket in buckets)
-    return SenderSync(rank, buckets[0].stage, len(buckets), sent, near, far, contributed)
+    gathered = [_gathered(bucket, gpus_per_node) for bucket in buckets]
+    return SenderSync(
+        rank=rank,
+        stage=buckets[0].stage,
+        buckets=len(buckets),
+        sent=sum(bucket.hf_bytes for bucket in buckets),
+        gathered_near=sum(near for near, _ in gathered),
+        gathered_far=sum(far for _, far in gathered),
+        contributed=sum(_local_bytes(bucket) for bucket in buckets if len(bucket.members) > 1),
+    )

@@ -1,0 +1,185 @@
+"""The prediction of a weight sync: small schedules worked out by hand, and what holds for every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mslime.config.layout import ParallelLayout
+from mslime.convert.families import get_family
+from mslime.planner.command import plan_config
+from mslime.planner.plan import RunPlan, make_plan
+from mslime.planner.sync import EXCHANGES, Rates, Receiving, SyncPrediction, predict
+from mslime.weights.plan import Bucket, Entry, Slot, WeightPlan, build_plan
+from mslime.weights.senders import Senders
+from tests.fixtures.full_size import CONFIGS, published_config
+
+RATES = Rates(network=100.0, nvlink=1000.0, copy=400.0, request=0.0, tensor=0.0)
+ONE, TWO = Receiving(engines=1, share=0.0, recorded=True), Receiving(engines=2, share=0.0, recorded=True)
+NODE = 8
+SNAPSHOTS = Path(__file__).parents[1] / "fixtures" / "snapshots"
+SHIPPED = sorted(path.stem for path in SNAPSHOTS.glob("*.yaml"))
+
+
+def experts(sender: int, size: int = 200, members: tuple[int, ...] = (), tensors: int = 1) -> Bucket:
+    """Bytes that lie right on the sender, or are gathered as they lie from `members`."""
+    members = members or (sender,)
+    name, local = "decoder.layers.0.mlp.experts.local_experts.0.w", size // 2 // len(members)
+    slot = Slot((name,) * len(members), (local,), 0)
+    entries = tuple(Entry(f"w{i}", (size // 2 // tensors,), i * (size // 2 // tensors)) for i in range(tensors))
+    return Bucket(-1, 0, sender, members, "bfloat16", (slot,), entries, entries, in_order=True)
+
+
+def shared(sender: int, size: int = 200) -> Bucket:
+    """Bytes of two tensors that are packed and converted: two copies."""
+    half = size // 4
+    slots = (Slot(("a",), (half,), 0), Slot(("b",), (half,), half))
+    entries = (Entry("a", (half,), 0), Entry("b", (half,), half))
+    return Bucket(-1, 0, sender, (sender,), "bfloat16", slots, entries, entries, in_order=False)
+
+
+def found(buckets: Sequence[Bucket], receiving: Receiving = ONE, **rates: float) -> SyncPrediction:
+    numbered = tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets))
+    senders = Senders(ParallelLayout(dp=8, ep=8), 8)
+    return predict(WeightPlan(senders, numbered), replace(RATES, **rates), receiving, NODE)
+
+
+def parts(one: SyncPrediction) -> tuple[float, ...]:
+    return tuple(pytest.approx(part) for part in (one.fill, one.wire, one.load, one.latency))
+
+
+def test_one_sender_fills_a_bucket_while_the_one_before_is_sent() -> None:
+    # Each fills in 1 s (200 bytes copied twice at 400) and is sent in 2 s: 1 + 2 + 2 + 2.
+    assert parts(found([shared(0)] * 3)) == (1.0, 6.0, 0.0, 0.0)
+    assert found([shared(0)] * 3).limit == "wire"
+
+
+def test_a_sender_holds_two_buckets_and_fills_no_third() -> None:
+    # The first is filled in 10 s and sent to 20 s; the second is there at 12 s and taken at 20 s. Only then the third is
+    # begun: filled to 30 s, sent to 40 s. With room for a third it would be 32 s.
+    assert parts(found([shared(0, 1000), shared(0), shared(0, 1000)], copy=200.0)) == (18.0, 22.0, 0.0, 0.0)
+    # Rank 1 gathers from rank 0, which is in `put` with its second bucket until its first is sent, at 10 s.
+    gathers = experts(1, 200, members=(0, 1))
+    waits = found([experts(0, 1000), experts(0, 200), gathers], nvlink=100.0)
+    # 10 s, then rank 0's second (2 s) hides the gather of 1 s, and rank 1's bucket takes 2 s.
+    assert parts(waits) == (0.0, 14.0, 0.0, 0.0)
+    assert found([experts(0, 1000), experts(0, 200), gathers], nvlink=25.0).fill == pytest.approx(2.0)  # 10 + 4 - 12
+
+
+def test_two_senders_to_one_engine_hide_each_other_s_fills_and_requests() -> None:
+    # Sender 0 and 1 fill by 1 s; 0 sends to 3 s, 1 to 5 s; the second ones are filled long before.
+    assert parts(found([shared(0), shared(1)] * 2)) == (1.0, 8.0, 0.0, 0.0)
+    # Alone, requests of 0.5 s are seen each; with two senders only the first is: the others wait in the engine.
+    alone, both = found([experts(0)] * 4, request=0.5), found([experts(0), experts(1)] * 2, request=0.5)
+    assert parts(alone) == (0.0, 8.0, 0.0, 4 * 0.5 + EXCHANGES * 0.5)
+    assert parts(both) == (0.0, 8.0, 0.0, 0.5 + EXCHANGES * 0.5)
+
+
+def test_one_engine_takes_buckets_as_they_are_ready_and_several_in_the_plan_s_order() -> None:
+    # Sender 0's is filled at 10 s (2,000 bytes twice at 400) and sent in 20; sender 1's two are there at once, of 2 s.
+    buckets = [shared(0, 2000), experts(1), experts(1)]
+    assert parts(found(buckets)) == (6.0, 24.0, 0.0, 0.0)
+    assert parts(found(buckets, TWO)) == (10.0, 24.0, 0.0, 0.0)
+
+
+def test_with_turns_every_request_is_seen() -> None:
+    turns = found([experts(0), experts(1)] * 2, TWO, request=0.5)
+    assert parts(turns) == (0.0, 8.0, 0.0, 4 * 0.5 + EXCHANGES * 0.5)
+
+
+def test_a_sync_that_fills_slowly_is_limited_by_filling() -> None:
+    # 20 s a bucket, one after the other; each is sent (2 s) while the next is filled, the last after all.
+    slow = found([shared(0)] * 3, copy=20.0)
+    assert parts(slow) == (20.0 + 18.0 + 18.0, 6.0, 0.0, 0.0) and slow.limit == "fill"
+    two = found([shared(0), shared(1)], copy=20.0)
+    assert parts(two) == (20.0, 4.0, 0.0, 0.0)
+
+
+def test_a_gather_takes_the_link_that_it_crosses() -> None:
+    # Three quarters of 800 bytes come from others: near 600 at 1,000; of two machines of two, 200 near and 400 far.
+    bucket = replace(experts(0, 800, members=(0, 1, 2, 3)), index=0)
+    plan = WeightPlan(Senders(ParallelLayout(dp=4, ep=4)), (bucket,))
+    assert predict(plan, RATES, ONE, 4).fill == pytest.approx(0.6)
+    assert predict(plan, RATES, ONE, 2).fill == pytest.approx(4.0)
+
+
+def test_an_engine_loads_a_bucket_before_it_takes_the_next() -> None:
+    # A quarter of 200 bytes at 400, for each of two buckets; then ten tensors of 0.3 s each.
+    loading = replace(ONE, share=0.25)
+    assert parts(found([experts(0, tensors=10), experts(1, tensors=10)], loading)) == (0.0, 4.0, 0.25, 0.0)
+    own = found([experts(0, tensors=10), experts(1, tensors=10)], replace(loading, recorded=False), tensor=0.3)
+    assert parts(own) == (0.0, 4.0, 0.25 + 6.0, 0.0) and own.limit == "load"
+    assert found([experts(0)], tensor=0.3).load == 0.0
+
+
+def test_nothing_to_send_takes_no_time() -> None:
+    assert found([], request=1.0).seconds == 0.0
+
+
+def shipped(model: str) -> RunPlan:
+    """The plan of a launch script's configuration."""
+    chosen = yaml.safe_load((SNAPSHOTS / f"{model}.yaml").read_text())["configuration"]
+    sections = {name: chosen[name] for name in ("cluster", "megatron", "sglang", "weights", "train") if name in chosen}
+    config = plan_config({"model": {"path": str(CONFIGS / model)}, **sections})
+    return make_plan(config, published_config(model))
+
+
+@pytest.mark.parametrize("model", SHIPPED)
+def test_a_prediction_is_never_below_the_lower_bound(model: str) -> None:
+    plan = shipped(model)
+    assert plan.prediction is not None and plan.sync_seconds > 0
+    assert plan.prediction.seconds >= plan.sync_seconds
+    assert plan.prediction.wire == pytest.approx(plan.sync_bytes / plan.rates.network)
+
+
+@pytest.mark.parametrize("engines", [1, 4])
+@pytest.mark.parametrize("nvlink", [450e9, 10e9])
+def test_more_senders_make_no_sync_longer(engines: int, nvlink: float) -> None:
+    hf_config = published_config("qwen3-30B-A3B")
+    table, layout = get_family(hf_config).rules(hf_config), ParallelLayout(tp=2, dp=8, ep=8)
+    rates = Rates(network=50e9, nvlink=nvlink, copy=1200e9, request=0.0, tensor=0.0)
+
+    def seconds(senders: int) -> float:
+        plan = build_plan(table, Senders.at_most(layout, senders), [list(range(48))], "bfloat16", 1 << 30)
+        return predict(plan, rates, Receiving(engines, 0.1, recorded=True), NODE).seconds
+
+    found = [seconds(senders) for senders in (1, 2, 4, 8)]
+    assert found == sorted(found, reverse=True), found
+    assert nvlink > 100e9 or found[-1] < 0.5 * found[0], "gathers over a slow link are the limit, and are shared"
+
+
+def planned(**sections: Any) -> RunPlan:
+    sglang = {"num_engines": 2, "tp_size": 1, "mem_fraction_static": 0.8}
+    values = {"model": {"path": str(CONFIGS / "olmoe-1B-7B")}, "sglang": sglang, **sections}
+    values["cluster"] = {"device": "cuda", "trainer_ranks": 8, **sections.get("cluster", {})}
+    return make_plan(plan_config(values), published_config("olmoe-1B-7B"))
+
+
+def test_every_rate_is_a_setting() -> None:
+    plain = planned().prediction
+    assert plain is not None
+    slower = planned(cluster={"gpu_copy_gb_per_s": 120}).prediction
+    assert slower is not None and slower.load == pytest.approx(10 * plain.load)
+    later = planned(cluster={"sync_request_ms": 10}).prediction
+    assert later is not None and later.latency == pytest.approx(2 * plain.latency)
+    linked = planned(cluster={"gpu_nvlink_gb_per_s": 100, "gpu_network_gbits": 200, "sync_tensor_us": 7}).rates
+    assert (linked.nvlink, linked.network, linked.tensor) == (100e9, 25e9, pytest.approx(7e-6))
+
+
+def test_engines_without_records_load_tensor_by_tensor() -> None:
+    plain, own = planned().prediction, planned(weights={"loader": "model"}).prediction
+    assert plain is not None and own is not None
+    tensors = len(get_family(published_config("olmoe-1B-7B")).rules(published_config("olmoe-1B-7B")).hf_shapes())
+    assert own.load - plain.load == pytest.approx(tensors * 30e-6)
+    latent = shipped("moonlight-16B-A3B").prediction
+    assert latent is not None and latent.load > 0.1, "multi-latent attention is derived after loading: not recorded"
+
+
+def test_another_transport_is_not_predicted() -> None:
+    assert planned(weights={"transport": "disk"}).prediction is None
+    assert planned(train={"task": "sft"}).prediction is None
