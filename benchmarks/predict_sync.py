@@ -41,7 +41,8 @@ WHAT_IF: dict[str, dict[str, dict[str, float]]] = {
     "recorded loading": {"cluster": {"sync_tensor_us": 0}},
     "8 adapters a machine": {"cluster": {"gpu_network_gbits": 3200}},
     "all of these": {
-        "cluster": {"gpu_network_gbits": 3200, "sync_tensor_us": 0, "sync_request_ms": 1}, "weights": {"bucket_mib": 4096}
+        "cluster": {"gpu_network_gbits": 3200, "sync_tensor_us": 0, "sync_request_ms": 1},
+        "weights": {"bucket_mib": 4096},
     },
 }  # fmt: skip
 
@@ -52,9 +53,8 @@ def plan_on(model: str, gpus: int, change: dict[str, dict[str, float]] | None = 
     names = ("cluster", "megatron", "sglang", "weights", "train")
     sections: dict[str, Any] = {name: dict(chosen.get(name, {})) for name in names}
     servers = gpus // 2 // sections["sglang"]["tp_size"]
-    sections["cluster"] |= {
-        "trainer_ranks": gpus // 2, "gpu_copy_gb_per_s": COPY_GB_PER_S[int(sections["cluster"]["gpu_memory_gb"])],
-    }  # fmt: skip
+    copies = COPY_GB_PER_S[int(sections["cluster"].get("gpu_memory_gb", 80))]
+    sections["cluster"] |= {"trainer_ranks": gpus // 2, "gpu_copy_gb_per_s": copies}
     sections["sglang"] |= {"num_engines": servers}
     if "urls" in sections["sglang"]:
         sections["sglang"]["urls"] = [f"http://engine{number}:30000" for number in range(servers)]

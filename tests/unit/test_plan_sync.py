@@ -60,8 +60,8 @@ def test_one_sender_fills_a_bucket_while_the_one_before_is_sent() -> None:
 
 
 def test_a_sender_holds_two_buckets_and_fills_no_third() -> None:
-    # The first is filled in 10 s and sent to 20 s; the second is there at 12 s and taken at 20 s. Only then the third is
-    # begun: filled to 30 s, sent to 40 s. With room for a third it would be 32 s.
+    # The first is filled in 10 s and sent to 20 s; the second is there at 12 s and taken at 20 s. Only then the third
+    # is begun: filled to 30 s, sent to 40 s. With room for a third it would be 32 s.
     assert parts(found([shared(0, 1000), shared(0), shared(0, 1000)], copy=200.0)) == (18.0, 22.0, 0.0, 0.0)
     # Rank 1 gathers from rank 0, which is in `put` with its second bucket until its first is sent, at 10 s.
     gathers = experts(1, 200, members=(0, 1))
