@@ -36,7 +36,7 @@ COPY_GB_PER_S = {80: 1200, 141: 1680}
 """70% of half of what an H100's and an H200's memory moves as sold (3,350 and 4,800 GB/s); an assumption."""
 WHAT_IF: dict[str, dict[str, dict[str, float]]] = {
     "as it is": {},
-    "requests of 1 ms": {"cluster": {"sync_request_ms": 1}},
+    "1 ms a request": {"cluster": {"sync_request_ms": 1}},
     "buckets of 4 GiB": {"weights": {"bucket_mib": 4096}},
     "recorded loading": {"cluster": {"sync_tensor_us": 0}},
     "8 adapters a machine": {"cluster": {"gpu_network_gbits": 3200}},

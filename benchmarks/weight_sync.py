@@ -18,8 +18,8 @@ and end. With --loaders there are two entries for each layout, and `ratio_loader
 there is one for each transport: `server_s`, how many times as long the broadcast of the same round took
 (`ratio_broadcast`), `send_s` and `fill_s` of the slowest sender, and `cpu_s` of all ranks; all is compared before.
 With --predict every round also measures what `planner/sync.py` needs to know, by nothing of ours but single requests:
-the raw broadcast, copies and gathers of a bucket's size, requests for one and for many tiny tensors. From a round's
-own rates comes its `predicted_s`; `ratio_predicted` is the median of the rounds' predicted over measured.
+the raw broadcast, copies and gathers of a bucket's size, requests for one and for many tiny tensors, an exchange. From
+a round's own rates comes its `predicted_s`; `ratio_predicted` is the median of the rounds' predicted over measured.
 """
 
 from __future__ import annotations
@@ -222,6 +222,7 @@ class Ways:
             copy=self._copy_rate(plan.buckets[0].hf_bytes),
             request=one,
             tensor=max(many - one, 0.0) / (MANY - 1),
+            exchange=median_of(lambda: self.sender._exchange(None)),
         )
 
     def predicted(self, rates: Rates) -> float:

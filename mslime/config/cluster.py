@@ -74,6 +74,12 @@ class ClusterConfig(Section):
         description="Time of one tensor in an engine's own loader, which engines without recorded copies use, for "
         "`mslime plan`'s prediction of a weight sync.",
     )
+    sync_exchange_ms: float = Field(
+        default=10,
+        ge=0,
+        description="Time in which all trainer ranks hear from each other, three times a sync, for `mslime plan`'s "
+        "prediction of a weight sync.",
+    )
     ray_address: str | None = Field(
         default_factory=_ray_address,
         description="Address of a running Ray cluster (HOST:6379, or auto on one of its machines); default: the "

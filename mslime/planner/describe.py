@@ -168,7 +168,8 @@ def _prediction(plan: RunPlan) -> list[tuple[str, str]]:
         (
             "predicted with",
             f"network {rates.network / 1e9:g}, NVLink {rates.nvlink / 1e9:g}, copies {rates.copy / 1e9:g} GB/s; "
-            f"{rates.request * 1e3:g} ms a bucket, {rates.tensor * 1e6:g} us a tensor (cluster.*)",
+            f"{rates.request * 1e3:g} ms a bucket, {rates.tensor * 1e6:g} us a tensor, "
+            f"{rates.exchange * 1e3:g} ms an exchange",
         ),
     ]
 

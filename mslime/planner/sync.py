@@ -17,7 +17,7 @@ from mslime.config.cluster import ClusterConfig
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
 
 EXCHANGES = 3
-"""In which all ranks agree at the end of a sync (`WeightSender.send`), each taken to last as long as a request."""
+"""In which all trainer ranks agree at the end of a sync (`WeightSender.send`)."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Rates:
         copy: bytes a second that one GPU copies within its memory.
         request: seconds of a bucket beside its bytes: the request to the engines, the start of the collective.
         tensor: seconds of one tensor in a model's own loader.
+        exchange: seconds in which all trainer ranks hear from each other.
     """
 
     network: float
@@ -37,6 +38,7 @@ class Rates:
     copy: float
     request: float
     tensor: float
+    exchange: float
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def rates_of(cluster: ClusterConfig) -> Rates:
         copy=cluster.gpu_copy_gb_per_s * 1e9,
         request=cluster.sync_request_ms / 1e3,
         tensor=cluster.sync_tensor_us / 1e6,
+        exchange=cluster.sync_exchange_ms / 1e3,
     )
 
 
@@ -135,14 +138,15 @@ def least_seconds(syncs: Sequence[SenderSync], rates: Rates) -> float:
 def predict(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per_node: int) -> SyncPrediction:
     """Follow the plan's buckets through filling, sending and loading.
 
-    Engines take one bucket at a time and load it before the next. One engine takes them as senders ask it to, and a
-    request waits there while it takes another sender's; several engines take them in the plan's order, and a sender
-    asks when the one before has arrived everywhere.
+    Engines take one bucket at a time and load it before the next: one engine as senders ask it to, several in the
+    plan's order. Every request is seen. With several engines a sender asks when the bucket before has arrived; one
+    engine hears a sender while it takes another's bucket, but SGLang holds a lock from then to its answer
+    (`update_weights_from_distributed`), so that next to nothing of the next request is done.
     """
     if not plan.buckets:
         return SyncPrediction(0.0, 0.0, 0.0, 0.0)
     filling = _Filling(plan.buckets, rates, gpus_per_node)
-    turns, request = receiving.engines > 1, rates.request
+    turns = receiving.engines > 1
     asked: list[tuple[float, int, float]] = []
     now = fill = wire = load = latency = 0.0
     for _ in plan.buckets:
@@ -151,14 +155,12 @@ def predict(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per_node:
         # With turns the next of the plan is always there: all that it waits for lies earlier in the plan.
         _, index, ready = heappop(asked)
         bucket = plan.buckets[index]
-        begun = max(ready, now) + request if turns else max(ready + request, now)
         sending, loading = bucket.hf_bytes / rates.network, _load_seconds(bucket, rates, receiving)
-        latency += min(begun - now, request)
-        fill += max(begun - now - request, 0.0)
-        wire, load = wire + sending, load + loading
-        now = begun + sending + loading
+        fill += max(ready - now, 0.0)
+        wire, load, latency = wire + sending, load + loading, latency + rates.request
+        now = max(ready, now) + rates.request + sending + loading
         filling.sent(bucket, now)
-    return SyncPrediction(fill, wire, load, latency + EXCHANGES * request)
+    return SyncPrediction(fill, wire, load, latency + EXCHANGES * rates.exchange)
 
 
 class _Filling:

@@ -19,7 +19,7 @@ from mslime.weights.plan import Bucket, Entry, Slot, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
 
-RATES = Rates(network=100.0, nvlink=1000.0, copy=400.0, request=0.0, tensor=0.0)
+RATES = Rates(network=100.0, nvlink=1000.0, copy=400.0, request=0.0, tensor=0.0, exchange=0.0)
 ONE, TWO = Receiving(engines=1, share=0.0, recorded=True), Receiving(engines=2, share=0.0, recorded=True)
 NODE = 8
 SNAPSHOTS = Path(__file__).parents[1] / "fixtures" / "snapshots"
@@ -71,13 +71,9 @@ def test_a_sender_holds_two_buckets_and_fills_no_third() -> None:
     assert found([experts(0, 1000), experts(0, 200), gathers], nvlink=25.0).fill == pytest.approx(2.0)  # 10 + 4 - 12
 
 
-def test_two_senders_to_one_engine_hide_each_other_s_fills_and_requests() -> None:
+def test_two_senders_to_one_engine_hide_each_other_s_fills() -> None:
     # Sender 0 and 1 fill by 1 s; 0 sends to 3 s, 1 to 5 s; the second ones are filled long before.
     assert parts(found([shared(0), shared(1)] * 2)) == (1.0, 8.0, 0.0, 0.0)
-    # Alone, requests of 0.5 s are seen each; with two senders only the first is: the others wait in the engine.
-    alone, both = found([experts(0)] * 4, request=0.5), found([experts(0), experts(1)] * 2, request=0.5)
-    assert parts(alone) == (0.0, 8.0, 0.0, 4 * 0.5 + EXCHANGES * 0.5)
-    assert parts(both) == (0.0, 8.0, 0.0, 0.5 + EXCHANGES * 0.5)
 
 
 def test_one_engine_takes_buckets_as_they_are_ready_and_several_in_the_plan_s_order() -> None:
@@ -87,9 +83,12 @@ def test_one_engine_takes_buckets_as_they_are_ready_and_several_in_the_plan_s_or
     assert parts(found(buckets, TWO)) == (10.0, 24.0, 0.0, 0.0)
 
 
-def test_with_turns_every_request_is_seen() -> None:
-    turns = found([experts(0), experts(1)] * 2, TWO, request=0.5)
-    assert parts(turns) == (0.0, 8.0, 0.0, 4 * 0.5 + EXCHANGES * 0.5)
+@pytest.mark.parametrize("receiving", [ONE, TWO])
+def test_every_request_and_the_exchanges_at_the_end_are_seen(receiving: Receiving) -> None:
+    asked = found([experts(0), experts(1)] * 2, receiving, request=0.5, exchange=10.0)
+    assert parts(asked) == (0.0, 8.0, 0.0, 4 * 0.5 + EXCHANGES * 10.0)
+    # A request is time in which others fill: 1 s is there before the second bucket is asked for, at 2.5 s.
+    assert found([experts(0), shared(1)], receiving, request=0.5).fill == 0.0
 
 
 def test_a_sync_that_fills_slowly_is_limited_by_filling() -> None:
@@ -115,6 +114,9 @@ def test_an_engine_loads_a_bucket_before_it_takes_the_next() -> None:
     own = found([experts(0, tensors=10), experts(1, tensors=10)], replace(loading, recorded=False), tensor=0.3)
     assert parts(own) == (0.0, 4.0, 0.25 + 6.0, 0.0) and own.limit == "load"
     assert found([experts(0)], tensor=0.3).load == 0.0
+    # Loading hides a fill as sending does: 2 s + ten tensors of 0.5 s, and sender 1's is filled at 7 s.
+    hidden = found([experts(0, tensors=10), shared(1, 1400)], replace(ONE, recorded=False), tensor=0.5)
+    assert parts(hidden) == (0.0, 2.0 + 14.0, 5.0 + 1.0, 0.0)
 
 
 def test_nothing_to_send_takes_no_time() -> None:
@@ -142,7 +144,7 @@ def test_a_prediction_is_never_below_the_lower_bound(model: str) -> None:
 def test_more_senders_make_no_sync_longer(engines: int, nvlink: float) -> None:
     hf_config = published_config("qwen3-30B-A3B")
     table, layout = get_family(hf_config).rules(hf_config), ParallelLayout(tp=2, dp=8, ep=8)
-    rates = Rates(network=50e9, nvlink=nvlink, copy=1200e9, request=0.0, tensor=0.0)
+    rates = Rates(network=50e9, nvlink=nvlink, copy=1200e9, request=0.0, tensor=0.0, exchange=0.0)
 
     def seconds(senders: int) -> float:
         plan = build_plan(table, Senders.at_most(layout, senders), [list(range(48))], "bfloat16", 1 << 30)
@@ -165,7 +167,7 @@ def test_every_rate_is_a_setting() -> None:
     assert plain is not None
     slower = planned(cluster={"gpu_copy_gb_per_s": 120}).prediction
     assert slower is not None and slower.load == pytest.approx(10 * plain.load)
-    later = planned(cluster={"sync_request_ms": 10}).prediction
+    later = planned(cluster={"sync_request_ms": 10, "sync_exchange_ms": 20}).prediction
     assert later is not None and later.latency == pytest.approx(2 * plain.latency)
     linked = planned(cluster={"gpu_nvlink_gb_per_s": 100, "gpu_network_gbits": 200, "sync_tensor_us": 7}).rates
     assert (linked.nvlink, linked.network, linked.tensor) == (100e9, 25e9, pytest.approx(7e-6))
