@@ -70,7 +70,7 @@ def figures_of(plan: RunPlan, engines: int) -> dict[str, Any]:
     """What the table shows."""
     found = plan.prediction
     assert found is not None
-    parts = {"fill_s": found.fill, "wire_s": found.wire, "load_s": found.load, "latency_s": found.latency}
+    parts = {f"{name}_s": seconds for name, seconds in found.parts.items()}
     return {
         "layout": plan.layout.describe(), "senders": len(plan.syncs), "engines": engines,
         "buckets": sum(sender.buckets for sender in plan.syncs), "gib": plan.sync_bytes / 2**30,

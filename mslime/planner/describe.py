@@ -161,8 +161,7 @@ def _prediction(plan: RunPlan) -> list[tuple[str, str]]:
     found, rates = plan.prediction, plan.rates
     if found is None:
         return [("prediction", "none: the transport is not broadcast")]
-    parts = (("fill", found.fill), ("wire", found.wire), ("load", found.load), ("latency", found.latency))
-    said = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts)
+    said = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found.parts.items())
     return [
         ("prediction", f"{found.seconds:.1f} s, limited by {found.limit} (s: {said})"),
         (

@@ -96,14 +96,19 @@ class SyncPrediction:
     latency: float
 
     @property
+    def parts(self) -> dict[str, float]:
+        """By name."""
+        return {"fill": self.fill, "wire": self.wire, "load": self.load, "latency": self.latency}
+
+    @property
     def seconds(self) -> float:
         """Of the whole."""
-        return self.fill + self.wire + self.load + self.latency
+        return sum(self.parts.values())
 
     @property
     def limit(self) -> str:
         """The largest part."""
-        return max(("fill", "wire", "load", "latency"), key=lambda name: getattr(self, name))
+        return max(self.parts, key=lambda name: self.parts[name])
 
 
 def sender_syncs(plan: WeightPlan, cluster: ClusterConfig) -> tuple[SenderSync, ...]:

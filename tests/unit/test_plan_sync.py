@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from mslime.cli import main
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
 from mslime.planner.command import plan_config
@@ -49,7 +52,7 @@ def found(buckets: Sequence[Bucket], receiving: Receiving = ONE, **rates: float)
     return predict(WeightPlan(senders, numbered), replace(RATES, **rates), receiving, NODE)
 
 
-def parts(one: SyncPrediction) -> tuple[float, ...]:
+def parts(one: SyncPrediction) -> tuple[Any, ...]:
     return tuple(pytest.approx(part) for part in (one.fill, one.wire, one.load, one.latency))
 
 
@@ -185,3 +188,20 @@ def test_engines_without_records_load_tensor_by_tensor() -> None:
 def test_another_transport_is_not_predicted() -> None:
     assert planned(weights={"transport": "disk"}).prediction is None
     assert planned(train={"task": "sft"}).prediction is None
+
+
+def test_the_command_prints_bound_prediction_and_rates(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", "--model.path", str(CONFIGS / "olmoe-1B-7B"), "--gpus", "9"]
+    flags += ["--megatron.expert-model-parallel-size", "8", "--cluster.sync-request-ms", "7"]
+    assert main(flags) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"at least +0\.3 s over 50 GB/s", said) and re.search(
+        r"prediction +0\.\d s, limited by latency", said
+    )
+    assert "network 50, NVLink 450, copies 1200 GB/s; 7 ms a bucket, 30 us a tensor, 10 ms an exchange" in said
+    assert main([*flags, "--json"]) == 0
+    held = json.loads(capsys.readouterr().out)
+    prediction = held["prediction"]
+    parts = sum(prediction[name] for name in ("fill", "wire", "load", "latency"))
+    assert prediction["seconds"] == pytest.approx(parts) and prediction["limit"] == "latency"
+    assert held["rates"]["request"] == pytest.approx(7e-3) and prediction["seconds"] > held["sync_seconds"]
