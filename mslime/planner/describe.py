@@ -118,7 +118,11 @@ def _balance(plan: RunPlan) -> Table:
     if plan.layout.pp > 1:
         rows.append(("pipeline bubble", f"{plan.bubble:.0%} of a step with that many"))
     if plan.host.total:
-        parts = (("the optimizer", plan.host.optimizer), ("reference and teacher", plan.host.copies))
+        parts = (
+            ("the optimizer", plan.host.optimizer),
+            ("reference and teacher", plan.host.copies),
+            ("the weight sync", plan.host.sync),
+        )
         whose = ", ".join(f"{_gib(size)} for {name}" for name, size in parts if size)
         rows.append(("host memory", f"{_gib(plan.host.total)} GiB of a trainer machine: {whose}"))
     return facts_table("Balance", rows)

@@ -208,7 +208,7 @@ def make_plan(
             stages = tuple(replace(one, memory=one.memory.beside(other.memory)) for one, other in pairs)
             apart, beside = (), apart
     per_node = config.cluster.gpus_per_node
-    host = host_memory(spec, per_node, [stage.held for stage in stages], [stage.held for stage in beside])
+    host = host_memory(spec, per_node, [stage.held for stage in stages], [stage.held for stage in beside], sync)
     largest = max((each.hf_bytes for each in sync.buckets), default=0)
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
     engine = engine_memory(config.sglang, table, widths, model.num_layers, wire, largest, gpu_bytes) if serves else None
@@ -325,6 +325,9 @@ def _host_problems(spec: PolicySpec, memory: float | None, host: HostMemory) -> 
     if has is None or host.total <= has:
         return []
     more = f"spread it over more machines: raise cluster.trainer_ranks ({spec.layout.world_size})"
+    if host.sync > max(host.copies, host.optimizer):
+        return [Problem("trainer machine, host memory", host.total, has, "sync",
+                        f"set weights.transport other than {spec.weights.transport}, or {more}")]  # fmt: skip
     if host.optimizer >= host.copies:
         share = offloaded_share(spec.megatron.extra)
         return [Problem("trainer machine, host memory", host.total, has, "optimizer",

@@ -223,19 +223,25 @@ class HostMemory:
     Attributes:
         copies: reference and teacher, and our own weights while one of them is in use.
         optimizer: what `optimizer_cpu_offload` moves here.
+        sync: what senders keep for `weights.transport`: with delta all that they send, with shm a bucket each.
     """
 
     copies: int
     optimizer: int
+    sync: int = 0
 
     @property
     def total(self) -> int:
-        """Both."""
-        return self.copies + self.optimizer
+        """All of it."""
+        return self.copies + self.optimizer + self.sync
 
 
 def host_memory(
-    spec: PolicySpec, gpus_per_node: int, held: Sequence[StageParameters], critic: Sequence[StageParameters] = ()
+    spec: PolicySpec,
+    gpus_per_node: int,
+    held: Sequence[StageParameters],
+    critic: Sequence[StageParameters] = (),
+    sync: WeightPlan | None = None,
 ) -> HostMemory:
     """Host memory of the machine that needs most: one full of ranks of the largest stage.
 
@@ -243,6 +249,7 @@ def host_memory(
         spec: the policy's; a critic has its layout and settings of megatron-core.
         held: of a rank of each stage.
         critic: likewise, of a critic on the same GPUs.
+        sync: the plan of the weight sync.
     """
     ranks = min(gpus_per_node, spec.layout.world_size)
     others = (spec.reference is not None) + (spec.teacher is not None)
@@ -252,4 +259,15 @@ def host_memory(
         max((_of_own_share(spec, stage, offloaded_bytes_per_parameter) for stage in stages), default=0)
         for stages in (held, critic)
     ]
-    return HostMemory(copies, ranks * sum(updated))
+    return HostMemory(copies, ranks * sum(updated), _kept_by_senders(spec, sync, gpus_per_node) if sync else 0)
+
+
+def _kept_by_senders(spec: PolicySpec, sync: WeightPlan, gpus_per_node: int) -> int:
+    """Bytes on the machine whose senders keep most; pinned where they come from a GPU."""
+    kept: dict[int, int] = {}
+    for sender in sync.senders.everyone():
+        sizes = [bucket.hf_bytes for bucket in sync.buckets if bucket.sender == sender]
+        each = {"delta": int(sum(sizes) * PINNED_ROUNDING), "shm": max(sizes, default=0)}
+        machine = sender // gpus_per_node
+        kept[machine] = kept.get(machine, 0) + each.get(spec.weights.transport, 0)
+    return max(kept.values(), default=0)

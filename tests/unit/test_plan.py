@@ -159,6 +159,31 @@ def test_an_offloaded_optimizer_is_counted_in_host_memory(capsys: pytest.Capture
     assert command(capsys, *small, "--cluster.host-memory-gb", "2048")[0] == 0
 
 
+def test_what_senders_keep_is_counted_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    megatron = {"expert_model_parallel_size": 8, "recompute_granularity": "full"}
+
+    def kept(transport: str, **weights: Any) -> int:
+        cluster = {"trainer_ranks": 16, "gpus_per_node": 32 if transport == "shm" else 8}
+        wanted = {"transport": transport, **weights}
+        return planned("qwen3-30B-A3B", megatron=megatron, cluster=cluster, weights=wanted).host.sync
+
+    whole = planned("qwen3-30B-A3B", megatron=megatron, cluster={"trainer_ranks": 16}).sync_bytes
+    # Eight senders, all on the first machine; blocks of pinned memory are powers of two.
+    assert kept("delta") == pytest.approx(1.44 * whole, rel=1e-6)
+    embedding = 151_936 * 2048 * 2  # and the head: larger than a bucket, and another sender's
+    assert kept("shm", bucket_mib=256) == pytest.approx(2 * embedding + 6 * 256 * 2**20, rel=0.01)
+    assert kept("broadcast") == kept("disk") == 0
+
+    small = ["--model.path", str(CONFIGS / "qwen3-30B-A3B"), "--cluster.trainer-ranks", "8", "--cluster.device", "cuda"]
+    small += ["--megatron.expert-model-parallel-size", "8", "--megatron.recompute-granularity", "full"]
+    small += ["--weights.transport", "delta", "--cluster.gpu-memory-gb", "141"]
+    status, out, _ = command(capsys, *small)
+    assert status == 0 and "for the weight sync" in out
+    status, out, _ = command(capsys, *small, "--cluster.host-memory-gb", "64", "--json")
+    [problem] = json.loads(out)["problems"]
+    assert status == 1 and problem["component"] == "sync" and "other than delta" in problem["way_out"]
+
+
 def test_a_tight_plan_says_so_and_still_fits_unless_it_is_strict(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model.path", str(CONFIGS / "qwen2.5-7B"), "--train.replay", "off", "--gpus", "9"]
     peak = max(s["peak"] for s in json.loads(command(capsys, *model, "--json")[1])["stages"])
