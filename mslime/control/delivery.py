@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mslime.backends.sglang.client import EngineDied
@@ -17,6 +19,23 @@ from mslime.observe.progress import Progress
 if TYPE_CHECKING:
     from mslime.backends.sglang.pool import Serving
     from mslime.weights.sync import SendReport
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """Weights that are there.
+
+    Attributes:
+        report: of the attempt that went through.
+        spans: when each rank was busy with it.
+        compared: parameters of all engine ranks that were compared, and equal; None where nothing was compared.
+        repeats: attempts that did not go through.
+    """
+
+    report: SendReport
+    spans: Mapping[str, Span]
+    compared: int | None
+    repeats: int
 
 
 class Delivery:
@@ -54,40 +73,58 @@ class Delivery:
         """Let the trainer meet the engines that are there, in process groups whose names begin with `group`."""
         self._trainers.connect([a.endpoint for a in self._engines.addresses if a.url in self._met], group)
 
-    def send(self, version: int, verify: bool) -> tuple[SendReport, dict[str, Span]]:
-        """Bring all weights to every engine that is there. When one dies meanwhile, the others, which stay paused and
-        hold a mixture, get all of them again. So they do when it fails with engines that are new: it goes on without.
+    def send(self, version: int, verify: bool) -> Delivered:
+        """Bring all weights to every engine that is there, and compare them if asked to.
 
-        Returns:
-            The report, and every rank's busy span, of the attempt that went through.
+        When it fails, the engines stay paused and hold a mixture, so all of them get everything again, and are
+        compared. Without those that died; without those that are new, where there are others; and without those that
+        the error names, when it fails a second time with the same ones.
 
         Raises:
-            WeightSyncError: it failed, and all engines are there.
+            WeightSyncError: it failed with engines of which none took weights before; or twice with the same ones, and
+                names none of them, or all.
             EngineDied: none is left.
-            EngineError: one refuses the update.
+            EngineError: all refuse the update.
         """
-        serving = self._rollouts.begin_update()
-        while True:  # ends: there is an engine less each time
+        serving, failed, repeats = self._rollouts.begin_update(), (), 0
+        while True:  # ends: there is an engine less every second time
             try:
                 self._meet(serving)
-                sent = self._trainers.send_weights(version, verify, self._progress.weights)
+                check = verify or repeats > 0
+                report, spans = self._trainers.send_weights(version, check, self._progress.weights)
+                compared = self._rollouts.compare(report.expected) if check else None
                 self._proven = self._met
-                return sent
+                return Delivered(report, spans, compared, repeats)
             except WeightSyncError as error:
                 self._check()
-                tried = serving.urls
-                try:
-                    self._leave()
-                    serving = self._rollouts.begin_again()
-                    if serving.urls == tried and (new := set(tried) - self._proven) and new != set(tried):
-                        self._fleet.reject(new, error)
-                        serving = self._rollouts.begin_again()
-                except EngineDied:
-                    raise
-                except UserError as second:
-                    raise error from second
-                if serving.urls == tried:
-                    raise
+                tried, repeats = serving.urls, repeats + 1
+                serving = self._again(tried, tried == failed, error)
+                failed = tried
+
+    def _again(self, tried: tuple[str, ...], twice: bool, error: WeightSyncError) -> Serving:
+        """After a failure: who is to be tried with next. Raises `error` when trying again is of no use."""
+        try:
+            self._leave()
+            serving = self._rollouts.begin_again()
+            if serving.urls != tried:
+                return serving
+            new, named = set(tried) - self._proven, {url for url in tried if _names(error, url)}
+            if new and new != set(tried):
+                self._fleet.reject(new, error)
+                return self._rollouts.begin_again()
+            if new:  # the run's first sync: what is wrong with all is not mended by sending it again
+                raise error
+            if not twice:
+                self._progress.note(f"all weights are sent again: {error.brief}")
+                return serving
+            if named and named != set(tried):
+                self._rollouts.leave_out(named, error.brief)
+                return self._rollouts.begin_again()
+        except EngineDied:
+            raise
+        except UserError as second:
+            raise error from (second if second is not error else None)
+        raise error
 
     def _meet(self, serving: Serving) -> None:
         """Where other engines are there than the last time, leave the groups of then and meet those that are there."""
@@ -104,3 +141,8 @@ class Delivery:
         """Nobody waits for an engine that is gone any more."""
         self._met = frozenset()
         self._trainers.disconnect(self._config.deadlines.weight_sync_s)
+
+
+def _names(error: WeightSyncError, url: str) -> bool:
+    """Whether an error says that it is this engine's."""
+    return re.search(rf"{re.escape(url)}(?![\w.-]|:\d)", str(error)) is not None

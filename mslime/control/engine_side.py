@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from mslime.config.dtypes import engine_dtype
@@ -100,6 +100,10 @@ class EngineSide:
     async def retire(self, name: str) -> None:
         """See `EnginePool.retire`."""
         await self.pool.retire(name)
+
+    async def leave_out(self, urls: Collection[str], why: str) -> None:
+        """See `EnginePool.leave_out`."""
+        self.pool.leave_out(urls, why)
 
     async def dead(self) -> dict[str, EngineError]:
         """Dead engines by name, with what killed them."""

@@ -225,6 +225,10 @@ class ManagerGroup:
             await manager.side("retire", name)
             share[:] = [address for address in share if address.name != name]
 
+    async def leave_out(self, urls: Collection[str], why: str) -> None:
+        """See `EnginePool`."""
+        await _ended(manager.side("leave_out", urls, why) for manager in self._managers)
+
     async def dead(self) -> Mapping[str, EngineError]:
         """Of all managers."""
         found: list[dict[str, EngineError]] = await _ended(manager.side("dead") for manager in self._managers)

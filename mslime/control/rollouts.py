@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,6 +113,7 @@ class Members(Protocol):
 
     async def greet(self, address: EngineAddress) -> None: ...
     async def retire(self, name: str) -> None: ...
+    async def leave_out(self, urls: Collection[str], why: str) -> None: ...
     async def dead(self) -> Mapping[str, EngineError]: ...
     async def stranded(self) -> bool: ...
 
@@ -290,6 +291,10 @@ class RolloutActor:
         with phase(_log, f"{name} leaves"):
             await self._fleet.retire(name)
 
+    async def leave_out(self, urls: Collection[str], why: str) -> None:
+        """Take these engines for dead; see `EnginePool`."""
+        await self._fleet.leave_out(urls, why)
+
     async def dead(self) -> dict[str, str]:
         """What each dead engine died of, by name."""
         return {name: error.brief for name, error in (await self._fleet.dead()).items()}
@@ -466,6 +471,10 @@ class RolloutHandle:
     def retire(self, name: str) -> None:
         """See `RolloutActor.retire`."""
         self._control("let engine leave", self._actor.retire.remote(name))
+
+    def leave_out(self, urls: Collection[str], why: str) -> None:
+        """See `RolloutActor.leave_out`."""
+        self._control("leave engines out", self._actor.leave_out.remote(urls, why))
 
     def dead(self) -> dict[str, str]:
         """See `RolloutActor.dead`."""

@@ -276,17 +276,18 @@ class Session(Started):
         self._rollouts.pause()
         paused = time.monotonic()
         verify = mode == "always" or (mode == "first" and self._verified < first)
-        sent, spans = self._delivery.send(version, verify)
-        if verify:
-            compared = self._rollouts.compare(sent.expected)
+        delivered = self._delivery.send(version, verify)
+        if (compared := delivered.compared) is not None:
             self._verified += 1
             self.progress.note(f"version {version}: {compared} engine parameters equal the trainer's, bit for bit")
+        sent = delivered.report
         self._rollouts.end_update()
         self._rollouts.stamp(version)
         self._rollouts.resume(version)
+        self._fleet.lost(self._rollouts.dead())
         self._fleet.settled()
         end = time.monotonic()
-        self._record_ranks("send weights", spans)
+        self._record_ranks("send weights", delivered.spans)
         for rank, spent in sent.phases.items():
             for sent_from, sent_to in spent.sent:
                 self._timeline.record(f"sender {rank}", "send bucket", sent_from, sent_to, self._of_span(self._step))
@@ -299,6 +300,7 @@ class Session(Started):
             "weights/pause_seconds": end - paused,
             "weights/buckets": float(sent.buckets),
             "weights/engines": float(self._delivery.engines),
+            "weights/repeats": float(delivered.repeats),
             "weights/fill_seconds": max(spent.fill for spent in senders),
             "weights/turn_seconds": max(spent.turn for spent in senders),
             "weights/send_seconds": max(spent.send for spent in senders),

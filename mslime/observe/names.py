@@ -172,6 +172,7 @@ METRICS: dict[str, Metric] = {
     "weights/pause_seconds": Metric("s", "time in which the engines did not generate"),
     "weights/buckets": Metric("buckets", "sent in the sync"),
     "weights/engines": Metric("engines", "that took the weights; fewer than at the start when some are gone"),
+    "weights/repeats": Metric("", "attempts that failed, after which everything was sent again"),
     "weights/fill_seconds": Metric("s", "packing, gathering and converting, on the slowest sender"),
     "weights/turn_seconds": Metric("s", "waiting for other senders' buckets, on the sender that waited longest"),
     "weights/send_seconds": Metric("s", "broadcasts, and loading in the engines, on the slowest sender"),

@@ -26,6 +26,7 @@ from tests.engines.conftest import cpu_run
 from tests.fixtures.killing_transport import VARIABLE, kill_family
 
 __all__ = ["prompts"]
+ACCIDENTS = "tests.fixtures.killing_transport:FakeAccidents"
 
 
 def start(model: Path, rows: Path, directory: Path, restarts: int = 3, engines: int = 2, **weights: Any) -> Run:
@@ -79,15 +80,17 @@ def engines_of(run: Run) -> list[int]:
 def test_engines_die_between_buckets_and_all_at_once_and_the_run_goes_on_whole(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The broken sync is of version 2. That the engines that are left have whole weights is compared bit for bit, at
-    every sync."""
-    monkeypatch.setenv(VARIABLE, f"1/3/1/{uuid.uuid4()}")
-    transport = "tests.fixtures.killing_transport:FakeAccident"
-    run = start(tiny_qwen3_moe, prompts, tmp_path, transport=transport, bucket_mib=0.25)
+    """The broken syncs are those of versions 2 to 4: a death, then a wrong bit and a lost answer with the engine that
+    is left. That engines have whole weights is compared bit for bit, at every sync."""
+    monkeypatch.setenv(VARIABLE, f"kill:1@2 flip@3 lose@4 {uuid.uuid4()}")
+    run = start(tiny_qwen3_moe, prompts, tmp_path, transport=ACCIDENTS, bucket_mib=0.25)
     runs.append(run)
-    run.wait_for(lambda: len(run.rows()) >= 3, START_S + 5 * STEP_S)
-    assert "version 2: " in run.text() and "equal the trainer's, bit for bit" in run.text()
-    assert run.rows()[0]["weights/buckets"] > 2 and engines_of(run)[:3] == [2, 1, 1]
+    run.wait_for(lambda: len(run.rows()) >= 5, START_S + 7 * STEP_S)
+    assert all(f"version {v}: " in run.text() for v in range(5)) and "the trainer's, bit for bit" in run.text()
+    assert run.rows()[0]["weights/buckets"] > 2 and engines_of(run)[:2] == [2, 1]
+    assert [row["weights/repeats"] for row in by_step(run.rows())[:5]] == [0, 1, 1, 1, 0]
+    assert re.search("all weights are sent again: .* parameters differ", run.text())
+    assert re.search("all weights are sent again: .*no answer came", run.text())
     assert re.search(r"engine1 is gone \(.*\): it is started again", run.text())
     run.wait_for(lambda: engines_of(run)[-1] == 2, START_S)
     back = len(run.rows())
@@ -101,6 +104,24 @@ def test_engines_die_between_buckets_and_all_at_once_and_the_run_goes_on_whole(
     run.wait_for(lambda: run.text().count("engine1 is back at http") == 2, START_S)
     more_steps(run)
     assert "no engine is left" in run.text() and engines_of(run)[-1] == 1
+    run.process.terminate()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
+    check_books(run)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_an_engine_that_refuses_a_bucket_twice_is_left_out_and_started_again(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, f"refuse:1@2 {uuid.uuid4()}")
+    run = start(tiny_qwen3_moe, prompts, tmp_path, transport=ACCIDENTS, bucket_mib=0.25)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 3, START_S + 5 * STEP_S)
+    assert engines_of(run)[:3] == [2, 1, 1] and by_step(run.rows())[1]["weights/repeats"] == 2
+    assert re.search(r"engine1 is gone \(.*does not take this bucket.*\): it is started again", run.text())
+    run.wait_for(lambda: engines_of(run)[-1] == 2, START_S)
+    more_steps(run)
     run.process.terminate()
     assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     check_books(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ class Fakes:
         self.weights, self.back, self.refused = None, dict[str, Any](), set[str]()
         self.gone, self.silent, self.starting, self.launches = dict[str, str](), set[str](), list[str](), True
         self.most_starts, self.made = 9, 0
+        self.unequal: list[Exception | None] = []
         self.addresses = [EngineAddress(name, url, keys=NO_KEYS) for name, url in URLS.items()]
 
     fleet: Fleet
@@ -56,7 +58,16 @@ class Fakes:
         self.calls.append(f"send {version}")
         if (error := next(self._sends)) is not None:
             raise error
-        return "report", {}
+        return SimpleNamespace(expected=f"digests {version}"), {}
+
+    def compare(self, expected: str) -> int:
+        self.calls.append(f"compare {expected}")
+        if self.unequal and (error := self.unequal.pop(0)) is not None:
+            raise error
+        return 39
+
+    def leave_out(self, urls: Any, why: str) -> None:
+        self.calls.append(f"leave out {' '.join(sorted(urls))}: {why}")
 
     def launched(self, name: str) -> bool:
         return self.launches and name != "x"
@@ -133,21 +144,32 @@ def fleet_of(fakes: Fakes) -> Fleet:
     return Fleet(made, made, made, fakes.check, made)
 
 
-def deliver(fakes: Fakes, syncs: int = 1) -> Delivery:
+def delivery_of(fakes: Fakes) -> Delivery:
     made: Any = fakes
     numbers = itertools.count(1)
     fakes.fleet = fleet_of(fakes)
     delivery = Delivery(CONFIG, made, made, made, fakes.fleet, fakes.check, lambda: f"g{next(numbers)}", made)
+    delivery._proven = frozenset(URLS.values())
+    return delivery
+
+
+def deliver(fakes: Fakes, syncs: int = 1) -> Delivery:
+    delivery = delivery_of(fakes)
     delivery.connect("g0")
     for version in range(syncs):
         delivery.send(version, False)
     return delivery
 
 
+def met(names: str, number: int) -> list[str]:
+    return [f"{len(names)} of 3 engines take the weights", f"connect {names} g{number}"]
+
+
 def told(gone: str, left: int) -> list[str]:
     return [f"{gone} is gone (why): start {gone}", f"{left} of 3 engines take the weights"]
 
 
+COMPARED = "compare digests 0"
 BROKEN = sync_error("send", "bucket 1 to http://b", "the connection broke")
 
 
@@ -168,7 +190,7 @@ def test_all_is_sent_again_when_engines_die_one_after_the_other() -> None:
     fakes = Fakes(["abc", "ac", "c"], [BROKEN, BROKEN, None])
     assert deliver(fakes).engines == 1
     first = ["check", "leave", "again", *told("b", 2), "connect ac g1", "send 0"]
-    second = ["check", "leave", "again", *told("a", 1), "connect c g2", "send 0"]
+    second = ["check", "leave", "again", *told("a", 1), "connect c g2", "send 0", COMPARED]
     assert fakes.calls == ["connect abc g0", "begin", "send 0", *first, *second]
 
 
@@ -177,7 +199,7 @@ def test_an_engine_that_dies_while_all_meet_is_left_out_as_well() -> None:
     fakes.refused = {"g1"}
     assert deliver(fakes).engines == 1
     met = ["begin", *told("c", 2), "leave", "connect ab g1"]
-    again = ["check", "leave", "again", *told("b", 1), "connect a g2", "send 0"]
+    again = ["check", "leave", "again", *told("b", 1), "connect a g2", "send 0", COMPARED]
     assert fakes.calls == ["connect abc g0", *met, *again]
 
 
@@ -191,18 +213,83 @@ def test_an_engine_that_is_new_and_takes_no_weights_is_left_out_and_the_others_g
     begun = ["begin", "3 of 3 engines take the weights", "leave", "connect abc g2", "send 1", "check", "leave", "again"]
     assert fakes.calls[: len(begun) + 1] == [*begun, "retire b"]
     size = 3 if launches else 2
-    rest = ["again", f"2 of {size} engines take the weights", "connect ac g3", "send 1"]
-    assert fakes.calls[-4:] == rest and delivery.engines == 2
+    rest = ["again", f"2 of {size} engines take the weights", "connect ac g3", "send 1", "compare digests 1"]
+    assert fakes.calls[-5:] == rest and delivery.engines == 2
     assert any(call.startswith("b cannot be given weights (bucket 1") for call in fakes.calls)
     assert ("end b" in fakes.calls) is not launches
 
 
-@pytest.mark.parametrize("again", ["abc", EngineError("engines", "c", "none is left", "read c.log")])
-def test_a_failure_that_no_death_explains_ends_it_in_its_own_words(again: str | Exception) -> None:
-    fakes = Fakes(["abc", again], [BROKEN])
+SENT_AGAIN = "all weights are sent again: bucket 1 to http://b: the connection broke"
+ANEW = ["check", "leave", "again"]
+
+
+def test_a_failure_that_no_death_explains_is_tried_again_with_all_and_then_compared() -> None:
+    fakes = Fakes(["abc", "abc"], [BROKEN, None])
+    delivered = delivery_of(fakes).send(0, verify=False)
+    assert fakes.calls == ["begin", "send 0", *ANEW, SENT_AGAIN, *met("abc", 1), "send 0", COMPARED]
+    assert delivered.compared == 39 and delivered.repeats == 1
+
+
+def test_an_engine_that_is_named_by_two_failures_in_a_row_is_left_out() -> None:
+    fakes = Fakes(["abc", "abc", "abc", "ac"], [BROKEN, BROKEN, None])
+    assert deliver(fakes).engines == 2
+    second = [*ANEW, "leave out http://b: bucket 1 to http://b: the connection broke", "again", *told("b", 2)]
+    calls = ["begin", "send 0", *ANEW, SENT_AGAIN, *met("abc", 1), "send 0", *second, "connect ac g2", "send 0"]
+    assert fakes.calls == ["connect abc g0", *calls, COMPARED]
+
+
+def test_engines_that_are_left_after_another_was_left_out_are_tried_twice_as_well() -> None:
+    at_a = sync_error("send", "bucket 1 to http://a", "the connection broke")
+    fakes = Fakes(["abc", "abc", "abc", "ac", "ac"], [BROKEN, BROKEN, at_a, None])
+    assert deliver(fakes).engines == 2
+    assert sum(call.startswith("leave out") for call in fakes.calls) == 1
+    assert sum(call.startswith("all weights are sent again") for call in fakes.calls) == 2
+
+
+def test_weights_that_differ_are_sent_again_and_an_engine_whose_always_differ_is_left_out() -> None:
+    differs = sync_error("check", "http://b rank 0: a.weight", "1 of 39 parameters differ")
+    fakes = Fakes(["abc", "abc", "abc", "ac"], [None, None, None])
+    fakes.unequal = [differs, differs]
+    delivered = delivery_of(fakes).send(0, verify=True)
+    assert delivered.compared == 39 and delivered.repeats == 2
+    assert "leave out http://b: http://b rank 0: a.weight: 1 of 39 parameters differ" in fakes.calls
+    assert fakes.calls[-3:] == ["connect ac g2", "send 0", COMPARED]
+
+
+def test_what_fails_with_engines_that_never_took_weights_is_not_sent_again() -> None:
+    """The run's first sync: it is not an accident, and nobody wants to wait for it twice."""
+    fakes = Fakes(["abc", "abc"], [BROKEN])
+    delivery = delivery_of(fakes)
+    delivery._proven = frozenset()
+    with pytest.raises(WeightSyncError, match="the connection broke") as caught:
+        delivery.send(0, verify=True)
+    assert fakes.calls == ["begin", "send 0", *ANEW] and caught.value is BROKEN
+
+
+def test_nothing_is_compared_unless_asked_for() -> None:
+    fakes = Fakes(["abc", "abc"], [None, None])
+    delivery = delivery_of(fakes)
+    assert delivery.send(0, verify=True).compared == 39
+    assert delivery.send(0, verify=False).compared is None
+
+
+@pytest.mark.parametrize("error", [
+    sync_error("gather", "bucket 1", "a trainer rank is late"),
+    sync_error("send", "http://bb http://a1 http://c2:80", "other engines' names begin like these"),
+    sync_error("send", "http://a, http://b and http://c", "all of them refuse"),
+])  # fmt: skip
+def test_a_failure_twice_that_names_nobody_or_all_ends_it_in_its_own_words(error: WeightSyncError) -> None:
+    fakes = Fakes(["abc", "abc", "abc"], [error, error])
+    with pytest.raises(WeightSyncError) as caught:
+        deliver(fakes)
+    assert caught.value is error and fakes.calls[-3:] == ANEW
+
+
+def test_when_all_engines_refuse_to_begin_again_the_first_failure_is_told() -> None:
+    fakes = Fakes(["abc", EngineError("engines", "c", "none is left", "read c.log")], [BROKEN])
     with pytest.raises(WeightSyncError, match="the connection broke"):
         deliver(fakes)
-    assert fakes.calls[-3:] == ["check", "leave", "again"]
+    assert fakes.calls[-3:] == ANEW
 
 
 def test_a_trainer_that_failed_is_not_asked_again() -> None:

@@ -53,6 +53,7 @@ class FakeRollouts:
         self.version, self._events, self._hook = -1, events, hook
         self.done = True
         self.update: list[str] = []
+        self.gone: dict[str, str] = {}
 
     def tell(self, event: str) -> None:
         self._events.append(event)
@@ -70,7 +71,7 @@ class FakeRollouts:
         self.update.append(f"greet {address.name}")
 
     def dead(self) -> dict[str, str]:
-        return {}
+        return self.gone
 
     def stranded(self) -> bool:
         return False
@@ -88,6 +89,7 @@ class FakeRollouts:
 
     def stamp(self, version: int) -> None:
         self.update.append(f"stamp {version}")
+        self._hook(f"stamp {version}")
 
     def resume(self, version: int) -> None:
         self.version = version
@@ -119,7 +121,7 @@ class FakeTrainers:
         self._tell(f"send {version}")
         self._update.append("send, verified" if verify else "send")
         spent = SimpleNamespace(fill=0.1, turn=0.0, send=0.1, sent=[])
-        sent = SimpleNamespace(bytes=1, seconds=1.0, buckets=1, expected={}, phases={0: spent})
+        sent = SimpleNamespace(bytes=1, seconds=1.0, buckets=1, expected={}, phases={0: spent}, changed=None)
         return sent, {"trainer 0": (1.0, 2.0)}
 
     def save(self, directory: Path, extra: dict[str, Any], others: dict[str, FileSum], deadline_s: float) -> None:
@@ -144,6 +146,10 @@ class FakeEngines:
     def take(self, address: EngineAddress) -> None: ...
 
     def forgive(self, name: str) -> None: ...
+
+    def start_again(self, name: str) -> str:
+        self.starting.append(name)
+        return "it is started again"
 
 
 class FakeParts(Session):
@@ -180,6 +186,19 @@ def test_weights_are_compared_before_the_update_ends_and_stamped_last(
         sent = ["send, verified", "compare"] if version <= compared else ["send"]
         expected += ["pause", "begin", *sent, "end", f"stamp {version}", f"resume {version}"]
     assert run.fake.update == expected
+
+
+def test_an_engine_that_refuses_its_stamp_is_started_again_and_does_not_count_as_serving(tmp_path: Path) -> None:
+    def refuse(event: str) -> None:
+        if event == "stamp 2":
+            run.fake.gone = {"engine 0": "/update_weight_version: HTTP 500"}
+
+    with session(tmp_path, 0, hook=refuse) as run:
+        for version in (1, 2):
+            run.publish_weights(version)
+            (state,) = run._fleet.orders.standing()["engines"]
+            assert state["state"] == ("serving" if version == 1 else "starting")
+    assert run._engines.starting == ["engine 0"] and "HTTP 500" in state["why"]
 
 
 def test_an_engine_that_is_back_is_compared_anew(tmp_path: Path) -> None:

@@ -205,6 +205,18 @@ def test_a_parameter_that_differs_names_its_engine() -> None:
     assert "the second rank 0: a" in with_pool(work)
 
 
+def test_all_engines_whose_parameters_differ_are_named_and_live() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[str, list[str], int]:
+        for fake in fakes:
+            fake.ranks = [{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0}]}]
+        with pytest.raises(WeightSyncError) as caught:
+            await pool.compare({fake.url: [{"a": "5"}] for fake in fakes})
+        return str(caught.value), [fake.url for fake in fakes], len(pool)
+
+    said, urls, live = with_pool(work)
+    assert all(f"{url} rank 0: a" in said for url in urls) and live == 2
+
+
 def test_an_engine_that_gets_no_requests_any_more_takes_part_in_no_update() -> None:
     """Also when it lives, and only a connection broke: it comes back as others do, checked."""
 
@@ -276,6 +288,49 @@ def test_an_engine_that_dies_when_all_was_sent_is_no_failure_of_the_others() -> 
         return await pool.begin_update()
 
     assert list(with_pool(work).gone) == ["e1"]
+
+
+UPDATE: dict[str, Callable[[EnginePool], Awaitable[Any]]] = {
+    "/begin_weight_update": lambda pool: pool.begin_update(),
+    "/weights_checker": lambda pool: pool.compare({c.url: [{"a": "1"}] for c in pool.clients}),
+    "/end_weight_update": lambda pool: pool.end_update(),
+    "/update_weight_version": lambda pool: pool.stamp(3),
+}
+
+
+@pytest.mark.parametrize("path", UPDATE)
+def test_an_engine_that_refuses_a_step_of_an_update_is_dead_and_the_others_go_on(path: str) -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> dict[str, EngineError]:
+        for fake in fakes:
+            fake.ranks = [{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0}]}]
+        fakes[1].broken.add(path)
+        for step in UPDATE.values():
+            await step(pool)
+        return pool.dead
+
+    dead = with_pool(work)
+    assert list(dead) == ["e1"] and isinstance(dead["e1"], EngineDied) and path in str(dead["e1"])
+
+
+@pytest.mark.parametrize("path", UPDATE)
+def test_a_step_of_an_update_that_all_refuse_is_an_error_and_nobodys_death(path: str) -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> dict[str, EngineError]:
+        for fake in fakes:
+            fake.broken.add(path)
+        with pytest.raises(EngineError, match=path):
+            await UPDATE[path](pool)
+        return pool.dead
+
+    assert with_pool(work) == {}
+
+
+def test_an_engine_that_is_left_out_gets_no_requests_and_says_why() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[dict[str, EngineError], set[str]]:
+        pool.leave_out({fakes[0].url, "http://elsewhere"}, "it refused bucket 3 twice")
+        return pool.dead, {(await pool.generate(request(i))).engine for i in range(3)}
+
+    dead, engines = with_pool(work)
+    assert list(dead) == ["e0"] and "it refused bucket 3 twice" in dead["e0"].brief and engines == {"e1"}
 
 
 def test_an_engine_that_is_back_gets_weights_and_then_requests_under_its_old_name() -> None:
@@ -363,13 +418,4 @@ def test_an_update_without_engines_says_what_the_first_died_of() -> None:
         await pool.begin_update()
 
     with pytest.raises(EngineError, match="e0"):
-        with_pool(work)
-
-
-def test_an_engine_that_refuses_an_update_and_lives_ends_it() -> None:
-    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
-        fakes[1].broken.add("/begin_weight_update")
-        await pool.begin_update()
-
-    with pytest.raises(EngineError, match="e1"):
         with_pool(work)

@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.heartbeat import Heartbeats
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.choices import PauseMode
-from mslime.config.errors import EngineError
+from mslime.config.errors import EngineError, WeightSyncError
 
 T = TypeVar("T")
 MAX_SESSIONS = 65536
@@ -133,6 +133,12 @@ class EnginePool:
                 silent = time.monotonic() - since
                 slot.kill(slot.client.error("/abort_request", f"not obeyed for {silent:.0f} s", EngineDied))
 
+    def leave_out(self, urls: Collection[str], why: str) -> None:
+        """Take these engines for dead: they answer, and cannot be used."""
+        for slot in self._slots:
+            if slot.client.url in urls:
+                slot.kill(slot.client.error("weight update", why, EngineDied))
+
     async def pause(self, mode: PauseMode) -> None:
         """Pause every engine."""
         self._stop_heartbeats()
@@ -204,8 +210,10 @@ class EnginePool:
     async def begin_update(self) -> Serving:
         """Open a weight-update session on every engine that lives, the admitted ones among them.
 
+        One that refuses this, or another step of the update, is taken for dead, unless all do.
+
         Raises:
-            EngineError: one of them refuses.
+            EngineError: all refuse.
             EngineDied: all are gone: what the first one died of.
         """
         await self._change()
@@ -214,7 +222,7 @@ class EnginePool:
             await client.begin_weight_update()
             return client.url
 
-        urls = await self.broadcast(begin)
+        urls = await self.broadcast(begin, spare=True)
         return Serving(tuple(urls), {name: error.brief for name, error in self.dead.items()})
 
     async def begin_again(self) -> Serving:
@@ -235,27 +243,40 @@ class EnginePool:
             Number of parameters compared, over all ranks of all engines.
 
         Raises:
-            WeightSyncError: naming the engine, its rank and the first parameter that differs.
+            WeightSyncError: naming the engine, its rank and the first parameter that differs, and other such engines.
         """
+
+        wrong: list[WeightSyncError] = []
 
         async def one(client: EngineClient) -> int:
             reported = await client.weight_digests()
             with client.reading("digests of its weights"):
-                return compare(client.url, reported, expected[client.url])
+                try:
+                    return compare(client.url, reported, expected[client.url])
+                except WeightSyncError as error:  # not an engine's failure: the trainer may have sent something else
+                    wrong.append(error)
+                    return 0
 
-        return sum(await self.broadcast(one))
+        compared = sum(await self.broadcast(one, spare=True))
+        if wrong:
+            where, first = "; and ".join(str(error.value) for error in wrong), wrong[0]
+            raise WeightSyncError(first.field, where, first.rule, first.way_out)
+        return compared
 
     async def end_update(self) -> None:
         """Close the session: engines finish their own layout (quantised or packed weights)."""
-        await self.broadcast(lambda client: client.end_weight_update())
+        await self.broadcast(lambda client: client.end_weight_update(), spare=True)
 
     async def stamp(self, version: int) -> None:
         """Let every engine that gets requests report `version` for what it samples from now on."""
-        await self.broadcast(lambda client: client.stamp(version))
+        await self.broadcast(lambda client: client.stamp(version), spare=True)
 
-    async def broadcast(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
+    async def broadcast(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]], spare: bool = False) -> list[T]:
         """One call to every live engine at the same time; the answers of those that live on. Nobody is asked where the
         only ones left are admitted ones.
+
+        Args:
+            spare: do without those that refuse, where others do not: they are taken for dead.
 
         Raises:
             EngineError: one refused, after all have answered; or all died, what the first one died of.
@@ -266,6 +287,10 @@ class EnginePool:
         answers = await asyncio.gather(
             *(self._unless_dead(slot, call(slot.client)) for slot in slots), return_exceptions=True
         )
+        if spare and not all(isinstance(answer, BaseException) for answer in answers):
+            for slot, answer in zip(slots, answers, strict=True):
+                if isinstance(answer, EngineError):
+                    slot.kill(EngineDied(answer.field, answer.value, answer.rule, answer.way_out))
         lived = [answer for slot, answer in zip(slots, answers, strict=True) if slot.error is None]
         return all_or_first_failure(lived or answers)
 
