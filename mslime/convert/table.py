@@ -36,6 +36,8 @@ class Rule:
             file holds one tensor for all experts, [experts, ...]: it is stacked.
         exported: False for a copy of a tensor that another rule exports (tied embeddings on the last stage).
         dtype: as torch names it, where the tensor keeps its own whatever the model's is (a router's correction bias).
+        bundle: rules of one layer with the same word here go to engines in one request: SGLang's loader joins their
+            tensors into one parameter, and forgets the first when the second does not come with it.
     """
 
     megatron: str
@@ -45,6 +47,7 @@ class Rule:
     experts: int = 0
     exported: bool = True
     dtype: str | None = None
+    bundle: str = ""
 
     @property
     def stacked(self) -> bool:
@@ -57,7 +60,9 @@ class Rule:
         for layer in self.layers if "{layer}" in self.megatron else (-1,):
             for expert in range(self.experts) if self.experts else (-1,):
                 names = [name.format(layer=layer, expert=expert) for name in (self.megatron, *self.hf)]
-                yield BoundRule(names[0], tuple(names[1:]), self.kind, layer, expert, self.exported, stack, self.dtype)
+                yield BoundRule(
+                    names[0], tuple(names[1:]), self.kind, layer, expert, self.exported, stack, self.dtype, self.bundle
+                )
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class BoundRule:
         exported: whether it is written when exporting.
         stack: number of experts that share each Hugging Face tensor, this one being slice `expert` of it; 0: none do.
         dtype: of its own, None for the model's.
+        bundle: see `Rule`.
     """
 
     name: str
@@ -82,6 +88,7 @@ class BoundRule:
     exported: bool
     stack: int = 0
     dtype: str | None = None
+    bundle: str = ""
 
     @property
     def untrained(self) -> str:

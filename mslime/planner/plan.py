@@ -18,7 +18,7 @@ from mslime.config.training import PolicySpec, TrainingSpec, critic_spec, policy
 from mslime.convert.families import get_family
 from mslime.convert.families.family import ModelFields
 from mslime.convert.kinds import padded_vocab_size
-from mslime.planner.activations import Widths, read_widths
+from mslime.planner.activations import read_widths
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, engine_memory
 from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
 from mslime.planner.sync import (
@@ -237,7 +237,7 @@ def make_plan(
         syncs=sender_syncs(sync, config.cluster),
         host=host,
         rates=rates_of(config.cluster),
-        prediction=_prediction(config, sync, engine, widths),
+        prediction=_prediction(config, sync, engine),
         problems=(
             *_trainer_problems(spec, "trainer", stages, gpu_bytes),
             *_trainer_problems(spec, "critic", apart, gpu_bytes),
@@ -248,20 +248,15 @@ def make_plan(
     )
 
 
-def _prediction(
-    config: RunConfig, sync: WeightPlan, engine: EngineMemory | None, widths: Widths
-) -> SyncPrediction | None:
-    """Of a sync after engines have recorded how to load, where they do.
-
-    They do not where mslime did not start them, nor where a model derives tensors from its weights after loading, as
-    SGLang's multi-latent attention does (`backends/sglang/recorded.py`).
-    """
+def _prediction(config: RunConfig, sync: WeightPlan, engine: EngineMemory | None) -> SyncPrediction | None:
+    """Of a sync after engines have recorded how to load, where they do: those that mslime started
+    (`backends/sglang/recorded.py`)."""
     if engine is None or config.weights.transport != "broadcast":
         return None
     receiving = Receiving(
         engines=config.sglang.gpus // config.sglang.tp_size,
         share=min(1.0, engine.weights / max(1, sync.total_bytes)),
-        recorded=config.weights.loader == "recorded" and not config.sglang.urls and not widths.latent,
+        recorded=config.weights.loader == "recorded" and not config.sglang.urls,
     )
     return predict(sync, rates_of(config.cluster), receiving, config.cluster.gpus_per_node)
 

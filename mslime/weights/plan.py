@@ -225,7 +225,7 @@ def _queues(
         experts = list(_expert_units([rule for rule in rules if rule.is_expert], senders.layout.ep))
         loose = [unit for unit in experts if not unit[0][0].stack]
         stacked = [unit for unit in experts if unit[0][0].stack]
-        shared: list[Unit] = [((rule,),) for rule in rules if not rule.is_expert]
+        shared = _shared_units(rule for rule in rules if not rule.is_expert)
         dealt, dealt_stacked = _deal(shared, len(ranks)), _deal(stacked, len(ranks))
         for index, (queue, rank) in enumerate(zip(queues, ranks, strict=True)):
             block = slice(index * senders.block, (index + 1) * senders.block)
@@ -257,6 +257,14 @@ def _stage_of(rule: BoundRule, stages: Mapping[int, int], pp: int) -> int:
     if rule.layer >= 0:
         return stages[rule.layer]
     return 0 if rule.name.startswith("embedding.") else pp - 1
+
+
+def _shared_units(rules: Iterable[BoundRule]) -> list[Unit]:
+    """Each rule alone, or with the others of its bundle."""
+    units: dict[tuple[int, str], list[tuple[BoundRule, ...]]] = {}
+    for rule in rules:
+        units.setdefault((rule.layer, rule.bundle or rule.name), []).append((rule,))
+    return [tuple(slots) for slots in units.values()]
 
 
 def _expert_units(rules: Sequence[BoundRule], ep: int) -> Iterator[Unit]:

@@ -19,11 +19,13 @@ import torch.distributed as dist
 
 from mslime.backends.megatron.model.naming import named_local_params
 from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.recorded import RECORDED
 from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
 from mslime.convert.hf import HFCheckpoint
 from tests.engines.conftest import serve
-from tests.engines.test_weight_sync import engine_log_probs, publish, sender_of
+from tests.engines.test_weight_sync import engine_log_probs, publish
 from tests.engines.trainer_ranks import make_config, make_shard, run_trainers, shard_of
 from tests.fixtures.families import CASES
 from tests.fixtures.families.case import FamilyCase
@@ -254,16 +256,19 @@ def test_a_bfloat16_checkpoint_comes_back_bit_for_bit(ran: Ran, tmp_path: Path, 
     assert_same_tensors(tmp_path / "exported", source)
 
 
-def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> None:
+def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> set[str]:
     """Send the weights, change every parameter, send them again and write them to disk. The second time the engine
-    loads by what it recorded the first time, or by its model's own loader again."""
-    sender, rank = sender_of(trainer), trainer.parallel.rank
+    loads by what it recorded the first time, or by its model's own loader again: what it says of that to this rank."""
+    receivers, rank = SGLangReceivers(trainer.spec.deadlines), trainer.parallel.rank
+    sender = trainer.weight_sender(receivers)
     sender.connect([engine])
     publish(sender, 1, rank, check=False)
+    receivers.heard.clear()
     change_every_parameter(trainer)
     publish(sender, 2, rank, check="cpu" in get_family(trainer.hf_config).support.compared_on)
     sender.disconnect()
     sender.export(exported, trainer.spec.checkpoint)
+    return {said for _, said in receivers.heard}
 
 
 SERVED_IN_CI = ("deepseek-v3", "glm-4.5", "minimax-m2")
@@ -286,11 +291,14 @@ def test_the_engine_serves_the_synced_weights_as_transformers_computes_them(
     try:
         before, _ = engine_log_probs(server.endpoint)
         sizes = {"tp": 2, "ep": 2} if server.model.top_k else {"tp": 2}
-        run_trainers(send_changed, make_config(checkpoint, tmp_path, **sizes), server.endpoint, tmp_path / "sent")
+        config = make_config(checkpoint, tmp_path, **sizes)
+        # Many small buckets: one that holds a tensor which is more than copied is loaded by the model's own loader.
+        small = config.model_copy(update={"weights": config.weights.model_copy(update={"bucket_mib": 0.01})})
+        said = run_trainers(send_changed, small, server.endpoint, tmp_path / "sent")
         after, meta = engine_log_probs(server.endpoint, new_tokens=12)
     finally:
         server.process.stop()
-    assert meta["weight_version"] == "2"
+    assert meta["weight_version"] == "2" and RECORDED in set[str]().union(*said)
     decoded = meta["output_token_logprobs"]  # step by step: MLA's absorbed way
     tokens = torch.tensor([[*range(40, 90), *(entry[1] for entry in decoded)]])
     with torch.no_grad():

@@ -181,8 +181,9 @@ def test_engines_without_records_load_tensor_by_tensor() -> None:
     assert plain is not None and own is not None
     tensors = len(get_family(published_config("olmoe-1B-7B")).rules(published_config("olmoe-1B-7B")).hf_shapes())
     assert own.load - plain.load == pytest.approx(tensors * 30e-6)
-    latent = shipped("moonlight-16B-A3B").prediction
-    assert latent is not None and latent.load > 0.1, "multi-latent attention is derived after loading: not recorded"
+    latent, attached = shipped("moonlight-16B-A3B").prediction, shipped("deepseek-v3").prediction
+    assert latent is not None and latent.load < 0.1, "multi-latent attention is derived once, at the end"
+    assert attached is not None and attached.load > 1, "a server that mslime did not start"
 
 
 def test_another_transport_is_not_predicted() -> None:

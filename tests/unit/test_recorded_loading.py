@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -144,12 +146,51 @@ def test_a_value_that_is_filled_in_may_be_0_the_first_time(buckets: Buckets) -> 
     assert "aten.fill_" in recorded(FakeModel(filled), arrived(buckets, sent)).why_not
 
 
-def test_a_model_that_derives_tensors_from_its_weights_keeps_its_loader(buckets: Buckets) -> None:
-    class Derives(FakeModel):
-        def post_load_weights(self) -> None:
-            raise AssertionError("not ours to call")
+def test_copies_that_a_loader_leaves_to_other_threads_are_recorded_and_others_stay_in_theirs(buckets: Buckets) -> None:
+    """As SGLang's for DeepSeek."""
+    others: list[int] = []
 
-    assert "Derives derives tensors" in recorded(Derives(), arrived(buckets, values(0))).why_not
+    class Threaded(FakeModel):
+        def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+            with ThreadPoolExecutor() as pool:
+                for done in [pool.submit(super(Threaded, self).load_weights, [pair]) for pair in named]:
+                    done.result()
+                if (own := threading.get_ident()) == main:
+                    stranger = threading.Thread(target=lambda: others.append(pool.submit(threading.get_ident).result()))
+                    stranger.start()
+                    stranger.join()
+                    assert others.pop() not in (own, stranger.ident)
+
+    main, model = threading.get_ident(), Threaded()
+    copies = recorded(model, arrived(buckets, values(0)))
+    assert not copies.why_not and len(copies.into) == len(SENT)
+    arrived(buckets, values(1))
+    copies.make()
+    torch.testing.assert_close(model.state(), expected(values(1)), rtol=0, atol=0)
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(threading.get_ident).result() != main, "only while it is recorded"
+
+
+def test_what_fails_in_a_thread_of_a_loader_fails_the_load(buckets: Buckets) -> None:
+    class Failing(FakeModel):
+        def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+            with ThreadPoolExecutor() as pool:
+                pool.submit(getattr, self, "nothing").result()
+
+    with pytest.raises(AttributeError, match="nothing"):
+        recorded(Failing(), arrived(buckets, values(0)))
+
+
+def test_a_rank_that_holds_nothing_of_a_bucket_loads_nothing(buckets: Buckets) -> None:
+    class Elsewhere(FakeModel):
+        def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+            list(named)
+
+    model = Elsewhere()
+    copies = recorded(model, arrived(buckets, values(0)))
+    assert copies.fit(model) and not copies.into
+    copies.make()
+    torch.testing.assert_close(model.state(), FakeModel().state(), rtol=0, atol=0)
 
 
 def test_copies_into_parameters_that_have_moved_are_recorded_again(buckets: Buckets) -> None:
@@ -159,23 +200,61 @@ def test_copies_into_parameters_that_have_moved_are_recorded_again(buckets: Buck
     assert not copies.why_not and not copies.fit(model)
 
 
-def test_an_updater_records_once_and_says_how_it_loads() -> None:
+class FakeUpdater:
+    """SGLang's."""
+
+    device = "cpu"
+
+    def __init__(self, model: Any) -> None:
+        self.get_model, self.own, self.ended = lambda: model, 0, 0
+
+    def _assert_weight_cache_inactive(self, op: str) -> None: ...
+
+    def original(self, _: Any, named: Any) -> tuple[bool, str]:
+        if any(name == "unknown" for name, _ in named):
+            return False, "no such tensor"
+        self.own += 1
+        self.get_model().load_weights(iter(named))
+        return True, "Succeeded to update parameter online."
+
+    def end(self, _: Any, *, run_post_load: bool) -> None:
+        self.ended += 1
+
+
+def test_what_a_model_derives_from_its_weights_it_derives_once_at_the_end_of_a_sync() -> None:
     from mslime.backends.sglang import recorded as plug_in
 
-    class FakeUpdater:
-        device = "cpu"
+    class Derives(FakeModel):
+        """As DeepSeek's attention: its own loader derives at once."""
 
-        def __init__(self, model: Any) -> None:
-            self.get_model, self.own = lambda: model, 0
+        derived, times = torch.zeros(0), 0
 
-        def _assert_weight_cache_inactive(self, op: str) -> None: ...
+        def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights(named)
+            self.post_load_weights()
 
-        def original(self, _: Any, named: Any) -> tuple[bool, str]:
-            if any(name == "unknown" for name, _ in named):
-                return False, "no such tensor"
-            self.own += 1
-            self.get_model().load_weights(iter(named))
-            return True, "Succeeded to update parameter online."
+        def post_load_weights(self) -> None:
+            assert not torch.is_grad_enabled()
+            self.derived, self.times = self.qk.data.float() * 2, self.times + 1
+
+    model = Derives()
+    updater = FakeUpdater(model)
+    with torch.no_grad():
+        for seed in (0, 1, 2):
+            for part in (["q", "k"], ["up", "router", "scale"]):
+                sent = {name: tensor for name, tensor in values(seed).items() if name in part}
+                bucket = arrived(plug_in.buckets_of(updater), sent)
+                assert plug_in._load(updater.original, updater, plug_in.Received(bucket))[0]
+            assert model.times == (2 if seed == 0 else 2 + seed - 1)
+            for _ in "ab":  # two plug-ins are hooked
+                plug_in.release(updater.end, updater, run_post_load=False)
+            assert torch.equal(model.derived, model.qk.data.float() * 2) and model.times == 2 + seed
+    torch.testing.assert_close(model.state(), expected(values(2)), rtol=0, atol=0)
+    assert updater.own == 2 and updater.ended == 6
+
+
+def test_an_updater_records_once_and_says_how_it_loads() -> None:
+    from mslime.backends.sglang import recorded as plug_in
 
     for loader, says in ((None, plug_in.RECORDED), (added, plug_in.OWN_LOADER + "aten.add_")):
         updater = FakeUpdater(FakeModel(loader))

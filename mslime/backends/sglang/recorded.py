@@ -5,17 +5,21 @@ A plug-in of SGLang 0.5.23 (entry point group `sglang.srt.plugins`), for servers
 Here it does so the first time that a bucket comes, and every copy out of the bucket into a parameter is noted. From
 then on one call makes them all.
 
-Only copies can be repeated. Where a loader does anything else with the weights, or the model derives others from them,
-its own loader goes on loading, and the answer to the sender says why.
+Only copies can be repeated. Where a loader does anything else with the weights, it goes on loading, and the answer to
+the sender says why. What a model derives from its weights after loading (`post_load_weights`: DeepSeek's attention) it
+derives once, at the end of the sync.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,13 +116,11 @@ class Copies:
 
     def make(self) -> None:
         """Make them all."""
-        with torch.no_grad():
-            torch._foreach_copy_(self.into, self.out_of)  # pyright: ignore[reportPrivateImportUsage]
+        _copy_all(self.into, self.out_of)
 
     def make_backwards(self) -> None:
         """Fill the buffer with what the parameters hold."""
-        with torch.no_grad():
-            torch._foreach_copy_(self.out_of, self.into)  # pyright: ignore[reportPrivateImportUsage]
+        _copy_all(self.out_of, self.into)
 
     def are_all_of(self, flat: torch.Tensor) -> bool:
         """Whether all of a buffer is copied: an engine of several ranks gives each of them a part."""
@@ -160,10 +162,14 @@ class Bucket:
 
 
 class Buckets:
-    """The buckets of a sync, in one buffer on `device` that is as large as the largest and lives as long as a sync."""
+    """The buckets of a sync, in one buffer on `device` that is as large as the largest and lives as long as a sync.
+
+    Attributes:
+        behind: the model whose loader was not used, so that what it derives from its weights is that of older ones.
+    """
 
     def __init__(self, device: Any) -> None:
-        self._device = device
+        self._device, self.behind = device, cast("Any", None)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         self._known: dict[tuple[Any, ...], Bucket] = {}
 
@@ -177,7 +183,12 @@ class Buckets:
         return bucket
 
     def release(self) -> None:
-        """Give the buffer's memory back; what is known of the buckets stays."""
+        """The end of a sync: let the model catch up, and give the buffer's memory back. What is known of the buckets
+        stays."""
+        model, self.behind = self.behind, None
+        if model is not None:
+            with torch.no_grad():
+                model.post_load_weights()
         self._buffer.resize_(0)
 
     def _room(self, size: int) -> None:
@@ -193,6 +204,36 @@ class Buckets:
         flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._buffer, 0, (sum(sizes),), (1,))
         parts = zip(names, flat.split(sizes), kinds, shapes, strict=True)
         return Bucket(flat, [(name, part.view(kind).view(*shape)) for name, part, kind, shape in parts])
+
+
+def _copy_all(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
+    if into:  # a rank may hold nothing of a bucket, for example of another one's experts
+        with torch.no_grad():
+            torch._foreach_copy_(into, out_of)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@contextmanager
+def in_one_thread() -> Generator[None]:
+    """What this thread hands to a pool of threads it does itself: a dispatch mode sees no other thread, and SGLang's
+    loader for DeepSeek uses some."""
+    own, submit = threading.get_ident(), ThreadPoolExecutor.submit
+
+    def at_once(self: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if threading.get_ident() != own:
+            return submit(self, work, *args, **kwargs)
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    pools: Any = ThreadPoolExecutor
+    pools.submit = at_once
+    try:
+        yield
+    finally:
+        pools.submit = submit
 
 
 def addresses(model: torch.nn.Module) -> dict[str, int]:
@@ -214,12 +255,10 @@ def record(
     """
     before = addresses(model)
     tensors = (*model.parameters(), *model.buffers())
-    with Recorder(buffer.untyped_storage(), {_address(tensor) for tensor in tensors}) as recorder:
+    with in_one_thread(), Recorder(buffer.untyped_storage(), {_address(tensor) for tensor in tensors}) as recorder:
         loaded, message = load()
     why_not = recorder.other
-    if callable(getattr(model, "post_load_weights", None)):
-        why_not = f"{type(model).__name__} derives tensors from its weights"
-    elif addresses(model) != before:
+    if addresses(model) != before:
         why_not = f"{type(model).__name__} replaces parameters when it loads"
     into, out_of = ([pair[i] for pair in recorder.copies] for i in (0, 1))
     return Copies(into, out_of, before, why_not), loaded, message
@@ -240,6 +279,7 @@ def _load(original: Any, self: Any, named_tensors: Named) -> tuple[bool, str]:
         if known is not None and known.fit(model):
             self._assert_weight_cache_inactive("update_weights_from_distributed")
             known.make()
+            buckets_of(self).behind = model if callable(getattr(model, "post_load_weights", None)) else None
             loaded, message = True, RECORDED
         elif known is not None and known.why_not:
             loaded, message = original(self, list(named_tensors))
@@ -257,7 +297,7 @@ def _load(original: Any, self: Any, named_tensors: Named) -> tuple[bool, str]:
 
 
 def release(original: Any, self: Any, **how: Any) -> None:
-    """Around the end of an update: give the buffer's memory back."""
+    """Around the end of an update. What the model derives comes before its weights are packed."""
     buckets_of(self).release()
     original(self, **how)
 

@@ -165,18 +165,18 @@ def _attention_rules(config: HFConfig, layers: tuple[int, ...]) -> tuple[Rule, .
     query, q_rank = heads * (nope + rope), _query_rank(config)
     m, h = f"{_M}self_attention.", f"{_H}self_attn."
 
-    def rule(megatron: str, hf: str, kind: Kind) -> Rule:
-        return Rule(f"{m}{megatron}.weight", (f"{h}{hf}.weight",), kind, layers)
+    def rule(megatron: str, hf: str, kind: Kind, bundle: str = "") -> Rule:
+        return Rule(f"{m}{megatron}.weight", (f"{h}{hf}.weight",), kind, layers, bundle=bundle)
 
     queries = [rule("linear_q_proj", "q_proj", Column((query, hidden)))] if q_rank is None else [
-        rule("linear_q_down_proj", "q_a_proj", Replicated((q_rank, hidden))),
+        rule("linear_q_down_proj", "q_a_proj", Replicated((q_rank, hidden)), "down"),
         rule("q_layernorm", "q_a_layernorm", Replicated((q_rank,))),
         rule("linear_q_up_proj", "q_b_proj", Column((query, q_rank))),
     ]  # fmt: skip
     return (
         Rule(f"{_M}input_layernorm.weight", (f"{_H}input_layernorm.weight",), Replicated((hidden,)), layers),
         *queries,
-        rule("linear_kv_down_proj", "kv_a_proj_with_mqa", Replicated((kv_rank + rope, hidden))),
+        rule("linear_kv_down_proj", "kv_a_proj_with_mqa", Replicated((kv_rank + rope, hidden)), "down"),
         rule("kv_layernorm", "kv_a_layernorm", Replicated((kv_rank,))),
         rule("linear_kv_up_proj", "kv_b_proj", Column((heads * (nope + value), kv_rank))),
         rule("linear_proj", "o_proj", Row((hidden, heads * value))),
