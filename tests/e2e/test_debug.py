@@ -44,22 +44,25 @@ def replayed(directory: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(1200)
 def test_parts_of_a_run_alone_do_what_they_do_in_it(tiny_qwen3_moe: Path, tmp_path: Path, runs: list[Run]) -> None:
-    values = settings(tiny_qwen3_moe, tmp_path)
+    """Two at a time: what each waits for most is its own start."""
+    values, groups = settings(tiny_qwen3_moe, tmp_path), tmp_path / "groups"
 
-    def finished(command: str, *flags: str, **sections: Any) -> Run:
-        run = start_run(values | sections, tmp_path, *flags, command=command)
-        runs.append(run)
+    def started(command: str, *flags: str) -> Run:
+        runs.append(start_run(values, tmp_path, *flags, command=command))
+        return runs[-1]
+
+    def finished(run: Run) -> Run:
         assert run.finish(START_S) == 0, run.text()
         assert run.left_over() == []
         return run
 
-    live = finished("train")
+    live, rollout = started("train"), started("rollout", "--steps", "2", "--out", str(groups))
+    finished(live)
     (trained,) = live.rows()
     assert trained["mismatch/abs_max"] < 1e-4, "over the supports of a truncated draw"
     assert trained["rollout/support_mean"] > 10 and trained["entropy/mean"] < 5.7 < np.log(320)
 
-    groups = tmp_path / "groups"
-    said = finished("rollout", "--steps", "2", "--out", str(groups)).text()
+    said = finished(rollout).text()
     assert all(part in said for part in ("step 2/2  reward", "no signal", "prompt: ", " tokens, truncated: "))
     collected = [read_groups(groups / f"step_{n}.npz") for n in (1, 2)]
     assert [s.version for s in collected] == [0, 1] and not (tmp_path / "run-rollout" / "checkpoints").exists()
@@ -72,7 +75,9 @@ def test_parts_of_a_run_alone_do_what_they_do_in_it(tiny_qwen3_moe: Path, tmp_pa
 
     # The live run's first step, and a second one of groups that no trainer has seen.
     shutil.copy(live.directory / "groups" / "step_1.npz", groups / "step_1.npz")
-    finished("train", "--replay", str(groups), train={"num_steps": 5, "lr": 1e-3})
+    replay = started("train", "--replay", str(groups), "--train.num-steps", "5")
+    evaluated = started("eval", "--checkpoint", "newest")
+    finished(replay)
     first, second = replayed(tmp_path)
     assert (first["step"], second["step"]) == (1, 2)
     for name in (
@@ -93,7 +98,7 @@ def test_parts_of_a_run_alone_do_what_they_do_in_it(tiny_qwen3_moe: Path, tmp_pa
     assert second["grad_norm"] > 0 and second["replay/coverage"] == 1.0
     assert not (tmp_path / "run-replay" / "checkpoints").exists() and live.rows() == [trained]
 
-    evaluated = finished("eval", "--checkpoint", "newest")
+    finished(evaluated)
     found = json.loads((tmp_path / "run-eval" / "eval.json").read_text())
     assert found["step"] == 1 and found["weights"] == str(live.directory / "checkpoints" / "step_1")
     scores = {name: value for name, value in trained.items() if name.startswith("eval/")}
