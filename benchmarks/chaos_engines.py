@@ -234,8 +234,10 @@ def report(
             f"{median(e.whole_s for e in mine):.0f}",
         )  # fmt: skip
     console.print(table)
-    full = [r["perf/step_seconds"] for r in rows if r.get("weights/engines") == arguments.engines]
-    fewer = [r["perf/step_seconds"] for r in rows if r.get("weights/engines", 0) < arguments.engines]
+    trained = [r for r in rows if "perf/step_seconds" in r and "weights/engines" in r]
+    timed = [(r["perf/step_seconds"], r["weights/engines"]) for r in trained]
+    full = [seconds for seconds, engines in timed if engines == arguments.engines]
+    fewer = [seconds for seconds, engines in timed if engines < arguments.engines]
     print(json.dumps({
         "kills": len(events), "engines": arguments.engines, "seed": arguments.seed, "steps": steps,
         "gone_on": len(events), "next_step_s": median(e.next_step_s for e in events),
