@@ -109,21 +109,20 @@ class Delivery:
             if serving.urls != tried:
                 return serving
             new, named = set(tried) - self._proven, {url for url in tried if _names(error, url)}
-            if new and new != set(tried):
-                self._fleet.reject(new, error)
-                return self._rollouts.begin_again()
-            if new:  # the run's first sync: what is wrong with all is not mended by sending it again
-                raise error
-            if not twice:
+            if new:  # where all are, it is the run's first sync: what is wrong then is not mended by sending it again
+                if new != set(tried):
+                    self._fleet.reject(new, error)
+                    return self._rollouts.begin_again()
+            elif not twice:
                 self._progress.note(f"all weights are sent again: {error.brief}")
                 return serving
-            if named and named != set(tried):
+            elif named and named != set(tried):
                 self._rollouts.leave_out(named, error.brief)
                 return self._rollouts.begin_again()
         except EngineDied:
             raise
         except UserError as second:
-            raise error from (second if second is not error else None)
+            raise error from second
         raise error
 
     def _meet(self, serving: Serving) -> None:

@@ -284,9 +284,9 @@ class Session(Started):
         self._rollouts.end_update()
         self._rollouts.stamp(version)
         self._rollouts.resume(version)
+        end = time.monotonic()
         self._fleet.lost(self._rollouts.dead())
         self._fleet.settled()
-        end = time.monotonic()
         self._record_ranks("send weights", delivered.spans)
         for rank, spent in sent.phases.items():
             for sent_from, sent_to in spent.sent:

@@ -32,7 +32,7 @@ from mslime.rollout.runner import GroupRunner
 from mslime.rollout.turns import Rollout
 
 SETTLE_S = 0.01
-ABORT_EVERY_S = 0.25  # a request can slip past an abort that reaches the engine before it does
+ABORT_EVERY_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -146,25 +146,34 @@ class GroupService(ABC):
 
     async def drain(self) -> None:
         """Interrupt all generation and wait until no request of ours is at an engine. Tokens generated so far are kept.
-        An engine that does not answer for `deadlines.engine_control_s` is given up: what it has is sampled anew.
+        An engine that answers nothing for `deadlines.engine_control_s` is given up: what it has is sampled anew. One
+        that began to hang just after an answer is found in a second term of the same length.
 
         Raises:
-            EngineError: one that answers holds on to its requests for longer than that.
+            EngineError: one that goes on answering holds on to its requests for longer than twice that.
         """
         traffic, limit_s = self._runner.traffic, self._config.deadlines.engine_control_s
         self._runner.stop_traffic()
-        began = time.monotonic()
-        deadline = began + limit_s
+        for _ in range(2):
+            began = time.monotonic()
+            if await self._obeyed(began + limit_s):
+                break
+            self._engines.give_up(began)
+        if not await traffic.idle(ABORT_EVERY_S):
+            raise EngineError("abort", f"{traffic.in_flight} requests", f"the engines did not stop them within "
+                              f"{2 * limit_s:g} s", "read the engines' logs")  # fmt: skip
+        await self._runner.settle(SETTLE_S)
+
+    async def _obeyed(self, deadline: float) -> bool:
+        """Whether engines have stopped all requests by then (`time.monotonic`). They are told again and again: a
+        request can slip past an abort that reaches the engine before it does."""
+        traffic = self._runner.traffic
         while traffic.in_flight:
             await self._everywhere(self._engines.abort)
             left = deadline - time.monotonic()
-            if await traffic.idle(min(ABORT_EVERY_S, max(left, 0.0))) or left > ABORT_EVERY_S:
-                continue
-            self._engines.give_up(began)
-            if not await traffic.idle(ABORT_EVERY_S):
-                raise EngineError("abort", f"{traffic.in_flight} requests", f"the engines did not stop them within "
-                                  f"{limit_s:g} s", "read the engines' logs")  # fmt: skip
-        await self._runner.settle(SETTLE_S)
+            if not await traffic.idle(min(ABORT_EVERY_S, max(left, 0.0))) and left <= ABORT_EVERY_S:
+                return False
+        return True
 
     async def answer_rows(self, eval_set: EvalSetConfig, first: int = 0, every: int = 1) -> list[Group]:
         """Rows `first`, `first + every`, ... of a held-out set, answered and scored with the weights that the engines

@@ -45,6 +45,18 @@ def test_an_engine_that_hangs_is_dead_and_its_requests_fail_at_once() -> None:
     watched(work)
 
 
+def test_a_question_that_nobody_waits_for_any_more_is_no_sign_of_life() -> None:
+    """A detokenizer that hangs: the scheduler still says that it has aborted the question."""
+
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
+        await pool.resume()
+        fakes[0].delay_s, fakes[0].hangs, fakes[0].deceived = 15.0, True, True
+        with pytest.raises(EngineDied, match="no sign of life for 0.4 s"):
+            await asyncio.gather(*(pool.generate(request(i)) for i in range(4)))
+
+    watched(work)
+
+
 def test_an_engine_that_is_slow_and_shows_signs_of_life_is_left_alone() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
         await pool.resume()

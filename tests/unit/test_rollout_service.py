@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -449,19 +451,26 @@ def test_a_step_that_cannot_be_filled_ends_at_its_deadline_and_says_what_is_miss
     run(work)
 
 
-def test_an_engine_that_hangs_is_given_up_and_what_it_had_is_sampled_anew(tmp_path: Path):
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after an answer"])
+def test_an_engine_that_hangs_is_given_up_and_what_it_had_is_sampled_anew(tmp_path: Path, late: bool):
     class FakeHangingEngines(FakeDyingEngines):
-        hangs, given_up = True, asyncio.Event()
+        hangs, given_up, answered = True, asyncio.Event(), -math.inf
 
         async def before_token(self, request: GenerateRequest) -> None:
             if self.hangs and "-g5-" in request.rid:
                 await self.given_up.wait()
                 raise EngineDied("fake 0", "/abort_request", "not obeyed", "look at it")
 
+        async def abort(self) -> None:
+            await super().abort()
+            if late and self.answered == -math.inf:
+                self.answered = time.monotonic()
+
         def give_up(self, since: float) -> None:
-            self.dead["fake 0"] = EngineDied("fake 0", "/abort_request", "not obeyed", "look at it")
-            self.hangs = False
-            self.given_up.set()
+            if self.answered < since:
+                self.dead["fake 0"] = EngineDied("fake 0", "/abort_request", "not obeyed", "look at it")
+                self.hangs = False
+                self.given_up.set()
 
     async def work() -> None:
         engines = FakeHangingEngines(short, [])

@@ -11,6 +11,7 @@ import pytest
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.handshake import DECLARED, Needs, handshake
 from mslime.config.errors import EngineError
+from mslime.config.schema import DeadlineConfig
 from tests.fixtures.model_facts import model_facts
 from tests.unit.fake_engine import LAYERS, TOP_K, VOCABULARY, FakeEngine
 
@@ -61,6 +62,20 @@ def test_what_is_missing_is_named(feature: str, spoil: Callable[[FakeEngine], An
     with pytest.raises(EngineError) as caught:
         shake(spoil)
     assert caught.value.field == "engine0" and caught.value.value == f"without {feature}"
+
+
+def test_an_engine_that_answers_questions_and_no_request_is_told_before_a_response_would_be_due() -> None:
+    async def work() -> None:
+        async with FakeEngine() as engine:
+            engine.delay_s = 20.0
+            limits = DeadlineConfig.model_validate({"engine_silence_s": 0.3})
+            model = model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K)
+            async with EngineClient(engine.url, "engine0", limits, model=model) as client:
+                await handshake(client, ALL)
+
+    with pytest.raises(EngineError, match=r"a small request was not answered within 0.3 s") as caught:
+        asyncio.run(asyncio.wait_for(work(), 15))
+    assert caught.value.value == "without log-probs"
 
 
 def test_draws_are_tried_as_the_run_will_make_them() -> None:

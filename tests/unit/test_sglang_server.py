@@ -432,8 +432,8 @@ def test_the_environment_carries_the_platform_on_cpu_only() -> None:
     ("has", "plugins"),
     [
         ({}, ["mslime_routes"]),
-        ({"files": True}, ["mslime_routes", "mslime_files"]),
-        ({"recorded": True, "files": True}, ["mslime_routes", "mslime_receiver", "mslime_files"]),
+        ({"files": True}, ["mslime_routes", "mslime_files", "mslime_relay"]),
+        ({"recorded": True, "files": True}, ["mslime_routes", "mslime_receiver", "mslime_files", "mslime_relay"]),
     ],
 )
 def test_a_server_finds_its_plugins_beside_those_of_the_user(has: dict[str, bool], plugins: list[str]) -> None:

@@ -162,9 +162,17 @@ def _body_schema(schema: Mapping[str, Any], operation: Mapping[str, Any]) -> Map
 
 
 async def _probe(client: EngineClient, feature: str, probe: Callable[[EngineClient], Awaitable[str]]) -> None:
-    """Run one real request; `probe` returns what is wrong, or an empty string."""
+    """Run one real request; `probe` returns what is wrong, or an empty string.
+
+    An idle engine that does not answer it in the time in which it must show a sign of life hangs: a response would have
+    `engine_request_s`.
+    """
+    silence_s = client.deadlines.engine_silence_s
     try:
-        wrong = await probe(client)
+        async with asyncio.timeout(silence_s):
+            wrong = await probe(client)
+    except TimeoutError:
+        wrong = f"a small request was not answered within {silence_s:g} s"
     except EngineError as error:
         raise _missing(client, feature, f"a small request failed: {error.rule}") from error
     if wrong:

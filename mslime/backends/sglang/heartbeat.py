@@ -2,7 +2,9 @@
 
 An engine shows that it lives by answering requests. One that has answered none for a while is asked (`GET /health`, for
 which SGLang 0.5.23 waits for any sign of its scheduler and detokenizer, and generates a token where they have nothing
-to do). Paused engines are not asked: they would not answer.
+to do). Paused engines are not asked: they would not answer. A question without an answer is left open, since SGLang
+aborts what nobody waits for any more, and takes its scheduler's word of that for a sign of life: an engine whose
+detokenizer hangs would seem to live.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class Heartbeats:
         self._silence_s, self._engines = silence_s, engines
         self._beat_s = silence_s / (MISSED + 1)
         self._watching: asyncio.Task[None] | None = None
+        self._asked: dict[Watched, set[asyncio.Task[bool]]] = {}
 
     def start(self) -> None:
         """Engines generate from now on."""
@@ -64,6 +67,8 @@ class Heartbeats:
         if self._watching is not None:
             self._watching.cancel()
             self._watching = None
+        for engine in list(self._asked):
+            self._forget(engine)
 
     async def _watch(self) -> None:
         while True:
@@ -73,10 +78,30 @@ class Heartbeats:
             await asyncio.sleep(max(0.0, began + self._beat_s - time.monotonic()))
 
     async def _ask(self, engine: Watched) -> None:
-        if await engine.client.healthy(self._beat_s):
+        asked = self._asked.setdefault(engine, set())
+        asked.add(asyncio.create_task(engine.client.healthy(self._silence_s)))
+        if await _one_is_answered(asked, self._beat_s):
+            self._forget(engine)
             engine.answered, engine.missed = time.monotonic(), 0
             return
         engine.missed += 1
         if engine.missed >= MISSED:
+            self._forget(engine)
             what = engine.client.error("/health", f"no sign of life for {self._silence_s:g} s", EngineDied)
             engine.kill(what)
+
+    def _forget(self, engine: Watched) -> None:
+        """What it was asked needs no answer any more."""
+        for task in self._asked.pop(engine, ()):
+            task.cancel()
+
+
+async def _one_is_answered(asked: set[asyncio.Task[bool]], seconds: float) -> bool:
+    """Whether one of these shows a sign of life in that time; those that show none are taken out."""
+    ends = time.monotonic() + seconds
+    while asked and (left := ends - time.monotonic()) > 0:
+        done, _ = await asyncio.wait(asked, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+        asked -= done
+        if any(task.result() for task in done):
+            return True
+    return False

@@ -51,6 +51,8 @@ class _Slot:
     Attributes:
         error: what it died of.
         answered, missed: see `heartbeat.Watched`.
+        served: time (`time.monotonic`) of its last answer to a request: more than a sign of life, which SGLang also
+            sees in its scheduler's word that a heartbeat was aborted.
         leaving: it gets no requests any more, and is forgotten at the next weight update.
     """
 
@@ -59,7 +61,8 @@ class _Slot:
         self.assigned = 0
         self.limit = asyncio.Semaphore(concurrency)
         self.error: EngineError | None = None
-        self.answered, self.missed = time.monotonic(), 0
+        self.answered = self.served = time.monotonic()
+        self.missed = 0
         self.leaving = False
         self._death: asyncio.Future[None] | None = None
 
@@ -129,7 +132,7 @@ class EnginePool:
         """Engines that have requests and answered none since then (`time.monotonic`) hang: they are dead, and their
         requests fail."""
         for slot in self._slots:
-            if slot.assigned and slot.answered < since:
+            if slot.assigned and slot.served < since:
                 silent = time.monotonic() - since
                 slot.kill(slot.client.error("/abort_request", f"not obeyed for {silent:.0f} s", EngineDied))
 
@@ -337,7 +340,8 @@ class EnginePool:
     async def _limited(slot: _Slot, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
         async with slot.limit:
             answer = await call(slot.client)
-        slot.answered, slot.missed = time.monotonic(), 0
+        slot.answered = slot.served = time.monotonic()
+        slot.missed = 0
         return answer
 
     @staticmethod
