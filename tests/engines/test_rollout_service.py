@@ -254,24 +254,27 @@ def test_a_resumed_service_continues_what_was_interrupted(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, tmp_path: Path
 ):
     async def work() -> None:
-        # The groups of two steps begin together: when those of the first are complete, the others are still at work.
-        config = config_for(fresh, tmp_path, stop_ids=1, max_response_tokens=800, max_staleness=1, group_size=2)
+        # The groups of three steps begin together: when those of the first are complete, others are still at work.
+        config = config_for(fresh, tmp_path, stop_ids=1, max_response_tokens=800, max_staleness=2, group_size=2)
         async with service_for(config, tokenizer, fresh) as (service, _):
             first = await service.take(0)
             await service.checkpoint(tmp_path / "rollouts.npz")
-            held = {s.group_id * 10 + s.index: s.tokens for g in service.books.held() for s in g.samples}
+            held = {(s.group_id, s.index): s for g in service.books.held() for s in g.samples}
+        interrupted = {key for key, s in held.items() if s.prompt_length < len(s) and not s.status.finished}
+        assert interrupted, "everything was finished before the checkpoint"
         async with service_for(config, tokenizer, fresh) as (service, pool):
             await service.load(tmp_path / "rollouts.npz")
             await publish(service, pool, 1)
-            batch = await service.take(1)
-            assert not {g.group_id for g in first.groups} & {g.group_id for g in batch.groups}
-            grown = 0
-            for sample in batch.samples:
-                old = held.get(sample.group_id * 10 + sample.index, sample.tokens[:0])
+            # All groups that may begin, the held ones among them: one of the others can be complete before they are.
+            batches = [await service.take(step) for step in (1, 2, 3)]
+            samples = {(s.group_id, s.index): s for batch in batches for s in batch.samples}
+            assert not {g.group_id for g in first.groups} & {group for group, _ in samples}
+            assert held.keys() <= samples.keys()
+            for key, sample in samples.items():
+                old = held[key].tokens if key in held else sample.tokens[:0]
                 np.testing.assert_array_equal(sample.tokens[: len(old)], old)
-                grown += sample.prompt_length < len(old) < len(sample)
                 assert_scored(sample, {0: reference, 1: reference})
-            assert grown, "no partial response was continued"
+            assert all(len(samples[key]) > len(held[key]) for key in interrupted)
 
     run(work)
 
