@@ -36,8 +36,12 @@ Kept = Literal["some", "all", "none"]
 """How many of the responses are written to files."""
 
 
-TRANSPORT_NAMES = ("broadcast", "shm", "disk", "delta")
+TRANSPORT_NAMES = ("broadcast", "shm", "disk", "delta", "relay")
 """Ways for weights to the engines that mslime brings along; `weights.transport` says where each is."""
+
+
+NOT_ARRIVED = "no bucket arrived"
+"""What begins the words of an engine's rank to which a sender's buckets do not come: the fault is not its own."""
 
 
 FileKind = Literal["mapped", "safetensors", "base", "changes"]

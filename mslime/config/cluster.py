@@ -80,6 +80,13 @@ class ClusterConfig(Section):
         description="Time in which all trainer ranks hear from each other, three times a sync, for `mslime plan`'s "
         "prediction of a weight sync.",
     )
+    sync_collective_ms: float = Field(
+        default=0.1,
+        ge=0,
+        description="Time until a collective that is not asked for by a request moves its first byte, two or three "
+        "times a bucket with weights.transport relay, for `mslime plan`'s prediction of a weight sync. The default is "
+        "assumed; it is to be measured on GPUs.",
+    )
     ray_address: str | None = Field(
         default_factory=_ray_address,
         description="Address of a running Ray cluster (HOST:6379, or auto on one of its machines); default: the "

@@ -89,11 +89,14 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """A server that receives weights: its URL, its parallel layout (every tensor-parallel rank receives) and keys."""
+    """A server that receives weights: its URL, its parallel layout (every tensor-parallel rank receives), its keys, and
+    over how many machines its ranks lie.
+    """
 
     url: str
     layout: EngineLayout = field(default_factory=EngineLayout)
     keys: EngineKeys = NO_KEYS
+    machines: int = 1
 
     @property
     def ranks(self) -> int:
@@ -130,3 +133,19 @@ def read_secret(setting: SecretStr, name: str) -> str:
     if not found:
         raise ConfigError(name, text, "the file is empty", "write the key into it")
     return found
+
+
+@dataclass(frozen=True)
+class AnnouncedBucket:
+    """A bucket of a plan that engines are told of at once.
+
+    Attributes:
+        sender: its number among all senders.
+        names, shapes: of its tensors, in order.
+        dtype: of them all, as torch names it.
+    """
+
+    sender: int
+    names: tuple[str, ...]
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]

@@ -352,7 +352,8 @@ class WeightsConfig(Section):
     )
     transport: str = Field(
         default="broadcast",
-        description="How buckets reach the engines: broadcast; shm, through memory that a sender shares with engines "
+        description="How buckets reach the engines: broadcast; relay, to one GPU of each engine from each "
+        "sender, all at once, which passes them on; shm, through memory that a sender shares with engines "
         "on its machine; disk, through files in weights.directory; delta, of which only what changed goes through such "
         "files; or your own as module:function.",
     )

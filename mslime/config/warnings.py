@@ -205,7 +205,7 @@ def _stale_tokens(config: RunConfig) -> Iterator[str]:
 
 def _weights(config: RunConfig) -> Iterator[str]:
     weights = config.weights
-    if weights.directory is not None and weights.transport in ("broadcast", "shm"):
+    if weights.directory is not None and weights.transport in ("broadcast", "relay", "shm"):
         yield (
             f"weights.directory has no effect: weights.transport is {weights.transport}, and only disk and delta write "
             "files."
@@ -216,11 +216,12 @@ def _weights(config: RunConfig) -> Iterator[str]:
             "recorded, so all of every bucket will be sent, each in a file. Leave weights.loader alone, or set "
             "weights.transport disk."
         )
-    if weights.transport in ("shm", "disk", "delta") and config.sglang.urls:
+    if weights.transport in ("relay", "shm", "disk", "delta") and config.sglang.urls:
+        plug_in = "relay" if weights.transport == "relay" else "files"
         yield (
             f"weights.transport {weights.transport} with sglang.urls: a server that was started without mslime's "
-            "plug-in (mslime/backends/sglang/plugins/files on its PYTHONPATH) is refused when the run meets it. Set "
-            "weights.transport broadcast."
+            f"plug-in (mslime/backends/sglang/plugins/{plug_in} on its PYTHONPATH) is refused when the run meets it. "
+            "Set weights.transport broadcast."
         )
 
 

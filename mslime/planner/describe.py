@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from mslime.planner.activations import EXPERT_IMBALANCE
-from mslime.planner.plan import GIB, TIGHT, RunPlan, StagePlan
+from mslime.planner.plan import GIB, PREDICTED, TIGHT, RunPlan, StagePlan
+from mslime.planner.sync import lane_bytes
 from mslime.tables import facts_table
 
 
@@ -131,10 +132,11 @@ def _balance(plan: RunPlan) -> Table:
 def _engine(plan: RunPlan) -> Table:
     engine = plan.engine
     assert engine is not None
+    held = "two buckets" if plan.transport == "relay" else "a bucket"
     rows = [
         ("weights", f"{_gib(engine.weights)} GiB in {plan.engine_dtype}"),
         ("cache", f"{_gib(engine.cache)} GiB: {engine.tokens:,} tokens of {engine.token_bytes / 1024:.1f} KiB"),
-        ("outside", f"{_gib(engine.runtime)} GiB, {_gib(engine.bucket)} of it for a bucket of the weight update"),
+        ("outside", f"{_gib(engine.runtime)} GiB, {_gib(engine.bucket)} of it for {held} of the weight update"),
     ]
     if engine.state:
         per_request = f"{engine.state_bytes / 2**20:.0f} MiB a request"
@@ -154,26 +156,45 @@ def _sync(plan: RunPlan) -> Table:
             ("for a sender, by another rank", f"at most {_gib(max(s.contributed for s in plan.syncs))} GiB"),
             ("to every engine GPU", f"{_gib(plan.sync_bytes)} GiB in {sum(s.buckets for s in plan.syncs)} buckets"),
             ("into every engine machine", f"{_gib(plan.sync_bytes)} GiB, and as much out of it to the next"),
-            ("at least", f"{plan.sync_seconds:.1f} s over {plan.rates.network / 1e9:g} GB/s for each GPU's adapter"),
+            *_bound(plan),
             *_prediction(plan),
         ],
     )
+
+
+def _bound(plan: RunPlan) -> list[tuple[str, str]]:
+    if plan.transport != "relay":
+        return [
+            ("at least", f"{plan.sync_seconds:.1f} s over {plan.rates.network / 1e9:g} GB/s for each GPU's adapter")
+        ]
+    lanes = lane_bytes(plan.syncs, plan.near_ranks)
+    used, fullest = f"{len(lanes)} of the {plan.near_ranks} ranks of an engine on a machine", _gib(max(lanes.values()))
+    return [
+        ("received from senders by", f"{used}, at most {fullest} GiB each"),
+        ("at least", f"{plan.sync_seconds:.1f} s (s: {_seconds(plan.bounds)})"),
+    ]  # fmt: skip
+
+
+def _seconds(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts.items())
 
 
 def _prediction(plan: RunPlan) -> list[tuple[str, str]]:
     """The prediction, its parts, and the settings that it stands on."""
     found, rates = plan.prediction, plan.rates
     if found is None:
-        return [("prediction", "none: the transport is not broadcast")]
-    said = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found.parts.items())
+        return [("prediction", f"none: the transport is not {' or '.join(PREDICTED)}")]
+    relayed = plan.transport == "relay"
+    start = [("and", f"{rates.collective * 1e3:g} ms for the start of a collective")] if relayed else []
     return [
-        ("prediction", f"{found.seconds:.1f} s, limited by {found.limit} (s: {said})"),
+        ("prediction", f"{found.seconds:.1f} s, limited by {found.limit} (s: {_seconds(found.parts)})"),
         (
             "predicted with",
             f"network {rates.network / 1e9:g}, NVLink {rates.nvlink / 1e9:g}, copies {rates.copy / 1e9:g} GB/s; "
-            f"{rates.request * 1e3:g} ms a bucket, {rates.tensor * 1e6:g} us a tensor, "
+            f"{rates.request * 1e3:g} ms a {'sync' if relayed else 'bucket'}, {rates.tensor * 1e6:g} us a tensor, "
             f"{rates.exchange * 1e3:g} ms an exchange",
         ),
+        *start,
     ]
 
 

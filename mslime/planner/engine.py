@@ -31,7 +31,7 @@ class EngineMemory:
         cache: of keys and values.
         state: of linear-attention layers, for the requests that run.
         runtime: what `mem_fraction_static` leaves outside.
-        bucket: of the weight update, within `runtime`.
+        bucket: or buckets, which a weight update holds at once; within `runtime`.
         token_bytes: of one token in the cache.
         state_bytes: of one request in the linear-attention layers.
         tokens: that fit into the cache of the engine.
@@ -54,7 +54,8 @@ def engine_memory(
 
     Args:
         dtype: of the engine's weights, as torch names it.
-        bucket: bytes of the largest bucket of a weight update.
+        bucket: bytes that a weight update holds at once: of the largest bucket, twice with `relay`, whose lanes
+            receive the next.
         gpu_bytes: of one GPU.
     """
     tp, width = engine.tp_size, DTYPE_BYTES[dtype]

@@ -26,9 +26,12 @@ from mslime.planner.sync import (
     Receiving,
     SenderSync,
     SyncPrediction,
-    least_seconds,
+    bounds,
+    near_ranks,
     predict,
+    predict_relay,
     rates_of,
+    relay_bounds,
     sender_syncs,
 )
 from mslime.planner.trainer import (
@@ -50,6 +53,8 @@ TIGHT = 0.9
 """Share of a GPU above which a plan is tight: it does not know kernels' workspaces, nor how uneven routing is."""
 HOST_USABLE = 0.9
 """Of a machine's memory: the system, Ray's object store and file caches take the rest. An assumption."""
+PREDICTED = {"broadcast": predict, "relay": predict_relay}
+"""By the transports whose syncs are predicted."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +103,20 @@ class RunPlan:
         stages: the trainer, by pipeline stage; with a critic that shares its GPUs.
         critic_stages: likewise a critic on GPUs of its own, as many as the trainer's.
         engine: a GPU of an engine; None for supervised training.
+        engine_ranks: GPUs of an engine.
+        near_ranks: those of them on one machine.
         engine_dtype: of its weights.
         experts_per_rank: of a trainer rank.
         responses: of a step on the data-parallel rank that has fewest, and most.
         micro_batches: of an optimizer step at most, when every response is as long as it may be.
         bubble: share of a step that a stage waits, with that many micro-batches (arXiv:2104.04473, section 2.2).
+        transport: of the weight sync.
         syncs: weight-sync traffic by sender.
         host: memory of the trainer machine that needs most.
         rates: of the links and copies of a sync, as set.
-        prediction: of one sync after the first two; None without engines, and for transports other than `broadcast`.
+        bounds: lower bounds of one sync in seconds, by what it would be limited by: those of `relay`, or else of
+            `broadcast`.
+        prediction: of one sync after the first two; None without engines, and for transports not in `PREDICTED`.
         problems: what does not fit.
         remarks: what is slow or left over, in sentences.
     """
@@ -122,14 +132,18 @@ class RunPlan:
     stages: tuple[StagePlan, ...]
     critic_stages: tuple[StagePlan, ...]
     engine: EngineMemory | None
+    engine_ranks: int
+    near_ranks: int
     engine_dtype: str
     experts_per_rank: int
     responses: tuple[int, int]
     micro_batches: int
     bubble: float
+    transport: str
     syncs: tuple[SenderSync, ...]
     host: HostMemory
     rates: Rates
+    bounds: Mapping[str, float]
     prediction: SyncPrediction | None
     problems: tuple[Problem, ...]
     remarks: tuple[str, ...]
@@ -159,7 +173,7 @@ class RunPlan:
     @property
     def sync_seconds(self) -> float:
         """Lower bound of one sync."""
-        return least_seconds(self.syncs, self.rates)
+        return max(self.bounds.values())
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -209,14 +223,15 @@ def make_plan(
             apart, beside = (), apart
     per_node = config.cluster.gpus_per_node
     host = host_memory(spec, per_node, [stage.held for stage in stages], [stage.held for stage in beside], sync)
-    largest = max((each.hf_bytes for each in sync.buckets), default=0)
+    held = max((each.hf_bytes for each in sync.buckets), default=0) * (2 if config.weights.transport == "relay" else 1)
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
-    engine = engine_memory(config.sglang, table, widths, model.num_layers, wire, largest, gpu_bytes) if serves else None
+    engine = engine_memory(config.sglang, table, widths, model.num_layers, wire, held, gpu_bytes) if serves else None
     engines = config.sglang.gpus if serves else 0
     nodes, idle = _machines(per_node, layout.world_size + config.critic_ranks, engines, config.sglang, config.teacher)
     longest = min(model.max_positions, limit)
     responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
     chunks_of_step = micro_batches * layout.vpp
+    syncs, rates = sender_syncs(sync, config.cluster), rates_of(config.cluster)
     return RunPlan(
         model=family.architecture,
         fields=model,
@@ -229,15 +244,19 @@ def make_plan(
         stages=stages,
         critic_stages=apart,
         engine=engine,
+        engine_ranks=config.sglang.tp_size,
+        near_ranks=near_ranks(config.sglang.tp_size, per_node),
         engine_dtype=wire,
         experts_per_rank=model.num_experts // layout.ep,
         responses=responses,
         micro_batches=micro_batches,
         bubble=(layout.pp - 1) / (chunks_of_step + layout.pp - 1),
-        syncs=sender_syncs(sync, config.cluster),
+        transport=config.weights.transport,
+        syncs=syncs,
         host=host,
-        rates=rates_of(config.cluster),
-        prediction=_prediction(config, sync, engine),
+        rates=rates,
+        bounds=_bounds(config, syncs, rates),
+        prediction=_prediction(config, sync, engine, rates),
         problems=(
             *_trainer_problems(spec, "trainer", stages, gpu_bytes),
             *_trainer_problems(spec, "critic", apart, gpu_bytes),
@@ -248,17 +267,27 @@ def make_plan(
     )
 
 
-def _prediction(config: RunConfig, sync: WeightPlan, engine: EngineMemory | None) -> SyncPrediction | None:
+def _bounds(config: RunConfig, syncs: tuple[SenderSync, ...], rates: Rates) -> dict[str, float]:
+    if config.weights.transport == "relay":
+        return relay_bounds(syncs, rates, config.sglang.tp_size, config.cluster.gpus_per_node)
+    return bounds(syncs, rates)
+
+
+def _prediction(
+    config: RunConfig, sync: WeightPlan, engine: EngineMemory | None, rates: Rates
+) -> SyncPrediction | None:
     """Of a sync after engines have recorded how to load, where they do: those that mslime started
     (`backends/sglang/recorded.py`)."""
-    if engine is None or config.weights.transport != "broadcast":
+    follow = PREDICTED.get(config.weights.transport)
+    if engine is None or follow is None:
         return None
     receiving = Receiving(
         engines=config.sglang.gpus // config.sglang.tp_size,
         share=min(1.0, engine.weights / max(1, sync.total_bytes)),
         recorded=config.weights.loader == "recorded" and not config.sglang.urls,
+        ranks=config.sglang.tp_size,
     )
-    return predict(sync, rates_of(config.cluster), receiving, config.cluster.gpus_per_node)
+    return follow(sync, rates, receiving, config.cluster.gpus_per_node)
 
 
 def _stages(

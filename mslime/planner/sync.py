@@ -4,6 +4,10 @@ Read off the weight plan that the sync itself follows. Trainer ranks fill machin
 them. NCCL's broadcast is counted as its ring: every machine receives the bytes once and forwards them once. The
 prediction walks through the schedule of `weights/sync.py` and `weights/courier.py` with rates that are settings; it
 knows no noise, no congestion, and no part of a sync beside the sending: neither the pause of engines nor comparing.
+
+Two transports are known. `broadcast` sends one bucket at a time to all engine ranks. With `relay` sender number i sends
+only to rank i mod T of the T that an engine has on a machine, its lane, and that rank passes the bucket on within its
+machine, while the other lanes receive.
 """
 
 from __future__ import annotations
@@ -28,9 +32,11 @@ class Rates:
         network: bytes a second of one GPU's adapter, in one direction.
         nvlink: bytes a second into one GPU from others of its machine.
         copy: bytes a second that one GPU copies within its memory.
-        request: seconds of a bucket beside its bytes: the request to the engines, the start of the collective.
+        request: seconds of a request to the engines beside its bytes, with the start of the collective that it asks
+            for: one for each bucket of `broadcast`, one for a whole sync of `relay`.
         tensor: seconds of one tensor in a model's own loader.
         exchange: seconds in which all trainer ranks hear from each other.
+        collective: seconds until a collective that nobody asks for by a request moves its first byte.
     """
 
     network: float
@@ -39,6 +45,7 @@ class Rates:
     request: float
     tensor: float
     exchange: float
+    collective: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,11 +56,13 @@ class Receiving:
         engines: how many; more than one take all buckets in one order.
         share: of a bucket's bytes, what one GPU keeps.
         recorded: whether they load by recorded copies, not tensor by tensor.
+        ranks: of each engine.
     """
 
     engines: int
     share: float
     recorded: bool
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ class SenderSync:
 
     Attributes:
         rank: of the sender.
+        number: its place among all senders.
         stage: its pipeline stage.
         buckets: gathers and broadcasts.
         sent: bytes that it broadcasts.
@@ -71,6 +81,7 @@ class SenderSync:
     """
 
     rank: int
+    number: int
     stage: int
     buckets: int
     sent: int
@@ -85,20 +96,23 @@ class SyncPrediction:
 
     Attributes:
         fill: waiting, because no sender has filled the next bucket.
-        wire: broadcasts.
+        wire: broadcasts; with `relay`, waiting for a bucket that is on its way.
         load: copying what has arrived into parameters.
         latency: requests, starts of collectives, and the exchanges between ranks at the end.
+        inside: `relay` only: taking a bucket out of its lane, and passing it on to the other ranks of the engine.
     """
 
     fill: float
     wire: float
     load: float
     latency: float
+    inside: float = 0.0
 
     @property
     def parts(self) -> dict[str, float]:
-        """By name."""
-        return {"fill": self.fill, "wire": self.wire, "load": self.load, "latency": self.latency}
+        """By name; `inside` only where there is some."""
+        inside = {"inside": self.inside} if self.inside else {}
+        return {"fill": self.fill, "wire": self.wire, **inside, "load": self.load, "latency": self.latency}
 
     @property
     def seconds(self) -> float:
@@ -116,7 +130,11 @@ def sender_syncs(plan: WeightPlan, cluster: ClusterConfig) -> tuple[SenderSync, 
     by_sender: dict[int, list[Bucket]] = {rank: [] for rank in plan.senders.everyone()}
     for bucket in plan.buckets:
         by_sender[bucket.sender].append(bucket)
-    return tuple(_sender_sync(rank, buckets, cluster.gpus_per_node) for rank, buckets in by_sender.items() if buckets)
+    return tuple(
+        _sender_sync(number, rank, buckets, cluster.gpus_per_node)
+        for number, (rank, buckets) in enumerate(by_sender.items())
+        if buckets
+    )
 
 
 def rates_of(cluster: ClusterConfig) -> Rates:
@@ -128,20 +146,51 @@ def rates_of(cluster: ClusterConfig) -> Rates:
         request=cluster.sync_request_ms / 1e3,
         tensor=cluster.sync_tensor_us / 1e6,
         exchange=cluster.sync_exchange_ms / 1e3,
+        collective=cluster.sync_collective_ms / 1e3,
     )
 
 
-def least_seconds(syncs: Sequence[SenderSync], rates: Rates) -> float:
-    """Lower bound of a whole sync: every engine GPU receives all bytes, one bucket at a time.
+def lane_bytes(syncs: Iterable[SenderSync], near: int) -> dict[int, int]:
+    """With `relay`: what each of an engine's ranks on a machine receives from senders, of those that receive anything.
+
+    Args:
+        near: those ranks (`near_ranks`).
+    """
+    lanes: dict[int, int] = {}
+    for sender in syncs:
+        lane = sender.number % near
+        lanes[lane] = lanes.get(lane, 0) + sender.sent
+    return lanes
+
+
+def bounds(syncs: Sequence[SenderSync], rates: Rates) -> dict[str, float]:
+    """Lower bounds of a whole sync by `broadcast`: every engine GPU receives all bytes, one bucket at a time.
 
     Senders fill their buckets at the same time, hidden behind the sending of other buckets where that takes longer.
     """
-    filling = (max(s.gathered_far / rates.network, s.gathered_near / rates.nvlink) for s in syncs)
-    return max(sum(s.sent for s in syncs) / rates.network, *filling, 0.0)
+    return {"fill": _least_fill(syncs, rates), "wire": sum(s.sent for s in syncs) / rates.network}
+
+
+def relay_bounds(syncs: Sequence[SenderSync], rates: Rates, ranks: int, gpus_per_node: int) -> dict[str, float]:
+    """Lower bounds of a whole sync by `relay` into engines of so many ranks.
+
+    Wire: a lane is one adapter. Inside: what a GPU does not take from its adapter it takes over NVLink, so that the
+    mean GPU of r on a machine takes (r - 1) / r of all bytes so.
+    """
+    total, near = sum(s.sent for s in syncs), near_ranks(ranks, gpus_per_node)
+    return {
+        "fill": _least_fill(syncs, rates),
+        "wire": max(lane_bytes(syncs, near).values(), default=0) / rates.network,
+        "inside": total * (near - 1) / near / rates.nvlink,
+    }
+
+
+def _least_fill(syncs: Sequence[SenderSync], rates: Rates) -> float:
+    return max((max(s.gathered_far / rates.network, s.gathered_near / rates.nvlink) for s in syncs), default=0.0)
 
 
 def predict(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per_node: int) -> SyncPrediction:
-    """Follow the plan's buckets through filling, sending and loading.
+    """Follow the plan's buckets through filling, sending by `broadcast`, and loading.
 
     Engines take one bucket at a time and load it before the next: one engine as senders ask it to, several in the
     plan's order. Every request is seen. With several engines a sender asks when the bucket before has arrived; one
@@ -166,6 +215,53 @@ def predict(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per_node:
         now = max(ready, now) + rates.request + sending + loading
         filling.sent(bucket, now)
     return SyncPrediction(fill, wire, load, latency + EXCHANGES * rates.exchange)
+
+
+def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per_node: int) -> SyncPrediction:
+    """Follow the plan's buckets through filling, lanes, passing on within engines, and loading.
+
+    A lane takes the buckets of its senders in the plan's order, one at a time, while the engine handles earlier ones;
+    a sender is free when its bucket has arrived. The ranks of an engine handle all buckets in the plan's order: out of
+    the lane, which receives again from then on, to the other ranks, into parameters. Engines are alike, and receive at
+    the same time. One request starts the sync; a bucket costs a start of a collective on its lane and, where an engine
+    has several ranks, one within it, and these also hear from each other once for as many buckets as they are.
+
+    Every machine of an engine has lanes of its own for all senders, and is counted as an engine: a sender's broadcast
+    to more receivers is as fast, as NCCL's ring is counted here.
+    """
+    if not plan.buckets:
+        return SyncPrediction(0.0, 0.0, 0.0, 0.0)
+    ranks = near_ranks(receiving.ranks, gpus_per_node)
+    lanes = {rank: number % ranks for number, rank in enumerate(plan.senders.everyone())}
+    filling, taken = _Filling(plan.buckets, rates, gpus_per_node), dict[int, float]()
+    empty = dict.fromkeys(lanes.values(), rates.request)  # since when a lane can receive
+    now = latency = rates.request
+    fill = wire = inside = load = 0.0
+    for bucket in plan.buckets:
+        # All that this bucket waits for lies earlier in the plan, so that a courier has taken it by now.
+        taken |= {other.index: at for at, other in filling.given()}
+        lane = lanes[bucket.sender]
+        crossing = bucket.hf_bytes / rates.network
+        begun = max(taken.pop(bucket.index), empty[lane])
+        arrived = begun + rates.collective + crossing
+        filling.sent(bucket, arrived)
+        if ranks > 1 and bucket.index % ranks == 0:
+            now, latency = now + rates.collective, latency + rates.collective
+        # A lane is empty before its engine waits for it: what the engine waits for first is the sender.
+        on_its_way = max(arrived - max(now, begun), 0.0)
+        seen = min(on_its_way, crossing)
+        fill, wire, latency = fill + max(begun - now, 0.0), wire + seen, latency + on_its_way - seen
+        empty[lane] = max(now, arrived) + bucket.hf_bytes / rates.copy
+        start, passing = (rates.collective, bucket.hf_bytes / rates.nvlink) if ranks > 1 else (0.0, 0.0)
+        loading = _load_seconds(bucket, rates, receiving)
+        inside, load, latency = inside + bucket.hf_bytes / rates.copy + passing, load + loading, latency + start
+        now = empty[lane] + start + passing + loading
+    return SyncPrediction(fill, wire, load, latency + EXCHANGES * rates.exchange, inside)
+
+
+def near_ranks(ranks: int, gpus_per_node: int) -> int:
+    """Of an engine of so many ranks, those on one machine."""
+    return ranks // -(-ranks // gpus_per_node)
 
 
 class _Filling:
@@ -193,7 +289,7 @@ class _Filling:
         return given
 
     def sent(self, bucket: Bucket, at: float) -> None:
-        """The bucket is loaded everywhere: its sender's courier takes the next."""
+        """The bucket needs its sender no more: the courier takes the next."""
         self._couriers[bucket.sender] = at
         self._give(bucket.sender)
         self._fill((bucket.sender,))
@@ -254,10 +350,11 @@ def _gathered(bucket: Bucket, gpus_per_node: int) -> tuple[int, int]:
     return beside * local, (len(bucket.members) - 1 - beside) * local
 
 
-def _sender_sync(rank: int, buckets: Sequence[Bucket], gpus_per_node: int) -> SenderSync:
+def _sender_sync(number: int, rank: int, buckets: Sequence[Bucket], gpus_per_node: int) -> SenderSync:
     gathered = [_gathered(bucket, gpus_per_node) for bucket in buckets]
     return SenderSync(
         rank=rank,
+        number=number,
         stage=buckets[0].stage,
         buckets=len(buckets),
         sent=sum(bucket.hf_bytes for bucket in buckets),

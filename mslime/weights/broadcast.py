@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -76,12 +77,40 @@ def enter_broadcast(flat: torch.Tensor, group: dist.ProcessGroup, stream: torch.
         return cast("dist.Work", dist.broadcast(flat.view(torch.uint8), group=group, group_src=0, async_op=True))
 
 
+def meet(
+    link: Link, engines: Sequence[EngineInfo], joining: Sequence[int], lane: int | None = None
+) -> tuple[dist.ProcessGroup, Store]:
+    """Make a process group of this rank, its rank 0, with ranks of engines.
+
+    Args:
+        joining: how many ranks of each engine are in it.
+        lane: see `Receivers.join`.
+
+    Returns:
+        The group, and the store that it needs as long as it lives.
+
+    Raises:
+        WeightSyncError: an engine refused, or did not come before the deadline.
+    """
+    timeout, world_size = timedelta(seconds=link.deadline_s), 1 + sum(joining)
+    host = own_address(engines[0].url)
+    store = open_store(host, world_size, timeout)
+    joins = [
+        link.receivers.join(engine, host=host, port=store.port, rank=rank, world_size=world_size, name=link.name,
+                            backend=link.backend, lane=lane)
+        for engine, rank in zip(engines, accumulate(joining, initial=1), strict=False)
+    ]  # fmt: skip
+    # In a thread of its own, so that an engine's refusal is heard while this rank still waits for it.
+    joined = in_thread(join_group, store, link.backend, world_size, 0, link.name, timeout)
+    all_done([joined, *joins], "connect", f"{len(engines)} engines", link.deadline_s)
+    return joined.result(), store
+
+
 class BroadcastTransport:
     """One flat broadcast a bucket to all engines at once."""
 
     def __init__(self, link: Link) -> None:
-        self._name, self._backend, self._deadline_s = link.name, link.backend, link.deadline_s
-        self._receivers = link.receivers
+        self._link = link
         self._engines: tuple[EngineInfo, ...] = ()
         self._announced: dict[int, bytes] = {}
         self._group: dist.ProcessGroup | None = None
@@ -96,48 +125,36 @@ class BroadcastTransport:
         """
         assert self._group is None, "connected already"
         self._engines = tuple(engines)
-        world_size = 1 + sum(engine.ranks for engine in engines)
-        timeout = timedelta(seconds=self._deadline_s)
-        host = own_address(engines[0].url)
-        store = open_store(host, world_size, timeout)
-        joins: list[Future[None]] = []
-        rank = 1
-        for engine in engines:
-            joins.append(self._receivers.join(engine, host=host, port=store.port, rank=rank, world_size=world_size,
-                                              name=self._name, backend=self._backend))  # fmt: skip
-            rank += engine.ranks
-        self._store = store
-        # In a thread of its own, so that an engine's refusal is heard while this rank still waits for it.
-        joined = in_thread(join_group, store, self._backend, world_size, 0, self._name, timeout)
-        all_done([joined, *joins], "connect", f"{len(engines)} engines", self._deadline_s)
-        self._group = joined.result()
+        self._group, self._store = meet(self._link, engines, [engine.ranks for engine in engines])
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
         """Ask every engine to receive the bucket, and broadcast it."""
         assert self._group is not None, "not connected"
         announcement = self._announce(bucket)
-        answers = [self._receivers.receive(engine, announcement) for engine in self._engines]
+        answers = [self._link.receivers.receive(engine, announcement) for engine in self._engines]
         # In a thread of its own: over NCCL the first broadcast makes the communicator, and waits in it for every engine
         # without a deadline. Engines make their end when they receive the first bucket, so not in `connect`.
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         self._entered = in_thread(enter_broadcast, flat, self._group, stream)
-        return PendingBroadcast(bucket, flat, self._entered, answers, self._deadline_s)
+        return PendingBroadcast(bucket, flat, self._entered, answers, self._link.deadline_s)
 
     def _announce(self, bucket: Bucket) -> bytes:
         """The request for a bucket, which is the same at every sync."""
         if bucket.index not in self._announced:
             names, shapes = [entry.name for entry in bucket.entries], [entry.shape for entry in bucket.entries]
-            self._announced[bucket.index] = self._receivers.announce(names, bucket.dtype, shapes, self._name)
+            announce = self._link.receivers.announce
+            self._announced[bucket.index] = announce(names, bucket.dtype, shapes, self._link.name)
         return self._announced[bucket.index]
 
     def disconnect(self) -> None:
         """Destroy the group at both ends. An engine that no longer answers is left alone."""
         group, self._group = self._group, None
-        leaving = [self._receivers.leave(engine, self._name) for engine in self._engines] if group is not None else []
+        link = self._link
+        leaving = [link.receivers.leave(engine, link.name) for engine in self._engines] if group is not None else []
         # A broadcast that was never met holds the group's lock.
         if group is not None and (self._entered is None or self._entered.done()):
             dist.destroy_process_group(group)
-        wait(leaving, timeout=self._deadline_s)
+        wait(leaving, timeout=self._link.deadline_s)
         self._store = None
 
 

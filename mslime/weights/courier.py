@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.threads import in_thread
 from mslime.weights.plan import Bucket, WeightPlan
-from mslime.weights.transport import Transport
+from mslime.weights.transport import OrderKeeper, Transport
 
 
 class Turns:
@@ -131,7 +131,7 @@ class Courier:
             began = time.monotonic()
             went_well = self._take_turn(filled)
             taken, at = time.monotonic(), time.time()
-            went_well = went_well and self._send(filled)
+            went_well = self._send(filled) if went_well else self._skip(filled.bucket)
             took = time.monotonic() - taken
             self.seconds.turn += taken - began
             self.seconds.send += took
@@ -146,6 +146,15 @@ class Courier:
             self.failure = self.failure or error
             before = False
         return before and self.failure is None and filled.flat is not None
+
+    def _skip(self, bucket: Bucket) -> bool:
+        """Let nobody wait for a bucket that is not sent; False."""
+        try:
+            if isinstance(self.transport, OrderKeeper) and time.monotonic() < self.ends:
+                self.transport.skip(bucket)
+        except Exception as error:  # what went wrong first is what is told
+            self.failure = self.failure or error
+        return False
 
     def _send(self, filled: _Filled) -> bool:
         """Whether every engine has loaded the bucket."""

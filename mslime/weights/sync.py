@@ -37,6 +37,7 @@ from mslime.weights.transport import (
     Link,
     MoveCounter,
     Moved,
+    OrderKeeper,
     Receivers,
     SyncObserver,
     Transport,
@@ -202,7 +203,8 @@ class WeightSender:
     def _meet(self, receivers: Receivers, group: str) -> None:
         options, rank = self._options, self._groups.rank
         name = group_name(group, rank)
-        link = Link(name, options.backend, options.deadline_s, receivers, group, rank, options.directory)
+        senders = {sender: group_name(group, sender) for sender in self._groups.senders.everyone()}
+        link = Link(name, options.backend, options.deadline_s, receivers, group, rank, options.directory, senders)
         self._transport = self._make_transport(link)
         self._transport.connect(self.engines)
 
@@ -260,7 +262,8 @@ class WeightSender:
         courier: Courier | None = None
         if self._groups.sends:
             assert self._transport is not None, "connect comes before send"
-            turns = self._groups.turns if len(self.engines) > 1 else None
+            ordered = len(self.engines) > 1 and not isinstance(self._transport, OrderKeeper)
+            turns = self._groups.turns if ordered else None
             order = Turns(self.plan, turns) if turns is not None else None
             refused = self._tell_transport(lambda observer: observer.begin(version, self.plan.buckets))
             courier = Courier(self._transport, order, started + deadline_s, deadline_s, spent, refused)

@@ -1,19 +1,19 @@
 """How a filled bucket reaches the engines: what a transport is, and which there are (`weights.transport`).
 
-mslime's own are `broadcast`, `shm`, `disk` and `delta`. A user's is named `module:function` and called with a `Link`;
-`contract.check_transport` says whether it keeps what is promised here.
+mslime's own are `broadcast`, `relay`, `shm`, `disk` and `delta`. A user's is named `module:function` and called with a
+`Link`; `contract.check_transport` says whether it keeps what is promised here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from mslime.config.choices import FileKind
-from mslime.config.keys import Endpoint, EngineInfo
+from mslime.config.keys import AnnouncedBucket, Endpoint, EngineInfo
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
 
@@ -25,6 +25,7 @@ TRANSPORTS: Mapping[str, str] = {
     "shm": "mslime.weights.shm:ShmTransport",
     "disk": "mslime.weights.disk:DiskTransport",
     "delta": "mslime.weights.delta:DeltaTransport",
+    "relay": "mslime.weights.relay:RelayTransport",
 }
 """Transports by the name that `weights.transport` gives them, and where each is: imported when it is used."""
 
@@ -41,9 +42,14 @@ class Receivers(Protocol):
         ...
 
     def join(
-        self, engine: EngineInfo, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str
-    ) -> Future[None]:
-        """Let an engine's ranks, numbered from `rank` on, join the process group `name`, whose store is there."""
+        self, engine: EngineInfo, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str,
+        lane: int | None = None,
+    ) -> Future[None]:  # fmt: skip
+        """Let an engine's ranks, numbered from `rank` on, join the process group `name`, whose store is there.
+
+        Args:
+            lane: one rank on each machine joins: that which receives from the sender of this number.
+        """
         ...
 
     def announce(self, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], group: str) -> bytes:
@@ -56,6 +62,21 @@ class Receivers(Protocol):
         """The description of a bucket that lies in a file, for `receive`."""
         ...
 
+    def announce_relay(self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket]) -> bytes:
+        """The description of a whole sync for `receive`, the same from every sender.
+
+        Args:
+            sync: names it.
+            lanes: the senders' process groups, in their order.
+            plan: names the buckets.
+            buckets: the plan's; empty where the engines know it.
+        """
+        ...
+
+    def can_relay(self, engine: EngineInfo) -> Future[None]:
+        """Done when an engine says that its ranks can pass buckets on."""
+        ...
+
     def see(self, engine: EngineInfo, directory: Path) -> Future[None]:
         """Done when an engine says that it can take buckets in files of this directory."""
         ...
@@ -65,7 +86,8 @@ class Receivers(Protocol):
         ...
 
     def receive(self, engine: EngineInfo, announcement: bytes) -> Future[None]:
-        """Let an engine take a bucket, by a broadcast or from a file; done when all its ranks have loaded it.
+        """Let an engine take what is announced: a bucket, by a broadcast or from a file, or all of a sync; done when
+        all its ranks have loaded it.
 
         The future raises ChangesRefused where the file holds changes and the engine has loaded nothing of them.
         """
@@ -100,6 +122,7 @@ class Link:
         group: what the names of all senders' connections begin with.
         rank: of this sender.
         directory: for weights in files; None where there is none (`weights.directory`).
+        senders: names of the connections of all senders, by rank, in their order; empty: this one is alone.
     """
 
     name: str
@@ -109,6 +132,7 @@ class Link:
     group: str = ""
     rank: int = 0
     directory: Path | None = None
+    senders: Mapping[int, str] = field(default_factory=dict[int, str])
 
 
 class Pending(Protocol):
@@ -186,6 +210,16 @@ class SyncObserver(Protocol):
 
     def complete(self) -> None:
         """Every sender's buckets have been loaded by every engine. Raises WeightSyncError."""
+        ...
+
+
+@runtime_checkable
+class OrderKeeper(Protocol):
+    """What a transport may have beside whose engines put buckets into the order of the plan: its senders do not take
+    turns, and engines wait for every bucket."""
+
+    def skip(self, bucket: Bucket) -> None:
+        """Let engines not wait for a bucket that cannot be sent: the sync has failed. Raises WeightSyncError."""
         ...
 
 

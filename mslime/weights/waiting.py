@@ -30,7 +30,7 @@ def all_done(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s:
 def until_loaded(bucket: Bucket, futures: Iterable[Future[Any]]) -> None:
     """Return when all are done, each of which keeps a deadline of its own. Raises WeightSyncError naming the bucket."""
     for refused in until_answered(bucket, futures):
-        raise _naming(bucket, refused)
+        raise naming(bucket.describe(), refused)
 
 
 def until_answered(bucket: Bucket, futures: Iterable[Future[Any]]) -> list[ChangesRefused]:
@@ -48,11 +48,12 @@ def until_answered(bucket: Bucket, futures: Iterable[Future[Any]]) -> list[Chang
             if isinstance(error, ChangesRefused):
                 refused.append(error)
             elif error is not None:
-                raise _naming(bucket, error)
+                raise naming(bucket.describe(), error)
     return refused
 
 
-def _naming(bucket: Bucket, error: BaseException) -> WeightSyncError:
+def naming(what: str, error: BaseException) -> WeightSyncError:
+    """What an engine's answer comes to, for what was sent to it."""
     rule = error.rule if isinstance(error, WeightSyncError) else repr(error)
     where = error.value if isinstance(error, WeightSyncError) else "engine"
-    return sync_error("send", f"{bucket.describe()} to {where}", rule)
+    return sync_error("send", f"{what} to {where}", rule)

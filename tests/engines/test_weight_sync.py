@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,13 @@ import torch
 import torch.distributed as dist
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.backends.sglang.flags import command_line, environment, server_fields
+from mslime.backends.sglang.process import SupervisedProcess
 from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.backends.sglang.recorded import RECORDED
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint
+from mslime.config.serving import engine_spec
 from mslime.convert.hf import copy_side_files
 from mslime.network import free_port
 from mslime.weights.delta import DeltaTransport
@@ -26,7 +31,7 @@ from mslime.weights.plan import Bucket
 from mslime.weights.shm import PREFIX
 from mslime.weights.sync import WeightSender
 from mslime.weights.transport import Moved, Pending, Transport
-from tests.engines.conftest import SharedServer, serve
+from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.engines.trainer_ranks import make_config, run_trainers
 from tests.fixtures.engine_calls import with_pool
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
@@ -141,8 +146,9 @@ def transformers_log_probs(path: Path) -> torch.Tensor:
         (8, {"dp": 2, "ep": 2}),
         (14, {"transport": "shm", "dp": 2, "ep": 2}),
         (16, {"transport": "disk", "dp": 2, "ep": 2}),
+        (18, {"transport": "relay", "tp": 2, "ep": 2}),
     ],
-    ids=["1 process", "tp2 ep2", "pp2", "dp2 ep2", "shm dp2 ep2", "disk dp2 ep2"],
+    ids=["1 process", "tp2 ep2", "pp2", "dp2 ep2", "shm dp2 ep2", "disk dp2 ep2", "relay tp2 ep2"],
 )
 def test_the_engine_serves_the_trainers_weights_under_their_version(
     checkpoint: Path, engine: Endpoint, tmp_path: Path, version: int, sizes: dict[str, Any]
@@ -250,6 +256,78 @@ def test_changes_alone_bring_every_rank_of_an_engine_to_the_trainers_weights(tmp
         check_changes(checkpoint, server.endpoint, tmp_path, {"dp": 2, "ep": 2}, ranks=2)
     finally:
         server.process.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(500)  # a server of its own
+@pytest.mark.parametrize("loader", ["recorded", "model"])
+def test_ranks_of_an_engine_receive_from_senders_of_their_own_and_pass_it_on(tmp_path: Path, loader: str) -> None:
+    checkpoint = make_tiny_qwen3_moe(tmp_path / "model", moe_intermediate_size=128)
+    server = serve(checkpoint, tmp_path / "logs", sglang={"tp_size": 2}, weights={"loader": loader})
+    try:
+        config = config_of(checkpoint, tmp_path, "relay", dp=2, ep=2)
+        work = sync_twice if loader == "recorded" else sync_by_their_own_loaders
+        results = run_trainers(work, config, server.endpoint, 2, tmp_path / "exported")
+        compared, buckets = results[0]
+        assert buckets > 5 and compared == 2 * (3 + 4 * 9)
+        after, meta = engine_log_probs(server.endpoint)
+        expected = transformers_log_probs(tmp_path / "exported")
+        assert float((after - expected).abs().max()) < 1e-4 and meta["weight_version"] == "2"
+    finally:
+        server.process.stop()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(700)  # a server of two processes and four ranks
+def test_each_machine_of_an_engine_receives_from_all_senders_and_passes_on_for_itself(tmp_path: Path) -> None:
+    """Two machines of two ranks each, as SGLang has them; here they are one."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    checkpoint = make_tiny_qwen3_moe(tmp_path / "model", moe_intermediate_size=256, **heads)
+    over_two = {"tp_size": 4, "nnodes": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
+    with second_machine(checkpoint, tmp_path / "second.log", over_two):
+        server = serve(checkpoint, tmp_path / "logs", sglang={**over_two, "node_rank": 0})
+        try:
+            config = config_of(checkpoint, tmp_path, "relay", dp=2, ep=2)
+            (compared, _), *_ = run_trainers(sync_twice, config, server.endpoint, 2, tmp_path / "exported")
+            assert compared == 4 * (3 + 4 * 9)
+            after, meta = engine_log_probs(server.endpoint)
+            expected = transformers_log_probs(tmp_path / "exported")
+            assert float((after - expected).abs().max()) < 1e-4 and meta["weight_version"] == "2"
+        finally:
+            server.process.stop()
+
+
+@contextmanager
+def second_machine(checkpoint: Path, log: Path, settings: dict[str, Any]) -> Iterator[None]:
+    """The part of a server that has its other ranks, and no port."""
+    spec = engine_spec(cpu_run(checkpoint, sglang=settings))
+    fields = server_fields(spec, 0, "127.0.0.1", free_port(), "second", routes=True) | {"node_rank": 1}
+    env = environment(os.environ, cpu=True, ranks=spec.settings.tp_size, gpus=None, recorded=True, files=True)
+    process = SupervisedProcess("second", command_line(fields), env, log)
+    try:
+        yield
+    finally:
+        process.stop()
+
+
+def sync_by_their_own_loaders(
+    trainer: MegatronTrainer, engine: Endpoint, version: int, export: Path
+) -> tuple[int, int]:
+    """As `sync_twice`, of an engine that records nothing; a third sync is given up half way before the last."""
+    rank, sender = trainer.parallel.rank, sender_of(trainer)
+    sender.connect([engine])
+    change_weights(trainer, 0.01)
+    publish(sender, version - 1, rank)
+    whole = sender._params
+    sender._params = lambda: [(name, each) for name, each in whole() if "layers.3." not in name]
+    with pytest.raises(WeightSyncError, match="layers.3"):
+        publish(sender, version, rank, check=False)
+    sender._params = whole
+    change_weights(trainer, -0.004)
+    compared = publish(sender, version, rank)
+    sender.disconnect()
+    sender.export(export, trainer.spec.checkpoint)
+    return compared, len(sender.plan.buckets)
 
 
 def check_changes(checkpoint: Path, engine: Endpoint, tmp_path: Path, sizes: dict[str, int], ranks: int = 1) -> None:

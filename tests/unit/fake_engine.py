@@ -81,6 +81,7 @@ class FakeEngine:
         self.running = self.most_running = 0
         self.paused = False
         self.hangs, self.asked, self.beats = False, 0, 0
+        self.deceived, self.given_up = False, False
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -88,7 +89,7 @@ class FakeEngine:
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/{name:.*}", self._get)
         app.router.add_post("/{name:.*}", self._post)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -107,8 +108,15 @@ class FakeEngine:
         }
         if request.path == "/health":
             self.asked += 1
+            if self.hangs and self.given_up:
+                self.given_up = False
+                return web.Response()
             if self.hangs:
-                await asyncio.sleep(60)
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    self.given_up = self.deceived
+                    raise
             self.beats += 1
             return web.Response()
         if request.path == "/ready":

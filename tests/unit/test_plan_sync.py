@@ -6,50 +6,24 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from mslime.cli import main
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
-from mslime.planner.command import plan_config
-from mslime.planner.plan import RunPlan, make_plan
 from mslime.planner.sync import EXCHANGES, Rates, Receiving, SyncPrediction, predict
-from mslime.weights.plan import Bucket, Entry, Slot, WeightPlan, build_plan
+from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
+from tests.fixtures.syncs import NODE, RATES, SHIPPED, experts, planned, shared, shipped, small_plan
 
-RATES = Rates(network=100.0, nvlink=1000.0, copy=400.0, request=0.0, tensor=0.0, exchange=0.0)
 ONE, TWO = Receiving(engines=1, share=0.0, recorded=True), Receiving(engines=2, share=0.0, recorded=True)
-NODE = 8
-SNAPSHOTS = Path(__file__).parents[1] / "fixtures" / "snapshots"
-SHIPPED = sorted(path.stem for path in SNAPSHOTS.glob("*.yaml"))
-
-
-def experts(sender: int, size: int = 200, members: tuple[int, ...] = (), tensors: int = 1) -> Bucket:
-    """Bytes that lie right on the sender, or are gathered as they lie from `members`."""
-    members = members or (sender,)
-    name, local = "decoder.layers.0.mlp.experts.local_experts.0.w", size // 2 // len(members)
-    slot = Slot((name,) * len(members), (local,), 0)
-    entries = tuple(Entry(f"w{i}", (size // 2 // tensors,), i * (size // 2 // tensors)) for i in range(tensors))
-    return Bucket(-1, 0, sender, members, "bfloat16", (slot,), entries, entries, in_order=True)
-
-
-def shared(sender: int, size: int = 200) -> Bucket:
-    """Bytes of two tensors that are packed and converted: two copies."""
-    half = size // 4
-    slots = (Slot(("a",), (half,), 0), Slot(("b",), (half,), half))
-    entries = (Entry("a", (half,), 0), Entry("b", (half,), half))
-    return Bucket(-1, 0, sender, (sender,), "bfloat16", slots, entries, entries, in_order=False)
 
 
 def found(buckets: Sequence[Bucket], receiving: Receiving = ONE, **rates: float) -> SyncPrediction:
-    numbered = tuple(replace(bucket, index=index) for index, bucket in enumerate(buckets))
-    senders = Senders(ParallelLayout(dp=8, ep=8), 8)
-    return predict(WeightPlan(senders, numbered), replace(RATES, **rates), receiving, NODE)
+    return predict(small_plan(buckets), replace(RATES, **rates), receiving, NODE)
 
 
 def parts(one: SyncPrediction) -> tuple[Any, ...]:
@@ -126,14 +100,6 @@ def test_nothing_to_send_takes_no_time() -> None:
     assert found([], request=1.0).seconds == 0.0
 
 
-def shipped(model: str) -> RunPlan:
-    """The plan of a launch script's configuration."""
-    chosen = yaml.safe_load((SNAPSHOTS / f"{model}.yaml").read_text())["configuration"]
-    sections = {name: chosen[name] for name in ("cluster", "megatron", "sglang", "weights", "train") if name in chosen}
-    config = plan_config({"model": {"path": str(CONFIGS / model)}, **sections})
-    return make_plan(config, published_config(model))
-
-
 @pytest.mark.parametrize("model", SHIPPED)
 def test_a_prediction_is_never_below_the_lower_bound(model: str) -> None:
     plan = shipped(model)
@@ -156,13 +122,6 @@ def test_more_senders_make_no_sync_longer(engines: int, nvlink: float) -> None:
     found = [seconds(senders) for senders in (1, 2, 4, 8)]
     assert found == sorted(found, reverse=True), found
     assert nvlink > 100e9 or found[-1] < 0.5 * found[0], "gathers over a slow link are the limit, and are shared"
-
-
-def planned(**sections: Any) -> RunPlan:
-    sglang = {"num_engines": 2, "tp_size": 1, "mem_fraction_static": 0.8}
-    values = {"model": {"path": str(CONFIGS / "olmoe-1B-7B")}, "sglang": sglang, **sections}
-    values["cluster"] = {"device": "cuda", "trainer_ranks": 8, **sections.get("cluster", {})}
-    return make_plan(plan_config(values), published_config("olmoe-1B-7B"))
 
 
 def test_every_rate_is_a_setting() -> None:

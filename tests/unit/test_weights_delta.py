@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,23 +13,23 @@ from hypothesis import strategies as st
 
 from mslime.backends.sglang.changes import changed, hold, put, read_changes, take_back
 from mslime.backends.sglang.digest import word_sum
-from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.backends.sglang.recorded import Bucket as EngineBucket
 from mslime.backends.sglang.recorded import Buckets, Copies, addresses
 from mslime.config.choices import version_name
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.config.schema import DeadlineConfig
 from mslime.weights import delta
 from mslime.weights.contract import check_transport
 from mslime.weights.delta import DeltaTransport, find_changes
 from mslime.weights.plan import Bucket, Entry
 from mslime.weights.transport import Link, MoveCounter, Moved, SyncObserver, find_transport
-from tests.fixtures.stand_in_engine import StandInEngine, two_engines
+from tests.fixtures.stand_in_engine import StandInEngine
+from tests.fixtures.weight_engines import engines, link, obedient
+
+__all__ = ["engines", "link", "obedient"]
 
 pytestmark = pytest.mark.timeout(120)
 
-NUMBERS = itertools.count()
 SIZES = {"float32": 20_011, "bfloat16": 50_003}
 BITS = {"float32": (torch.float32, torch.int32, np.int32), "bfloat16": (torch.bfloat16, torch.int16, np.int16)}
 
@@ -42,25 +40,6 @@ def bucket_of(index: int, dtype: str) -> Bucket:
 
 
 BUCKETS = [bucket_of(index, dtype) for index, dtype in enumerate(SIZES)]
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[list[StandInEngine]]:
-    with two_engines() as started:
-        yield started
-
-
-@pytest.fixture(autouse=True)
-def obedient(engines: list[StandInEngine]) -> None:
-    for engine in engines:
-        engine.set_mode("obey")
-
-
-@pytest.fixture
-def link(tmp_path: Path) -> Iterator[Link]:
-    receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": 5, "engine_control_s": 5}))
-    yield Link(f"test-{next(NUMBERS)}", "gloo", 5, receivers, directory=tmp_path / "weights")
-    receivers.close()
 
 
 @pytest.fixture
@@ -101,6 +80,16 @@ def assert_held(engines: list[StandInEngine], weights: dict[int, torch.Tensor]) 
             bits = BITS[bucket.dtype][1]
             found = torch.cat([held[entry.name] for entry in bucket.entries])
             assert torch.equal(found.view(bits), weights[bucket.index].view(bits)), (engine.url, bucket.index)
+
+
+def deliver_changes(
+    engines: list[StandInEngine], transport: DeltaTransport, version: int, weights: dict[int, torch.Tensor]
+) -> Moved:
+    """Change one element in a hundred and send that: all engines hold it then."""
+    change(weights, 0.01, version)
+    moved = deliver(transport, version, weights)
+    assert_held(engines, weights)
+    return moved
 
 
 def files_of(link: Link) -> list[str]:
@@ -168,33 +157,28 @@ def test_the_same_version_again_and_another_connection_are_exact(
 def test_an_engine_whose_parameters_were_changed_refuses_and_all_get_the_whole_bucket(
     engines: list[StandInEngine], transport: DeltaTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)
     weights = new_weights()
     deliver(transport, 1, weights)
     for version in (2, 4, 6):
-        change(weights, 0.01, version)
         engines[1].change("float32.b")
-        with caplog.at_level(logging.WARNING):
-            moved = deliver(transport, version, weights)
-        assert_held(engines, weights)
+        moved = deliver_changes(engines, transport, version, weights)
         assert f"parameters are not those of version_{version - 1:06d} any more" in caplog.text
         assert engines[1].url in caplog.text and "from now on" not in caplog.text
         assert moved.bytes > BUCKETS[0].hf_bytes and moved.elements == sum(SIZES.values())
-        change(weights, 0.01, version + 1)
-        assert deliver(transport, version + 1, weights).bytes < BUCKETS[0].hf_bytes / 2, "changes are tried again"
-        assert_held(engines, weights)
+        moved = deliver_changes(engines, transport, version + 1, weights)
+        assert moved.bytes < BUCKETS[0].hf_bytes / 2, "changes are tried again"
 
 
 def test_after_two_refusals_in_a_row_a_bucket_goes_as_a_whole_from_then_on(
     engines: list[StandInEngine], transport: DeltaTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING)
     weights = new_weights()
     deliver(transport, 1, weights)
     for version in (2, 3, 4):
-        change(weights, 0.01, version)
         engines[0].change("bfloat16.a")
-        with caplog.at_level(logging.WARNING):
-            deliver(transport, version, weights)
-        assert_held(engines, weights)
+        deliver_changes(engines, transport, version, weights)
     assert caplog.text.count("goes as a whole") == 2 and caplog.text.count("and from now on") == 1
 
 

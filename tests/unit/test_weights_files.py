@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import os
 import signal
@@ -19,11 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from mslime.backends.sglang.files import Files, answer_leave, group_of, group_to_see, parse_group
-from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.backends.sglang.recorded import Buckets
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.config.schema import DeadlineConfig
 from mslime.convert.hf import INDEX_NAME
 from mslime.weights import contract, shm
 from mslime.weights.buckets import named_tensors
@@ -32,24 +29,14 @@ from mslime.weights.disk import DiskTransport
 from mslime.weights.plan import Bucket, Entry
 from mslime.weights.shm import ShmTransport
 from mslime.weights.transport import Link, SyncObserver, find_transport
-from tests.fixtures.stand_in_engine import StandInEngine, two_engines
+from tests.fixtures.stand_in_engine import StandInEngine
+from tests.fixtures.weight_engines import engines, link, obedient
+
+__all__ = ["engines", "link", "obedient"]
 
 pytestmark = pytest.mark.timeout(120)
 
 BUCKETS = contract._buckets()
-NUMBERS = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[list[StandInEngine]]:
-    with two_engines() as started:
-        yield started
-
-
-@pytest.fixture(autouse=True)
-def obedient(engines: list[StandInEngine]) -> None:
-    for engine in engines:
-        engine.set_mode("obey")
 
 
 @pytest.fixture
@@ -61,13 +48,6 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
     yield place
     assert not list(place.iterdir()), "something is left in shared memory"
     place.rmdir()
-
-
-@pytest.fixture
-def link(tmp_path: Path) -> Iterator[Link]:
-    receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": 5, "engine_control_s": 5}))
-    yield Link(f"test-{next(NUMBERS)}", "gloo", 5, receivers, directory=tmp_path / "weights")
-    receivers.close()
 
 
 def infos(engines: list[StandInEngine]) -> list[EngineInfo]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
 from mslime.weights.buckets import convert
-from mslime.weights.plan import Bucket, build_plan
+from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
 from tests.unit.weights_world import LAYOUTS, gathered, local_params, moe_table, plan_of, stages
@@ -137,34 +138,95 @@ def test_a_bucket_is_in_order_exactly_where_converting_would_not_move_anything(l
 FULL_SIZE = ParallelLayout(tp=4, pp=16, dp=16, ep=64)
 
 
-def test_nobody_waits_in_a_circle_on_1024_ranks() -> None:
-    """What every rank and every engine waits for, as a graph: gathers, turns, the thread that sends, and engines.
+Event = tuple[str, int, int]
 
-    A rank walks its buckets in the order of the plan; a bucket is sent when it is filled, its sender's bucket before
-    has arrived, and so has the bucket before it in the plan; every engine takes them in the order in which they are
-    sent. Then every event waits for earlier ones alone, whoever is slow.
-    """
+
+def full_size_plan() -> WeightPlan:
     table = moe_table(num_hidden_layers=32, num_experts=128, mlp_only_layers=[])
     layers = [[2 * stage, 2 * stage + 1] for stage in range(16)]
     plan = build_plan(table, Senders.at_most(FULL_SIZE, 64), layers, "bfloat16", 600)
-    waits: dict[tuple[str, int, int], set[tuple[str, int, int]]] = {}
+    assert len(plan.buckets) > 500 and len({m for b in plan.buckets for m in b.members}) == 1024
+    return plan
+
+
+def filling(plan: WeightPlan) -> dict[Event, set[Event]]:
+    """What ranks wait for to fill buckets.
+
+    A rank walks its buckets in the order of the plan; a sender hands a bucket on when the one before it has arrived.
+    """
+    waits: dict[Event, set[Event]] = {}
     walked: dict[int, Bucket] = {}  # by rank: where it was before
     own: dict[int, list[int]] = {}  # by sender
     for bucket in plan.buckets:
-        filled, arrived = ("filled", bucket.index, 0), ("arrived", bucket.index, 0)
-        waits[filled] = {("entered", bucket.index, member) for member in bucket.members}
+        waits["filled", bucket.index, 0] = {("entered", bucket.index, member) for member in bucket.members}
         for member in bucket.members:
             entered = waits["entered", bucket.index, member] = set()
             before = walked.get(member)
             if before is not None:
                 entered.add(("filled", before.index, 0))
-            if before is not None and before.sender == member:  # it is handed on when the one before it has arrived
+            if before is not None and before.sender == member:
                 entered |= {("arrived", older, 0) for older in own[member][-2:-1]}
             walked[member] = bucket
-        waits[arrived] = {filled} | ({("arrived", bucket.index - 1, 0)} if bucket.index else set())
         own.setdefault(bucket.sender, []).append(bucket.index)
-    assert len(plan.buckets) > 500 and len({m for b in plan.buckets for m in b.members}) == 1024
+    return waits
+
+
+def test_nobody_waits_in_a_circle_on_1024_ranks() -> None:
+    """What every rank and every engine waits for, as a graph: gathers, turns, the thread that sends, and engines.
+
+    A bucket is sent when it is filled, its sender's bucket before has arrived, and so has the bucket before it in the
+    plan; every engine takes them in the order in which they are sent. Then every event waits for earlier ones alone,
+    whoever is slow.
+    """
+    plan = full_size_plan()
+    waits = filling(plan)
+    for bucket in plan.buckets:
+        before = {("arrived", bucket.index - 1, 0)} if bucket.index else set()
+        waits["arrived", bucket.index, 0] = {("filled", bucket.index, 0)} | before
     assert len(list(TopologicalSorter(waits).static_order())) == len(waits)
+
+
+def relaying(plan: WeightPlan, engines: Sequence[int], lane_order: Callable[[Bucket], Any]) -> dict[Event, set[Event]]:
+    """What everybody waits for with `relay`, which has no turns.
+
+    A bucket arrives when it is filled, its sender's bucket before has arrived, and the rank of each engine that takes
+    it has asked for it: when it took the one before of those that it takes. An engine takes a bucket when it has
+    arrived and the one before it in the plan is loaded by all of the engine's ranks.
+
+    Args:
+        engines: how many ranks each has.
+        lane_order: in which a rank asks for its buckets.
+    """
+    waits = filling(plan)
+    numbers = {rank: number for number, rank in enumerate(plan.senders.everyone())}
+    sent_before: dict[int, Event] = {}
+    for bucket in plan.buckets:
+        arrived = ("arrived", bucket.index, 0)
+        waits[arrived] = {("filled", bucket.index, 0)}
+        if bucket.sender in sent_before:
+            waits[arrived].add(sent_before[bucket.sender])
+        sent_before[bucket.sender] = arrived
+    for engine, ranks in enumerate(engines):
+        taken_before: dict[int, int] = {}
+        for bucket in sorted(plan.buckets, key=lane_order):
+            rank = numbers[bucket.sender] % ranks
+            if rank in taken_before:
+                waits["arrived", bucket.index, 0].add(("loaded", taken_before[rank], engine))
+            taken_before[rank] = bucket.index
+        for bucket in plan.buckets:
+            loaded = waits["loaded", bucket.index, engine] = {("arrived", bucket.index, 0)}
+            if bucket.index:
+                loaded.add(("loaded", bucket.index - 1, engine))
+    return waits
+
+
+@pytest.mark.parametrize("engines", [(1,), (8,), (16, 16), (1, 2, 8, 3, 64, 128)])
+def test_nobody_waits_in_a_circle_on_1024_ranks_when_engines_relay(engines: tuple[int, ...]) -> None:
+    plan = full_size_plan()
+    waits = relaying(plan, engines, lambda bucket: bucket.index)
+    assert len(list(TopologicalSorter(waits).static_order())) == len(waits)
+    with pytest.raises(CycleError):  # were each sender's buckets asked for in one go, they would
+        TopologicalSorter(relaying(plan, (*engines, 8), lambda bucket: (bucket.sender, bucket.index))).prepare()
 
 
 def test_bytes_count_the_wire_dtype() -> None:

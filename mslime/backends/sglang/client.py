@@ -387,10 +387,15 @@ def bucket_description(names: Sequence[str], dtype: str, shapes: Sequence[Sequen
     Args:
         dtype: of all of them, as torch names it.
     """
+    return update_request(names, [dtype] * len(names), shapes, group)
+
+
+def update_request(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str) -> bytes:
+    """The body of `/update_weights_from_distributed`: tensors, one after the other in flat buffers."""
     return orjson.dumps(
         {
             "names": list(names),
-            "dtypes": [dtype] * len(names),
+            "dtypes": list(dtypes),
             "shapes": [list(shape) for shape in shapes],
             "group_name": group,
             "load_format": "flattened_bucket",

@@ -20,7 +20,7 @@ import json
 import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -31,6 +31,7 @@ import torch
 
 from mslime.backends.sglang.changes import changed, hold
 from mslime.backends.sglang.recorded import Bucket, Named, Received, buckets_of, release
+from mslime.backends.sglang.siblings import siblings
 from mslime.config.choices import FileKind
 
 NO_SUCH_GROUP, UNSEEN = "The group to be destroyed does not exist", "cannot read it"
@@ -204,7 +205,7 @@ def _receive(
         received = take(_FILES, *place, buckets_of(self).of(names, dtypes, shapes), self.get_model())
     except Exception as error:  # the other ranks wait to hear of it
         failed = f"{f'{REFUSED}: ' if place[0] == 'changes' else ''}{type(error).__name__}: {error}"
-    if failed := _of_all_ranks(failed):
+    if failed := siblings().first_failure(failed):
         raise RuntimeError(failed)
     assert received is not None
     return received
@@ -216,22 +217,6 @@ def take(files: Files, kind: FileKind, path: Path, bucket: Bucket, model: torch.
         return changed(path, bucket, model)
     files.read(kind, path, bucket.named, bucket.flat)
     return Received(bucket, partial(hold, bucket, model, path.parent) if kind == "base" else None)
-
-
-def _of_all_ranks(failed: str) -> str:
-    """Collective: what failed on a rank of this engine; empty when all have read."""
-    from sglang.srt.runtime_context import get_parallel
-
-    group = get_parallel().tp_group
-    if group.world_size == 1:
-        return failed
-    said = [failed] * group.world_size
-    torch.distributed.all_gather_object(said, failed, group=group.cpu_group)
-    return _first(said)
-
-
-def _first(said: Sequence[str]) -> str:
-    return next((f"rank {rank}: {words}" for rank, words in enumerate(said) if words), "")
 
 
 def _leave(original: Callable[..., tuple[bool, str]], self: Any, group_name: str) -> tuple[bool, str]:

@@ -107,7 +107,7 @@ def environment(
         ranks: tensor-parallel processes of the server.
         gpus: devices it may see (CUDA_VISIBLE_DEVICES); None leaves that to `base`.
         recorded: it loads buckets of weights by recorded copies (see `recorded`).
-        files: it takes them in files (see `files`).
+        files: it takes them in files (see `files`), or its ranks pass them on (see `relay`).
     """
     env = dict(base)
     env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would cost a timeout
@@ -115,7 +115,7 @@ def environment(
     env["NO_PROXY"] = ",".join(filter(None, [env.get("NO_PROXY"), "127.0.0.1,localhost"]))
     env["PYTHONUNBUFFERED"] = "1"
     # mslime itself must be importable, for the guard and for the CPU platform, also when it is not installed.
-    plugins = ["routes", *(["receiver"] if recorded else []), *(["files"] if files else [])]
+    plugins = ["routes", *(["receiver"] if recorded else []), *(["files", "relay"] if files else [])]
     own = [Path(__file__).resolve().parents[3], *(PLUGINS_DIR / plugin for plugin in plugins)]
     paths = [*map(str, own), env.get("PYTHONPATH")]
     if cpu:

@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from mslime.backends.sglang.client import EngineClient, bucket_description
+from mslime.backends.sglang.client import EngineClient, bucket_description, update_request
 from mslime.backends.sglang.digest import engine_digest, word_sum
 from mslime.backends.sglang.files import NO_SUCH_GROUP, REFUSED, UNSEEN, group_of, group_to_forget, group_to_see
 from mslime.backends.sglang.recorded import OWN_LOADER, RECORDED
+from mslime.backends.sglang.relay import PROBE, Order, lane_to_join
 from mslime.config.choices import FileKind
 from mslime.config.errors import MALFORMED, ChangesRefused, EngineError, WeightSyncError, sync_error
-from mslime.config.keys import Endpoint, EngineInfo
+from mslime.config.keys import AnnouncedBucket, Endpoint, EngineInfo
 from mslime.config.layout import EngineLayout
 from mslime.config.schema import DeadlineConfig
 
@@ -31,9 +32,7 @@ _T = TypeVar("_T")
 CLOSE_SECONDS = 10.0
 NO_PLUG_IN = f"{OWN_LOADER}the server has no plug-in of mslime"
 WITHOUT_FILES = "the server takes no buckets in files: it was started without mslime's plug-in"
-USE_PLUG_IN = (
-    "set weights.transport: broadcast, or start the server with mslime/backends/sglang/plugins/files on its PYTHONPATH"
-)
+WITHOUT_RELAY = "the server's ranks pass no buckets on: it was started without mslime's plug-in"
 USE_BROADCAST = (
     "set weights.transport: broadcast; shm is for engines on the machine of every sender, and disk and delta "
     "for a weights.directory that all machines share"
@@ -68,6 +67,7 @@ class SGLangReceivers:
         info = self._submit(client.server_info(), "connect", engine.url).result()
         try:
             sizes = {name: int(info[name]) for name in ("tp_size", "ep_size", "pp_size", "dp_size")}
+            machines = int(info.get("nnodes", 1))
         except MALFORMED as error:
             raise sync_error("connect", engine.url, f"the engine does not describe itself: {error!r}") from error
         for name in ("pp_size", "dp_size"):
@@ -77,18 +77,21 @@ class SGLangReceivers:
                     f"{name} = {sizes[name]}; weights can be sent to engines with {name} 1 only",
                     "start more engines instead",
                 )  # fmt: skip
-        return EngineInfo(engine.url, EngineLayout(sizes["tp_size"], sizes["ep_size"]), engine.keys)
+        return EngineInfo(engine.url, EngineLayout(sizes["tp_size"], sizes["ep_size"]), engine.keys, machines)
 
     def join(
-        self, engine: EngineInfo, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str
-    ) -> Future[None]:
+        self, engine: EngineInfo, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str,
+        lane: int | None = None,
+    ) -> Future[None]:  # fmt: skip
         """Let an engine's ranks join a process group; done when they have.
 
         Args:
             host, port: of the group's store.
             rank: of the engine's first process.
             name: of the group.
+            lane: one on each machine joins: that which receives from the sender of this number.
         """
+        name = name if lane is None else lane_to_join(lane, name)
         call = self._client(engine.endpoint).join_group(host, port, rank, world_size, name, backend)
         return self._submit(call, "connect", engine.url)
 
@@ -111,15 +114,36 @@ class SGLangReceivers:
         """
         return bucket_description(names, dtype, shapes, group_of(kind, path))
 
+    def announce_relay(self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket]) -> bytes:
+        """The request for a whole sync: see `receive`."""
+        senders, tensors = tuple(each.sender for each in buckets), tuple(len(each.names) for each in buckets)
+        return update_request(
+            [name for each in buckets for name in each.names],
+            [each.dtype for each in buckets for _ in each.names],
+            [shape for each in buckets for shape in each.shapes],
+            Order(sync, plan, tuple(lanes), senders, tensors).as_group(),
+        )
+
+    def can_relay(self, engine: EngineInfo) -> Future[None]:
+        """Done when an engine says that its ranks can pass buckets on. Raises WeightSyncError."""
+        return self._submit(self._ask(engine, PROBE, WITHOUT_RELAY, "relay"), "connect", engine.url)
+
+    async def _ask(self, engine: EngineInfo, question: str, without: str, plug_in: str) -> None:
+        """Let one of our plug-ins answer. Raises WeightSyncError `without` it, EngineError for what it answers."""
+        try:
+            await self._client(engine.endpoint).leave_group(question)
+        except EngineError as error:
+            if NO_SUCH_GROUP in error.rule:
+                raise sync_error("transport", engine.url, without, use_plug_in(plug_in)) from error
+            raise
+
     def see(self, engine: EngineInfo, directory: Path) -> Future[None]:
         """Done when an engine says that it can take buckets in files of this directory. Raises WeightSyncError."""
 
         async def seen() -> None:
             try:
-                await self._client(engine.endpoint).leave_group(group_to_see(directory))
+                await self._ask(engine, group_to_see(directory), WITHOUT_FILES, "files")
             except EngineError as error:
-                if NO_SUCH_GROUP in error.rule:
-                    raise sync_error("transport", engine.url, WITHOUT_FILES, USE_PLUG_IN) from error
                 if UNSEEN in error.rule:
                     raise sync_error("transport", engine.url, f"{directory}: {error.rule}", USE_BROADCAST) from error
                 raise
@@ -132,7 +156,7 @@ class SGLangReceivers:
         return self._submit(call, "disconnect", engine.url)
 
     def receive(self, engine: EngineInfo, announcement: bytes) -> Future[None]:
-        """Let an engine take a bucket, by a broadcast or from a file; done when it has loaded it."""
+        """Let an engine take what is announced; done when it has loaded it."""
         return self._submit(self._received(engine, announcement), "send", engine.url)
 
     async def _received(self, engine: EngineInfo, announcement: bytes) -> None:
@@ -198,6 +222,14 @@ class SGLangReceivers:
             # A daemon: an abandoned wait must not keep the process from ending.
             threading.Thread(target=_run, args=(self._loop,), daemon=True, name="weight requests").start()
         return self._loop
+
+
+def use_plug_in(name: str) -> str:
+    """The way out for a server that was started without one of our plug-ins."""
+    return (
+        "set weights.transport: broadcast, or start the server with "
+        f"mslime/backends/sglang/plugins/{name} on its PYTHONPATH"
+    )
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -179,7 +179,7 @@ class Buckets:
         if key not in self._known:
             self._known[key] = self._new(names, dtypes, shapes)
         bucket = self._known[key]
-        self._room(bucket.flat.numel())
+        self.make_room(bucket.flat.numel())
         return bucket
 
     def release(self) -> None:
@@ -191,8 +191,8 @@ class Buckets:
                 model.post_load_weights()
         self._buffer.resize_(0)
 
-    def _room(self, size: int) -> None:
-        """Views of the buffer follow it when it is made larger."""
+    def make_room(self, size: int) -> None:
+        """For a bucket of so many bytes. Views of the buffer follow it when it is made larger."""
         if self._buffer.nbytes() < size:
             self._buffer.resize_(size)
 
@@ -200,7 +200,7 @@ class Buckets:
         """Tensors lie one after the other, as SGLang's `FlattenedTensorBucket` has them."""
         kinds = [dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype) for dtype in dtypes]
         sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, shapes, strict=True)]
-        self._room(sum(sizes))
+        self.make_room(sum(sizes))
         flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._buffer, 0, (sum(sizes),), (1,))
         parts = zip(names, flat.split(sizes), kinds, shapes, strict=True)
         return Bucket(flat, [(name, part.view(kind).view(*shape)) for name, part, kind, shape in parts])
@@ -281,19 +281,19 @@ def _load(original: Any, self: Any, named_tensors: Named) -> tuple[bool, str]:
             known.make()
             buckets_of(self).behind = model if callable(getattr(model, "post_load_weights", None)) else None
             loaded, message = True, RECORDED
-        elif known is not None and known.why_not:
-            loaded, message = original(self, list(named_tensors))
         else:
-            known, loaded, message = record(model, bucket.flat, lambda: original(self, list(named_tensors)))
+            if known is not None and known.why_not:
+                loaded, message = original(self, list(named_tensors))
+            else:
+                known, loaded, message = record(model, bucket.flat, lambda: original(self, list(named_tensors)))
             if loaded:
                 bucket.copies[id(model)] = known
+                message = f"{OWN_LOADER}{known.why_not or 'the first time'}"
         if loaded and named_tensors.then is not None:
             named_tensors.then()
     except Exception as error:  # what a hook raises ends the server
         return False, f"recorded copies failed: {type(error).__name__}: {error}"
-    if not loaded or message == RECORDED:
-        return loaded, message
-    return True, f"{OWN_LOADER}{known.why_not or 'the first time'}"
+    return loaded, message
 
 
 def release(original: Any, self: Any, **how: Any) -> None:

@@ -1,0 +1,194 @@
+"""The transport `relay` against engines of one rank that obey, refuse, load nothing, stay silent or die."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.relay import Order, lane_to_join, parse_lane, parse_order
+from mslime.config.errors import WeightSyncError
+from mslime.config.keys import EngineInfo
+from mslime.weights import contract
+from mslime.weights.contract import check_transport
+from mslime.weights.relay import RelayTransport
+from mslime.weights.transport import Link, OrderKeeper, SyncObserver, find_transport
+from tests.fixtures.stand_in_engine import StandInEngine, two_engines
+from tests.fixtures.weight_engines import engines, link, obedient
+
+__all__ = ["engines", "link", "obedient"]
+
+pytestmark = pytest.mark.timeout(120)
+
+BUCKETS = contract._buckets()
+
+
+def infos(engines: list[StandInEngine]) -> list[EngineInfo]:
+    return [EngineInfo(engine.url) for engine in engines]
+
+
+def connected(link: Link, engines: list[StandInEngine]) -> RelayTransport:
+    transport = RelayTransport(link)
+    transport.connect(infos(engines))
+    return transport
+
+
+def send(transport: RelayTransport, version: int) -> None:
+    transport.begin(version, BUCKETS)
+    for bucket in BUCKETS:
+        transport.start(bucket, contract._filled(bucket, version)).wait()
+
+
+def expect(engines: list[StandInEngine], version: int) -> None:
+    contract._compare(BUCKETS, version, [engine.held() for engine in engines])
+
+
+def deliver_anew(link: Link, engines: list[StandInEngine], version: int) -> None:
+    """A whole sync over new lanes, after which the engines hold this version."""
+    transport = connected(replace(link, name=f"{link.name}-2"), engines)
+    send(transport, version)
+    transport.complete()
+    expect(engines, version)
+    transport.disconnect()
+
+
+def test_a_relay_keeps_the_contract(engines: list[StandInEngine], link: Link) -> None:
+    made = find_transport("relay")(link)
+    assert isinstance(made, SyncObserver) and isinstance(made, OrderKeeper)
+    said = check_transport(find_transport("relay"), link, infos(engines), lambda: [engine.held() for engine in engines])
+    assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
+
+
+def test_what_is_asked_survives_the_way_through_a_name_of_a_group() -> None:
+    order = Order("job-rank0-3", "plan", ("job-rank0", "job:rank4"), (0, 1, 0), (2, 1, 7))
+    assert parse_order(order.as_group()) == order and parse_order("job-rank0") is None
+    assert parse_lane(lane_to_join(12, "mslime-lane:3:x")) == (12, "mslime-lane:3:x") and parse_lane("x") is None
+
+
+def test_tensors_are_described_once_and_again_to_engines_that_are_met_anew(
+    engines: list[StandInEngine], link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    announce = link.receivers.announce_relay
+
+    def counting(sync: str, lanes: Any, plan: str, buckets: Any) -> bytes:
+        told.append(len(buckets))
+        return announce(sync, lanes, plan, buckets)
+
+    monkeypatch.setattr(link.receivers, "announce_relay", counting)
+    transport = connected(link, engines)
+    for version in (1, 2):
+        send(transport, version)
+        transport.complete()
+    fewer, whole = BUCKETS[:2], list(BUCKETS)
+    transport.begin(3, fewer)
+    for bucket in fewer:
+        transport.start(bucket, contract._filled(bucket, 3)).wait()
+    transport.complete()
+    transport.disconnect()
+    assert told == [len(whole), 0, len(fewer)]
+    deliver_anew(link, engines, 4)
+    assert told[3] == len(whole)
+
+
+def test_a_bucket_that_cannot_be_filled_is_skipped_and_engines_do_not_wait_for_it(
+    engines: list[StandInEngine], link: Link
+) -> None:
+    transport = connected(link, engines)
+    transport.begin(1, BUCKETS)
+    transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 1)).wait()
+    for bucket in BUCKETS[1:]:
+        transport.skip(bucket)
+    transport.complete()  # the sync has failed elsewhere; what engines were sent they have taken
+    assert all(not engine.held()["d.weight"].any() for engine in engines)
+    send(transport, 2)
+    transport.complete()
+    expect(engines, 2)
+    transport.disconnect()
+
+
+def test_a_bucket_that_an_engine_does_not_load_is_told_in_its_words_and_the_next_sync_works(
+    engines: list[StandInEngine], link: Link
+) -> None:
+    transport = connected(link, engines)
+    engines[1].set_mode("no loading")
+    begin = time.monotonic()
+    with pytest.raises(WeightSyncError, match="no loading today") as caught:
+        send(transport, 1)
+        transport.complete()
+    assert engines[1].url in str(caught.value) and time.monotonic() - begin < 4
+    transport.disconnect()
+    engines[1].set_mode("obey")
+    deliver_anew(link, engines, 2)
+
+
+def test_an_engine_that_refuses_ends_the_wait_of_a_sender_at_once(engines: list[StandInEngine], link: Link) -> None:
+    """The other one waits for the bucket, which never comes, until the sender leaves."""
+    transport = connected(link, engines)
+    engines[1].set_mode("refuse")
+    begin = time.monotonic()
+    with pytest.raises(WeightSyncError, match="no weights today") as caught:
+        send(transport, 1)
+    for bucket in BUCKETS:
+        transport.skip(bucket)  # nobody takes it any more
+    transport.disconnect()
+    assert engines[1].url in str(caught.value) and time.monotonic() - begin < 4
+    engines[1].set_mode("obey")
+    deliver_anew(link, engines, 2)
+
+
+@pytest.mark.parametrize("mode", ["die", "silent"])
+def test_an_engine_that_dies_or_says_nothing_is_named_within_the_deadline(mode: str, link: Link) -> None:
+    with two_engines() as pair:
+        transport = connected(link, pair)
+        pair[1].set_mode(mode)
+        begin = time.monotonic()
+        with pytest.raises(WeightSyncError, match="rank 0|engines") as caught:
+            send(transport, 1)
+            transport.complete()
+        transport.disconnect()
+        assert pair[1].url in str(caught.value)
+        assert time.monotonic() - begin < link.deadline_s + (8 if mode == "silent" else 0)
+        deliver_anew(link, pair[:1], 2)
+
+
+def test_a_server_without_the_plug_in_is_told_apart_before_anything_is_made(
+    engines: list[StandInEngine], link: Link
+) -> None:
+    engines[0].set_mode("no plug-in")
+    transport = RelayTransport(link)
+    with pytest.raises(WeightSyncError, match="pass no buckets on") as caught:
+        transport.connect(infos(engines))
+    assert caught.value.field == "weights.transport" and "plugins/relay" in caught.value.way_out
+    transport.disconnect()
+
+
+def test_the_sent_buffer_may_be_written_to_when_the_wait_is_over(engines: list[StandInEngine], link: Link) -> None:
+    transport = connected(link, engines)
+    transport.begin(1, BUCKETS)
+    for bucket in BUCKETS:
+        flat = contract._filled(bucket, 1)
+        transport.start(bucket, flat).wait()
+        flat.fill_(torch.nan)
+    transport.complete()
+    expect(engines, 1)
+    transport.disconnect()
+
+
+def test_one_rank_of_an_engine_is_asked_to_join_a_lane(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    async def join_group(self: EngineClient, *place: Any) -> None:
+        asked.append(place)
+
+    monkeypatch.setattr(EngineClient, "join_group", join_group)
+    engine = EngineInfo("http://127.0.0.1:9")
+    for lane in (None, 3):
+        link.receivers.join(
+            engine, host="h", port=5, rank=2, world_size=4, name="n", backend="gloo", lane=lane
+        ).result()
+    assert asked == [("h", 5, 2, 4, "n", "gloo"), ("h", 5, 2, 4, lane_to_join(3, "n"), "gloo")]
