@@ -1,6 +1,6 @@
 """Kills parts of a real run's engines at random, again and again, and tells what became of the run.
 
-    python benchmarks/chaos_engines.py [--kills 60] [--engines 2] [--seed 0]
+    python benchmarks/chaos_engines.py [--kills 60] [--engines 2] [--transport broadcast] [--seed 0]
 
 A run on real engines (tiny model, CPU) trains, evaluates and saves. Again and again one process of one engine (the
 guard, the server, its scheduler, its detokenizer) gets SIGKILL or SIGSTOP: at any moment of the run, while the engine
@@ -34,6 +34,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from mslime.config.choices import TRANSPORT_NAMES
 from mslime.config.errors import UserError
 from mslime.control.endpoint import ask
 from mslime.observe.rows import by_step
@@ -58,7 +59,7 @@ class Event:
     steps_meanwhile: int
 
 
-def settings(model: Path, prompts: Path, engines: int) -> dict[str, Any]:
+def settings(model: Path, prompts: Path, engines: int, transport: str) -> dict[str, Any]:
     """Of a run that never ends by itself."""
     return {
         "model": {"path": str(model)},
@@ -74,7 +75,7 @@ def settings(model: Path, prompts: Path, engines: int) -> dict[str, Any]:
         "train": {"num_steps": 100_000, "lr": 1e-3},
         "observe": {"eval_every": 7},
         "checkpoint": {"save_every": 9, "keep": 2},
-        "weights": {"verify": "always", "bucket_mib": 0.25},
+        "weights": {"verify": "always", "bucket_mib": 0.25, "transport": transport},
         "deadlines": {
             "engine_start_s": 180, "engine_silence_s": 16, "engine_request_s": 120, "engine_control_s": 15,
             "weight_sync_s": 40, "train_step_s": 100, "rollout_step_s": 300,
@@ -200,7 +201,8 @@ def measure(arguments: argparse.Namespace, directory: Path) -> None:
     prompts.write_text("".join(json.dumps({"prompt": f"{a}+{b}=", "label": str(a + b)}) + "\n"
                                for a in range(6) for b in range(4)))  # fmt: skip
     model = make_tiny_qwen3_moe(directory / "model")
-    run, dice, events = start_run(settings(model, prompts, arguments.engines), directory), None, list[Event]()
+    run = start_run(settings(model, prompts, arguments.engines, arguments.transport), directory)
+    events = list[Event]()
     dice, console = random.Random(arguments.seed), Console(width=120)
     try:
         wait(run, "the first steps", lambda: len(by_step(run.rows())) >= 3)
@@ -239,7 +241,8 @@ def report(
     full = [seconds for seconds, engines in timed if engines == arguments.engines]
     fewer = [seconds for seconds, engines in timed if engines < arguments.engines]
     print(json.dumps({
-        "kills": len(events), "engines": arguments.engines, "seed": arguments.seed, "steps": steps,
+        "kills": len(events), "engines": arguments.engines, "transport": arguments.transport,
+        "seed": arguments.seed, "steps": steps,
         "gone_on": len(events), "next_step_s": median(e.next_step_s for e in events),
         "longest_next_step_s": max(e.next_step_s for e in events), "whole_s": median(e.whole_s for e in events),
         "step_s": median(full), "step_with_one_gone_s": median(fewer) if fewer else None,
@@ -251,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--transport", choices=TRANSPORT_NAMES, default="broadcast", help="of the weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="run in this directory and leave it")
     arguments = parser.parse_args()

@@ -30,28 +30,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.weight_sync import (
-    DEADLINE_S,
     Job,
     Update,
     layout_of,
     on_all_ranks,
-    parameters_of,
     ratio,
+    senders_by_transport,
     synthetic_config,
     update,
 )
-from mslime.backends.sglang.receivers import SGLangReceivers
-from mslime.config.schema import DeadlineConfig
-from mslime.convert.families import get_family
-from mslime.weights.groups import make_groups
-from mslime.weights.senders import Senders
-from mslime.weights.sync import SyncOptions, WeightSender
 from tests.engines.conftest import serve
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
@@ -81,43 +73,22 @@ def change(params: dict[str, torch.Tensor], share: float, seed: int) -> None:
 
 def rank_main(shares: Sequence[float], rank: int, job: Job, store: str, pipe: Connection) -> None:
     """One trainer rank with a sender for each way; sends what it found of each share."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.layout.world_size)
-    family = get_family(job.config)
-    table = family.rules(job.config)
-    torch.manual_seed(0)  # what several ranks hold is alike: it is compared
-    params = parameters_of(table, job, rank)
-    groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
-    senders: dict[str, WeightSender] = {}
-    for way in WAYS:
-        receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
-        options = SyncOptions(
-            job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, family.engine_parameters(table),
-            transport=way, directory=Path(store).parent / "weights",
-        )  # fmt: skip
-        senders[way] = WeightSender(table, groups, params.items, options, receivers)
-        senders[way].connect([job.engine])
-        for _ in range(2):  # the first records how to load
-            update(senders[way], 1)
     version, found = 1, list[Found]()
-    for share in shares:
-        of_share = Found({way: [] for way in WAYS}, [], senders["delta"].plan.total_bytes)
-        for _ in range(job.rounds):
+    with senders_by_transport(WAYS, rank, job, store) as (params, senders):
+        for share in shares:
+            of_share = Found({way: [] for way in WAYS}, [], senders["delta"].plan.total_bytes)
+            for _ in range(job.rounds):
+                version += 1
+                change(params, share, version)
+                for way in WAYS:  # in this order: changes that had arrived by broadcast would be refused
+                    of_share.updates[way].append(update(senders[way], version))
+                of_share.moved.append(of_share.updates["delta"][-1].bytes)
             version += 1
             change(params, share, version)
-            for way in WAYS:  # in this order: changes that had arrived by broadcast would be refused
-                of_share.updates[way].append(update(senders[way], version, verify=False))
-                if way == "delta":
-                    of_share.moved.append(of_share.updates[way][-1].bytes)
-        version += 1
-        change(params, share, version)
-        update(senders["delta"], version, verify=True)
-        update(senders["broadcast"], version)
-        found.append(of_share)
-    pipe.send(found)
-    for sender in senders.values():
-        sender.disconnect()
-    dist.destroy_process_group()
+            update(senders["delta"], version, verify=True)
+            update(senders["broadcast"], version)
+            found.append(of_share)
+        pipe.send(found)
 
 
 def figures(found: Found) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     python benchmarks/weight_sync.py --layouts tp2ep2 --engine URL --model DIR   # into a running SGLang server of DIR
     python benchmarks/weight_sync.py --loaders --dtype float32   # into SGLang servers that load in either way, on a CPU
     python benchmarks/weight_sync.py --predict   # `mslime plan`'s prediction, with rates measured in the same run
-    python benchmarks/weight_sync.py --transports --dtype float32 --layouts tp1ep2   # broadcast, shm, disk; one server
+    python benchmarks/weight_sync.py --transports --dtype float32 --layouts tp1ep2   # all transports, one server
 
 All ways run over the same connections in one run, in turn, and medians are compared. "Ours" is `WeightSender.send`:
 packing, gathering, converting, HTTP and broadcasts. "Per tensor" gathers as ours does with one sender for a stage, and
@@ -33,7 +33,8 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -334,8 +335,11 @@ class Update:
     bytes: int
 
 
-def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
-    """One trainer rank, which has a sender for each transport and uses them in turn; sends the updates of each."""
+@contextmanager
+def senders_by_transport(
+    names: Iterable[str], rank: int, job: Job, store: str
+) -> Generator[tuple[dict[str, torch.Tensor], dict[str, WeightSender]]]:
+    """One trainer rank's parameters, and a sender for each transport, which has sent and been compared."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.layout.world_size)
     family = get_family(job.config)
@@ -344,7 +348,7 @@ def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
     params = parameters_of(table, job, rank)
     groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
     senders: dict[str, WeightSender] = {}
-    for name in (name for name in TRANSPORTS if name != "delta"):  # which needs changes: delta_sync.py
+    for name in names:
         receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
         options = SyncOptions(
             job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, family.engine_parameters(table),
@@ -354,16 +358,22 @@ def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
         senders[name].connect([job.engine])
         assert update(senders[name], verify=True)
         update(senders[name])  # the first sync records how to load; what every transport uses is alike from here on
-    found: dict[str, list[Update]] = {name: [] for name in senders}
-    for number in range(job.rounds):
-        names = list(senders)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            found[name].append(update(senders[name]))
-    plan = senders["broadcast"].plan
-    pipe.send((found, (sum(len(b.entries) for b in plan.buckets), plan.total_bytes, len(plan.buckets))))
+    yield params, senders
     for sender in senders.values():
         sender.disconnect()
     dist.destroy_process_group()
+
+
+def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
+    """One trainer rank, which has a sender for each transport and uses them in turn; sends the updates of each."""
+    names = [name for name in TRANSPORTS if name != "delta"]  # which needs changes: delta_sync.py
+    with senders_by_transport(names, rank, job, store) as (_, senders):
+        found: dict[str, list[Update]] = {name: [] for name in names}
+        for number in range(job.rounds):
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                found[name].append(update(senders[name]))
+        plan = senders["broadcast"].plan
+        pipe.send((found, (sum(len(b.entries) for b in plan.buckets), plan.total_bytes, len(plan.buckets))))
 
 
 def update(sender: WeightSender, version: int = 1, verify: bool = False) -> Update:
