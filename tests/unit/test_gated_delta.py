@@ -116,7 +116,7 @@ def test_padding_at_the_end_changes_nothing_before_it(layer: PackedGatedDeltaNet
     x = rows(40)
     alone = layer(x[:30, None], None)[0]
     padded = layer(x[:, None], None)[0][:30]
-    torch.testing.assert_close(padded, alone, rtol=0, atol=1e-6)
+    torch.testing.assert_close(padded, alone, rtol=2e-6, atol=1e-6)
 
 
 def test_the_layers_own_scales_stay_in_float32_and_are_summed_over_sequence_parallel_ranks() -> None:

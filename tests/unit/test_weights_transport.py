@@ -80,7 +80,7 @@ def transport(engines: list[StandInEngine]) -> Iterator[BroadcastTransport]:
     for engine in engines:
         engine.set_mode("obey")
     # A group whose broadcast was never met stays in torch's books, with its name.
-    transport = transport_within(20, f"test-{next(NUMBERS)}")
+    transport = transport_within(20, f"within-{next(NUMBERS)}")
     transport.connect([EngineInfo(engine.url) for engine in engines])
     yield transport
     transport.disconnect()
