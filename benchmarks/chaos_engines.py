@@ -1,6 +1,6 @@
 """Kills parts of a real run's engines at random, again and again, and tells what became of the run.
 
-    python benchmarks/chaos_engines.py [--kills 60] [--engines 2] [--transport broadcast] [--seed 0]
+    python benchmarks/chaos_engines.py [--kills 60] [--minutes M] [--engines 2] [--transport broadcast] [--seed 0]
 
 A run on real engines (tiny model, CPU) trains, evaluates and saves. Again and again one process of one engine (the
 guard, the server, its scheduler, its detokenizer) gets SIGKILL or SIGSTOP: at any moment of the run, while the engine
@@ -20,6 +20,7 @@ import asyncio
 import json
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -206,7 +207,10 @@ def measure(arguments: argparse.Namespace, directory: Path) -> None:
     dice, console = random.Random(arguments.seed), Console(width=120)
     try:
         wait(run, "the first steps", lambda: len(by_step(run.rows())) >= 3)
+        ends = time.monotonic() + 60 * arguments.minutes
         for number in range(arguments.kills):
+            if events and time.monotonic() > ends:
+                break
             events.append(strike(run, dice, arguments.engines))
             check_books(run)
             last = events[-1]
@@ -253,11 +257,13 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after these no accident begins")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--transport", choices=TRANSPORT_NAMES, default="broadcast", help="of the weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="run in this directory and leave it")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and its run ends with it
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
         measure(arguments, arguments.keep)

@@ -78,6 +78,8 @@ class FakeSlowEngine:
     Attributes:
         lengths: (group number, sample index) -> response length.
         requests: everything that was asked, in order.
+        at_work: of requests that are not answered yet, by id: versions of the tokens so far, and how many tokens are
+            still to come.
     """
 
     def __init__(self, lengths: Callable[[str, int], int]) -> None:
@@ -86,6 +88,7 @@ class FakeSlowEngine:
         self.clients: list[object] = [self]
         self.dead: dict[str, EngineError] = {}
         self.requests: list[GenerateRequest] = []
+        self.at_work: dict[str, tuple[list[int], int]] = {}
         self.most_running = self.running = 0
         self.paused: str | None = None
         self.flushes = 0
@@ -99,6 +102,7 @@ class FakeSlowEngine:
             return await self._generate(request)
         finally:
             self.running -= 1
+            self.at_work.pop(request.rid, None)
 
     async def _generate(self, request: GenerateRequest) -> GenerateResult:
         _, *group, index, _ = request.rid.split("-")
@@ -111,6 +115,7 @@ class FakeSlowEngine:
             await self.before_token(request)
             if self.paused is None and aborts == self._aborts:
                 versions.append(self.version)
+            self.at_work[request.rid] = versions, goal - start - len(versions)
         done = "stop" if start + len(versions) == goal else "length"
         return self._result(request, versions, "abort" if aborts != self._aborts else done)
 
