@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import time
 from pathlib import Path
 
 import pytest
@@ -158,10 +157,9 @@ def test_a_second_run_skips_and_a_changed_pin_does_not(project: Path, tmp_path: 
     assert any("--no-deps" in line and "sglang==0.5.23" in line for line in lines), lines
     assert "CUDA packages" in first.stdout, "the reason for --no-deps is printed"
 
-    started = time.monotonic()
     second = install(project, *options, PYTHON=python)
     assert second.returncode == 0 and "already installed" in second.stdout
-    assert time.monotonic() - started < 5 and calls.read_text().splitlines() == lines
+    assert calls.read_text().splitlines() == lines
 
     with (project / "pyproject.toml").open("a") as file:
         file.write("# changed\n")

@@ -18,9 +18,9 @@ from mslime.weights.contract import check_transport
 from mslime.weights.relay import RelayTransport
 from mslime.weights.transport import Link, OrderKeeper, SyncObserver, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
-from tests.fixtures.weight_engines import engines, link, obedient
+from tests.fixtures.weight_engines import engines, link, obedient, patient_link
 
-__all__ = ["engines", "link", "obedient"]
+__all__ = ["engines", "link", "obedient", "patient_link"]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -112,23 +112,25 @@ def test_a_bucket_that_cannot_be_filled_is_skipped_and_engines_do_not_wait_for_i
 
 
 def test_a_bucket_that_an_engine_does_not_load_is_told_in_its_words_and_the_next_sync_works(
-    engines: list[StandInEngine], link: Link
+    engines: list[StandInEngine], patient_link: Link
 ) -> None:
-    transport = connected(link, engines)
+    transport = connected(patient_link, engines)
     engines[1].set_mode("no loading")
     begin = time.monotonic()
     with pytest.raises(WeightSyncError, match="no loading today") as caught:
         send(transport, 1)
         transport.complete()
-    assert engines[1].url in str(caught.value) and time.monotonic() - begin < 4
+    assert engines[1].url in str(caught.value) and time.monotonic() - begin < 60
     transport.disconnect()
     engines[1].set_mode("obey")
-    deliver_anew(link, engines, 2)
+    deliver_anew(patient_link, engines, 2)
 
 
-def test_an_engine_that_refuses_ends_the_wait_of_a_sender_at_once(engines: list[StandInEngine], link: Link) -> None:
+def test_an_engine_that_refuses_ends_the_wait_of_a_sender_at_once(
+    engines: list[StandInEngine], patient_link: Link
+) -> None:
     """The other one waits for the bucket, which never comes, until the sender leaves."""
-    transport = connected(link, engines)
+    transport = connected(patient_link, engines)
     engines[1].set_mode("refuse")
     begin = time.monotonic()
     with pytest.raises(WeightSyncError, match="no weights today") as caught:
@@ -136,9 +138,9 @@ def test_an_engine_that_refuses_ends_the_wait_of_a_sender_at_once(engines: list[
     for bucket in BUCKETS:
         transport.skip(bucket)  # nobody takes it any more
     transport.disconnect()
-    assert engines[1].url in str(caught.value) and time.monotonic() - begin < 4
+    assert engines[1].url in str(caught.value) and time.monotonic() - begin < 60
     engines[1].set_mode("obey")
-    deliver_anew(link, engines, 2)
+    deliver_anew(patient_link, engines, 2)
 
 
 @pytest.mark.parametrize("mode", ["die", "silent"])
