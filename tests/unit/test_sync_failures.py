@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -27,6 +27,8 @@ from mslime.config.keys import Endpoint
 from mslime.config.loader import build
 from mslime.config.schema import DeadlineConfig
 from mslime.control.delivery import Delivery
+from mslime.control.rollouts import RolloutHandle
+from mslime.control.trainers import TrainerGroup
 from mslime.weights import contract
 from mslime.weights.buckets import named_tensors
 from mslime.weights.courier import Courier, Seconds
@@ -139,17 +141,16 @@ class Plane:
 
     def __post_init__(self) -> None:
         addresses = [EngineAddress(name, engine.url) for name, engine in self.engines.items()]
-        made: Any = SimpleNamespace(addresses=addresses, size=2, lost=lambda gone: None, note=self.notes.append,
-                                    weights=None)  # fmt: skip
-        sender: Any = self.sender
-        rollouts: Any = self.rollouts
+        others: Any = SimpleNamespace(addresses=addresses, size=2, lost=lambda gone: None, note=self.notes.append,
+                                      weights=None)  # fmt: skip
+        sender, rollouts = cast(TrainerGroup, self.sender), cast(RolloutHandle, self.rollouts)
         self._delivery = Delivery(
-            CONFIG, rollouts, sender, made, made, lambda: None, lambda: next(GROUPS), made
+            CONFIG, rollouts, sender, others, others, lambda: None, lambda: next(GROUPS), others
         )  # fmt: skip
         self._delivery.connect(next(GROUPS))
 
     def sync(self, version: int, verify: bool = False) -> int:
-        """The names of the engines that take part afterwards are those of the pool; how often it was sent again."""
+        """A whole weight update; how often all was sent again."""
         delivered = self._delivery.send(version, verify)
         self.rollouts.finish(version)
         return delivered.repeats
