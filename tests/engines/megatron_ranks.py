@@ -6,7 +6,6 @@ when a rank fails, are the processes of that run and nothing else.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -16,7 +15,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["mslime.backends.megatron.step.trainer"]
+from tests.fixtures.forked import forking, preload
+
+preload("mslime.backends.megatron.step.trainer")
 
 
 class RankFailed(AssertionError):
@@ -34,8 +35,7 @@ def run_ranks(worker: Callable[..., Any], world_size: int, *args: Any, deadline_
         RankFailed: with the traceback of the first rank that failed; the others are killed.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forking()
     with tempfile.TemporaryDirectory() as directory:
         pipes, processes = [], []
         for rank in range(world_size):
