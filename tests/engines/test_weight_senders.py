@@ -21,11 +21,11 @@ from mslime.config.keys import Endpoint
 from mslime.convert.hf import HFCheckpoint
 from mslime.weights import sync as weight_sync
 from mslime.weights.plan import Entry
-from mslime.weights.shm import PREFIX, ShmTransport
+from mslime.weights.shm import ShmTransport
 from tests.engines.test_weight_sync import change_weights, config_of, sender_of
 from tests.engines.trainer_ranks import run_trainers
 from tests.fixtures.stand_in_engine import StandInEngine
-from tests.fixtures.weight_engines import engines
+from tests.fixtures.weight_engines import engines, left_in_shared_memory
 
 __all__ = ["engines"]
 
@@ -157,4 +157,4 @@ def test_what_a_transport_refuses_before_a_sync_is_raised_on_every_rank_with_its
         assert "trainer rank 1" in message and "weights.transport = 'shm': /dev/shm has no room" in message
         assert "--shm-size" in way_out and "broadcast" in way_out
     assert len(engines[0].order()) == before + 1, "rank 0 sent before it was rank 1's turn, and no more after that"
-    assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
+    assert not left_in_shared_memory()

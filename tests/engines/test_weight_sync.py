@@ -28,13 +28,13 @@ from mslime.convert.hf import copy_side_files
 from mslime.network import free_port
 from mslime.weights.delta import DeltaTransport
 from mslime.weights.plan import Bucket
-from mslime.weights.shm import PREFIX
 from mslime.weights.sync import WeightSender
 from mslime.weights.transport import Moved, Pending, Transport
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.engines.trainer_ranks import make_config, run_trainers
 from tests.fixtures.engine_calls import with_pool
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+from tests.fixtures.weight_engines import left_in_shared_memory
 
 pytestmark = pytest.mark.timeout(240, func_only=True)  # the first test waits for the server
 
@@ -163,7 +163,7 @@ def test_the_engine_serves_the_trainers_weights_under_their_version(
     assert float((after - expected).abs().max()) < 1e-4
     assert float((after - before).abs().max()) > 1e-3, "the weights changed enough to tell"
     assert meta["weight_version"] == str(version)
-    assert not list(Path("/dev/shm").glob(f"{PREFIX}*"))
+    assert not left_in_shared_memory()
     if sizes.get("transport") == "disk":
         assert torch.equal(transformers_log_probs(whole_version(config, checkpoint)), expected)
 
