@@ -340,10 +340,18 @@ class WeightsConfig(Section):
         description="Trainer ranks that send, at most. A stage has one for every expert-parallel rank, or block, "
         "and at least one. Every engine GPU holds a connection to each.",
     )
-    verify: Literal["first", "always", "never"] = Field(
-        default="first",
-        description="Bit-exact comparison of engine and trainer. first: in the first sync, and with weights.loader "
-        "recorded in the second too, which is the first to use what was recorded.",
+    verify: Literal["probe", "first", "always", "never"] = Field(
+        default="probe",
+        description="What is checked after a sync. first: every bit of the engines' parameters in the first sync, and "
+        "with weights.loader recorded in the second too, which is the first to use what was recorded. probe: the same, "
+        "and after each sync what engines and trainer say of a fixed text: log-probs, and routes with train.replay "
+        "r3, of engines that kept no requests through their pause (rollout.pause_mode). always: bits and text in each.",
+    )
+    probe_tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        description="Nats by which the log-probs of half of the fixed text's tokens may be off. Default: 0.0005 where "
+        "trainer and engines hold float32, else 0.25.",
     )
     loader: Literal["recorded", "model"] = Field(
         default="recorded",

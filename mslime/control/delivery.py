@@ -12,6 +12,7 @@ from mslime.config.errors import UserError, WeightSyncError
 from mslime.config.schema import RunConfig
 from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
+from mslime.control.probe import Answered, WeightProbe
 from mslime.control.rollouts import RolloutHandle
 from mslime.control.trainers import Span, TrainerGroup
 from mslime.observe.progress import Progress
@@ -30,22 +31,26 @@ class Delivered:
         spans: when each rank was busy with it.
         compared: parameters of all engine ranks that were compared, and equal; None where nothing was compared.
         repeats: attempts that did not go through.
+        probed: of the probe; None where there was none.
     """
 
     report: SendReport
     spans: Mapping[str, Span]
     compared: int | None
     repeats: int
+    probed: Answered | None = None
 
 
 class Delivery:
-    """Sends weights to paused engines, whose updates it begins.
+    """Brings weights to paused engines, whose updates it begins and ends.
 
     Args:
         engines: where they are.
         fleet: is told who is gone.
         check: raises when the run is to end.
         new_group: makes names for groups without the engines that are gone.
+        probe: asked after each sync; None: nothing is.
+        comparable: whether engines' parameters can be compared with the trainer's.
     """
 
     def __init__(
@@ -58,9 +63,12 @@ class Delivery:
         check: Callable[[], None],
         new_group: Callable[[], str],
         progress: Progress,
+        probe: WeightProbe | None = None,
+        comparable: bool = True,
     ) -> None:
         self._config, self._rollouts, self._trainers, self._engines = config, rollouts, trainers, engines
         self._fleet, self._check, self._new_group, self._progress = fleet, check, new_group, progress
+        self._probe, self._comparable = probe, comparable
         self._met = frozenset(address.url for address in engines.addresses)
         self._proven: frozenset[str] = frozenset()  # engines that have taken weights once
 
@@ -74,7 +82,8 @@ class Delivery:
         self._trainers.connect([a.endpoint for a in self._engines.addresses if a.url in self._met], group)
 
     def send(self, version: int, verify: bool) -> Delivered:
-        """Bring all weights to every engine that is there, and compare them if asked to.
+        """Bring all weights to every engine that is there, compare them if asked to, let them count as `version`, and
+        probe.
 
         When it fails, the engines stay paused and hold a mixture, so all of them get everything again, and are
         compared. Without those that died; without those that are new, where there are others; and without those that
@@ -90,11 +99,14 @@ class Delivery:
         while True:  # ends: there is an engine less every second time
             try:
                 self._meet(serving)
-                check = verify or repeats > 0
+                check = self._comparable and (verify or repeats > 0)
                 report, spans = self._trainers.send_weights(version, check, self._progress.weights)
                 compared = self._rollouts.compare(report.expected) if check else None
+                self._rollouts.end_update()
+                self._rollouts.stamp(version)
+                probed = None if self._probe is None else self._probe.ask(version)
                 self._proven = self._met
-                return Delivered(report, spans, compared, repeats)
+                return Delivered(report, spans, compared, repeats, probed)
             except WeightSyncError as error:
                 self._check()
                 tried, repeats = serving.urls, repeats + 1

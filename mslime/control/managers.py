@@ -24,8 +24,10 @@ from mslime.logs import hide, log_process
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.comparison import Digests
+    from mslime.backends.sglang.probing import ProbeRequest
     from mslime.backends.sglang.server import EngineAddress
     from mslime.config.schema import EvalSetConfig
+    from mslime.data.probe import Probed
     from mslime.data.sample import Group
     from mslime.preflight.resolve import ResolvedRun
     from mslime.rollout.group_service import Standing
@@ -261,6 +263,10 @@ class ManagerGroup:
 
     async def stamp(self, version: int) -> None:
         await self._all_engines("stamp", version)
+
+    async def probe(self, request: ProbeRequest) -> dict[str, Probed]:
+        """See `EnginePool`."""
+        return {url: found for each in await self._all_engines("probe", request) for url, found in each.items()}
 
     async def stop(self) -> None:
         """End all managers, politely first."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.pool import Serving
     from mslime.backends.sglang.server import EngineAddress
     from mslime.config.layout import ParallelLayout
+    from mslime.data.probe import Probed
     from mslime.data.sample import Group, Sample
     from mslime.data.shard import TrainShard
     from mslime.data.source import PromptStream
@@ -160,7 +162,7 @@ class RolloutActor:
         check_seams(config, WHO)
         self._layers = layers
         hide(*(key for a in (*addresses, *teachers) for key in (a.keys.api, a.keys.admin)))
-        tokenizer = load_tokenizer(config.model.tokenizer)
+        tokenizer = self._tokenizer = load_tokenizer(config.model.tokenizer)
         source = open_prompts(config.data, config.seed, tokenizer)
         self._source_name = SourceNames()
         opened = self._open_one if config.rollout.managers == 1 else self._open_several
@@ -323,6 +325,22 @@ class RolloutActor:
     async def stamp(self, version: int) -> None:
         """Let the engines report a version."""
         await self._pool.stamp(version)
+
+    async def probe(self, version: int) -> Mapping[str, Probed]:
+        """What every engine says of the fixed text of `data.probe` under a version, by its URL; nothing where the
+        model's tokenizer makes no two tokens of it. See `EnginePool`."""
+        from mslime.backends.sglang.probing import ProbeRequest
+        from mslime.data import probe
+
+        model, longest = self._run.model, self._config.rollout.longest(self._run.model.max_positions)
+        ids = self._tokenizer.encode(probe.TEXT, special_tokens=True)
+        known = [token for token in ids if token < model.vocab_size]
+        tokens = known[: min(probe.MOST_TOKENS, longest // 2 - probe.NEW_TOKENS)]
+        if len(tokens) < 2:
+            return {}
+        request = ProbeRequest(f"probe-{uuid.uuid4().hex}", tokens, version, bool(self._run.replayed_layers))
+        with phase(_log, f"probing the engines under version {version}"):
+            return await self._pool.probe(request)
 
     async def resume(self, version: int) -> None:
         """Go on under new weights."""
@@ -503,6 +521,10 @@ class RolloutHandle:
     def stamp(self, version: int) -> None:
         """See `RolloutActor.stamp`."""
         self._control("weight version", self._actor.stamp.remote(version))
+
+    def probe(self, version: int) -> Mapping[str, Probed]:
+        """See `RolloutActor.probe`."""
+        return self._update("probe", self._actor.probe.remote(version))
 
     def resume(self, version: int) -> None:
         """See `RolloutActor.resume`."""

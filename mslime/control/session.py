@@ -20,6 +20,7 @@ from mslime.control.delivery import Delivery
 from mslime.control.endpoint import ControlEndpoint
 from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
+from mslime.control.probe import WeightProbe
 from mslime.control.rollouts import Evaluated, Evaluation, RolloutHandle, StepShards
 from mslime.control.run_checkpoints import RunCheckpoints
 from mslime.control.started import Started
@@ -151,10 +152,15 @@ class Session(Started):
         self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress)
         self._delivery = Delivery(
             self.config, self._rollouts, self._trainers, self._engines, self._fleet, self._at_rest, self._other_group,
-            self.progress,
+            self.progress, self._probe(), self._run.comparable,
         )  # fmt: skip
         self._delivery.connect(group)
         self._stack.enter_context(ControlEndpoint(self.config.run_dir, self._fleet.orders))
+
+    def _probe(self) -> WeightProbe | None:
+        if self.config.weights.verify not in ("probe", "always"):
+            return None
+        return WeightProbe(self._rollouts, self._trainers, self._run.probe_tolerance)
 
     def _worth_waiting(self) -> None:
         """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""
@@ -268,21 +274,19 @@ class Session(Started):
     def _publish(self, version: int) -> dict[str, float]:
         _log.info("sending weights of version %d", version)
         begin = time.monotonic()
-        mode = self._run.weight_check
+        mode = self.config.weights.verify
         # What an engine records in the first sync it uses in the second.
         first = 2 if self.config.weights.loader == "recorded" else 1
         if self._fleet.tend():
             self._verified = 0
         self._rollouts.pause()
         paused = time.monotonic()
-        verify = mode == "always" or (mode == "first" and self._verified < first)
+        verify = mode == "always" or (mode in ("first", "probe") and self._verified < first)
         delivered = self._delivery.send(version, verify)
         if (compared := delivered.compared) is not None:
             self._verified += 1
             self.progress.note(f"version {version}: {compared} engine parameters equal the trainer's, bit for bit")
-        sent = delivered.report
-        self._rollouts.end_update()
-        self._rollouts.stamp(version)
+        sent, probed = delivered.report, delivered.probed
         self._rollouts.resume(version)
         end = time.monotonic()
         self._fleet.lost(self._rollouts.dead())
@@ -291,6 +295,8 @@ class Session(Started):
         for rank, spent in sent.phases.items():
             for sent_from, sent_to in spent.sent:
                 self._timeline.record(f"sender {rank}", "send bucket", sent_from, sent_to, self._of_span(self._step))
+        if probed is not None:
+            self._record_ranks("probe", probed.spans)
         senders = sent.phases.values()
         return {
             "weights/seconds": end - begin,
@@ -304,6 +310,7 @@ class Session(Started):
             "weights/fill_seconds": max(spent.fill for spent in senders),
             "weights/turn_seconds": max(spent.turn for spent in senders),
             "weights/send_seconds": max(spent.send for spent in senders),
+            **({} if probed is None else probed.metrics()),
         }
 
     def has_scores(self, step: int) -> bool:

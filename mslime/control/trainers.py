@@ -21,11 +21,13 @@ from mslime.control.cluster import Cluster
 from mslime.control.ranks import RankActor, RankGroup, Report, fetched
 from mslime.data.checkpoints import critic_directory
 from mslime.data.checksums import FileSum
+from mslime.data.probe import joined_routes
 from mslime.logs import hide, phase
 
 if TYPE_CHECKING:
     from mslime.backends.megatron.step.critic import MegatronCritic
     from mslime.config.layout import ParallelLayout
+    from mslime.data.probe import RoutedRows
     from mslime.data.shard import TrainShard
     from mslime.weights.sync import SendReport
 
@@ -150,6 +152,15 @@ class TrainerActor(RankActor):
         with phase(_log, f"sending weights of version {version}"):
             report = self._sender.send(version, verify)
         return report, (begin, time.time())
+
+    def probe(self, sequences: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.float32], RoutedRows | None, Span]:
+        """What the current weights say of sequences, see `MegatronTrainer.probe`; of the experts only what one of
+        several copies of the model chose."""
+        begin = time.time()
+        with phase(_log, f"log-probs of {len(sequences)} probe(s)"):
+            log_probs, chosen = self._trainer.probe(sequences)
+        first = self._config.layout.dp_rank(self._rank) == 0
+        return log_probs, chosen if first else None, (begin, time.time())
 
     def export_hf(self, directory: str) -> None:
         """Write the current weights as a Hugging Face checkpoint."""
@@ -314,6 +325,21 @@ class TrainerGroup:
             "weight sync: send", self._sync_deadline, lambda a, _: a.send_weights.remote(version, verify), poll
         )
         return results[0][0], {f"trainer {rank}": span for rank, (_, span) in enumerate(results)}
+
+    def probe(
+        self, sequences: Sequence[NDArray[np.int32]]
+    ) -> tuple[list[tuple[NDArray[np.float32], NDArray[np.int16] | None]], dict[str, Span]]:
+        """(what the weights say of each sequence: [T] log-probs, [T, MoE layers, top-k] experts; when each rank was
+        busy with it)."""
+        found = self._trainers.all(
+            "weight sync: probe", self._sync_deadline, lambda a, _: a.probe.remote(sequences), self._check
+        )
+        ends = np.cumsum([len(tokens) for tokens in sequences])
+        routes = joined_routes([part for _, part, _ in found if part is not None], int(ends[-1]))
+        log_probs = np.split(found[0][0], ends[:-1])
+        experts = [None] * len(sequences) if routes is None else np.split(routes, ends[:-1])
+        spans = {f"trainer {rank}": span for rank, (_, _, span) in enumerate(found)}
+        return list(zip(log_probs, experts, strict=True)), spans
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint."""

@@ -4,7 +4,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const tip = document.getElementById("tip");
   const SVG = document.getElementById("blank").namespaceURI;
-  const ACTIVITY = { generate: 0, train: 1, "send weights": 2, "send bucket": 2, evaluate: 3, save: 4, collect: 5, "wait for rollouts": 6 };
+  const ACTIVITY = { generate: 0, train: 1, "send weights": 2, "send bucket": 2, probe: 2, evaluate: 3, save: 4, collect: 5, "wait for rollouts": 6 };
   const cursors = [];
 
   // Small helpers

@@ -253,6 +253,7 @@ _TIME = (
             Series("weights/fill_seconds", "fill buckets", BLUE),
             Series("weights/turn_seconds", "wait for turn", GREY),
             Series("weights/send_seconds", "send buckets", AMBER),
+            Series("weights/probe_seconds", "probe", VIOLET),
         ),
     ),
 )  # fmt: skip

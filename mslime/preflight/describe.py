@@ -152,9 +152,16 @@ def _switch_table(run: ResolvedRun) -> Table:
             ("entropy bonus", f"{a.entropy_coef:g}" if a.entropy_coef else "off"),
             ("reward", _reward(config)),
             ("evaluation", ", ".join(s.name for s in config.data.eval_sets) or "off"),
-            ("weight check", run.weight_check),
+            ("weight check", _weight_check(run)),
         ],
     )
+
+
+def _weight_check(run: ResolvedRun) -> str:
+    mode = run.config.weights.verify
+    bits = {"never": "", "always": "every bit of each sync"}.get(mode, "every bit of the first sync")
+    probe = f"a fixed text after each, {run.probe_tolerance:g} nats" if mode in ("probe", "always") else ""
+    return ", ".join(filter(None, (bits if run.comparable else "", probe))) or "none"
 
 
 def _reward(config: RunConfig) -> str:

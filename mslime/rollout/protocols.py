@@ -19,8 +19,10 @@ from mslime.data.sample import Group, Sample
 if TYPE_CHECKING:
     from mslime.backends.sglang.comparison import Digests
     from mslime.backends.sglang.pool import Serving
+    from mslime.backends.sglang.probing import ProbeRequest
     from mslime.config.schema import EvalSetConfig
     from mslime.data.checksums import FileSum
+    from mslime.data.probe import Probed
     from mslime.rollout.evaluate import EvalResult
 
 
@@ -182,3 +184,4 @@ class Updated(Protocol):
     async def compare(self, expected: Mapping[str, Digests]) -> int: ...
     async def end_update(self) -> None: ...
     async def stamp(self, version: int) -> None: ...
+    async def probe(self, request: ProbeRequest) -> Mapping[str, Probed]: ...

@@ -111,6 +111,27 @@ def test_engines_die_between_buckets_and_all_at_once_and_the_run_goes_on_whole(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
+def test_weights_that_are_not_the_trainers_are_found_by_what_they_say_and_sent_again(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the first two syncs nobody compares bits."""
+    monkeypatch.setenv(VARIABLE, f"scale@3 {uuid.uuid4()}")
+    run = start(tiny_qwen3_moe, prompts, tmp_path, transport=ACCIDENTS, bucket_mib=0.25, verify="probe")
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 5, START_S + 7 * STEP_S)
+    rows = by_step(run.rows())[:5]
+    assert [row["weights/repeats"] for row in rows] == [0, 0, 1, 0, 0]
+    assert all(row["weights/probe_log_probs"] < 1e-5 and row["weights/probe_routes"] == 1 for row in rows)
+    told = re.findall("(all weights are sent again: .*|version [0-9]+: [0-9]+ engine parameters)", run.text())
+    assert [text[:9] for text in told] == ["version 0", "version 1", "all weigh", "version 3"], told
+    assert "log-probs off by" in told[2]
+    run.process.terminate()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
+    check_books(run)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_an_engine_that_refuses_a_bucket_twice_is_left_out_and_started_again(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

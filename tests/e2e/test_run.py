@@ -174,6 +174,8 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
 
     check_logs(first.directory / "logs", first.text())
     check_senders(read_spans(first.directory), rows[-1])
+    assert rows[-1]["weights/probe_log_probs"] < 1e-5 and rows[-1]["weights/probe_routes"] == 1
+    assert 0 < rows[-1]["weights/probe_seconds"] < rows[-1]["weights/pause_seconds"]
     sender = (first.directory / "logs" / "trainer_rank0.log").read_text()
     assert len(re.findall(r"^bucket 0 \(stage 0, .*\): \d+ bytes in ", sender, re.MULTILINE)) == 3, "versions 0, 1, 2"
 

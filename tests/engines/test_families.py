@@ -6,9 +6,11 @@ One run of the ranks for each case and layout answers all of its tests. What a c
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +21,19 @@ import torch.distributed as dist
 
 from mslime.backends.megatron.model.naming import named_local_params
 from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.probing import ProbeRequest
 from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.backends.sglang.recorded import RECORDED
 from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
 from mslime.convert.hf import HFCheckpoint
+from mslime.data.probe import NEW_TOKENS, Differences, Probed, joined_routes
+from mslime.preflight.resolve import EXACT_TOLERANCE
 from tests.engines.conftest import serve
-from tests.engines.test_weight_sync import engine_log_probs, publish
+from tests.engines.test_weight_sync import PROMPT, change_weights, engine_log_probs, publish
 from tests.engines.trainer_ranks import make_config, make_shard, run_trainers, shard_of
+from tests.fixtures.engine_calls import with_pool
 from tests.fixtures.families import CASES
 from tests.fixtures.families.case import FamilyCase
 
@@ -256,9 +263,14 @@ def test_a_bfloat16_checkpoint_comes_back_bit_for_bit(ran: Ran, tmp_path: Path, 
     assert_same_tensors(tmp_path / "exported", source)
 
 
-def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> set[str]:
+def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> tuple[set[str], list[Any]]:
     """Send the weights, change every parameter, send them again and write them to disk. The second time the engine
-    loads by what it recorded the first time, or by its model's own loader again: what it says of that to this rank."""
+    loads by what it recorded the first time, or by its model's own loader again.
+
+    Returns:
+        What it says of that to this rank; and a probe, with what this rank says of it. For a model that derives tensors
+        from its weights two more: before the end of a third sync, when they are those of the second, and after it.
+    """
     receivers, rank = SGLangReceivers(trainer.spec.deadlines), trainer.parallel.rank
     sender = trainer.weight_sender(receivers)
     sender.connect([engine])
@@ -266,9 +278,39 @@ def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> 
     receivers.heard.clear()
     change_every_parameter(trainer)
     publish(sender, 2, rank, check="cpu" in get_family(trainer.hf_config).support.compared_on)
+    said, probes = {said for _, said in receivers.heard}, [probe(trainer, engine, 2)]
+    if trainer.transformer.multi_latent_attention:
+        change_weights(trainer, -0.19)
+        publish(sender, 3, rank, end=False)
+        probes.append(probe(trainer, engine, 3))
+        if rank == 0:
+            with_pool(sender.engines, lambda pool: pool.end_update())
+        probes.append(probe(trainer, engine, 3))
     sender.disconnect()
     sender.export(exported, trainer.spec.checkpoint)
-    return {said for _, said in receivers.heard}
+    return said, probes
+
+
+def probe(trainer: MegatronTrainer, engine: Endpoint, version: int) -> tuple[Probed, Any]:
+    """The engine's answer under a version, and what this rank says of it."""
+
+    async def ask() -> Probed:
+        request = ProbeRequest(f"probe-{version}", PROMPT, version, want_routes=bool(trainer.model.num_experts))
+        async with EngineClient(engine.url, "engine", model=trainer.model, keys=engine.keys) as client:
+            return await client.probe(request)
+
+    answer = [asyncio.run(ask()) if trainer.parallel.rank == 0 else None]
+    dist.broadcast_object_list(answer)
+    assert answer[0] is not None
+    return answer[0], trainer.probe([answer[0].tokens])
+
+
+def differences(probed: Sequence[tuple[Probed, Any]]) -> Differences:
+    """Between an engine's answer and what all ranks say of it."""
+    answer, length = probed[0][0], len(PROMPT) + NEW_TOKENS
+    routes = joined_routes([part for _, (_, part) in probed if part is not None], length)
+    found = [Differences.between(answer, Probed(answer.tokens, answer.given, lp, routes)) for _, (lp, _) in probed]
+    return max(found, key=lambda each: each.log_probs)
 
 
 SERVED_IN_CI = ("deepseek-v3", "glm-4.5", "minimax-m2")
@@ -294,11 +336,11 @@ def test_the_engine_serves_the_synced_weights_as_transformers_computes_them(
         config = make_config(checkpoint, tmp_path, **sizes)
         # Many small buckets: one that holds a tensor which is more than copied is loaded by the model's own loader.
         small = config.model_copy(update={"weights": config.weights.model_copy(update={"bucket_mib": 0.01})})
-        said = run_trainers(send_changed, small, server.endpoint, tmp_path / "sent")
+        said, probed = zip(*run_trainers(send_changed, small, server.endpoint, tmp_path / "sent"), strict=True)
         after, meta = engine_log_probs(server.endpoint, new_tokens=12)
     finally:
         server.process.stop()
-    assert meta["weight_version"] == "2" and RECORDED in set[str]().union(*said)
+    assert RECORDED in set[str]().union(*said)
     decoded = meta["output_token_logprobs"]  # step by step: MLA's absorbed way
     tokens = torch.tensor([[*range(40, 90), *(entry[1] for entry in decoded)]])
     with torch.no_grad():
@@ -307,6 +349,9 @@ def test_the_engine_serves_the_synced_weights_as_transformers_computes_them(
     found = torch.cat([after, torch.tensor([entry[0] for entry in decoded])])
     assert len(decoded) == 12 and (found - expected).abs().max() <= 2e-5
     assert (after - before).abs().max() > 1e-3
+    derives, found = name.startswith("deepseek"), [differences(each) for each in zip(*probed, strict=True)]
+    assert [each.too_large(EXACT_TOLERANCE) for each in found] == [False, *[True, False] * derives]
+    assert found[-1].log_probs < 1e-5 and found[-1].routes == 1.0 and meta["weight_version"] == str(2 + derives)
 
 
 def test_families_say_of_themselves_what_is_tried(ran: Ran) -> None:

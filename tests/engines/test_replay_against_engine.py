@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.generating import GenerateRequest
+from mslime.backends.sglang.probing import ProbeRequest
 from mslime.config.layout import ParallelLayout
 from mslime.data.packing import build_shards
+from mslime.data.probe import Differences, Probed, joined_routes
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample, check_invariants
 from mslime.data.shard import TrainShard
@@ -92,6 +95,49 @@ def test_log_probs_match_the_engine_on_every_generated_token(
         assert report.agreement == {0: 1.0, 1: 1.0, 2: 1.0, 3: 1.0}
         assert report.rows == 4 * (len(shard.tokens) - len(PROMPTS)), "every row but those of newest tokens"
         assert result["metrics"]["replay/coverage"] == result["metrics"]["replay/agreement"] == 1.0
+
+
+def _probed(trainer: MegatronTrainer, sequences: list[NDArray[np.int32]]) -> Any:
+    before = [parameter.detach().clone() for _, parameter in trainer.named_local_params()]
+    found = trainer.probe(sequences)
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.named_local_params(), strict=True))
+    return found, trainer.routing.replay is None or all(
+        layer.router_replay_action is None for layer in trainer.routing.replay.layers
+    )
+
+
+LAYOUTS = [{}, {"tp": 2, "ep": 2}, {"pp": 2, "ep": 1}, {"cp": 2}, {"pp": 2, "vpp": 2}]
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=["one", "tp2_ep2", "pp2", "cp2", "pp2_vpp2"])
+def test_engine_and_trainer_say_the_same_of_a_probe(
+    sizes: dict[str, int], sglang_server: SharedServer, tmp_path: Path
+) -> None:
+    """At temperature 1, whatever the rollout's is; two texts of other lengths than any layout's multiple."""
+    texts = [list(range(40, 91)), [7, 9, 200]]
+
+    async def ask() -> list[Probed]:
+        async with sglang_server.client() as client:
+            version = await client.version()
+            requests = [ProbeRequest(f"probe-{len(text)}", text, version, want_routes=True) for text in texts]
+            return [await client.probe(request) for request in requests]
+
+    answers = asyncio.run(asyncio.wait_for(ask(), 120))
+    sequences = [answer.tokens for answer in answers]
+    config = make_config(sglang_server.checkpoint, tmp_path, rollout={"temperature": TEMPERATURE}, **sizes)
+    found = run_trainers(_probed, config, sequences)
+    assert all(stopped for _, stopped in found)
+    ends = np.cumsum([len(tokens) for tokens in sequences])
+    routes = joined_routes([part for (_, part), _ in found if part is not None], int(ends[-1]))
+    assert routes is not None
+    for (log_probs, _), _ in found:
+        of_ranks = zip(answers, np.split(log_probs, ends[:-1]), np.split(routes, ends[:-1]), strict=True)
+        for answer, mine, chosen in of_ranks:
+            trainers = Probed(answer.tokens, answer.given, mine, chosen)
+            same = Differences.between(answer, trainers)
+            assert same.log_probs < 1e-5 and same.routes == 1.0
+            assert np.abs(answer.log_probs - mine).max() < 1e-4 and len(answer.routes) == len(answer.tokens) - 1
+            assert Differences.between(replace(answer, routes=7 - answer.routes), trainers).too_large(5e-4)
 
 
 def _with_other_experts(trainer: MegatronTrainer, shard: TrainShard) -> dict[str, Any]:

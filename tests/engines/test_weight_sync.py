@@ -67,8 +67,12 @@ def change_weights(trainer: MegatronTrainer, amount: float) -> None:
             parameter.mul_(1 + amount * (1 + zlib.crc32(name.encode()) % 5))
 
 
-def publish(sender: WeightSender, version: int, rank: int, check: bool = True) -> int:
-    """begin, send, compare, end, stamp, as control drives them; the number of parameters compared."""
+def publish(sender: WeightSender, version: int, rank: int, check: bool = True, end: bool = True) -> int:
+    """begin, send, compare, end, stamp, as control drives them; the number of parameters compared.
+
+    Args:
+        end: False forgets the end.
+    """
     engines, compared = sender.engines, 0
     if rank == 0:
         with_pool(engines, lambda pool: pool.begin_update())
@@ -78,7 +82,7 @@ def publish(sender: WeightSender, version: int, rank: int, check: bool = True) -
         if rank == 0 and check:
             compared = with_pool(engines, lambda pool: pool.compare(report.expected))
     finally:
-        if rank == 0:
+        if rank == 0 and end:
             with_pool(engines, lambda pool: pool.end_update())
     if rank == 0:
         with_pool(engines, lambda pool: pool.stamp(version))

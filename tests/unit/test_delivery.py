@@ -37,6 +37,7 @@ class Fakes:
         self.gone, self.silent, self.starting, self.launches = dict[str, str](), set[str](), list[str](), True
         self.most_starts, self.made = 9, 0
         self.unequal: list[Exception | None] = []
+        self.ends: list[str] = []  # of syncs that went so far
         self.addresses = [EngineAddress(name, url, keys=NO_KEYS) for name, url in URLS.items()]
 
     fleet: Fleet
@@ -65,6 +66,12 @@ class Fakes:
         if self.unequal and (error := self.unequal.pop(0)) is not None:
             raise error
         return 39
+
+    def end_update(self) -> None:
+        self.ends.append("end")
+
+    def stamp(self, version: int) -> None:
+        self.ends.append(f"stamp {version}")
 
     def leave_out(self, urls: Any, why: str) -> None:
         self.calls.append(f"leave out {' '.join(sorted(urls))}: {why}")

@@ -177,8 +177,7 @@ def test_weights_are_compared_before_the_update_ends_and_stamped_last(
     tmp_path: Path, loader: str, compared: int
 ) -> None:
     """Until each way of loading was compared: what the first sync has recorded the second one uses."""
-    with session(tmp_path, 0, weights={"loader": loader}) as run:
-        run._run = cast("Any", SimpleNamespace(config=run.config, weight_check="first"))
+    with session(tmp_path, 0, weights={"loader": loader, "verify": "first"}) as run:
         for version in (1, 2, 3):
             run.publish_weights(version)
     expected: list[str] = []
@@ -203,8 +202,7 @@ def test_an_engine_that_refuses_its_stamp_is_started_again_and_does_not_count_as
 
 def test_an_engine_that_is_back_is_compared_anew(tmp_path: Path) -> None:
     """It is another process, which records its copies anew."""
-    with session(tmp_path, 0, weights={"loader": "model"}) as run:
-        run._run = cast("Any", SimpleNamespace(config=run.config, weight_check="first"))
+    with session(tmp_path, 0, weights={"loader": "model", "verify": "first"}) as run:
         for version in (1, 2, 3, 4):
             run.back = {"engine 0": ENGINE} if version == 3 else {}
             run.publish_weights(version)
@@ -224,9 +222,9 @@ def session(
         "model": {"path": str(tmp_path)}, "output_dir": str(tmp_path), "cluster": {"device": "cpu"},
         "data": {"prompts": ["p.jsonl"], "eval_sets": [{"name": "a", "path": "e.jsonl"}]},
         "rollout": {"max_staleness": staleness}, "train": {"num_steps": 4}, "checkpoint": {"save_hf": False},
-        "observe": {"eval_every": 2, "progress": "off"}, **sections,
+        "observe": {"eval_every": 2, "progress": "off"}, "weights": {"verify": "never"}, **sections,
     }  # fmt: skip
-    made = FakeParts(cast("Any", SimpleNamespace(config=build(values), weight_check="never")), hook)
+    made = FakeParts(cast("Any", SimpleNamespace(config=build(values))), hook)
     made.fake.done = done
     return made
 

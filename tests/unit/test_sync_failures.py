@@ -114,16 +114,17 @@ class Rollouts:
     def compare(self, expected: Any) -> int:
         return self._do(self.pool.compare(expected))
 
+    def end_update(self) -> None:
+        self._do(self.pool.end_update())
+
+    def stamp(self, version: int) -> None:
+        self._do(self.pool.stamp(version))
+
     def leave_out(self, urls: Any, why: str) -> None:
         async def leave() -> None:
             self.pool.leave_out(urls, why)
 
         self._do(leave())
-
-    def finish(self, version: int) -> None:
-        """As a session does after a delivery."""
-        self._do(self.pool.end_update())
-        self._do(self.pool.stamp(version))
 
     def close(self) -> None:
         self._do(self.pool.close())
@@ -151,9 +152,7 @@ class Plane:
 
     def sync(self, version: int, verify: bool = False) -> int:
         """A whole weight update; how often all was sent again."""
-        delivered = self._delivery.send(version, verify)
-        self.rollouts.finish(version)
-        return delivered.repeats
+        return self._delivery.send(version, verify).repeats
 
     @property
     def there(self) -> str:

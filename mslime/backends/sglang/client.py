@@ -33,12 +33,14 @@ from mslime.backends.sglang.generating import (
     parse_generation,
     parse_version,
 )
+from mslime.backends.sglang.probing import ProbeRequest, parse_probe
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.config.choices import PauseMode
 from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig
+from mslime.data.probe import Probed
 from mslime.threads import in_thread
 
 T = TypeVar("T")
@@ -133,6 +135,17 @@ class EngineClient:
         answer = await self._retrying("POST", "/generate", request.payload(), self.deadlines.engine_request_s)
         with self.reading(f"request {request.rid}"):
             return parse_scores(request, answer, None if self.model is None else self.model.vocab_size)
+
+    async def probe(self, request: ProbeRequest) -> Probed:
+        """What the engine says of a fixed text; see `probing.parse_probe`.
+
+        Raises EngineDied and EngineError as `generate` does, within the deadline of a weight sync.
+        """
+        assert self.model is not None, "a probe is of a client that knows the model"
+        self._check_ids(request.generation)
+        answer = await self._retrying("POST", "/generate", request.payload(), self.deadlines.weight_sync_s)
+        with self.reading(f"request {request.rid}"):
+            return parse_probe(request, answer, self.name, self.model)
 
     def _check_ids(self, request: GenerateRequest | ScoreRequest) -> None:
         """Raise EngineError for a token id that would kill the server."""

@@ -24,9 +24,11 @@ from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.comparison import Digests, compare
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.heartbeat import Heartbeats
+from mslime.backends.sglang.probing import ProbeRequest
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.choices import PauseMode
 from mslime.config.errors import EngineError, WeightSyncError
+from mslime.data.probe import Probed
 
 T = TypeVar("T")
 MAX_SESSIONS = 65536
@@ -96,6 +98,7 @@ class EnginePool:
         self._admitted: dict[str, EngineClient] = {}
         self._heartbeats = Heartbeats(silence_s, lambda: self._slots) if math.isfinite(silence_s) else None
         self._sessions: OrderedDict[str, _Slot] = OrderedDict()
+        self._paused: PauseMode = "retract"
 
     def __len__(self) -> int:
         """Engines that are alive."""
@@ -144,6 +147,7 @@ class EnginePool:
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause every engine."""
+        self._paused = mode
         self._stop_heartbeats()
         await self.broadcast(lambda client: client.pause(mode))
 
@@ -205,10 +209,11 @@ class EnginePool:
 
     # --------------------------------------------------------------------------------------------- weight update
     #
-    # pause -> begin_update -> the trainer sends -> [compare] -> end_update -> stamp -> flush_cache, resume
+    # pause -> begin_update -> the trainer sends -> [compare] -> end_update -> stamp -> [probe] -> flush_cache, resume
     #
     # A version is stamped last, so an engine that was left in the middle never claims the new one. The comparison comes
-    # before `end_update`, while the parameters lie as they were loaded.
+    # before `end_update`, while the parameters lie as they were loaded. A probe is answered by an engine that goes on,
+    # so all that it says is of the stamped version.
 
     async def begin_update(self) -> Serving:
         """Open a weight-update session on every engine that lives, the admitted ones among them.
@@ -274,19 +279,35 @@ class EnginePool:
         """Let every engine that gets requests report `version` for what it samples from now on."""
         await self.broadcast(lambda client: client.stamp(version), spare=True)
 
-    async def broadcast(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]], spare: bool = False) -> list[T]:
+    async def probe(self, request: ProbeRequest) -> dict[str, Probed]:
+        """What every engine says of a fixed text, by its URL. They are paused again afterwards, as they were. One that
+        refuses, or answers what cannot be, is taken for dead, unless all do. One that kept requests through its pause
+        is not asked: they would go on, and the text might wait until the first of them has ended."""
+
+        async def one(client: EngineClient) -> tuple[str, Probed]:
+            await client.resume()
+            found = await client.probe(request)
+            await client.pause(self._paused)
+            return client.url, found
+
+        return dict(await self.broadcast(one, spare=True, idle=True))
+
+    async def broadcast(
+        self, call: Callable[[EngineClient], Coroutine[Any, Any, T]], spare: bool = False, idle: bool = False
+    ) -> list[T]:
         """One call to every live engine at the same time; the answers of those that live on. Nobody is asked where the
         only ones left are admitted ones.
 
         Args:
             spare: do without those that refuse, where others do not: they are taken for dead.
+            idle: only to those that have no requests.
 
         Raises:
             EngineError: one refused, after all have answered; or all died, what the first one died of.
         """
         if not len(self) and self._admitted:
             return []
-        slots = self._live()
+        slots = [slot for slot in self._live() if not (idle and slot.assigned)]
         answers = await asyncio.gather(
             *(self._unless_dead(slot, call(slot.client)) for slot in slots), return_exceptions=True
         )

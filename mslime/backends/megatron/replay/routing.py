@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
@@ -22,10 +23,11 @@ from mslime.backends.megatron.replay.routing_replay import (
     ShardRoutes,
     check_routes,
 )
-from mslime.backends.megatron.step.batches import MicroBatch
+from mslime.backends.megatron.step.batches import PADDING, MicroBatch, SequenceSlicer
 from mslime.backends.megatron.step.pipeline import RouteHooks
 from mslime.config.choices import ReplayMode
 from mslime.convert.families import ModelFields
+from mslime.data.probe import RoutedRows
 from mslime.data.shard import TrainShard
 
 Records = dict[Hashable, Tensor]
@@ -54,6 +56,29 @@ class _Keep:
 
     def after_forward(self, chunk: int, batch: MicroBatch) -> None:
         self.replay.keep(chunk, batch.index)
+
+
+@dataclass(frozen=True)
+class _Observe:
+    """Keeps what the routers chose for each token."""
+
+    replay: RoutingReplay
+    slicers: dict[Hashable, SequenceSlicer] = field(default_factory=dict[Hashable, SequenceSlicer])
+
+    def before_forward(self, chunk: int, batch: MicroBatch) -> None: ...
+
+    def after_forward(self, chunk: int, batch: MicroBatch) -> None:
+        self.replay.keep(chunk, batch.index)
+        self.slicers[batch.index] = batch.slicer
+
+    def chosen(self) -> RoutedRows:
+        """Of the tokens that this rank's routers saw."""
+        tokens, experts = [], []
+        for index, slicer in self.slicers.items():
+            known = np.flatnonzero(slicer.layer_rows != PADDING)
+            tokens.append(slicer.layer_rows[known])
+            experts.append(self.replay.recorded(index).cpu().numpy()[known])
+        return RoutedRows(np.concatenate(tokens), self.replay.layer_ids, np.concatenate(experts))
 
 
 @dataclass
@@ -103,6 +128,17 @@ class Routing:
             with self.replay.recording():
                 yield _Keep(self.replay)
                 self._recorded[step] = dict(self.replay.records)
+
+    @contextmanager
+    def observed_pass(self) -> Iterator[tuple[RouteHooks | None, Callable[[], RoutedRows | None]]]:
+        """A pass in which the routers choose by themselves: its hooks, and what gives their choice after it (None
+        where nothing is attached to them, or this stage has none)."""
+        if self.replay is None or not self.replay.layers:
+            yield None, lambda: None
+            return
+        with self.replay.recording():
+            observed = _Observe(self.replay)
+            yield observed, observed.chosen
 
     @contextmanager
     def gradient_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:

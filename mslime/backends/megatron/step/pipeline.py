@@ -213,17 +213,20 @@ class StepRunner(Pipeline):
     spec: PolicySpec
     vocab_size: int
 
-    def log_probs(self, shard: TrainShard, routes: RouteHooks | None, progress: OnMicroBatch | None = None) -> Tensor:
+    def log_probs(self, shard: TrainShard, routes: RouteHooks | None, temperature: float | None = None) -> Tensor:
         """log pi(token | what is before it) for each of the shard's N tokens: float32 [N] on the CPU, on every rank.
 
         A token with a support (`TrainShard.supports`) has that of pi restricted to the support. The first token of a
         sequence has none, and gets 0. A collective over the whole trainer.
+
+        Args:
+            temperature: None: the rollout's.
         """
 
         def read(batch: MicroBatch, logits: Tensor) -> Tensor:
-            return self._token_log_probs(batch, logits, with_entropy=False).log_probs
+            return self._token_log_probs(batch, logits, with_entropy=False, temperature=temperature).log_probs
 
-        return self.per_token(shard, read, routes, progress)
+        return self.per_token(shard, read, routes)
 
     def loss_and_gradients(
         self,
@@ -248,14 +251,16 @@ class StepRunner(Pipeline):
 
         return self.add_gradients(shard, loss, routes, progress)
 
-    def _token_log_probs(self, batch: MicroBatch, logits: Tensor, *, with_entropy: bool) -> LogProbs:
+    def _token_log_probs(
+        self, batch: MicroBatch, logits: Tensor, *, with_entropy: bool, temperature: float | None = None
+    ) -> LogProbs:
         return vocab_parallel_log_probs(
             logits,
             batch.labels,
             tp_group=self.parallel.tp_group,
             vocab_start=self.parallel.tp_rank * logits.shape[-1],
             vocab_size=self.vocab_size,
-            temperature=self.spec.temperature,
+            temperature=self.spec.temperature if temperature is None else temperature,
             with_entropy=with_entropy,
             chunk=self.spec.train.log_prob_chunk_tokens,
             support=batch.support,

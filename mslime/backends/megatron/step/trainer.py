@@ -13,8 +13,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mslime.algorithms.advantages_tokens import needs_policy_log_probs
@@ -34,6 +36,7 @@ from mslime.backends.megatron.step.watch import Watch
 from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
 from mslime.config.training import PolicySpec
 from mslime.convert.families import get_family, read_hf_config
+from mslime.data.probe import RoutedRows, shard_of
 from mslime.data.shard import TrainShard
 from mslime.logs import phase
 from mslime.weights.groups import make_groups
@@ -162,6 +165,13 @@ class MegatronTrainer(TrainedModel):
         """
         found = [(-self.log_probs(shard).double()[torch.from_numpy(shard.loss_mask.copy())]) for shard in shards]
         return float(sum(part.sum() for part in found)), sum(len(part) for part in found)
+
+    def probe(self, sequences: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.float32], RoutedRows | None]:
+        """([N] float32 log-probs of all tokens at temperature 1, routed naturally; the experts that this rank's routers
+        chose for the tokens that they saw, None where routes are not replayed)."""
+        with self.weights_in_place(), self.routing.observed_pass() as (hooks, chosen):
+            log_probs = self.runner.log_probs(shard_of(sequences), hooks, temperature=1.0)
+            return log_probs.numpy(), chosen()
 
     def named_local_params(self) -> Iterator[tuple[str, Tensor]]:
         """(canonical name, local tensor) of this rank's parameters as of the last optimizer step, tied copies left out.

@@ -1,0 +1,89 @@
+"""After a weight sync: do engines and trainer say the same of a fixed text?
+
+The engines answer first, for they add tokens of their own to it, which the trainer then scores with the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mslime.config.errors import sync_error
+from mslime.control.rollouts import RolloutHandle
+from mslime.control.trainers import Span, TrainerGroup
+from mslime.data.probe import SAME_ROUTES, Differences, Probed
+
+WAY_OUT = (
+    "an engine that holds equal parameters (weights.verify: always compares them) holds something else that is wrong: "
+    "see docs/weight_sync.md, section Probe; weights.probe_tolerance allows more, weights.verify: first does without"
+)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A probe that went well.
+
+    Attributes:
+        worst: the largest difference in log-probs, and the smallest share of equal routes, among the engines.
+        seconds: for which the engines waited.
+        spans: when each rank was busy with it.
+    """
+
+    worst: Differences
+    seconds: float
+    spans: Mapping[str, Span]
+
+    def metrics(self) -> dict[str, float]:
+        """Named as in `metrics.jsonl`."""
+        return {
+            "weights/probe_seconds": self.seconds,
+            "weights/probe_log_probs": self.worst.log_probs,
+            "weights/probe_routes": self.worst.routes,
+        }
+
+
+class WeightProbe:
+    """Asks engines, which are paused before and after, and trainer.
+
+    Args:
+        tolerance: nats, see `data.probe.Differences`.
+    """
+
+    def __init__(self, rollouts: RolloutHandle, trainers: TrainerGroup, tolerance: float) -> None:
+        self._rollouts, self._trainers, self._tolerance = rollouts, trainers, tolerance
+
+    def ask(self, version: int) -> Answered | None:
+        """Ask all, after the engines were stamped with this version; None where no engine has an answer.
+
+        Raises:
+            WeightSyncError: an engine differs by more than rounding does; it names all that do.
+            EngineError: all engines refuse. EngineDied: none is left. TrainerError: a rank is gone.
+        """
+        begin = time.monotonic()
+        found = self._rollouts.probe(version)
+        if not found:
+            return None
+        texts = {each.tokens.tobytes(): each for each in found.values()}  # most engines add the same tokens
+        scored, spans = self._trainers.probe([each.tokens for each in texts.values()])
+        expected = {
+            key: Probed(each.tokens, each.given, *of_trainer)
+            for (key, each), of_trainer in zip(texts.items(), scored, strict=True)
+        }
+        apart = {url: Differences.between(each, expected[each.tokens.tobytes()]) for url, each in found.items()}
+        self._check(version, {url: each for url, each in apart.items() if each.too_large(self._tolerance)})
+        worst = Differences(max(each.log_probs for each in apart.values()), min(each.routes for each in apart.values()))
+        return Answered(worst, time.monotonic() - begin, spans)
+
+    def _check(self, version: int, wrong: Mapping[str, Differences]) -> None:
+        if not wrong:
+            return
+        told = "; ".join(
+            f"{url}: log-probs off by {each.log_probs:.3g} nats, same experts in {each.routes:.1%}"
+            for url, each in wrong.items()
+        )
+        rule = (
+            f"an engine says something else of a fixed text than the trainer's weights of version {version}: in the "
+            f"median at most {self._tolerance:g} nats, and at least {SAME_ROUTES:.0%} of the experts, are to be right"
+        )
+        raise sync_error("probe", told, rule, WAY_OUT)

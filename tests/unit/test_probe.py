@@ -1,0 +1,293 @@
+"""What engines and trainer say of a fixed text: when it counts as the same, and what follows when it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.probing import ProbeRequest, parse_probe
+from mslime.config.errors import EngineError, WeightSyncError
+from mslime.config.loader import build
+from mslime.control.probe import WeightProbe
+from mslime.data.probe import NEW_TOKENS, TEXT, Differences, Probed, RoutedRows, joined_routes, shard_of
+from mslime.data.tokenizer import load_tokenizer
+from mslime.preflight.resolve import resolve
+from tests.fixtures.model_facts import model_facts
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+from tests.unit.test_delivery import COMPARED, Fakes, delivery_of, met
+
+TOKENS = np.arange(10, 22, dtype=np.int32)  # 4 given, 8 added
+LOG_PROBS = np.linspace(-3, -1, 12, dtype=np.float32)
+ROUTES = np.random.default_rng(0).permuted(np.tile(np.arange(8), (12, 2, 1)), axis=-1)[:, :, :2]
+
+
+def probed(log_probs: Any = LOG_PROBS, routes: Any = ROUTES, tokens: Any = TOKENS) -> Probed:
+    return Probed(tokens, 4, np.asarray(log_probs, np.float32), routes)
+
+
+def off(places: slice, by: float) -> Probed:
+    changed = LOG_PROBS.copy()
+    changed[places] += by
+    return probed(changed)
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        (probed(), Differences(0.0, 1.0)),
+        (probed(routes=ROUTES[:11, :, ::-1]), Differences(0.0, 1.0)),  # sets have no order; an engine's newest has none
+        (probed(routes=(ROUTES + 1) % 8), Differences(0.0, 0.0)),
+        (probed(routes=None), Differences(0.0, 1.0)),
+        (off(slice(1, 4), -0.5), Differences(0.5, 1.0)),
+        (off(slice(4, 12), 0.25), Differences(0.25, 1.0)),  # only those that an engine decodes
+        (off(slice(4, 7), 9.0), Differences(0.0, 1.0)),  # where rounding chose other experts
+        (off(slice(0, 1), 9.0), Differences(0.0, 1.0)),  # nothing predicts the first
+    ],
+)
+def test_differences(engine: Probed, expected: Differences) -> None:
+    found = Differences.between(engine, probed())
+    assert found.log_probs == pytest.approx(expected.log_probs, abs=1e-6)
+    assert found.routes == pytest.approx(expected.routes, abs=0.1)
+
+
+def test_half_of_the_routes_are_enough_and_no_number_is_not() -> None:
+    assert not Differences(0.001, 0.5).too_large(0.001)
+    assert Differences(0.0011, 1.0).too_large(0.001) and Differences(0.0, 0.49).too_large(0.001)
+    assert Differences(float("nan"), 1.0).too_large(0.001)
+    assert Differences.between(off(slice(5, 6), float("nan")), probed()).too_large(1e9)
+
+
+@pytest.mark.parametrize("other", [probed(tokens=TOKENS + 1), probed(routes=ROUTES[:, :1])])
+def test_what_is_of_something_else_is_not_compared(other: Probed) -> None:
+    with pytest.raises(AssertionError):
+        Differences.between(probed(), other)
+
+
+def test_routes_of_all_ranks_are_joined_and_none_may_be_missing() -> None:
+    experts = ROUTES.astype(np.int16)
+    even, odd = np.arange(0, 12, 2), np.arange(1, 12, 2)
+    parts = [RoutedRows(rows, (layer,), experts[rows, column : column + 1])
+             for rows in (odd, even) for column, layer in enumerate((3, 5))]  # fmt: skip
+    assert np.array_equal(joined_routes(parts, 12), experts)
+    with pytest.raises(AssertionError, match="no rank computed"):
+        joined_routes(parts[:-1], 12)
+    assert joined_routes([], 12) is None
+
+
+def test_a_shard_of_several_texts_trains_nothing() -> None:
+    shard = shard_of([TOKENS, TOKENS[:5]])
+    assert shard.micro_batches == ((0,), (1,)) and shard.lengths.tolist() == [12, 5] and not shard.loss_mask.any()
+    assert shard.tokens[12:].tolist() == [10, 11, 12, 13, 14]
+
+
+# ------------------------------------------------------------------------------------------------ the engine's answer
+
+
+REQUEST = ProbeRequest("r", [3, 4, 5], version=7, want_routes=False)
+
+
+def answer(**changes: Any) -> dict[str, Any]:
+    ids = list(range(20, 20 + NEW_TOKENS))
+    meta = {
+        "finish_reason": {"type": "length"}, "weight_version": "7",
+        "input_token_logprobs": [[None, 3, None], [-1.0, 4, None], [-2.0, 5, None]],
+        "output_token_logprobs": [[-0.5, i, None] for i in ids],
+        "weight_versions": [{"version": "7", "start": 0, "end": NEW_TOKENS}],
+    } | changes  # fmt: skip
+    return {"output_ids": ids, "text": "", "meta_info": meta}
+
+
+def test_text_and_continuation_are_one_sequence() -> None:
+    found = parse_probe(REQUEST, answer(), "e", model_facts())
+    assert found.tokens.tolist() == [3, 4, 5, *range(20, 20 + NEW_TOKENS)] and found.given == 3
+    assert found.log_probs.tolist() == [0, -1, -2, *[-0.5] * NEW_TOKENS]
+    body = REQUEST.payload()
+    assert body["logprob_start_len"] == 0 and body["extra_key"] and body["sampling_params"]["temperature"] == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"weight_versions": [{"version": "6", "start": 0, "end": NEW_TOKENS}]}, r"weights of version \{6\}"),
+        ({"input_token_logprobs": [[None, 3, None], [-1.0, 4, None]]}, "1 log-probs for 2 tokens"),
+        ({"output_token_logprobs": []}, "0 log-probs for 8 tokens"),
+    ],
+)
+def test_an_answer_that_does_not_add_up_is_no_answer(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(AssertionError, match=told):
+        parse_probe(REQUEST, answer(**changes), "e", model_facts())
+
+
+class FakeClient(EngineClient):
+    """Writes down what it is asked; dies, or refuses, when a test says so."""
+
+    def __init__(self, name: str, fails: EngineError | None = None) -> None:
+        super().__init__(f"http://{name}", name)
+        self.calls: list[str] = []
+        self._fails = fails
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    async def pause(self, mode: Any) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def probe(self, request: ProbeRequest) -> Probed:
+        self.calls.append("probe")
+        if self._fails is not None:
+            raise self._fails
+        return probed()
+
+
+def test_engines_answer_between_two_pauses_and_those_with_requests_are_not_asked() -> None:
+    refusal = EngineError("b", "r", "HTTP 400", "")
+    clients = [FakeClient("a"), FakeClient("b", refusal), FakeClient("c")]
+
+    async def main() -> tuple[dict[str, Probed], list[str]]:
+        pool = EnginePool(clients, 1)
+        await pool.pause("in_place")
+        pool._slots[2].assigned = 1
+        return await pool.probe(REQUEST), [*pool.dead]
+
+    found, dead = asyncio.run(main())
+    assert [*found] == ["http://a"] and dead == ["b"]
+    assert clients[0].calls == ["pause in_place", "resume", "probe", "pause in_place"]
+    assert clients[2].calls == ["pause in_place"]
+
+
+def test_no_engine_is_asked_where_all_have_requests() -> None:
+    async def main() -> dict[str, Probed]:
+        pool = EnginePool([FakeClient("a")], 1)
+        pool._slots[0].assigned = 1
+        return await pool.probe(REQUEST)
+
+    assert asyncio.run(main()) == {}
+
+
+# ------------------------------------------------------------------------------------------------------- the decision
+
+
+class Model:
+    """The trainer: it knows the right answer to two texts."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def probe(self, sequences: Any) -> Any:
+        self.asked.append(len(sequences))
+        return [(LOG_PROBS, ROUTES) for _ in sequences], {"trainer 0": (1.0, 2.0)}
+
+
+def ask(found: dict[str, Probed]) -> tuple[Any, Model]:
+    trainers: Any = Model()
+    rollouts: Any = SimpleNamespace(probe=lambda version: found)
+    return WeightProbe(rollouts, trainers, 0.01).ask(3), trainers
+
+
+def test_the_worst_engine_is_told_and_each_text_is_scored_once() -> None:
+    other = probed(tokens=TOKENS + 1)
+    answered, trainers = ask({"a": off(slice(1, 12), 0.004), "b": probed(routes=None), "c": other, "d": other})
+    assert trainers.asked == [2]
+    assert answered.metrics()["weights/probe_log_probs"] == pytest.approx(0.004, rel=1e-3)
+    assert answered.metrics()["weights/probe_routes"] == 1.0 and answered.metrics()["weights/probe_seconds"] > 0
+
+
+def test_nothing_is_asked_where_no_engine_answers() -> None:
+    answered, trainers = ask({})
+    assert answered is None and trainers.asked == []
+
+
+def test_all_engines_that_say_something_else_are_named() -> None:
+    wrong = {"http://a:1": off(slice(4, 12), 0.02), "http://b:1": probed(), "http://c:1": probed(routes=7 - ROUTES)}
+    with pytest.raises(WeightSyncError, match="version 3") as caught:
+        ask(wrong)
+    told = str(caught.value)
+    assert "http://a:1: log-probs off by 0.02" in told and "http://c:1: log-probs off by 0" in told
+    assert "http://b:1" not in told and "weights.probe_tolerance" in told
+
+
+# --------------------------------------------------------------------------------------------------- what a sync does
+
+
+def different(*names: str) -> WeightSyncError:
+    return WeightSyncError("weights.probe", "; ".join(f"http://{name}: off" for name in names), "is off", "look")
+
+
+def delivered(there: list[Any], outcomes: list[Any], proven: str = "abc") -> tuple[Fakes, Any]:
+    """One sync; `outcomes` of its probes, None or an error."""
+    fakes = Fakes(there, [None] * 9)
+    delivery = delivery_of(fakes)
+    delivery._proven = frozenset(f"http://{name}" for name in proven)
+    left = iter(outcomes)
+
+    def probe(version: int) -> Any:
+        fakes.calls.append(f"probe {version}, {fakes.ends.pop(0)}, {fakes.ends.pop(0)}")
+        if (error := next(left)) is not None:
+            raise error
+        return "answered"
+
+    delivery._probe = SimpleNamespace(ask=probe)  # type: ignore[assignment]
+    delivery.connect("g0")
+    fakes.calls.clear()
+    return fakes, delivery.send(0, False)
+
+
+PROBED = "probe 0, end, stamp 0"
+
+
+def test_a_probe_follows_the_version() -> None:
+    fakes, sent = delivered(["abc"], [None])
+    assert fakes.calls == ["begin", "send 0", PROBED] and sent.probed == "answered"
+
+
+def test_after_a_probe_that_fails_all_is_sent_and_compared_again() -> None:
+    fakes, sent = delivered(["abc", "abc"], [different("b"), None])
+    again = ["check", "leave", "again", "all weights are sent again: http://b: off: is off"]
+    assert fakes.calls == ["begin", "send 0", PROBED, *again, *met("abc", 1), "send 0", COMPARED, PROBED]
+    assert sent.repeats == 1
+
+
+def test_an_engine_whose_probe_fails_twice_is_left_out() -> None:
+    fakes, sent = delivered(["abc", "abc", "abc", "ac"], [different("b"), different("b"), None])
+    assert "leave out http://b: http://b: off: is off" in fakes.calls and sent.repeats == 2
+
+
+def test_a_run_that_begins_with_wrong_engines_ends() -> None:
+    with pytest.raises(WeightSyncError, match="http://a: off"):
+        delivered(["abc", "abc"], [different("a", "b", "c")], proven="")
+
+
+def test_engines_that_cannot_be_compared_are_not_when_all_is_sent_again() -> None:
+    fakes = Fakes(["abc", "abc"], [different("b"), None])
+    delivery = delivery_of(fakes)
+    delivery._comparable = False
+    delivery.connect("g0")
+    assert delivery.send(0, True).compared is None and COMPARED not in fakes.calls
+
+
+# -------------------------------------------------------------------------------------------------------------- a run
+
+
+def test_tolerance_follows_the_dtypes(tmp_path: Path) -> None:
+    model, prompts = make_tiny_qwen3_moe(tmp_path / "model"), tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "a", "label": "b"}\n')
+
+    def tolerance(**sections: Any) -> float:
+        values = {"model": {"path": str(model)}, "data": {"prompts": [str(prompts)]},
+                  "output_dir": str(tmp_path), "cluster": {"device": "cpu"}}  # fmt: skip
+        return resolve(build({**values, **sections})).probe_tolerance
+
+    assert tolerance() == 5e-4
+    assert tolerance(sglang={"dtype": "bfloat16"}) == tolerance(megatron={"params_dtype": "bfloat16"}) == 0.25
+    assert tolerance(weights={"probe_tolerance": 0.5}) == 0.5
+
+
+def test_the_text_is_more_than_a_few_tokens(tmp_path: Path) -> None:
+    assert len(load_tokenizer(make_tiny_qwen3_moe(tmp_path)).encode(TEXT, special_tokens=True)) > 64
