@@ -172,12 +172,14 @@ class FakeParts(Session):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(("loader", "compared"), [("model", 1), ("recorded", 2)])
+@pytest.mark.parametrize(
+    ("loader", "verify", "compared"), [("model", "first", 1), ("recorded", "first", 2), ("recorded", "probe", 2)]
+)
 def test_weights_are_compared_before_the_update_ends_and_stamped_last(
-    tmp_path: Path, loader: str, compared: int
+    tmp_path: Path, loader: str, verify: str, compared: int
 ) -> None:
     """Until each way of loading was compared: what the first sync has recorded the second one uses."""
-    with session(tmp_path, 0, weights={"loader": loader, "verify": "first"}) as run:
+    with session(tmp_path, 0, weights={"loader": loader, "verify": verify}) as run:
         for version in (1, 2, 3):
             run.publish_weights(version)
     expected: list[str] = []
@@ -185,6 +187,12 @@ def test_weights_are_compared_before_the_update_ends_and_stamped_last(
         sent = ["send, verified", "compare"] if version <= compared else ["send"]
         expected += ["pause", "begin", *sent, "end", f"stamp {version}", f"resume {version}"]
     assert run.fake.update == expected
+
+
+@pytest.mark.parametrize(("verify", "asks"), [("probe", True), ("always", True), ("first", False), ("never", False)])
+def test_engines_are_probed_as_configured(tmp_path: Path, verify: str, asks: bool) -> None:
+    with session(tmp_path, 0, weights={"verify": verify}) as run:
+        assert (run._probe() is not None) == asks
 
 
 def test_an_engine_that_refuses_its_stamp_is_started_again_and_does_not_count_as_serving(tmp_path: Path) -> None:
@@ -224,7 +232,7 @@ def session(
         "rollout": {"max_staleness": staleness}, "train": {"num_steps": 4}, "checkpoint": {"save_hf": False},
         "observe": {"eval_every": 2, "progress": "off"}, "weights": {"verify": "never"}, **sections,
     }  # fmt: skip
-    made = FakeParts(cast("Any", SimpleNamespace(config=build(values))), hook)
+    made = FakeParts(cast("Any", SimpleNamespace(config=build(values), probe_tolerance=1.0)), hook)
     made.fake.done = done
     return made
 

@@ -18,6 +18,9 @@ class FakeManager:
     def __init__(self, answers: dict[str, Any]) -> None:
         self.answers, self.asked = answers, list[tuple[str, str]]()
 
+    async def engines(self, verb: str, *args: Any) -> Any:
+        return self.answers[verb](*args)
+
     async def side(self, verb: str, *args: Any) -> Any:
         self.asked += [(verb, arg.name if isinstance(arg, EngineAddress) else arg) for arg in args]
         if isinstance(answer := self.answers.get(verb), Exception):
@@ -74,3 +77,9 @@ def test_one_manager_without_engines_strands_the_run() -> None:
     assert asyncio.run(group.stranded()) and asyncio.run(group.dead()) == {"engine1": died}
     answers[1]["stranded"] = False
     assert not asyncio.run(group.stranded())
+
+
+def test_what_the_engines_of_all_managers_say_of_a_probe() -> None:
+    answers = [{"probe": lambda request: {"http://e0": request}}, {"probe": lambda request: {"http://e1": request}}]
+    group, _ = group_of([engine(0)], [engine(1)], answers=answers)
+    assert asyncio.run(group.probe("text")) == {"http://e0": "text", "http://e1": "text"}

@@ -64,6 +64,11 @@ def test_half_of_the_routes_are_enough_and_no_number_is_not() -> None:
     assert Differences.between(off(slice(5, 6), float("nan")), probed()).too_large(1e9)
 
 
+def test_the_first_token_is_nobodys_prediction() -> None:
+    engine, trainer = (Probed(TOKENS[:3], 2, np.asarray([first, -1, -2], np.float32)) for first in (9, 0))
+    assert Differences.between(engine, trainer).log_probs == 0
+
+
 @pytest.mark.parametrize("other", [probed(tokens=TOKENS + 1), probed(routes=ROUTES[:, :1])])
 def test_what_is_of_something_else_is_not_compared(other: Probed) -> None:
     with pytest.raises(AssertionError):
@@ -192,11 +197,13 @@ def ask(found: dict[str, Probed]) -> tuple[Any, Model]:
 
 
 def test_the_worst_engine_is_told_and_each_text_is_scored_once() -> None:
-    other = probed(tokens=TOKENS + 1)
-    answered, trainers = ask({"a": off(slice(1, 12), 0.004), "b": probed(routes=None), "c": other, "d": other})
+    other, mixed = probed(tokens=TOKENS + 1), ROUTES.copy()
+    mixed[:3, 0] = (mixed[:3, 0] + 1) % 8
+    found = {"a": off(slice(1, 12), 0.004), "b": probed(routes=None), "c": other, "d": other, "e": probed(routes=mixed)}
+    answered, trainers = ask(found)
     assert trainers.asked == [2]
     assert answered.metrics()["weights/probe_log_probs"] == pytest.approx(0.004, rel=1e-3)
-    assert answered.metrics()["weights/probe_routes"] == 1.0 and answered.metrics()["weights/probe_seconds"] > 0
+    assert answered.metrics()["weights/probe_routes"] == 1 - 3 / 24 and answered.metrics()["weights/probe_seconds"] > 0
 
 
 def test_nothing_is_asked_where_no_engine_answers() -> None:
