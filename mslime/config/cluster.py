@@ -170,11 +170,12 @@ def claims(config: RunConfig, parts: Parts = WHOLE) -> list[Claim]:
     """What a run places: trainer ranks, and a critic, engines and teachers as far as mslime launches them."""
     generates = config.train.task == "rl" and parts.engines
     launched = config.sglang.num_engines if generates and not config.sglang.urls else 0
+    teachers = config.teacher.launched if generates else 0
     wanted = [
         Claim("trainer", config.layout.world_size if parts.trainers else 0, 1),
         Claim("critic", config.critic_ranks if parts.trainers else 0, 1),
-        Claim("engines", launched, config.sglang.tp_size),
-        Claim("teachers", config.teacher.launched if generates else 0, config.teacher.tp_size),
+        Claim("engines", launched * config.sglang.nnodes, config.sglang.gpus_a_machine),
+        Claim("teachers", teachers * config.teacher.nnodes, config.teacher.gpus_a_machine),
     ]
     return [claim for claim in wanted if claim.count]
 

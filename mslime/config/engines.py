@@ -36,6 +36,8 @@ SGLANG_RESERVED: dict[str, str] = {
     "delete_ckpt_after_loading": "trainer ranks read the same checkpoint",
     "checkpoint_engine_wait_weights_before_ready": "weights are sent to engines that are ready",
     "tokenizer_worker_num": "with several tokenizer processes the server asks nobody for a key",
+    "node_rank": "mslime numbers the machines of an engine (nnodes)",
+    "dist_init_addr": "mslime tells the machines of an engine (nnodes) where they meet",
     "custom_sigquit_handler": "mslime ends its servers itself, and leaves none behind",
     "use_ray": "mslime places its servers itself",
     "grpc_mode": "engines are spoken to over HTTP",
@@ -76,6 +78,12 @@ class SGLangConfig(EngineSection):
         description="Key of the servers' control endpoints (weights, pauses), where it is not api_key; the same forms.",
     )
     tp_size: int = Field(default=1, ge=1, description="GPUs of one engine.")
+    nnodes: int = Field(
+        default=1,
+        ge=1,
+        description="Machines that one launched engine spans, each with an equal share of its GPUs. More than one "
+        "where an engine is larger than a machine.",
+    )
     ep_size: int = Field(default=1, ge=1, description="GPUs of an engine that its experts are divided over.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
@@ -105,6 +113,28 @@ class SGLangConfig(EngineSection):
             for key, setting in (("api_key", self.api_key), ("admin_api_key", self.admin_api_key))
         )
         return EngineKeys(api, admin)
+
+    @property
+    def gpus_a_machine(self) -> int:
+        """GPUs of one engine on each of its machines."""
+        return self.tp_size // self.nnodes
+
+    def check_machines(self, gpus_per_node: int) -> None:
+        """Raise ConfigError when a launched engine does not fit its machines of so many GPUs."""
+        name = self.section or self.engine
+        where = "its machine" if self.nnodes == 1 else f"each of its {self.nnodes} machines"
+        if self.tp_size % self.nnodes:
+            raise ConfigError(
+                f"{name}.nnodes", self.nnodes, f"{self.tp_size} GPUs ({name}.tp_size) cannot be shared out equally",
+                "choose a divisor of tp_size",
+            )  # fmt: skip
+        if self.gpus_a_machine > gpus_per_node:
+            raise ConfigError(
+                f"{name}.tp_size", self.tp_size,
+                f"an engine has {self.gpus_a_machine} GPUs on {where}, and a machine has {gpus_per_node} "
+                "(cluster.gpus_per_node)",
+                f"let it span more machines ({name}.nnodes: {-(-self.tp_size // gpus_per_node)}), or lower it",
+            )  # fmt: skip
 
     @property
     def servers(self) -> int:
@@ -214,11 +244,5 @@ def _check_served(config: RunConfig) -> None:
             "this server is one of sglang.urls: it gets the student's weights after every step",
             "give the teacher servers of its own",
         )
-    device, per_node = config.cluster.device, config.cluster.gpus_per_node
-    if device == "cuda" and served.launched and served.tp_size > per_node:
-        raise ConfigError(
-            "teacher.tp_size",
-            served.tp_size,
-            f"a server that mslime launches lives on one machine, which has {per_node} GPUs",
-            "lower it, or start the servers over several machines yourself and name them in teacher.urls",
-        )
+    if served.launched:
+        served.check_machines(config.cluster.gpus_per_node if config.cluster.device == "cuda" else served.tp_size)

@@ -188,15 +188,10 @@ def _overlap(config: RunConfig) -> None:
         )
 
 
-def _engine_on_one_node(config: RunConfig) -> None:
+def _engine_on_its_machines(config: RunConfig) -> None:
     engine, cluster = config.sglang, config.cluster
-    if cluster.device == "cuda" and not engine.urls and engine.tp_size > cluster.gpus_per_node:
-        raise ConfigError(
-            "sglang.tp_size",
-            engine.tp_size,
-            f"an engine that mslime launches lives on one machine, which has {cluster.gpus_per_node} GPUs",
-            "lower it, or start the servers over several machines yourself and name them in sglang.urls",
-        )
+    if not engine.urls:
+        engine.check_machines(cluster.gpus_per_node if cluster.device == "cuda" else engine.tp_size)
 
 
 def _shared_memory_on_one_node(config: RunConfig) -> None:
@@ -476,7 +471,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _recompute,
     _cpu_limits,
     _overlap,
-    _engine_on_one_node,
+    _engine_on_its_machines,
     _shared_memory_on_one_node,
     _tensor_parallel_on_one_node,
     _nccl_of_both_sides,

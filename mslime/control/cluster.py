@@ -128,11 +128,12 @@ class Cluster:
         if engines:
             self._engines = self._place(
                 "sglang.num_engines",
-                [self._bundle(config.sglang.tp_size) for _ in range(engines)],
+                [self._bundle(config.sglang.gpus_a_machine) for _ in range(engines * config.sglang.nnodes)],
             )
         if teachers:
             self._teachers = self._place(
-                "teacher.num_engines", [self._bundle(config.teacher.tp_size) for _ in range(teachers)]
+                "teacher.num_engines",
+                [self._bundle(config.teacher.gpus_a_machine) for _ in range(teachers * config.teacher.nnodes)],
             )
 
     def _connect(self, options: dict[str, Any]) -> None:
@@ -193,16 +194,19 @@ class Cluster:
     def on_other_machines(self) -> list[str]:
         """One line for each other machine: which of the run's processes, by the names of their logs, are there."""
         groups = {
-            "trainer_rank": (self._trainers, self._order.get("cluster.trainer_ranks")),
-            "critic_rank": (self._critics, self._order.get("critic.placement")),
-            "engine": (self._engines, None),
-            "teacher": (self._teachers, None),
+            "trainer_rank": (self._trainers, self._order.get("cluster.trainer_ranks"), 1),
+            "critic_rank": (self._critics, self._order.get("critic.placement"), 1),
+            "engine": (self._engines, None, self._config.sglang.nnodes),
+            "teacher": (self._teachers, None, self._config.teacher.nnodes),
         }
         placed: dict[str, list[str]] = {}
-        for called, (group, order) in groups.items():
-            if group is not None:
-                where = placement_group_table(group)["bundles_to_node_id"]
-                placed[called] = [where[bundle] for bundle in order or sorted(where)]
+        for called, (group, order, every) in groups.items():
+            if group is None:
+                continue
+            where = placement_group_table(group)["bundles_to_node_id"]
+            nodes = [where[bundle] for bundle in order or sorted(where)]
+            placed[called] = nodes[::every]
+            placed |= {f"part {part} of {called}": nodes[part::every] for part in range(1, every)}
         return on_other_machines(placed, ray.get_runtime_context().get_node_id(), machines())
 
     def critic_options(self, rank: int) -> dict[str, Any]:
@@ -210,19 +214,23 @@ class Cluster:
         assert self._critics is not None
         return self._options(self._critics, self._order["critic.placement"][rank], gpus=1)
 
-    def engine_options(self, index: int, role: Role = "engine") -> dict[str, Any]:
-        """Actor options that put engine or teacher `index` into its bundle."""
+    def engine_options(self, index: int, role: Role = "engine") -> list[dict[str, Any]]:
+        """Actor options that put engine or teacher `index` into its bundles, one for each of its machines."""
         teaches = role == "teacher"
         group, section = (self._teachers, self._config.teacher) if teaches else (self._engines, self._config.sglang)
         assert group is not None
-        return self._options(group, index, gpus=section.tp_size)
+        bundles = range(index * section.nnodes, (index + 1) * section.nnodes)
+        return [self._options(group, bundle, gpus=section.gpus_a_machine) for bundle in bundles]
 
-    def one_more_engine(self) -> dict[str, Any]:
+    def one_more_engine(self) -> list[dict[str, Any]]:
         """Actor options for an engine beyond those that the run began with. Raises ConfigError without room for it."""
+        engine = self._config.sglang
         if not self._cuda and self._config.cluster.ray_address is None:
-            return beside_the_driver() | {"max_restarts": 0}  # its cores are logical, and counted without it
-        gpus = self._config.sglang.tp_size
-        return self._options(self._place("sglang.num_engines", [self._bundle(gpus)], MORE_SECONDS), 0, gpus)
+            # Its cores are logical, and counted without it.
+            return [beside_the_driver() | {"max_restarts": 0}] * engine.nnodes
+        gpus, machines = engine.gpus_a_machine, range(engine.nnodes)
+        group = self._place("sglang.num_engines", [self._bundle(gpus) for _ in machines], MORE_SECONDS)
+        return [self._options(group, bundle, gpus) for bundle in machines]
 
     def _options(self, group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)

@@ -10,7 +10,8 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,28 +31,93 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 STOP_SECONDS = 20.0
+PART_SECONDS = 60.0
+"""For another machine of a server to do as it is told."""
 BACKOFF_SECONDS, MOST_BACKOFF_SECONDS = 15.0, 120.0
 """A server waits for its second start again, and twice as long for its third: what it needs may come back."""
 SAY_AGAIN_SECONDS = 30.0
 """A phase that lasts is told again after so long."""
 
 
-class EngineActor:
-    """Launches one server and watches it. The server dies with this process, whatever ends it."""
+def _begin_actor(config: RunConfig, name: str, log_dir: str, keys: EngineKeys) -> str:
+    """In the process around a server, or a part of one: its own log, its interface. Its address."""
+    redirect_output(Path(log_dir) / f"{name}_actor.log")
+    log_process(f"{name} actor", config.observe.log_level)
+    hide(keys.api, keys.admin)
+    _log.info("placed on %s, process %d", socket.gethostname(), os.getpid())
+    use_own_interface(config)
+    return own_host(config)
+
+
+class PartActor:
+    """Launches a server's part on another machine than its first, when that says so. It dies with this process."""
 
     def __init__(
-        self, config: RunConfig, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool
+        self, config: RunConfig, spec: ServerSpec, index: int, rank: int, log_dir: str, keys: EngineKeys, routes: bool
     ) -> None:
-        name = f"{spec.role}{index}"
-        redirect_output(Path(log_dir) / f"{name}_actor.log")
-        log_process(f"{name} actor", config.observe.log_level)
-        hide(keys.api, keys.admin)
-        _log.info("placed on %s, process %d", socket.gethostname(), os.getpid())
-        use_own_interface(config)
+        host = _begin_actor(config, f"{spec.role}{index}_part{rank}", log_dir, keys)
+        from mslime.backends.sglang.server import ServerPart
+
+        self._part = ServerPart(spec, index, rank, Path(log_dir), host, keys, routes)
+
+    def launch(self, meeting: str) -> None:
+        """See `ServerPart`, as for the next two."""
+        with phase(_log, f"starting the part that meets the first at {meeting}"):
+            self._part.launch(meeting)
+
+    def check(self) -> None:
+        self._part.check()
+
+    def stop(self) -> None:
+        with phase(_log, "stopping the part"):
+            self._part.stop()
+
+
+class RemotePart:
+    """An `OtherMachine` in the hands of a `PartActor`."""
+
+    def __init__(self, actor: Any, name: str, log_path: str) -> None:
+        self._actor, self._name, self._log = actor, name, log_path
+
+    def launch(self, meeting: str) -> None:
+        self._call(self._actor.launch.remote(meeting))
+
+    def check(self) -> None:
+        self._call(self._actor.check.remote())
+
+    def stop(self) -> None:
+        """Ends nothing more than it can: an actor that is gone took its part with it."""
+        with suppress(EngineError, TrainerError):
+            self._call(self._actor.stop.remote())
+
+    def _call(self, ref: ray.ObjectRef) -> None:
+        try:
+            call(ref, self._name, "engine start", PART_SECONDS, self._log)
+        except TrainerError as error:  # its actor is gone, or says nothing
+            raise EngineError(error.field, error.value, error.rule, error.way_out) from error
+
+
+class EngineActor:
+    """Launches one server and watches it. The server dies with this process, whatever ends it.
+
+    Args:
+        parts: `PartActor`s on the server's other machines, in order.
+    """
+
+    def __init__(
+        self, config: RunConfig, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool,
+        parts: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
+        host = _begin_actor(config, name := f"{spec.role}{index}", log_dir, keys)
         from mslime.backends.sglang.server import ServerProcess
 
-        host = own_host(config)
-        self._server = ServerProcess(spec, index, Path(log_dir), host=host, keys=keys, routes=routes)
+        others = [
+            RemotePart(part, f"{name}_part{rank}", str(Path(log_dir) / f"{name}_part{rank}.log"))
+            for rank, part in enumerate(parts, 1)
+        ]
+        self._server = ServerProcess(
+            spec, index, Path(log_dir), host=host, keys=keys, routes=routes, others=others
+        )  # fmt: skip
 
     def start(self) -> EngineAddress:
         """Launch and wait until it serves."""
@@ -94,8 +160,9 @@ class EngineGroup:
         hide(self._keys.api, self._keys.admin)
         self._cluster, self._log_dir, self._routes = cluster, log_dir, routes
         self._actors: dict[str, Any] = {}
-        self._places: dict[str, dict[str, Any]] = {}
-        self._free_places: list[dict[str, Any]] = []
+        self._parts: dict[str, list[Any]] = {}  # on the other machines of a server
+        self._places: dict[str, list[dict[str, Any]]] = {}
+        self._free_places: list[list[dict[str, Any]]] = []
         self._starting: dict[str, ray.ObjectRef] = {}
         self._restarts = Counter[str]()
         self._made = 0
@@ -104,13 +171,20 @@ class EngineGroup:
         for _ in range(0 if self._urls else count):
             self._make(cluster.engine_options(self._made, role))
 
-    def _make(self, options: dict[str, Any]) -> str:
-        """A process for one more server; its name."""
+    def _make(self, options: list[dict[str, Any]]) -> str:
+        """Processes for one more server, one on each of its machines; its name."""
         name, index = f"{self._role}{self._made}", self._made
         self._made += 1
         spec = teacher_spec(self._config) if self._role == "teacher" else engine_spec(self._config)
+        logs = str(self._log_dir)
+        self._parts[name] = parts = [
+            remote_class(PartActor).options(**each).remote(
+                self._config, spec, index, rank, logs, self._keys, self._routes
+            )
+            for rank, each in enumerate(options[1:], 1)
+        ]  # fmt: skip
         remote = remote_class(EngineActor, concurrency_groups={"progress": 1})
-        made = remote.options(**options).remote(self._config, spec, index, str(self._log_dir), self._keys, self._routes)
+        made = remote.options(**options[0]).remote(self._config, spec, index, logs, self._keys, self._routes, parts)
         self._places[name] = options
         self._actors[name], self.log_paths[name] = made, str(self._log_dir / f"{name}.log")
         return name
@@ -232,11 +306,13 @@ class EngineGroup:
         if (actor := self._actors.pop(name, None)) is not None:
             actor.stop.remote()
             actor.__ray_terminate__.remote()  # when it has stopped
+            for part in self._parts.pop(name):
+                part.__ray_terminate__.remote()
             self._free_places.append(self._places.pop(name))
 
     def stop(self) -> None:
         """End every server, politely first."""
         stopping = [actor.stop.remote() for actor in self._actors.values()]
         ray.wait(stopping, num_returns=len(stopping), timeout=STOP_SECONDS) if stopping else None
-        for actor in self._actors.values():
+        for actor in (*self._actors.values(), *(part for parts in self._parts.values() for part in parts)):
             ray.kill(actor, no_restart=True)

@@ -65,7 +65,7 @@ def test_no_tensor_parallel_group_spans_machines(machines: str) -> None:
 def test_ranks_of_a_machine_follow_its_gpus_and_every_process_gets_the_same_settings(machines: str) -> None:
     config = run(machines, {"trainer_ranks": 3, "env": {"GIVEN": "yes"}})
     with Cluster(config, True) as cluster:
-        options = [*(cluster.trainer_options(rank) for rank in range(3)), cluster.engine_options(0)]
+        options = [*(cluster.trainer_options(rank) for rank in range(3)), *cluster.engine_options(0)]
         actors = [remote_class(Asked).options(**own).remote() for own in options]
         spots = ray.get([actor.spot.remote() for actor in actors[:3]])
         given = ray.get([actor.variables.remote() for actor in actors])

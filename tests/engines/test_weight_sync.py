@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ import torch
 import torch.distributed as dist
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
-from mslime.backends.sglang.flags import command_line, environment, server_fields
-from mslime.backends.sglang.process import SupervisedProcess
 from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.backends.sglang.recorded import RECORDED
+from mslime.backends.sglang.server import ServerPart, ServerProcess
 from mslime.config.errors import WeightSyncError
-from mslime.config.keys import Endpoint
+from mslime.config.keys import Endpoint, EngineKeys
 from mslime.config.serving import engine_spec
 from mslime.convert.hf import copy_side_files
 from mslime.network import free_port
@@ -287,31 +284,28 @@ def test_each_machine_of_an_engine_receives_from_all_senders_and_passes_on_for_i
     """Two machines of two ranks each, as SGLang has them; here they are one."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     checkpoint = make_tiny_qwen3_moe(tmp_path / "model", moe_intermediate_size=256, **heads)
-    over_two = {"tp_size": 4, "nnodes": 2, "dist_init_addr": f"127.0.0.1:{free_port()}"}
-    with second_machine(checkpoint, tmp_path / "second.log", over_two):
-        server = serve(checkpoint, tmp_path / "logs", sglang={**over_two, "node_rank": 0})
-        try:
-            config = config_of(checkpoint, tmp_path, "relay", dp=2, ep=2)
-            (compared, _), *_ = run_trainers(sync_twice, config, server.endpoint, 2, tmp_path / "exported")
-            assert compared == 4 * (3 + 4 * 9)
-            after, meta = engine_log_probs(server.endpoint)
-            expected = transformers_log_probs(tmp_path / "exported")
-            assert float((after - expected).abs().max()) < 1e-4 and meta["weight_version"] == "2"
-        finally:
-            server.process.stop()
-
-
-@contextmanager
-def second_machine(checkpoint: Path, log: Path, settings: dict[str, Any]) -> Iterator[None]:
-    """The part of a server that has its other ranks, and no port."""
-    spec = engine_spec(cpu_run(checkpoint, sglang=settings))
-    fields = server_fields(spec, 0, "127.0.0.1", free_port(), "second", routes=True) | {"node_rank": 1}
-    env = environment(os.environ, cpu=True, ranks=spec.settings.tp_size, gpus=None, recorded=True, files=True)
-    process = SupervisedProcess("second", command_line(fields), env, log)
+    server = ServedOverTwo(checkpoint, tmp_path / "logs")
     try:
-        yield
+        engine = server.process.start().endpoint
+        config = config_of(checkpoint, tmp_path, "relay", dp=2, ep=2)
+        (compared, _), *_ = run_trainers(sync_twice, config, engine, 2, tmp_path / "exported")
+        assert compared == 4 * (3 + 4 * 9)
+        after, meta = engine_log_probs(engine)
+        expected = transformers_log_probs(tmp_path / "exported")
+        assert float((after - expected).abs().max()) < 1e-4 and meta["weight_version"] == "2"
     finally:
-        process.stop()
+        server.process.stop()
+    assert server.part._process is not None and server.part._process.poll() is not None
+
+
+class ServedOverTwo:
+    """A server whose two machines are this one."""
+
+    def __init__(self, checkpoint: Path, logs: Path) -> None:
+        spec = engine_spec(cpu_run(checkpoint, sglang={"tp_size": 4, "nnodes": 2}))
+        keys = EngineKeys.random()
+        self.part = ServerPart(spec, 0, 1, logs, "127.0.0.1", keys, routes=True)
+        self.process = ServerProcess(spec, 0, logs, keys=keys, routes=True, others=[self.part])
 
 
 def sync_by_their_own_loaders(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mslime.config.cluster import check_machines, worker_environment
+from mslime.config.cluster import check_machines, claims, worker_environment
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build, load_config
 from mslime.config.megatron import MegatronConfig
@@ -91,6 +92,41 @@ def test_what_one_machine_holds_needs_no_ray_cluster(cluster: dict[str, Any], se
 def test_a_tensor_parallel_group_larger_than_a_machine_is_refused() -> None:
     with pytest.raises(ConfigError, match="lives on one machine"):
         run({"device": "cuda"}, megatron={"tensor_model_parallel_size": 16})
+
+
+TEACHES = {"rollout": {"temperature": 1.0}, "algorithm": {"opd_coef": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ({"tp_size": 16}, r"sglang.tp_size = 16: .*16 GPUs on its machine, and a machine has 8.*sglang.nnodes: 2"),
+        ({"tp_size": 32, "nnodes": 2}, r"16 GPUs on each of its 2 machines.*sglang.nnodes: 4"),
+        ({"tp_size": 16, "nnodes": 3}, r"sglang.nnodes.*16 GPUs.*equally"),
+    ],
+)
+def test_an_engine_fits_its_machines(engine: dict[str, int], told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run({"device": "cuda", "ray_address": "auto"}, sglang=engine)
+    assert re.search(told, " ".join(str(caught.value).split())), str(caught.value)
+    with pytest.raises(ConfigError, match="teacher."):
+        run({"device": "cuda", "ray_address": "auto"}, teacher={"path": "t", **engine}, **TEACHES)
+    run({"device": "cuda"}, sglang={**engine, "urls": ["http://there:30000"]})
+
+
+def test_an_engine_over_two_machines_takes_a_share_of_each() -> None:
+    config = run({"device": "cuda", "ray_address": "auto", "trainer_ranks": 8},
+                 sglang={"num_engines": 2, "tp_size": 16, "nnodes": 2},
+                 teacher={"path": "t", "tp_size": 4, "nnodes": 2}, **TEACHES)  # fmt: skip
+    assert [(c.what, c.count, c.gpus) for c in claims(config)] == [
+        ("trainer", 8, 1), ("engines", 4, 8), ("teachers", 2, 2),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", ["node_rank", "dist_init_addr"])
+def test_mslime_numbers_the_machines_of_an_engine(field: str) -> None:
+    with pytest.raises(ConfigError, match="nnodes"):
+        run({"device": "cpu"}, sglang={field: 1})
 
 
 # ------------------------------------------------------------------------------------------------- the environment

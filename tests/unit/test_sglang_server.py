@@ -19,12 +19,13 @@ import psutil
 import pytest
 
 from mslime.backends.cpu.sglang import SITE_DIR
-from mslime.backends.sglang.flags import command_line, environment, server_fields
+from mslime.backends.sglang.flags import Part, command_line, environment, server_fields
 from mslime.backends.sglang.process import SupervisedProcess, log_tail
-from mslime.backends.sglang.server import ServerProcess, attach
+from mslime.backends.sglang.server import ServerPart, ServerProcess, attach
 from mslime.config.errors import EngineError
+from mslime.config.keys import NO_KEYS
 from mslime.config.schema import RunConfig
-from mslime.config.serving import engine_spec
+from mslime.config.serving import ServerSpec, engine_spec
 from mslime.network import ephemeral_ports, free_port, own_ports, port_in_use
 
 ROOT = Path(__file__).parents[2]
@@ -315,6 +316,9 @@ def test_the_ports_that_are_ours_follow_from_the_kernels(
     assert ephemeral_ports() == (32768, 60999)
 
 
+SLEEPER = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
 @pytest.mark.parametrize(
     ("logged", "phase"),
     [
@@ -333,6 +337,68 @@ def test_the_phase_of_a_start_is_read_off_the_log(tiny_run: RunConfig, tmp_path:
     assert wait_for(lambda: not server.alive)
     assert server.phase().startswith(phase) and server.phase().endswith(" s")
     server.stop()
+
+
+class FakeMachine:
+    """Another machine of a server, whose part ends when a test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.ended = False
+
+    def launch(self, meeting: str) -> None:
+        self.calls.append(f"launch {meeting}")
+
+    def check(self) -> None:
+        self.calls.append("check")
+        if self.ended:
+            raise EngineError("engine0_part1", "exit status 1", "the server ended", "read its log")
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+def over_two(config: RunConfig) -> ServerSpec:
+    settings = config.sglang.model_copy(update={"tp_size": 4, "nnodes": 2})
+    return engine_spec(config.model_copy(update={"sglang": settings}))
+
+
+def test_parts_on_other_machines_start_with_the_first_and_end_with_it(
+    tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mslime.backends.sglang.server.ASK_OTHERS_S", 0.0)
+    monkeypatch.setattr("mslime.backends.sglang.server.command_line", lambda fields: told.append(fields) or SLEEPER)
+    told, other = list[dict[str, Any]](), FakeMachine()
+    other.ended = True
+    server = ServerProcess(over_two(tiny_run), 0, tmp_path, others=[other])
+    with pytest.raises(EngineError, match="engine0_part1"):
+        server.start()
+    meeting = told[0]["dist_init_addr"]
+    assert (told[0]["nnodes"], told[0]["node_rank"]) == (2, 0) and meeting.startswith("127.0.0.1:")
+    assert other.calls == [f"launch {meeting}", "check", "stop"] and not server.alive
+
+
+def test_a_part_is_the_same_server_under_another_number(
+    tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list[dict[str, Any]]()
+    monkeypatch.setattr("mslime.backends.sglang.server.command_line", lambda fields: told.append(fields) or SLEEPER)
+    spec = over_two(tiny_run)
+    part = ServerPart(spec, 3, 1, tmp_path, "127.0.0.1", NO_KEYS, routes=True)
+    part.check()
+    for _ in range(2):  # in the place of the one before
+        part.launch("10.0.0.1:5000")
+        part.check()
+    first = server_fields(spec, 3, "127.0.0.1", 1, None, True, Part(0, "10.0.0.1:5000"))
+    different = {name for name in first if first[name] != told[-1][name]}
+    assert different == {"port", "node_rank"} and told[-1]["node_rank"] == 1
+    assert part._process is not None
+    part._process._guard.kill()
+    assert wait_for(lambda: part._process is not None and part._process.poll() is not None)
+    with pytest.raises(EngineError, match="engine3_part1"):
+        part.check()
+    part.stop()
+    part.stop()
 
 
 def test_attaching_needs_a_url() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,29 @@ _NEGATABLE = {
 }
 
 
+@dataclass(frozen=True)
+class Part:
+    """One machine of a server that spans several.
+
+    Attributes:
+        rank: its number; part 0 answers over HTTP.
+        meeting: `host:port` at which part 0 waits for the others.
+    """
+
+    rank: int
+    meeting: str
+
+
 def server_fields(
-    spec: ServerSpec, index: int, host: str, port: int, identity: str | None = None, routes: bool = False
-) -> dict[str, Any]:
+    spec: ServerSpec, index: int, host: str, port: int, identity: str | None = None, routes: bool = False,
+    part: Part | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """ServerArgs fields of server `index`; what the user passed through wins over our defaults.
 
     Args:
         identity: name under which it serves its model, by which it is known from other servers.
         routes: whether it is to return the experts that every token was routed to.
+        part: of a server that spans several machines.
 
     Raises:
         CheckpointError: there is no config.json that can be read.
@@ -75,6 +91,8 @@ def server_fields(
         "sampling_mask_max_tokens": spec.mask_tokens,
         "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
     }
+    if part is not None:
+        fields |= {"nnodes": engine.nnodes, "node_rank": part.rank, "dist_init_addr": part.meeting}
     return fields | engine.extra
 
 

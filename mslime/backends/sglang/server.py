@@ -13,10 +13,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from mslime.backends.cpu.sglang import check_version
 from mslime.backends.sglang.client import EngineClient, blocking
-from mslime.backends.sglang.flags import command_line, environment, server_fields
+from mslime.backends.sglang.flags import Part, command_line, environment, server_fields
 from mslime.backends.sglang.guard import descendants
 from mslime.backends.sglang.launch import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 from mslime.backends.sglang.process import SupervisedProcess, log_tail
@@ -27,6 +28,7 @@ from mslime.config.serving import Role, ServerSpec
 from mslime.network import free_port, port_in_use
 
 READY_ANSWER_S = 5.0
+ASK_OTHERS_S = 2.0
 PORT_ATTEMPTS = 5
 _PORT_TAKEN = re.compile(r"address already in use|port is already in use| at \d+ is not available", re.IGNORECASE)
 """What SGLang logs when one of its ports is somebody else's. It lives on after that and never serves."""
@@ -74,8 +76,59 @@ def attach(url: str, index: int, role: Role = "engine", keys: EngineKeys = NO_KE
     return EngineAddress(f"{role}{index}", url.rstrip("/"), keys=keys)
 
 
+class OtherMachine(Protocol):
+    """Another machine of a server that spans several. Calls may cross the network."""
+
+    def launch(self, meeting: str) -> None:
+        """Start its part of the server, whose part 0 waits at `host:port`. Raises EngineError."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineError when its part has ended."""
+        ...
+
+    def stop(self) -> None:
+        """End its part, if it is there. Safe to call twice."""
+        ...
+
+
+class ServerPart:
+    """The part of a server on another machine than its first. It answers nobody; an `OtherMachine` is its remote end.
+
+    Args:
+        rank: number of the machine among the server's, from 1 on. The others are as for `ServerProcess`.
+    """
+
+    def __init__(
+        self, spec: ServerSpec, index: int, rank: int, log_dir: Path, host: str, keys: EngineKeys, routes: bool
+    ) -> None:
+        self._spec, self._index, self._rank, self._host, self._keys = spec, index, rank, host, keys
+        self._routes, self._name = routes, f"{spec.role}{index}_part{rank}"
+        self.log_path = Path(log_dir) / f"{self._name}.log"
+        self._process: SupervisedProcess | None = None
+
+    def launch(self, meeting: str) -> None:
+        """Start it, in the place of one that was started before."""
+        self.stop()
+        fields = server_fields(
+            self._spec, self._index, self._host, free_port(self._host), None, self._routes, Part(self._rank, meeting)
+        )
+        env = _environment(self._spec, self._keys)
+        self._process = SupervisedProcess(self._name, command_line(fields), env, self.log_path)
+
+    def check(self) -> None:
+        """Raise EngineError with the end of the log when it has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            raise self._process.died()
+
+    def stop(self) -> None:
+        """End it and all its processes. Safe to call twice."""
+        if self._process is not None:
+            self._process.stop()
+
+
 class ServerProcess:
-    """One SGLang server of a run.
+    """One SGLang server of a run; where it spans several machines, its first part, which has the others in its hands.
 
     Args:
         spec: how servers of its role are started; this one is called `<role><index>`.
@@ -86,6 +139,7 @@ class ServerProcess:
         port: fixed port; None picks a free one, and another one should somebody be quicker.
         keys: what it asks of its clients; default: a new random key.
         routes: whether it can return the experts that tokens were routed to.
+        others: its other machines, in order.
     """
 
     def __init__(
@@ -98,7 +152,10 @@ class ServerProcess:
         port: int | None = None,
         keys: EngineKeys | None = None,
         routes: bool = False,
+        others: Sequence[OtherMachine] = (),
     ) -> None:
+        assert len(others) == spec.settings.nnodes - 1, f"{len(others)} other machines, nnodes {spec.settings.nnodes}"
+        self._others = others
         self.spec, self.index, self.host, self.gpus, self.port = spec, index, host, gpus, port
         self.name = f"{spec.role}{index}"
         self.log_path = Path(log_dir) / f"{self.name}.log"
@@ -106,7 +163,7 @@ class ServerProcess:
         self.cpu = spec.device == "cpu"
         self.keys, self.routes = keys or EngineKeys.random(), routes
         self._process: SupervisedProcess | None = None
-        self._started = time.monotonic()
+        self._started = self._asked_others = time.monotonic()
 
     def start(self) -> EngineAddress:
         """Launch the server and wait until it serves.
@@ -161,15 +218,17 @@ class ServerProcess:
         """End the server and all its processes. Safe to call twice."""
         if self._process is not None:
             self._process.stop()
+        for other in self._others:
+            other.stop()
 
     def _launch(self, port: int, identity: str) -> SupervisedProcess:
-        fields = server_fields(self.spec, self.index, self.host, port, identity, self.routes)
-        env = environment(
-            os.environ, cpu=self.cpu, ranks=self.spec.settings.tp_size, gpus=self.gpus,
-            recorded=self.spec.recorded, files=self.spec.role == "engine",
-        )  # fmt: skip
-        env |= {KEY_VARIABLE: self.keys.api, ADMIN_KEY_VARIABLE: self.keys.admin}
+        meeting = f"{self.host}:{free_port(self.host)}"
+        part = Part(0, meeting) if self._others else None
+        fields = server_fields(self.spec, self.index, self.host, port, identity, self.routes, part)
+        env = _environment(self.spec, self.keys, self.gpus)
         self._process = SupervisedProcess(self.name, command_line(fields), env, self.log_path)
+        for other in self._others:
+            other.launch(meeting)
         return self._process
 
     def _wait_ready(self, process: SupervisedProcess, address: EngineAddress) -> bool:
@@ -187,6 +246,7 @@ class ServerProcess:
                 error = process.died()
                 self.stop()
                 raise error
+            self._check_others()
             ready, identity = blocking(_ready_as(address))
             if ready:
                 return identity == address.identity
@@ -200,6 +260,18 @@ class ServerProcess:
                 )
             time.sleep(0.2)
 
+    def _check_others(self) -> None:
+        """Raise EngineError, with everything stopped, when a part elsewhere has ended; asked now and then."""
+        if time.monotonic() - self._asked_others < ASK_OTHERS_S:
+            return
+        self._asked_others = time.monotonic()
+        try:
+            for other in self._others:
+                other.check()
+        except EngineError:
+            self.stop()
+            raise
+
     def _port_taken(self, port: int) -> EngineError:
         tried = "" if self.port is not None else f" (after {PORT_ATTEMPTS} other ports)"
         return EngineError(
@@ -208,6 +280,15 @@ class ServerProcess:
             f"another process listens on this port{tried}",
             "end that process, or let mslime pick a free port",
         )
+
+
+def _environment(spec: ServerSpec, keys: EngineKeys, gpus: Sequence[str] | None = None) -> dict[str, str]:
+    """Of a server's process, from this one's."""
+    env = environment(
+        os.environ, cpu=spec.device == "cpu", ranks=spec.settings.tp_size, gpus=gpus, recorded=spec.recorded,
+        files=spec.role == "engine",
+    )  # fmt: skip
+    return env | {KEY_VARIABLE: keys.api, ADMIN_KEY_VARIABLE: keys.admin}
 
 
 async def _ready_as(address: EngineAddress) -> tuple[bool, str | None]:
