@@ -386,9 +386,11 @@ def test_a_part_is_the_same_server_under_another_number(
     spec = over_two(tiny_run)
     part = ServerPart(spec, 3, 1, tmp_path, "127.0.0.1", NO_KEYS, routes=True)
     part.check()
-    for _ in range(2):  # in the place of the one before
-        part.launch("10.0.0.1:5000")
-        part.check()
+    part.launch("10.0.0.1:4000")
+    before = part._process
+    part.launch("10.0.0.1:5000")
+    part.check()
+    assert before is not None and before.poll() is not None, "the one in whose place it is"
     first = server_fields(spec, 3, "127.0.0.1", 1, None, True, Part(0, "10.0.0.1:5000"))
     different = {name for name in first if first[name] != told[-1][name]}
     assert different == {"port", "node_rank"} and told[-1]["node_rank"] == 1
