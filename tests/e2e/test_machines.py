@@ -171,4 +171,5 @@ def test_an_engine_over_two_machines_serves_and_is_started_again_when_a_part_of_
     assert "engine0 is gone" in run.text() and "no engine is left" in run.text()
     run.process.terminate()
     assert run.finish(120) == 128 + signal.SIGTERM, run.text()
-    assert saved_step(run) == len(run.rows()) and run.left_over() == []
+    assert saved_step(run) == len(run.rows())
+    assert not processes(ENGINE) and not processes("ray::PartActor")
