@@ -327,16 +327,14 @@ class RolloutActor:
         await self._pool.stamp(version)
 
     async def probe(self, version: int) -> Mapping[str, Probed]:
-        """What every engine says of the fixed text of `data.probe` under a version, by its URL; nothing where the
-        model's tokenizer makes no two tokens of it. See `EnginePool`."""
+        """What every engine says of the fixed text of `data.probe` under a version, by its URL; nothing where it
+        does not fit. See `EnginePool`."""
         from mslime.backends.sglang.probing import ProbeRequest
         from mslime.data import probe
 
-        model, longest = self._run.model, self._config.rollout.longest(self._run.model.max_positions)
-        ids = self._tokenizer.encode(probe.TEXT, special_tokens=True)
-        known = [token for token in ids if token < model.vocab_size]
-        tokens = known[: min(probe.MOST_TOKENS, longest // 2 - probe.NEW_TOKENS)]
-        if len(tokens) < 2:
+        model, ids = self._run.model, self._tokenizer.encode(probe.TEXT, special_tokens=True)
+        tokens = probe.fitted(ids, model.vocab_size, self._config.rollout.longest(model.max_positions))
+        if not tokens:
             return {}
         request = ProbeRequest(f"probe-{uuid.uuid4().hex}", tokens, version, bool(self._run.replayed_layers))
         with phase(_log, f"probing the engines under version {version}"):

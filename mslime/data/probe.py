@@ -93,6 +93,14 @@ class RoutedRows:
     experts: NDArray[np.int16]
 
 
+def fitted(ids: Sequence[int], vocab_size: int, longest: int) -> list[int]:
+    """What of the text's token ids an engine is given whose sequences have at most `longest` tokens; empty where that
+    leaves nothing to compare. Ids that the model lacks are left out."""
+    room = min(MOST_TOKENS, longest // 2 - NEW_TOKENS)
+    found = [token for token in ids if token < vocab_size][: max(room, 0)]
+    return found if len(found) > 1 else []
+
+
 def joined_routes(parts: Sequence[RoutedRows], tokens: int) -> NDArray[np.int16] | None:
     """[T, layers, top-k] from what the ranks have, layers in order; None where none has anything.
 

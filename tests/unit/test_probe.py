@@ -16,7 +16,7 @@ from mslime.backends.sglang.probing import ProbeRequest, parse_probe
 from mslime.config.errors import EngineError, WeightSyncError
 from mslime.config.loader import build
 from mslime.control.probe import WeightProbe
-from mslime.data.probe import NEW_TOKENS, TEXT, Differences, Probed, RoutedRows, joined_routes, shard_of
+from mslime.data.probe import NEW_TOKENS, TEXT, Differences, Probed, RoutedRows, fitted, joined_routes, shard_of
 from mslime.data.tokenizer import load_tokenizer
 from mslime.preflight.resolve import resolve
 from tests.fixtures.model_facts import model_facts
@@ -84,6 +84,12 @@ def test_routes_of_all_ranks_are_joined_and_none_may_be_missing() -> None:
     with pytest.raises(AssertionError, match="no rank computed"):
         joined_routes(parts[:-1], 12)
     assert joined_routes([], 12) is None
+
+
+@pytest.mark.parametrize(("longest", "tokens"), [(8, 0), (17, 0), (18, 0), (20, 2), (100, 42), (4096, 128)])
+def test_the_text_takes_at_most_half_of_a_sequence(longest: int, tokens: int) -> None:
+    found = fitted([*range(300), 7], vocab_size=200, longest=longest)
+    assert found == [*range(200), 7][:tokens]
 
 
 def test_a_shard_of_several_texts_trains_nothing() -> None:
