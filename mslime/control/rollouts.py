@@ -333,7 +333,8 @@ class RolloutActor:
         from mslime.data import probe
 
         model, ids = self._run.model, self._tokenizer.encode(probe.TEXT, special_tokens=True)
-        tokens = probe.fitted(ids, model.vocab_size, self._config.rollout.longest(model.max_positions))
+        longest = self._config.rollout.longest(model.max_positions)
+        tokens = probe.fitted(ids, model.vocab_size, min(longest, self._config.sglang.max_total_tokens or longest))
         if not tokens:
             return {}
         request = ProbeRequest(f"probe-{uuid.uuid4().hex}", tokens, version, bool(self._run.replayed_layers))
