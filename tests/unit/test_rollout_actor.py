@@ -15,6 +15,7 @@ from mslime.control import rollouts
 from mslime.control.assemble import Assembled
 from mslime.data.sample_log import SampleLog
 from mslime.rollout.protocols import StepBatch
+from tests.fixtures.model_facts import model_facts
 from tests.unit.test_assemble import make_config
 
 
@@ -53,3 +54,29 @@ def test_responses_go_on_while_a_step_is_assembled(monkeypatch: pytest.MonkeyPat
         assert taken.metrics == {}
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("rollout", "cache", "tokens"),
+    [({}, None, 128), ({"max_total_tokens": 100}, None, 42), ({}, 60, 22), ({"max_total_tokens": 17}, None, 0)],
+)
+def test_a_probe_fits_into_sequences_and_cache(
+    monkeypatch: pytest.MonkeyPatch, rollout: dict[str, int], cache: int | None, tokens: int
+) -> None:
+    asked: list[Any] = []
+
+    class FakePool:
+        async def probe(self, request: Any) -> dict[str, str]:
+            asked.append(request)
+            return {"http://e": "answer"}
+
+    monkeypatch.setattr(rollouts, "redirect_output", lambda path: None)
+    config = make_config(rollout=rollout, sglang={"max_total_tokens": cache})
+    run = SimpleNamespace(config=config, model=model_facts(vocab_size=300), replayed_layers=(1,))
+    actor = rollouts.RolloutActor(run, "unused.log")  # type: ignore[arg-type]
+    actor._pool = FakePool()  # type: ignore[assignment]
+    actor._tokenizer = SimpleNamespace(encode=lambda text, special_tokens: [1, 999, *range(2, 300)])  # type: ignore[assignment]
+    assert asyncio.run(actor.probe(5)) == ({"http://e": "answer"} if tokens else {})
+    assert [(each.input_ids, each.version, each.want_routes) for each in asked] == [
+        ([*range(1, tokens + 1)], 5, True)
+    ] * bool(tokens)
