@@ -96,9 +96,9 @@ def check_logs(logs: Path, console: str) -> None:
         order = (
             "placed on", "starting at", "meeting the other ranks", "building the model", "reading the weights of",
             "building the optimizer", "connecting to http", "sending weights of version 0", "log-probs of 1 probe(s)",
-            "step 1: log-probs", "step 1: training", "sending weights of version 1", "log-probs of 1 probe(s)", "saving",
-            "step 2: log-probs", "step 2: training", "sending weights of version 2", "log-probs of 1 probe(s)", "saving",
-            "exporting",
+            "step 1: log-probs", "step 1: training", "sending weights of version 1", "log-probs of 1 probe(s)",
+            "saving", "step 2: log-probs", "step 2: training", "sending weights of version 2",
+            "log-probs of 1 probe(s)", "saving", "exporting",
         )  # fmt: skip
         begun = [line for line in lines if ": done in " not in line]
         assert [line.startswith(start) for start, line in zip(order, begun, strict=True)] == [True] * len(order), begun
