@@ -39,6 +39,8 @@ from mslime.config.choices import TRANSPORT_NAMES
 from mslime.config.errors import UserError
 from mslime.control.endpoint import ask
 from mslime.observe.rows import by_step
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.e2e.harness import Run, assert_balanced, start_run
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime.observe.rows import by_step
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.e2e.harness import start_run
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 

@@ -28,7 +28,8 @@ from rich.table import Table
 
 from mslime.backends.megatron.log_probs.support import Support
 from mslime.backends.megatron.log_probs.vocab_parallel import vocab_parallel_log_probs
-from mslime.backends.sglang.generating import GenerateRequest, load_answer, parse_generation
+from mslime.backends.sglang.answers import load_answer
+from mslime.backends.sglang.generating import GenerateRequest, parse_generation
 from mslime.config.model_facts import ModelFacts
 from mslime.data.supports import Supports
 
