@@ -203,7 +203,7 @@ def retained(
 
 def prune(root: Path, keep: Callable[[Sequence[int]], set[int]]) -> None:
     """Remove complete checkpoints that `keep` does not choose, and what an interrupted save or removal left behind."""
-    complete_ones = {_step_of(d): d for d in steps(root) if _is_complete(d)}
+    complete_ones = {step_of(d): d for d in steps(root) if _is_complete(d)}
     kept = keep(list(complete_ones))
     for step, directory in complete_ones.items():
         if step not in kept:
@@ -222,11 +222,12 @@ def discard(directory: Path) -> None:
 
 def steps(root: Path) -> list[Path]:
     """Everything that has a checkpoint's name, complete or not, oldest first."""
-    found = [(step, path) for path in root.glob("step_*") if (step := _step_of(path)) >= 0]
+    found = [(step, path) for path in root.glob("step_*") if (step := step_of(path)) >= 0]
     return [path for _, path in sorted(found) if path.is_dir()]
 
 
-def _step_of(directory: Path) -> int:
+def step_of(directory: Path) -> int:
+    """The steps that a checkpoint's name tells of; -1 for any other name."""
     match = _STEP.fullmatch(directory.name)
     return int(match[1]) if match else -1
 

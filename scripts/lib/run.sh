@@ -3,6 +3,7 @@
 # Environment: MODEL (checkpoint directory) and PROMPTS (.jsonl or .parquet with prompt and label) are required;
 # HELD_OUT is an evaluation file, ENGINE_URLS the addresses of servers that you started yourself, NAME names the run.
 # RAY_ADDRESS (HOST:6379) names the Ray cluster that a model on several machines needs: docs/clusters.md.
+# RESTARTS is how often in a row a run that fails is started again (3; docs/resuming.md).
 # CHECK_ONLY=1 stops after `mslime check`, PLAN_ONLY=1 after `mslime plan`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -55,5 +56,5 @@ run_model() {
   if [ "${CHECK_ONLY:-0}" = 1 ]; then return; fi
   mslime plan "${settings[@]}" "$@"
   if [ "${PLAN_ONLY:-0}" = 1 ]; then return; fi
-  exec mslime train "${settings[@]}" "$@"
+  exec mslime train --restarts "${RESTARTS:-3}" "${settings[@]}" "$@"
 }

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from mslime.observe.rows import by_step
 from mslime.observe.samples import file_of, read_samples, recorded_steps, telling, telling_of_step, versions_of
 from mslime.observe.timeline import Span, read_spans
 from mslime.rollout.state import open_state, unpack_groups
-from tests.e2e.harness import ROOT, Run, interrupt, start_program, start_run
+from tests.e2e.harness import ROOT, Run, assert_balanced, interrupt, start_program, start_run
+from tests.fixtures.killing_transport import DEATHS, VARIABLE
 
 START_S, STEP_S = 240.0, 120.0
 """Generous: CI has two cores. They bound a hang, they do not measure anything."""
@@ -318,15 +320,23 @@ def test_a_driver_that_is_killed_while_its_engine_starts_leaves_nothing_behind(
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_trainer_rank_ends_the_run_with_its_log_path(
-    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+def test_a_trainer_rank_that_is_killed_between_two_buckets_is_named_and_the_run_started_again(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = start_run(settings(tiny_qwen3_moe, prompts, megatron=TP2_EP2, train={"num_steps": 500}), tmp_path)
+    """In the sync after the second step, when the first is saved: the engine waits for a bucket that never comes."""
+    monkeypatch.setenv(VARIABLE, f"die@2 {uuid.uuid4()}")
+    monkeypatch.setenv(DEATHS, str(tmp_path))
+    sections = {"train": {"num_steps": 3}, "checkpoint": {"save_every": 1, "save_hf": False}}
+    weights = {"transport": "tests.fixtures.killing_transport:FakeAccidents", "bucket_mib": 0.25, "verify": "always"}
+    values = settings(tiny_qwen3_moe, prompts, megatron=TP2_EP2, weights=weights, **sections)
+    run = start_run(values, tmp_path, "--restarts", "1")
     runs.append(run)
-    run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
-    run.find("ray::TrainerActor").kill()
-    assert run.finish(120) == 2, run.text()
-    assert "trainer rank" in run.text() and "trainer_rank" in run.text()
+    assert run.finish(2 * START_S + 5 * STEP_S) == 0, run.text()
+    assert "trainer rank" in run.text() and "trainer_rank" in run.text() and (tmp_path / "version_2").exists()
+    assert "the run ended with status 2 after step 1: it is started again from step 1 in 1 s (1 of 1" in run.text()
+    rows = by_step(run.rows())
+    assert [row["step"] for row in rows] == [1, 2, 3] and saved_step(run) == 3
+    assert_balanced(rows)
     assert run.left_over() == []
 
 
