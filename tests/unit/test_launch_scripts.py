@@ -72,9 +72,14 @@ def test_a_script_names_the_cluster_that_it_plans_for(model: str, root: Path, la
 def test_a_run_is_checked_then_planned_then_started(tmp_path: Path) -> None:
     variables = {"MODEL": "m", "PROMPTS": "p.jsonl"}
     done = run_script("qwen3-4B", make_fake_mslime(tmp_path), "--train.lr", "2e-6", **variables)
-    assert [call[0] for call in calls(done)] == ["check", "plan", "train"]
-    assert len({tuple(call[1:]) for call in calls(done)}) == 1
-    assert calls(done)[0][-2:] == ["--train.lr", "2e-6"]
+    check, plan, train = calls(done)
+    assert (check[0], plan[0], train[:3]) == ("check", "plan", ["train", "--restarts", "3"])
+    assert check[1:] == plan[1:] == train[3:] and check[-2:] == ["--train.lr", "2e-6"]
+
+
+def test_the_environment_says_how_often_a_run_is_started_again(tmp_path: Path) -> None:
+    done = run_script("qwen3-4B", make_fake_mslime(tmp_path), MODEL="m", PROMPTS="p.jsonl", RESTARTS="0")
+    assert calls(done)[-1][:3] == ["train", "--restarts", "0"]
 
 
 def test_a_run_that_does_not_fit_is_not_started(tmp_path: Path) -> None:
