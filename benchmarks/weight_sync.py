@@ -351,8 +351,7 @@ def senders_by_transport(
     for name in names:
         receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
         options = SyncOptions(
-            job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, family.engine_parameters(table),
-            transport=name, directory=Path(store).parent / "weights",
+            job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, transport=name, directory=Path(store).parent / "weights",
         )  # fmt: skip
         senders[name] = WeightSender(table, groups, params.items, options, receivers)
         senders[name].connect([job.engine])

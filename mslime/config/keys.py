@@ -16,7 +16,6 @@ from typing import Annotated
 from pydantic import AfterValidator, PlainSerializer, SecretStr
 
 from mslime.config.errors import ConfigError
-from mslime.config.layout import EngineLayout
 
 REDACTED = "(redacted)"
 FORMS = ("env:", "file:")
@@ -89,19 +88,17 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """A server that receives weights: its URL, its parallel layout (every tensor-parallel rank receives), its keys, and
-    over how many machines its ranks lie.
+    """A server that receives weights.
+
+    Attributes:
+        ranks: processes, each of which receives.
+        machines: that these lie on.
     """
 
     url: str
-    layout: EngineLayout = field(default_factory=EngineLayout)
+    ranks: int = 1
     keys: EngineKeys = NO_KEYS
     machines: int = 1
-
-    @property
-    def ranks(self) -> int:
-        """Processes that join the weight-update group."""
-        return self.layout.tp
 
     @property
     def endpoint(self) -> Endpoint:

@@ -32,14 +32,6 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
-class EngineLayout:
-    """Parallel sizes of an engine: experts are shared out over `ep`, and each over `tp // ep`."""
-
-    tp: int = 1
-    ep: int = 1
-
-
-@dataclass(frozen=True)
 class ParallelLayout:
     """Sizes of every parallel dimension of the trainer.
 

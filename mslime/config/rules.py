@@ -460,6 +460,15 @@ def _managers(config: RunConfig) -> None:
         )
 
 
+def _comparison(config: RunConfig) -> None:
+    asked = config.weights.verify
+    if asked in ("first", "always") and config.train.task == "rl" and not config.compares_weights:
+        raise ConfigError(
+            "weights.verify", asked, "engines say what they hold by what they recorded, and weights.loader is model",
+            "set weights.verify: probe, or leave weights.loader alone",
+        )  # fmt: skip
+
+
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _supervised,
     _keep_best,
@@ -473,6 +482,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _overlap,
     _engine_on_its_machines,
     _shared_memory_on_one_node,
+    _comparison,
     _tensor_parallel_on_one_node,
     _nccl_of_both_sides,
     _group_size,

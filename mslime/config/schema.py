@@ -342,10 +342,11 @@ class WeightsConfig(Section):
     )
     verify: Literal["probe", "first", "always", "never"] = Field(
         default="probe",
-        description="What is checked after a sync. first: every bit of the engines' parameters in the first sync, and "
-        "with weights.loader recorded in the second too, which is the first to use what was recorded. probe: the same, "
-        "and after each sync what engines and trainer say of a fixed text: log-probs, and routes with train.replay "
-        "r3, of engines that kept no requests through their pause (rollout.pause_mode). always: bits and text in each.",
+        description="What is checked after a sync. first: every bit of what engines hold in the first sync, and in "
+        "the second, which is the first to use what weights.loader recorded. probe: the same, where an engine can say "
+        "what it holds, and after each sync what engines and trainer say of a fixed text: log-probs, and routes with "
+        "train.replay r3, of engines that kept no requests through their pause (rollout.pause_mode). always: bits and "
+        "text in each.",
     )
     probe_tolerance: float | None = Field(
         default=None,
@@ -484,6 +485,11 @@ class RunConfig(Section):
     def layout(self) -> ParallelLayout:
         """The trainer's parallel layout, and the critic's."""
         return self.megatron.layout(self.cluster.trainer_ranks)
+
+    @property
+    def compares_weights(self) -> bool:
+        """Whether engines may be able to say what they hold: by what they recorded; attached ones are asked."""
+        return self.weights.loader == "recorded" or bool(self.sglang.urls)
 
     @property
     def has_critic(self) -> bool:

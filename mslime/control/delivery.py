@@ -29,7 +29,7 @@ class Delivered:
     Attributes:
         report: of the attempt that went through.
         spans: when each rank was busy with it.
-        compared: parameters of all engine ranks that were compared, and equal; None where nothing was compared.
+        compared: tensors that were compared in all engines, and are equal; None where none was to be compared.
         repeats: attempts that did not go through.
         probed: of the probe; None where there was none.
     """
@@ -50,7 +50,6 @@ class Delivery:
         check: raises when the run is to end.
         new_group: makes names for groups without the engines that are gone.
         probe: asked after each sync; None: nothing is.
-        comparable: whether engines' parameters can be compared with the trainer's.
     """
 
     def __init__(
@@ -64,11 +63,10 @@ class Delivery:
         new_group: Callable[[], str],
         progress: Progress,
         probe: WeightProbe | None = None,
-        comparable: bool = True,
     ) -> None:
         self._config, self._rollouts, self._trainers, self._engines = config, rollouts, trainers, engines
         self._fleet, self._check, self._new_group, self._progress = fleet, check, new_group, progress
-        self._probe, self._comparable = probe, comparable
+        self._probe = probe
         self._met = frozenset(address.url for address in engines.addresses)
         self._proven: frozenset[str] = frozenset()  # engines that have taken weights once
 
@@ -99,9 +97,10 @@ class Delivery:
         while True:  # ends: there is an engine less every second time
             try:
                 self._meet(serving)
-                check = self._comparable and (verify or repeats > 0)
+                check = self._config.compares_weights and (verify or repeats > 0)
                 report, spans = self._trainers.send_weights(version, check, self._progress.weights)
-                compared = self._rollouts.compare(report.expected) if check else None
+                strict = self._config.weights.verify in ("first", "always")
+                compared = self._rollouts.compare(report.expected, strict) if check else None
                 self._rollouts.end_update()
                 self._rollouts.stamp(version)
                 probed = None if self._probe is None else self._probe.ask(version)

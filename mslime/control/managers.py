@@ -23,7 +23,7 @@ from mslime.control.cluster import beside_the_driver, redirect_output, remote_cl
 from mslime.logs import hide, log_process
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.comparison import Digests
+    from mslime.backends.sglang.comparison import Sums
     from mslime.backends.sglang.probing import ProbeRequest
     from mslime.backends.sglang.server import EngineAddress
     from mslime.config.schema import EvalSetConfig
@@ -253,10 +253,8 @@ class ManagerGroup:
         urls = tuple(url for each in found for url in each.urls)
         return Serving(urls, {name: why for each in found for name, why in each.gone.items()})
 
-    async def compare(self, expected: Mapping[str, Digests]) -> int:
-        """Each manager is told what its own engines must have."""
-        mine = [{e.url: expected[e.url] for e in share if e.url in expected} for share in self._shares]
-        return sum(await _ended(m.engines("compare", part) for m, part in zip(self._managers, mine, strict=True)))
+    async def compare(self, expected: Sums, strict: bool = False) -> int:
+        return sum(await self._all_engines("compare", expected, strict))
 
     async def end_update(self) -> None:
         await self._all_engines("end_update")

@@ -313,10 +313,10 @@ class RolloutActor:
         """The same after an update that broke off."""
         return _told(await self._pool.begin_again())
 
-    async def compare(self, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:
-        """How many parameters of all engine ranks were compared with the digests that the trainer expects."""
+    async def compare(self, expected: Mapping[str, str], strict: bool) -> int:
+        """How many tensors in all engines were compared with what the trainer sent."""
         with phase(_log, "comparing the engines' weights with the trainer's"):
-            return await self._pool.compare(expected)
+            return await self._pool.compare(expected, strict)
 
     async def end_update(self) -> None:
         """All weights are there."""
@@ -509,9 +509,9 @@ class RolloutHandle:
         """See `RolloutActor.begin_again`."""
         return self._update("begin again", self._actor.begin_again.remote())
 
-    def compare(self, expected: Mapping[str, Sequence[Mapping[str, str]]]) -> int:
+    def compare(self, expected: Mapping[str, str], strict: bool) -> int:
         """See `RolloutActor.compare`."""
-        return self._update("compare", self._actor.compare.remote(expected))
+        return self._update("compare", self._actor.compare.remote(expected, strict))
 
     def end_update(self) -> None:
         """See `RolloutActor.end_update`."""

@@ -152,7 +152,7 @@ class Session(Started):
         self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress)
         self._delivery = Delivery(
             self.config, self._rollouts, self._trainers, self._engines, self._fleet, self._at_rest, self._other_group,
-            self.progress, self._probe(), self._run.comparable,
+            self.progress, self._probe(),
         )  # fmt: skip
         self._delivery.connect(group)
         self._stack.enter_context(ControlEndpoint(self.config.run_dir, self._fleet.orders))
@@ -275,17 +275,16 @@ class Session(Started):
         _log.info("sending weights of version %d", version)
         begin = time.monotonic()
         mode = self.config.weights.verify
-        # What an engine records in the first sync it uses in the second.
-        first = 2 if self.config.weights.loader == "recorded" else 1
         if self._fleet.tend():
             self._verified = 0
         self._rollouts.pause()
         paused = time.monotonic()
-        verify = mode == "always" or (mode in ("first", "probe") and self._verified < first)
+        verify = mode == "always" or (mode in ("first", "probe") and self._verified < 2)
         delivered = self._delivery.send(version, verify)
         if (compared := delivered.compared) is not None:
             self._verified += 1
-            self.progress.note(f"version {version}: {compared} engine parameters equal the trainer's, bit for bit")
+            equal = f"{compared} tensors in the engines equal the trainer's, bit for bit"
+            self.progress.note(f"version {version}: {equal if compared else 'no engine can say what it holds'}")
         sent, probed = delivered.report, delivered.probed
         self._rollouts.resume(version)
         end = time.monotonic()

@@ -14,7 +14,7 @@ from mslime.convert.families import FAMILIES, Family
 if TYPE_CHECKING:
     from rich.table import Table
 
-_HEADINGS = ("Architecture in config.json", "Published checkpoints", "Train", "CPU engine", "Weight check")
+_HEADINGS = ("Architecture in config.json", "Published checkpoints", "Train", "CPU engine")
 _INTRODUCTION = """\
 # Models
 
@@ -27,8 +27,6 @@ This page is written by `mslime models --markdown`; a test keeps it equal to the
 - **Train**: a tiny model of the family gives transformers' logits within 1e-5 in fp32 on one process, TP2 EP2 PP2 and
   PP2 VPP2, and comes back to disk bit for bit in fp32 and bf16 (`tests/engines/test_families.py`).
 - **CPU engine**: after a weight sync from real Megatron ranks, a real SGLang server gives transformers' log-probs.
-- **Weight check**: devices of engines on which `weights.verify` can compare every parameter bit for bit. The digests of
-  GPU engines have not been run by us.
 - Every family reads FP8 block-quantised checkpoints (`quantization_config`), dequantised while they are read.
 - Multi-token-prediction layers are converted, and carried through an export; training neither builds nor changes them.
 
@@ -43,7 +41,6 @@ class SupportRow:
     models: str
     train: str
     engine: str
-    compared: str
     notes: tuple[str, ...]
 
 
@@ -60,7 +57,6 @@ def _row(family: Family) -> SupportRow:
         ", ".join(support.models),
         "no" if support.not_trained else "yes",
         "no" if support.not_served else "yes",
-        ", ".join(support.compared_on) or "no",
         tuple(f"{what}: {why}" for what, why in reasons.items() if why) + support.notes,
     )
 
@@ -69,7 +65,7 @@ def as_markdown(rows: Iterable[SupportRow]) -> str:
     """The page `docs/models.md`."""
     rows = list(rows)
     lines = [" | ".join(_HEADINGS), " | ".join("---" for _ in _HEADINGS)]
-    lines += [" | ".join((f"`{row.architecture}`", row.models, row.train, row.engine, row.compared)) for row in rows]
+    lines += [" | ".join((f"`{row.architecture}`", row.models, row.train, row.engine)) for row in rows]
     notes = [f"- `{row.architecture}`: {note.removesuffix('.')}." for row in rows for note in row.notes]
     table = "\n".join(f"| {line} |" for line in lines)
     return _INTRODUCTION + table + "\n\n## Notes\n\n" + "\n".join(notes) + "\n"
@@ -88,5 +84,5 @@ def as_table(rows: Iterable[SupportRow]) -> Table:
         table.add_column(heading)
     for row in rows:
         named = Text.assemble((row.architecture, "bold"), "\n", (row.models, "dim"))
-        table.add_row(named, row.train, row.engine, row.compared)
+        table.add_row(named, row.train, row.engine)
     return table

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 from mslime.config.engines import SGLangConfig
-from mslime.convert.engine import engine_vocabulary
 from mslime.convert.kinds import FusedQKV
 from mslime.convert.table import Rule, RuleTable
 from mslime.planner.activations import Widths
@@ -18,6 +17,7 @@ from mslime.planner.parameters import copies
 from mslime.weights.plan import DTYPE_BYTES
 
 MIB = 2**20
+_VOCABULARY = 64
 RUNTIME_BYTES = 4 * 2**30
 """What an engine needs beside weights, cache and the bucket of a weight update: context, activations, graphs."""
 
@@ -129,3 +129,12 @@ def _state_bytes(w: Widths, tp: int, width: int) -> int:
     convolution = 3 * (2 * w.linear_keys + w.linear_values) * width
     recurrent = w.linear_values * w.linear_key_dim * 4
     return len(w.linear_layers) * (convolution + recurrent) // tp
+
+
+def engine_vocabulary(rows: int, tp: int) -> int:
+    """Rows that an engine of `tp` ranks holds of a vocabulary, zeros included.
+
+    A multiple of 64, or of 64 x TP where that does not divide (sglang's VocabParallelEmbedding).
+    """
+    padded = -(-rows // _VOCABULARY) * _VOCABULARY
+    return padded if padded % tp == 0 else -(-rows // (_VOCABULARY * tp)) * _VOCABULARY * tp

@@ -159,9 +159,9 @@ def _switch_table(run: ResolvedRun) -> Table:
 
 def _weight_check(run: ResolvedRun) -> str:
     mode = run.config.weights.verify
-    bits = {"never": "", "always": "every bit of each sync"}.get(mode, "every bit of the first sync")
+    bits = {"never": "", "always": "every bit of each sync"}.get(mode, "every bit of the first two syncs")
     probe = f"a fixed text after each, {run.probe_tolerance:g} nats" if mode in ("probe", "always") else ""
-    return ", ".join(filter(None, (bits if run.comparable else "", probe))) or "none"
+    return ", ".join(filter(None, (bits if run.config.compares_weights else "", probe))) or "none"
 
 
 def _reward(config: RunConfig) -> str:

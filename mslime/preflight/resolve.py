@@ -46,11 +46,6 @@ class ResolvedRun:
         return self.model.moe_layer_ids if self.config.train.replay == "r3" else ()
 
     @property
-    def comparable(self) -> bool:
-        """Whether engines' parameters can be compared with the trainer's: mslime knows how SGLang keeps them."""
-        return self.config.cluster.device in (*self.family.support.compared_on, "auto")
-
-    @property
     def probe_tolerance(self) -> float:
         """`weights.probe_tolerance`, or its default for the dtypes of this run."""
         if (asked := self.config.weights.probe_tolerance) is not None:
@@ -90,15 +85,7 @@ def resolve(config: RunConfig, parts: Parts = WHOLE) -> ResolvedRun:
     checked = check_supervised_data if config.train.task == "sft" else check_data
     notes = checked(config, tokenizer, config.rollout.longest(model.max_positions))
     _check_optional_packages(config)
-    run = ResolvedRun(with_model(config, hf_config), hf_config, family, model, tuple(notes))
-    if config.weights.verify == "always" and not run.comparable:
-        raise ConfigError(
-            "weights.verify", "always",
-            f"on {config.cluster.device}, SGLang keeps weights of {family.architecture} in a layout that mslime does "
-            "not rebuild for the comparison",
-            "use probe",
-        )  # fmt: skip
-    return run
+    return ResolvedRun(with_model(config, hf_config), hf_config, family, model, tuple(notes))
 
 
 def _check_paths(config: RunConfig) -> None:

@@ -21,15 +21,12 @@ import torch.distributed as dist
 from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError, WeightSyncError, sync_error
 from mslime.config.keys import Endpoint, EngineInfo
-from mslime.config.layout import EngineLayout
-from mslime.convert.engine import EngineParameter
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
 from mslime.weights.buckets import TORCH_DTYPES, convert, gather, in_memory_order, named_tensors, pack
 from mslime.weights.carried import CarriedTensors
 from mslime.weights.courier import Courier, Seconds, Turns
-from mslime.weights.expected import ExpectedDigests
 from mslime.weights.groups import SyncGroups
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
@@ -59,7 +56,6 @@ class SyncOptions:
         bucket_bytes: upper bound on a bucket.
         backend: of the group with the engines: `nccl` or `gloo`.
         deadline_s: for every phase.
-        engine_parameters: what the engines keep of the model (`Family.engine_parameters`), for the expected digests.
         name: unique among the runs that share an engine.
         transport: as `weights.transport` says.
         directory: for weights in files, of this run alone; None: there is none.
@@ -69,7 +65,6 @@ class SyncOptions:
     bucket_bytes: int
     backend: str
     deadline_s: float
-    engine_parameters: tuple[EngineParameter, ...] = ()
     name: str = "mslime"
     export_dtype: str | None = None
     transport: str = "broadcast"
@@ -87,7 +82,7 @@ class SendReport:
         seconds: of the whole send, on the slowest rank.
         phases: where they went, by sender's global rank.
         changed: of the elements sent, the fraction that the version before had not; None where it is not known.
-        expected: where asked for, the digests that every rank of an engine must report, by the engine's URL.
+        expected: where asked for, what an engine's ranks must together say of each tensor (`Receivers.digest`).
     """
 
     version: int
@@ -96,7 +91,7 @@ class SendReport:
     seconds: float
     phases: Mapping[int, Seconds]
     changed: float | None
-    expected: Mapping[str, Sequence[Mapping[str, str]]]
+    expected: Mapping[str, str]
 
 
 class WeightSender:
@@ -213,7 +208,7 @@ class WeightSender:
 
         Args:
             version: recorded in the report; the engines learn it when they are stamped.
-            verify: also work out the digests that the engines must report.
+            verify: also work out what the engines must say of the tensors.
 
         Raises:
             WeightSyncError: on every rank, naming the rank, bucket and engine that failed.
@@ -235,7 +230,7 @@ class WeightSender:
             max(elapsed for elapsed, _, _ in everyone),
             {rank: everyone[rank][1] for rank in self._groups.senders.everyone()},
             moved.changed / moved.elements if moved.elements else None,
-            self._expected_digests(params) if verify else {},
+            self._sums(params) if verify else {},
         )
 
     def _tell_transport(self, call: Callable[[SyncObserver], None]) -> Exception | None:
@@ -286,44 +281,29 @@ class WeightSender:
         not_sent = courier.close() if courier is not None else None
         return failure or not_sent
 
-    def _expected_digests(self, params: Mapping[str, torch.Tensor]) -> Mapping[str, Sequence[Mapping[str, str]]]:
-        """What every rank of an engine must report, by the engine's URL. Collective.
+    def _sums(self, params: Mapping[str, torch.Tensor]) -> dict[str, str]:
+        """What engines must say of every tensor, by Hugging Face name. Collective.
 
-        An engine joins tensors of several senders into one parameter, so here the first rank of a stage gathers all.
+        Buckets are filled anew: what was done to one while it was on its way shows.
         """
-        layouts = sorted({engine.layout for engine in self.engines}, key=repr)
-        plan, stage = self._gathered_plan(self._options.dtype), self._groups.stage
-        found = [self._expected(plan, stage, layout) for layout in layouts] if self._groups.is_leader else []
-        failure: Exception | None = None
-        for bucket in plan.buckets_of(self._groups.rank):
+        sums, failure = dict[str, str](), None
+        for bucket in self.plan.buckets_of(self._groups.rank):
             try:
                 flat = self._fill(bucket, params)
             except WeightSyncError as error:
                 failure = failure or error
                 continue
-            for name, tensor in named_tensors(bucket, flat) if flat is not None else ():
-                for each in found:
-                    each.add(name, tensor)
+            if flat is not None:
+                assert self._receivers is not None
+                sums |= {name: self._receivers.digest(tensor) for name, tensor in named_tensors(bucket, flat)}
         self._raise_together("check", failure)
-        everyone = self._exchange({layout: each.digests for layout, each in zip(layouts, found, strict=False)})
-        by_layout = {
-            layout: [
-                _merged([stage[layout] for stage in everyone if layout in stage], rank) for rank in range(layout.tp)
-            ]
-            for layout in layouts
-        }
-        return {engine.url: by_layout[engine.layout] for engine in self.engines}
+        return {name: each for found in self._exchange(sums) for name, each in found.items()}
 
     def _gathered_plan(self, dtype: str) -> WeightPlan:
         """The plan with one sender for each stage, which gathers all of the stage. Collective where it is new."""
         if dtype not in self._gathered:
             self._gathered[dtype] = self._make_plan(dtype, Senders(self._groups.layout))
         return self._gathered[dtype]
-
-    def _expected(self, plan: WeightPlan, stage: int, layout: EngineLayout) -> ExpectedDigests:
-        names = {entry.name for bucket in plan.stage_buckets(stage) for entry in bucket.entries}
-        assert self._receivers is not None
-        return ExpectedDigests(names, self._options.engine_parameters, layout, self._receivers.digest)
 
     def _fill(self, bucket: Bucket, params: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The bucket's flat buffer on its sender, None elsewhere; collective over the bucket's members."""
@@ -421,7 +401,3 @@ def _give_back_memory() -> None:
     """Free what torch keeps of the GPU for itself: the first sync makes NCCL's buffers, outside of torch's memory."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def _merged(stages: Sequence[Sequence[Mapping[str, str]]], rank: int) -> dict[str, str]:
-    return {name: digest for stage in stages for name, digest in stage[rank].items()}

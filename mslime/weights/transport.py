@@ -98,7 +98,7 @@ class Receivers(Protocol):
         ...
 
     def digest(self, tensor: torch.Tensor) -> str:
-        """What an engine on the same kind of device reports for this tensor when weights are compared."""
+        """What the ranks of an engine must together say of this whole tensor when weights are compared."""
         ...
 
     def checksum(self, tensor: torch.Tensor) -> int:

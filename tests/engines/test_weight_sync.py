@@ -21,7 +21,7 @@ from mslime.backends.sglang.server import ServerPart, ServerProcess
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import Endpoint, EngineKeys
 from mslime.config.serving import engine_spec
-from mslime.convert.hf import copy_side_files
+from mslime.convert.hf import HFCheckpoint, copy_side_files
 from mslime.network import free_port
 from mslime.weights.delta import DeltaTransport
 from mslime.weights.plan import Bucket
@@ -65,7 +65,7 @@ def change_weights(trainer: MegatronTrainer, amount: float) -> None:
 
 
 def publish(sender: WeightSender, version: int, rank: int, check: bool = True, end: bool = True) -> int:
-    """begin, send, compare, end, stamp, as control drives them; the number of parameters compared.
+    """begin, send, compare, end, stamp, as control drives them; the number of tensors compared.
 
     Args:
         end: False forgets the end.
@@ -77,7 +77,8 @@ def publish(sender: WeightSender, version: int, rank: int, check: bool = True, e
     try:
         report = sender.send(version, verify=check)
         if rank == 0 and check:
-            compared = with_pool(engines, lambda pool: pool.compare(report.expected))
+            compared = with_pool(engines, lambda pool: pool.compare(report.expected, strict=True))
+            assert compared == len(engines) * len(report.expected)
     finally:
         if rank == 0 and end:
             with_pool(engines, lambda pool: pool.end_update())
@@ -114,6 +115,24 @@ def sync_twice(trainer: MegatronTrainer, engine: Endpoint, version: int, export:
 def post(engine: Endpoint, path: str, body: dict[str, Any]) -> Any:
     answer = httpx.post(engine.url + path, json=body, headers=engine.keys.headers(path), timeout=60).raise_for_status()
     return answer.json() if answer.text.startswith("{") else answer.text
+
+
+def parameters_of(engine: Endpoint) -> list[dict[str, str]]:
+    """SGLang's own digests of all parameters, by rank."""
+    return [rank["checksums"] for rank in post(engine, "/weights_checker", {"action": "checksum"})["ranks"]]
+
+
+def are_those_of(engine: Endpoint, exported: Path) -> bool:
+    """Whether an engine's parameters are, bit for bit, what its model's own loader makes of a checkpoint on disk. It
+    has that loaded afterwards."""
+    held = parameters_of(engine)
+    post(engine, "/update_weights_from_disk", {"model_path": str(exported)})
+    return held == parameters_of(engine)
+
+
+def tensors_of(checkpoint: Path) -> int:
+    """How many a checkpoint has."""
+    return len(HFCheckpoint(checkpoint).info)
 
 
 def engine_log_probs(engine: Endpoint, new_tokens: int = 1) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -158,12 +177,13 @@ def test_the_engine_serves_the_trainers_weights_under_their_version(
     config = config_of(checkpoint, tmp_path, **sizes)
     results = run_trainers(sync_twice, config, engine, version, tmp_path / "exported")
     compared, buckets = results[0]
-    assert buckets > 5 and compared == 3 + 4 * 9, "embedding, norm, head, and nine parameters a layer"
+    assert buckets > 5 and compared == tensors_of(checkpoint) == 3 + 4 * (9 + 3 * 8)
     after, meta = engine_log_probs(engine)
     expected = transformers_log_probs(tmp_path / "exported")
     assert float((after - expected).abs().max()) < 1e-4
     assert float((after - before).abs().max()) > 1e-3, "the weights changed enough to tell"
     assert meta["weight_version"] == str(version)
+    assert are_those_of(engine, tmp_path / "exported")
     assert not left_in_shared_memory()
     if sizes.get("transport") == "disk":
         assert torch.equal(transformers_log_probs(whole_version(config, checkpoint)), expected)
@@ -176,14 +196,14 @@ def whole_version(config: Any, source: Path) -> Path:
     return found
 
 
-def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint) -> tuple[int, str]:
-    """Two syncs, and what a bucket is answered that lies nowhere: (parameters compared, the answer)."""
+def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint, export: Path) -> str:
+    """Two syncs, and what a bucket is answered that lies nowhere."""
     receivers = SGLangReceivers(trainer.spec.deadlines)
-    sender, compared = trainer.weight_sender(receivers), 0
+    sender = trainer.weight_sender(receivers)
     sender.connect([engine])
     for version in (1, 2):
         change_weights(trainer, 0.01)
-        compared = publish(sender, version, 0)
+        publish(sender, version, 0, check=False)
     assert RECORDED not in {said for _, said in receivers.heard}
     (info,) = sender.engines
     with_pool([info], lambda pool: pool.begin_update())
@@ -192,7 +212,8 @@ def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint) -> tuple[int, 
         receivers.receive(info, nowhere).result()
     with_pool([info], lambda pool: pool.end_update())
     sender.disconnect()
-    return compared, str(caught.value)
+    sender.export(export, trainer.spec.checkpoint)
+    return str(caught.value)
 
 
 @pytest.mark.nightly
@@ -204,8 +225,9 @@ def test_every_rank_of_an_engine_reads_a_bucket_before_the_sender_is_answered(tm
     server = serve(checkpoint, tmp_path / "logs", sglang={"tp_size": 2}, weights={"loader": "model"})
     try:
         config = config_of(checkpoint, tmp_path, "shm")
-        compared, said = run_trainers(sync_to_two_ranks, config, server.endpoint)[0]
-        assert compared == 2 * (3 + 4 * 9) and "rank 0: FileNotFoundError" in said
+        said = run_trainers(sync_to_two_ranks, config, server.endpoint, tmp_path / "exported")[0]
+        assert "rank 0: FileNotFoundError" in said
+        assert len(parameters_of(server.endpoint)) == 2 and are_those_of(server.endpoint, tmp_path / "exported")
     finally:
         server.process.stop()
 
@@ -220,7 +242,7 @@ def change_few(trainer: MegatronTrainer, seed: int) -> None:
 
 
 def sync_changes(trainer: MegatronTrainer, engine: Endpoint, before: Path) -> list[tuple[int, Moved, int]]:
-    """(parameters compared, what was moved, buckets that the engine refused) of each sync, where this rank sends.
+    """(tensors compared, what was moved, buckets that the engine refused) of each sync, where this rank sends.
 
     Before the last but one, somebody else gives the engine other weights.
     """
@@ -254,7 +276,7 @@ def test_changes_alone_bring_every_rank_of_an_engine_to_the_trainers_weights(tmp
     checkpoint = make_tiny_qwen3_moe(tmp_path / "model", moe_intermediate_size=128)
     server = serve(checkpoint, tmp_path / "logs", sglang={"tp_size": 2})
     try:
-        check_changes(checkpoint, server.endpoint, tmp_path, {"dp": 2, "ep": 2}, ranks=2)
+        check_changes(checkpoint, server.endpoint, tmp_path, {"dp": 2, "ep": 2})
     finally:
         server.process.stop()
 
@@ -270,10 +292,11 @@ def test_ranks_of_an_engine_receive_from_senders_of_their_own_and_pass_it_on(tmp
         work = sync_twice if loader == "recorded" else sync_by_their_own_loaders
         results = run_trainers(work, config, server.endpoint, 2, tmp_path / "exported")
         compared, buckets = results[0]
-        assert buckets > 5 and compared == 2 * (3 + 4 * 9)
+        assert buckets > 5 and compared == (tensors_of(checkpoint) if loader == "recorded" else 0)
         after, meta = engine_log_probs(server.endpoint)
         expected = transformers_log_probs(tmp_path / "exported")
         assert float((after - expected).abs().max()) < 1e-4 and meta["weight_version"] == "2"
+        assert len(parameters_of(server.endpoint)) == 2 and are_those_of(server.endpoint, tmp_path / "exported")
     finally:
         server.process.stop()
 
@@ -289,7 +312,7 @@ def test_each_machine_of_an_engine_receives_from_all_senders_and_passes_on_for_i
         engine = server.process.start().endpoint
         config = config_of(checkpoint, tmp_path, "relay", dp=2, ep=2)
         (compared, _), *_ = run_trainers(sync_twice, config, engine, 2, tmp_path / "exported")
-        assert compared == 4 * (3 + 4 * 9)
+        assert compared == tensors_of(checkpoint)
         after, meta = engine_log_probs(engine)
         expected = transformers_log_probs(tmp_path / "exported")
         assert float((after - expected).abs().max()) < 1e-4 and meta["weight_version"] == "2"
@@ -315,23 +338,22 @@ def sync_by_their_own_loaders(
     rank, sender = trainer.parallel.rank, sender_of(trainer)
     sender.connect([engine])
     change_weights(trainer, 0.01)
-    publish(sender, version - 1, rank)
+    publish(sender, version - 1, rank, check=False)
     whole = sender._params
     sender._params = lambda: [(name, each) for name, each in whole() if "layers.3." not in name]
     with pytest.raises(WeightSyncError, match="layers.3"):
         publish(sender, version, rank, check=False)
     sender._params = whole
     change_weights(trainer, -0.004)
-    compared = publish(sender, version, rank)
+    publish(sender, version, rank, check=False)
     sender.disconnect()
     sender.export(export, trainer.spec.checkpoint)
-    return compared, len(sender.plan.buckets)
+    return 0, len(sender.plan.buckets)
 
 
-def check_changes(checkpoint: Path, engine: Endpoint, tmp_path: Path, sizes: dict[str, int], ranks: int = 1) -> None:
-    """`ranks`: of the engine."""
+def check_changes(checkpoint: Path, engine: Endpoint, tmp_path: Path, sizes: dict[str, int]) -> None:
     results = run_trainers(sync_changes, config_of(checkpoint, tmp_path, "delta", **sizes), engine, checkpoint)
-    assert [compared for compared, _, _ in results[0]] == [ranks * (3 + 4 * 9)] * 6
+    assert [compared for compared, _, _ in results[0]] == [tensors_of(checkpoint)] * 6
     senders = [sent for sent in results if sent]
     assert len(senders) == sizes.get("ep", 1)
     for sent in senders:
@@ -360,14 +382,11 @@ class BitFlippingTransport:
         return getattr(self._real, name)
 
 
-FLIPPED = {
-    "model.layers.1.mlp.experts.5.down_proj.weight": "model.layers.1.mlp.experts.w2_weight",
-    "model.layers.2.self_attn.v_proj.weight": "model.layers.2.self_attn.qkv_proj.weight",
-    "model.layers.0.mlp.experts.0.up_proj.weight": "model.layers.0.mlp.experts.w13_weight",
-    "model.layers.3.mlp.gate.weight": "model.layers.3.mlp.gate.weight",
-    "model.embed_tokens.weight": "model.embed_tokens.weight",
-    "model.layers.3.self_attn.k_norm.weight": "model.layers.3.self_attn.k_norm.weight",
-}
+FLIPPED = (
+    "model.layers.1.mlp.experts.5.down_proj.weight", "model.layers.2.self_attn.v_proj.weight",
+    "model.layers.0.mlp.experts.0.up_proj.weight", "model.layers.3.mlp.gate.weight", "model.embed_tokens.weight",
+    "model.layers.3.self_attn.k_norm.weight",
+)  # fmt: skip
 
 
 def flip_and_repair(trainer: MegatronTrainer, engine: Endpoint) -> dict[str, str]:
@@ -392,7 +411,7 @@ def test_one_flipped_bit_in_one_tensor_is_found_and_the_version_is_not_stamped(
 ) -> None:
     said = run_trainers(flip_and_repair, config_of(checkpoint, tmp_path), engine)[0]
     for tensor, message in said.items():
-        assert f"{engine.url} rank 0: {FLIPPED[tensor]}" in message and "1 of 39 parameters differ" in message
+        assert f"{engine.url}: {tensor}'" in message and "so it is with 1 of 135 tensors" in message
     assert engine_log_probs(engine)[1]["weight_version"] == "10"
 
 

@@ -54,7 +54,7 @@ class FakeEngine:
         drop_connections: /generate closes the connection instead of answering, always or for so many requests.
         masks: whether it returns sampling masks.
         routes_rows_off: rows of routes too many. scores_off: log-probs of given tokens too many.
-        ranks: the answer of /weights_checker.
+        sums: what its one rank says to /weights_checker; None: it has no plug-in that could.
         tokens: text -> ids, the answer of /tokenize.
         seen: (path, body) of every POST.
     """
@@ -74,7 +74,7 @@ class FakeEngine:
         self.drop_connections: bool | int = False
         self.scores_off = 0
         self.masks = True
-        self.ranks: list[dict[str, Any]] = []
+        self.sums: dict[str, str] | None = {}
         self.tokens: Callable[[str], list[int]] = lambda text: [ord(c) for c in text]
         self.broken: set[str] = set()
         self.seen: list[tuple[str, dict[str, Any]]] = []
@@ -133,7 +133,7 @@ class FakeEngine:
         if request.path == "/tokenize":
             return web.json_response({"tokens": [self.tokens(text) for text in body["prompt"]]})
         if request.path == "/weights_checker":
-            return web.json_response({"success": True, "ranks": self.ranks})
+            return self._held(body["action"])
         if request.path == "/pause_generation":
             self.paused = self.pause_works
         if request.path == "/continue_generation":
@@ -141,6 +141,12 @@ class FakeEngine:
         if request.path == "/update_weight_version":
             self.model["weight_version"] = body["new_version"]
         return web.json_response({"success": True})
+
+    def _held(self, action: str) -> web.Response:
+        if self.sums is None:
+            return web.json_response({"success": False, "message": f"Unsupported action='{action}'"}, status=400)
+        rank = {"checksums": self.sums, "parallelism_info": [{"tp_rank": 0}]}
+        return web.json_response({"success": True, "ranks": [rank]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -174,3 +174,15 @@ def _finite(value: Any) -> bool:
     if isinstance(value, list):
         return all(_finite(v) for v in value)
     return not isinstance(value, float) or math.isfinite(value)
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_bits_are_compared_by_what_engines_recorded_so_they_must_record(verify: str) -> None:
+    """Attached engines are asked when they are met: they may have the plug-in, whatever this run's setting says."""
+    weights = {"weights": {"loader": "model", "verify": verify}}
+    with pytest.raises(ConfigError, match=f"weights.verify = '{verify}'.*weights.loader is model") as caught:
+        build({**LEAST, **weights})
+    assert "set weights.verify: probe" in caught.value.way_out
+    build({**LEAST, "weights": {"verify": verify}})
+    build({**LEAST, **weights, "sglang": {"urls": ["http://127.0.0.1:30000"]}})
+    build({**LEAST, **weights, "train": {"task": "sft"}})

@@ -61,8 +61,9 @@ class Fakes:
             raise error
         return SimpleNamespace(expected=f"digests {version}"), {}
 
-    def compare(self, expected: str) -> int:
+    def compare(self, expected: str, strict: bool) -> int:
         self.calls.append(f"compare {expected}")
+        self.strict = strict
         if self.unequal and (error := self.unequal.pop(0)) is not None:
             raise error
         return 39
@@ -278,6 +279,16 @@ def test_nothing_is_compared_unless_asked_for() -> None:
     delivery = delivery_of(fakes)
     assert delivery.send(0, verify=True).compared == 39
     assert delivery.send(0, verify=False).compared is None
+
+
+@pytest.mark.parametrize(("verify", "strict"), [("probe", False), ("first", True), ("always", True)])
+def test_engines_must_say_what_they_hold_where_bits_were_asked_for(verify: str, strict: bool) -> None:
+    fakes = Fakes(["abc"], [None])
+    delivery = delivery_of(fakes)
+    weights = CONFIG.weights.model_copy(update={"verify": verify})
+    delivery._config = CONFIG.model_copy(update={"weights": weights})
+    delivery.send(0, verify=True)
+    assert fakes.strict == strict
 
 
 @pytest.mark.parametrize("error", [

@@ -35,9 +35,9 @@ FACTS = {
         r'"/(begin_weight|end_weight|init_weights|update_weights|update_weight_|destroy_weights|weights_checker)',
         {"backends/sglang/client.py", "backends/sglang/handshake.py"},
     ),
-    "how engines join tensors": (r"qkv_proj\.|w13'", {"convert/engine.py"}),
+    "how engines join tensors": (r"qkv_proj\.|w13'", set[str]()),
     "how engines are spoken to": (r"import (httpx|requests|urllib\.request)", set[str]()),
-    "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"convert/engine.py"}),
+    "the engine's padding of the vocabulary": (r"VOCAB\w* = 64", {"planner/engine.py"}),
     "estimates of the KL": (r"expm1", {"algorithms/kl.py"}),
     "whose routes are followed": (
         r'replay [!=]= "r3"',

@@ -280,7 +280,7 @@ def test_a_run_that_begins_with_wrong_engines_ends() -> None:
 def test_engines_that_cannot_be_compared_are_not_when_all_is_sent_again() -> None:
     fakes = Fakes(["abc", "abc"], [different("b"), None])
     delivery = delivery_of(fakes)
-    delivery._comparable = False
+    delivery._config = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "weights": {"loader": "model"}})
     delivery.connect("g0")
     assert delivery.send(0, True).compared is None and COMPARED not in fakes.calls
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.comparison import CANNOT
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool, Serving
 from mslime.config.errors import EngineError, WeightSyncError
@@ -183,10 +184,10 @@ def test_a_cancelled_request_frees_its_place() -> None:
 
 def test_a_weight_update_begins_compares_ends_and_is_stamped_on_every_engine() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[int, list[list[str]], set[str]]:
-        for i, fake in enumerate(fakes):
-            fake.ranks = [{"checksums": {"a": f"{i}1", "b": "2"}, "parallelism_info": [{"tp_rank": 0}]}]
+        for fake in fakes:
+            fake.sums = {"a": "1 7", "b": "2 8"}
         await pool.begin_update()
-        compared = await pool.compare({fake.url: [{"a": f"{i}1", "b": "2"}] for i, fake in enumerate(fakes)})
+        compared = await pool.compare({"a": "1 7", "b": "2 8"}, strict=True)
         await pool.end_update()
         await pool.stamp(7)
         return compared, [[path for path, _ in f.seen] for f in fakes], {str(f.model["weight_version"]) for f in fakes}
@@ -196,27 +197,41 @@ def test_a_weight_update_begins_compares_ends_and_is_stamped_on_every_engine() -
     assert compared == 4 and paths == [calls, calls] and versions == {"7"}
 
 
-def test_a_parameter_that_differs_names_its_engine() -> None:
+def test_a_tensor_that_differs_names_its_engine() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> str:
-        for fake in fakes:
-            fake.ranks = [{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0}]}]
+        fakes[0].sums, fakes[1].sums = {"a": "1 7"}, {"a": "5 7"}
         with pytest.raises(WeightSyncError) as caught:
-            await pool.compare({fakes[0].url: [{"a": "1"}], fakes[1].url: [{"a": "5"}]})
+            await pool.compare({"a": "1 7"})
         return str(caught.value).replace(fakes[1].url, "the second")
 
-    assert "the second rank 0: a" in with_pool(work)
+    assert with_pool(work).startswith("weights.check = 'the second: a': the engine holds something else")
 
 
-def test_all_engines_whose_parameters_differ_are_named_and_live() -> None:
+@pytest.mark.parametrize("why", ["copies are not recorded", None])
+def test_an_engine_that_cannot_say_what_it_holds_is_left_alone_unless_it_must(why: str | None) -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[int, str]:
+        fakes[0].sums, fakes[1].sums = {"a": "1 7"}, None if why is None else {CANNOT: why}
+        compared = await pool.compare({"a": "1 7"})
+        with pytest.raises(WeightSyncError) as caught:
+            await pool.compare({"a": "1 7"}, strict=True)
+        assert len(pool) == 2
+        return compared, str(caught.value).replace(fakes[1].url, "the second")
+
+    compared, said = with_pool(work)
+    assert compared == 1 and said.startswith("weights.check = 'the second': weights are not compared")
+    assert (why or "plugins/receiver on its PYTHONPATH") in said and "set weights.verify: probe" in said
+
+
+def test_all_engines_whose_tensors_differ_are_named_and_live() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[str, list[str], int]:
         for fake in fakes:
-            fake.ranks = [{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0}]}]
+            fake.sums = {"a": "1 7"}
         with pytest.raises(WeightSyncError) as caught:
-            await pool.compare({fake.url: [{"a": "5"}] for fake in fakes})
+            await pool.compare({"a": "5 7"})
         return str(caught.value), [fake.url for fake in fakes], len(pool)
 
     said, urls, live = with_pool(work)
-    assert all(f"{url} rank 0: a" in said for url in urls) and live == 2
+    assert all(f"{url}: a" in said for url in urls) and live == 2
 
 
 def test_an_engine_that_gets_no_requests_any_more_takes_part_in_no_update() -> None:
@@ -282,8 +297,8 @@ def test_an_engine_that_dies_when_all_was_sent_is_no_failure_of_the_others() -> 
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> Serving:
         await pool.begin_update()
         await fakes[1].__aexit__(None, None, None)
-        fakes[0].ranks = [{"checksums": {"a": "1"}, "parallelism_info": [{"tp_rank": 0}]}]
-        assert await pool.compare({fakes[0].url: [{"a": "1"}], fakes[1].url: [{"a": "1"}]}) == 1
+        fakes[0].sums = {"a": "1 7"}
+        assert await pool.compare({"a": "1 7"}) == 1
         await pool.end_update()
         await pool.stamp(1)
         await pool.resume()
@@ -294,7 +309,7 @@ def test_an_engine_that_dies_when_all_was_sent_is_no_failure_of_the_others() -> 
 
 UPDATE: dict[str, Callable[[EnginePool], Awaitable[Any]]] = {
     "/begin_weight_update": lambda pool: pool.begin_update(),
-    "/weights_checker": lambda pool: pool.compare({c.url: [{"a": "1"}] for c in pool.clients}),
+    "/weights_checker": lambda pool: pool.compare({}),
     "/end_weight_update": lambda pool: pool.end_update(),
     "/update_weight_version": lambda pool: pool.stamp(3),
 }

@@ -87,7 +87,7 @@ class Sender:
             raise failure
         if observer is not None:
             observer.complete()
-        return SimpleNamespace(expected={engine.url: [expected] for engine in self._engines}), {}
+        return SimpleNamespace(expected=expected), {}
 
     def close(self) -> None:
         self._transport.disconnect()
@@ -111,8 +111,8 @@ class Rollouts:
     def begin_again(self) -> Any:
         return self._do(self.pool.begin_again())
 
-    def compare(self, expected: Any) -> int:
-        return self._do(self.pool.compare(expected))
+    def compare(self, expected: Any, strict: bool) -> int:
+        return self._do(self.pool.compare(expected, strict))
 
     def end_update(self) -> None:
         self._do(self.pool.end_update())

@@ -1,265 +1,283 @@
-"""The expected digests: SGLang's hashes recomputed, its fused layouts rebuilt, and one changed bit noticed."""
+"""What engines hold, summed by their ranks and compared with what was sent: no bit may differ, and none be missing."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import dataclasses
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from mslime.backends.sglang.comparison import compare
-from mslime.backends.sglang.digest import engine_digest, sha_hash, tiled_hash
+from mslime.backends.sglang import digest, recorded
+from mslime.backends.sglang.comparison import as_text, compare, why_not
+from mslime.backends.sglang.digest import BLOCK, all_places, place_sum, whole_sum
+from mslime.backends.sglang.held import held
+from mslime.backends.sglang.recorded import Bucket, Buckets, Received, all_buckets, buckets_of, record
 from mslime.config.errors import WeightSyncError
-from mslime.config.layout import EngineLayout
-from mslime.convert.engine import EngineParameter, engine_parameters
-from mslime.convert.families import get_family
-from mslime.convert.families.gqa import Attention, attention_rules
-from mslime.convert.kinds import FusedGatedMLP, GatedMLP, Replicated
-from mslime.convert.table import Rule, RuleTable
-from mslime.weights.expected import ExpectedDigests
-from tests.unit.weights_world import moe_table, whole_tensors
 
-CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
-M32, M64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
+M64 = 0xFFFFFFFFFFFFFFFF
 
 
-def slow_tiled_hash(data: bytes) -> int:
-    """SGLang's GPU hash word by word in Python integers (sglang/kernels/ops/memory/gpu_tensor_hash.py)."""
-
-    def mix(x: int) -> int:
-        x ^= x >> 16
-        x = x * 0x85EBCA6B & M32
-        x ^= x >> 13
-        x = x * 0xC2B2AE35 & M32
-        return x ^ x >> 16
-
-    def rotate(x: int, r: int) -> int:
-        return (x << r | x >> 32 - r) & M32
-
-    data += b"\0" * (-len(data) % 4)
-    words = [int.from_bytes(data[i : i + 4], "little") for i in range(0, len(data), 4)]
-    seed = 0x243F6A88
-    seed2 = (seed * 0x9E3779B1 ^ 0xDEADBEEF) & M32
-    total = 0
-    for tile in range(0, len(words), 8192):
-        h1 = h2 = 0
-        for i in range(tile, min(tile + 8192, len(words))):
-            h1 += mix(words[i] ^ ((i * 0x27D4EB2D + seed & M32) ^ rotate(i, 15)))
-            h2 += mix(words[i] ^ ((i * 0x165667B1 + seed2 & M32) ^ rotate(i, 13)))
-        n = len(words) * 4 & M32
-        total += mix(h1 & M32 ^ n) << 32 | mix(h2 & M32 ^ n)
-    x = total & M64
-    x ^= x >> 30
-    x = x * 0xBF58476D1CE4E5B9 & M64
-    x ^= x >> 27
-    x = x * 0x94D049BB133111EB & M64
+def splitmix(x: int) -> int:
+    """The finaliser of splitmix64 (Steele et al., 2014), on whole numbers."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & M64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & M64
     return x ^ x >> 31
 
 
-@pytest.mark.parametrize("numel", [1, 3, 8192, 8193, 20001])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiled_hash_equals_the_word_by_word_reference(numel: int, dtype: torch.dtype) -> None:
-    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
-    assert tiled_hash(tensor) == slow_tiled_hash(tensor.view(torch.uint8).numpy().tobytes())
+def slow_place_sum(values: list[int]) -> int:
+    """Element by element, in whole numbers."""
+    total = 0
+    for index, value in enumerate(values):
+        number = (index // BLOCK + 1) * 0xD1342543DE82EF95 & M64
+        number = (number ^ number >> 32) * 0xDABA0B6EB09322E3 & M64
+        total += value * (splitmix(index % BLOCK * 0x9E3779B97F4A7C15 & M64) | 1) * (number | 1)
+    return (total + (1 << 63) & M64) - (1 << 63)
 
 
-def test_tiled_hash_does_not_depend_on_how_it_is_cut_into_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = torch.randn(5 * 8192 + 17, generator=torch.Generator().manual_seed(0))
-    whole = tiled_hash(tensor)
-    monkeypatch.setattr("mslime.backends.sglang.digest._CHUNK_TILES", 2)
-    assert tiled_hash(tensor) == whole
+@pytest.mark.parametrize("numel", [0, 1, 257, BLOCK, BLOCK + 5])
+def test_a_sum_is_that_of_its_elements_each_times_the_number_of_its_place(numel: int) -> None:
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16()
+    values = tensor.view(torch.int16).tolist()
+    assert int(place_sum(tensor)) == slow_place_sum(values)
+    assert whole_sum(tensor) == as_text(slow_place_sum(values), all_places(numel))
+    assert all_places(numel) == slow_place_sum([1] * numel)
 
 
-def test_cpu_digest_is_the_head_of_sha256() -> None:
-    tensor = torch.arange(6, dtype=torch.bfloat16).view(2, 3).T
-    data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
-    assert f"{sha_hash(tensor):016x}" == hashlib.sha256(data).hexdigest()[:16] == engine_digest(tensor)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64])
+def test_a_sum_is_of_bits_and_differs_where_one_does_or_two_change_places(dtype: torch.dtype) -> None:
+    tensor = torch.randn(60, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bits = digest.bits_of(tensor)
+    before = int(place_sum(tensor))
+    assert before == slow_place_sum(bits.flatten().tolist()) == int(place_sum(tensor.T.contiguous().T))
+    swapped = tensor.clone()
+    swapped[[3, 4]] = swapped[[4, 3]]
+    assert int(place_sum(swapped)) != before
+    for bit in range(8 * tensor.itemsize):
+        changed = tensor.clone()
+        digest.bits_of(changed)[7, 11] ^= np.array(1 << bit, f"u{tensor.itemsize}").view(f"i{tensor.itemsize}").item()
+        assert int(place_sum(changed)) != before, bit
 
 
-@pytest.mark.parametrize("digest", [sha_hash, tiled_hash])
-def test_one_bit_changes_the_digest(digest: Any) -> None:
-    tensor = torch.randn(9000, generator=torch.Generator().manual_seed(1))
-    before = digest(tensor)
-    tensor.view(torch.int32)[4711] ^= 1
-    assert digest(tensor) != before
+def test_sums_of_parts_add_up_to_that_of_the_whole() -> None:
+    tensor = torch.randn(8, 40)
+    left, right = torch.zeros_like(tensor), torch.zeros_like(tensor)
+    left[:, :13], right[:, 13:] = tensor[:, :13], tensor[:, 13:]
+    assert digest.signed(int(place_sum(left)) + int(place_sum(right))) == int(place_sum(tensor))
 
 
-def digests_of(
-    parameters: Iterable[EngineParameter], whole: Mapping[str, torch.Tensor], layout: EngineLayout
-) -> list[dict[str, str]]:
-    """What is expected of each rank when these tensors arrive in this order."""
-    expected = ExpectedDigests(whole.keys(), parameters, layout, engine_digest)
-    for name, tensor in whole.items():
-        expected.add(name, tensor)
-    return expected.digests
+SENT = {"q": (8, 6), "k": (4, 6), "up": (8, 6), "down": (6, 8), "router": (3, 6), "norm": (6,), "tied": (4, 4)}
+BUCKETS = (("q", "k", "norm", "router"), ("up", "down", "tied"))
 
 
-def engine_reference(whole: dict[str, torch.Tensor], layout: EngineLayout, rank: int) -> dict[str, np.ndarray]:
-    """What SGLang's loaders leave on one rank, by hand, for the model of `weights_world` (2 KV heads of 4)."""
-    w = {name: tensor.numpy() for name, tensor in whole.items()}
-    tp = layout.tp
+class FakeRank(torch.nn.Module):
+    """A rank of an engine that shares out `q`, `up` and `down`, and the two heads of `k` if there are no more ranks.
 
-    def rows(x: np.ndarray, r: int = rank, n: int = tp) -> np.ndarray:
-        return x[r * len(x) // n : (r + 1) * len(x) // n]
+    It joins q and k, keeps its router in float32, adds zero rows to `up`, and has `tied` twice.
+    """
 
-    def columns(x: np.ndarray, r: int = rank, n: int = tp) -> np.ndarray:
-        return rows(x.T, r, n).T
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.rank, self.ranks = rank, ranks
+        kind = torch.bfloat16
+        k = 4 // min(ranks, 2)
+        self.qk = torch.nn.Parameter(torch.ones(8 // ranks + k, 6, dtype=kind))
+        self.up = torch.nn.Parameter(torch.ones(8 // ranks + 1, 6, dtype=kind))
+        self.down = torch.nn.Parameter(torch.ones(6, 8 // ranks, dtype=kind))
+        self.router = torch.nn.Parameter(torch.ones(3, 6))
+        self.norm = torch.nn.Parameter(torch.ones(6, dtype=kind))
+        self.head, self.embedding = (torch.nn.Parameter(torch.ones(4, 4, dtype=kind)) for _ in range(2))
 
-    held: dict[str, np.ndarray] = {"model.norm.weight": w["model.norm.weight"]}
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        held[name] = rows(np.concatenate([w[name], np.zeros((64 - 21, 8), np.float32)]))
-    for layer in range(4):
-        p = f"model.layers.{layer}."
-        for name in ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"):
-            held[f"{p}{name}.weight"] = w[f"{p}{name}.weight"]
-        q, k, v = (w[f"{p}self_attn.{part}_proj.weight"] for part in "qkv")
-        kv_head = rank * 2 // tp if tp > 2 else None
-        own_kv = [x[kv_head * 4 : kv_head * 4 + 4] if kv_head is not None else rows(x) for x in (k, v)]
-        held[f"{p}self_attn.qkv_proj.weight"] = np.concatenate([rows(q), *own_kv])
-        held[f"{p}self_attn.o_proj.weight"] = columns(w[f"{p}self_attn.o_proj.weight"])
-        if layer == 2:
-            gate, up, down = (w[f"{p}mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-            held[f"{p}mlp.gate_up_proj.weight"] = np.concatenate([rows(gate), rows(up)])
-            held[f"{p}mlp.down_proj.weight"] = columns(down)
-            continue
-        held[f"{p}mlp.gate.weight"] = w[f"{p}mlp.gate.weight"]
-        moe_tp, per_rank = tp // layout.ep, 8 // layout.ep
-        w13, w2 = [], []
-        for expert in range(rank // moe_tp * per_rank, (rank // moe_tp + 1) * per_rank):
-            gate, up, down = (w[f"{p}mlp.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down"))
-            share = (rank % moe_tp, moe_tp)
-            w13.append(np.concatenate([rows(gate, *share), rows(up, *share)]))
-            w2.append(columns(down, *share))
-        held[f"{p}mlp.experts.w13_weight"], held[f"{p}mlp.experts.w2_weight"] = np.stack(w13), np.stack(w2)
-    return held
+    def load(self, name: str, tensor: torch.Tensor) -> None:
+        heads = min(self.ranks, 2)
+        own = {
+            "q": lambda: (self.qk.data[: 8 // self.ranks], tensor.chunk(self.ranks)[self.rank]),
+            "k": lambda: (self.qk.data[8 // self.ranks :], tensor.chunk(heads)[self.rank * heads // self.ranks]),
+            "up": lambda: (self.up.data[:-1], tensor.chunk(self.ranks)[self.rank]),
+            "down": lambda: (self.down.data, tensor.chunk(self.ranks, 1)[self.rank]),
+        }  # fmt: skip
+        if name == "tied":
+            self.head.data.copy_(tensor)
+            self.embedding.data.copy_(tensor)
+        elif name in own:
+            into, out_of = own[name]()
+            into.copy_(out_of)
+        else:
+            getattr(self, name).data.copy_(tensor)
+
+
+class FakeEngine:
+    """Its ranks, each with buckets of its own, as after a sync."""
+
+    def __init__(self, ranks: int) -> None:
+        generator = torch.Generator().manual_seed(ranks)
+        self.sent = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SENT.items()}
+        self.ranks, self.buckets = (
+            [FakeRank(rank, ranks) for rank in range(ranks)],
+            [Buckets("cpu") for _ in range(ranks)],
+        )
+        self.send()
+
+    def send(self) -> None:
+        """All buckets, which the ranks load and record."""
+        for model, buckets in zip(self.ranks, self.buckets, strict=True):
+            for names in BUCKETS:
+                bucket = buckets.of(names, ["bfloat16"] * len(names), [SENT[name] for name in names])
+                bucket.flat.copy_(torch.cat([self.sent[name].flatten().view(torch.uint8) for name in names]))
+                bucket.copies[id(model)], *_ = record(model, bucket.flat, lambda b=bucket, m=model: load_all(m, b))
+                buckets.loaded.append(bucket)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Of all ranks, the last one first."""
+        found = []
+        for model, buckets in zip(self.ranks, self.buckets, strict=True):
+            found.append({"checksums": held(model, [buckets]), "parallelism_info": [{"tp_rank": model.rank}]})
+        return found[::-1]
+
+    def compare(self) -> int:
+        return compare("http://e", self.answers(), {name: whole_sum(tensor) for name, tensor in self.sent.items()})
+
+
+def load_all(model: FakeRank, bucket: Bucket) -> tuple[bool, str]:
+    for name, tensor in bucket.named:
+        model.load(name, tensor)
+    return True, "loaded"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_hold_what_was_sent_also_when_asked_again_and_after_the_next_sync(ranks: int) -> None:
+    engine = FakeEngine(ranks)
+    assert engine.compare() == len(SENT) and engine.compare() == len(SENT)
+    for name in engine.sent:
+        engine.sent[name] = engine.sent[name] * 2
+    with pytest.raises(WeightSyncError, match=f"{len(SENT)} of {len(SENT)} tensors"):
+        engine.compare()
+    for buckets in engine.buckets:
+        buckets.release()
+    engine.send()
+    assert engine.compare() == len(SENT)
+
+
+PARAMETERS = {
+    "qk": "q", "up": "up", "down": "down", "router": "router", "norm": "norm", "head": "tied", "embedding": "tied"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("parameter", PARAMETERS)
+def test_one_bit_on_one_rank_is_found(parameter: str, ranks: int) -> None:
+    for rank in range(ranks):
+        engine = FakeEngine(ranks)
+        digest.bits_of(getattr(engine.ranks[rank], parameter).data)[0, ...].view(-1)[0] ^= 1
+        with pytest.raises(WeightSyncError, match=rf"http://e: {PARAMETERS[parameter]}.*so it is with 1 of 7 tensors"):
+            engine.compare()
+
+
+def test_what_lies_beside_the_weights_does_not_matter() -> None:
+    engine = FakeEngine(2)
+    engine.ranks[1].up.data[-1] = 7.0  # padding
+    assert engine.compare() == len(SENT)
+
+
+def spoilt(what: str) -> tuple[FakeEngine, str]:
+    """An engine of two ranks, and what is to be said of it."""
+    engine = FakeEngine(2)
+    if what.startswith("not loaded"):
+        for buckets in engine.buckets[1 if what == "not loaded" else 0 :]:
+            buckets.loaded.pop()
+        return engine, f"up': rank {1 if what == 'not loaded' else 0} did not load it"
+    if what == "not all":
+        copies = engine.buckets[1].loaded[0].copies[id(engine.ranks[1])]
+        kept = [index for index, view in enumerate(copies.into) if view.shape != (4, 6)]
+        engine.buckets[1].loaded[0].copies[id(engine.ranks[1])] = dataclasses.replace(
+            copies, into=[copies.into[i] for i in kept], out_of=[copies.out_of[i] for i in kept]
+        )
+        return engine, "q': the engine does not hold all of it"
+    if what == "replicas":
+        engine.ranks[1].norm.data[2] += 1
+        return engine, "norm': rank 1 holds something else than rank 0 in the same places"
+    if what == "rounded":  # less than bfloat16 can tell
+        engine.ranks[0].router.data[1, 1] *= 1 + 1e-5
+        return engine, "router': of rank 0, a parameter in torch.float32 holds something else"
+    engine.ranks[0].down.data.swapdims(0, 1)[[0, 1]] = engine.ranks[0].down.data.swapdims(0, 1)[[1, 0]]
+    return engine, "down': the engine holds something else"
 
 
 @pytest.mark.parametrize(
-    "layout", [EngineLayout(), EngineLayout(2, 1), EngineLayout(2, 2), EngineLayout(4, 2)], ids=str
+    "what", ["not loaded", "not loaded by any", "not all", "replicas", "rounded", "changed places"]
 )
-def test_what_is_expected_of_every_engine_rank_equals_sglangs_loaders(layout: EngineLayout) -> None:
-    whole = whole_tensors(moe_table())
-    in_any_order = dict(sorted(whole.items(), key=lambda item: hashlib.md5(item[0].encode()).digest()))
-    found = digests_of(engine_parameters(moe_table()), in_any_order, layout)
-    for rank in range(layout.tp):
-        expected = engine_reference(whole, layout, rank)
-        digests = {name: engine_digest(torch.from_numpy(array.copy())) for name, array in expected.items()}
-        assert found[rank] == digests
+def test_it_is_said_what_is_wrong_with_a_tensor(what: str) -> None:
+    engine, words = spoilt(what)
+    with pytest.raises(WeightSyncError) as caught:
+        engine.compare()
+    assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("joint", [True, False])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_norms_of_all_heads_go_with_their_heads_and_norms_of_each_head_to_every_rank(tp: int, joint: bool) -> None:
-    at, heads, kv_heads, head_dim = "model.layers.0.self_attn.", 4, 2, 4
-    attention = Attention(8, heads, kv_heads, head_dim, norm="projection" if joint else "head")
-    table = RuleTable(attention_rules(attention, [0]))
-    whole = whole_tensors(table)
-    q, k = whole[f"{at}q_norm.weight"], whole[f"{at}k_norm.weight"]
-    digests = digests_of(engine_parameters(table), whole, EngineLayout(tp))
-    for rank in range(tp):
-        own_q = q.view(tp, -1)[rank] if joint else q
-        own_k = k.view(min(tp, kv_heads), -1)[rank * min(tp, kv_heads) // tp] if joint else k
-        found = [digests[rank][f"{at}{part}_norm.weight"] for part in "qk"]
-        assert found == [engine_digest(own_q.clone()), engine_digest(own_k.clone())]
+def moved(engine: FakeEngine) -> None:
+    engine.ranks[0].qk.data = engine.ranks[0].qk.data.clone()
 
 
-def test_one_tensor_of_gate_and_up_projections_is_cut_like_two() -> None:
-    gate, up = torch.randn(6, 4), torch.randn(6, 4)
-    name = "decoder.layers.{layer}.mlp.linear_fc1.weight"
-    two = RuleTable((Rule(name, ("a.gate_proj.weight", "a.up_proj.weight"), GatedMLP(6, 4), (0,)),))
-    one = RuleTable((Rule(name, ("a.gate_up_proj.weight",), FusedGatedMLP(6, 4), (0,)),))
-    apart = {"a.gate_proj.weight": gate, "a.up_proj.weight": up}
-    of_two = digests_of(engine_parameters(two), apart, EngineLayout(2))
-    of_one = digests_of(engine_parameters(one), {"a.gate_up_proj.weight": torch.cat([gate, up])}, EngineLayout(2))
-    assert of_one == of_two and of_one[0] != of_one[1] and list(of_one[0]) == ["a.gate_up_proj.weight"]
-
-
-def test_what_engines_hold_in_float32_is_compared_in_float32() -> None:
-    name, rows = "model.layers.0.mlp.gate.weight", Replicated((4, 8))
-    table = RuleTable((Rule("router", (name,), rows), Rule("norm", ("model.norm.weight",), Replicated((8,)))))
-    whole = {name: torch.randn(4, 8).bfloat16(), "model.norm.weight": torch.randn(8).bfloat16()}
-    parameters = engine_parameters(table, (".mlp.gate.weight",))
-    expected = {
-        name: engine_digest(whole[name].float()),
-        "model.norm.weight": engine_digest(whole["model.norm.weight"]),
-    }
-    assert digests_of(parameters, whole, EngineLayout()) == [expected]
-
-
-def test_a_buffer_may_be_reused_while_its_tensors_wait_for_others() -> None:
-    whole = whole_tensors(moe_table())
-    parameters, layout = engine_parameters(moe_table()), EngineLayout()
-    reused = ExpectedDigests(whole.keys(), parameters, layout, engine_digest)
-    for name, tensor in whole.items():
-        buffer = tensor.clone()
-        reused.add(name, buffer)
-        buffer.zero_()
-    assert reused.digests == digests_of(parameters, whole, layout)
-
-
-def test_a_stage_expects_its_own_parameters_only_and_refuses_to_leave_a_tensor_out() -> None:
-    parameters = engine_parameters(moe_table())
-    whole = whole_tensors(moe_table())
-    stage = {name for name in whole if ".layers.1." in name}
-    expected = ExpectedDigests(stage, parameters, EngineLayout(), engine_digest)
-    for name in stage:
-        expected.add(name, whole[name])
-    assert all(".layers.1." in name for name in expected.digests[0]) and len(expected.digests[0]) == 9
-    with pytest.raises(AssertionError, match="self_attn.k_proj"):
-        ExpectedDigests(stage - {"model.layers.1.self_attn.q_proj.weight"}, parameters, EngineLayout(), engine_digest)
-
-
-def test_latent_attention_joins_its_down_projections_only_where_the_query_has_one() -> None:
-    a, both = "model.layers.0.self_attn.", ("kv_a_proj_with_mqa.weight", "kv_b_proj.weight", "o_proj.weight")
-    latent = latent_attention({"q_lora_rank": 4})
-    assert latent[f"{a}fused_qkv_a_proj_with_mqa.weight"] == (f"{a}q_a_proj.weight", f"{a}{both[0]}")
-    assert f"{a}q_a_proj.weight" not in latent and f"{a}{both[0]}" not in latent
-    direct = latent_attention({"q_lora_rank": None})
-    for name in ("q_proj.weight", *both):
-        assert direct[a + name] == (a + name,)
-
-
-def latent_attention(changes: dict[str, object]) -> dict[str, tuple[str, ...]]:
-    """The tensors of each engine parameter of DeepSeek-V2-Lite."""
-    config = json.loads((CONFIGS / "deepseek-v2-lite" / "config.json").read_text()) | changes
-    family = get_family(config)
-    return {parameter.name: parameter.parts for parameter in family.engine_parameters(family.rules(config))}
+def more_than_copied(engine: FakeEngine) -> None:
+    for model, buckets in zip(engine.ranks, engine.buckets, strict=True):
+        buckets.loaded[0].copies[id(model)].why_not = "aten.mul_ writes a parameter"
 
 
 @pytest.mark.parametrize(
-    "model",
-    ["deepseek-v2-lite", "glm4-9b", "gpt-oss-20b", "mixtral-8x7B", "olmoe-1B-7B", "qwen2.5-0.5B", "qwen3.5-35B-A3B"],
+    ("spoil", "why", "left"), [(moved, "copies are not recorded", 7), (more_than_copied, "recorded: aten.mul_", 3)]
 )
-def test_every_sent_tensor_belongs_to_one_engine_parameter(model: str) -> None:
-    config = json.loads((CONFIGS / model / "config.json").read_text())
-    family = get_family(config)
-    table = family.rules(config)
-    parameters = family.engine_parameters(table)
-    sent = Counter(name for parameter in parameters for name in parameter.parts)
-    assert sent.keys() == {name for rule in table.bound.values() if rule.exported for name in rule.hf_names}
-    assert set(sent.values()) == {1} and len({parameter.name for parameter in parameters}) == len(parameters)
+def test_what_was_not_recorded_is_left_out_and_the_reason_told(
+    spoil: Callable[[FakeEngine], None], why: str, left: int
+) -> None:
+    engine = FakeEngine(2 if spoil is more_than_copied else 1)
+    spoil(engine)
+    assert why in why_not(engine.answers())
+    assert engine.compare() == (0 if spoil is moved else left)
 
 
-def answer(tp_rank: int, checksums: dict[str, str]) -> dict[str, Any]:
-    """One rank of `/weights_checker`'s answer."""
-    return {"checksums": checksums, "parallelism_info": [{"tp_rank": tp_rank}]}
+def test_tensors_that_are_joined_before_they_are_copied_are_recorded_as_their_parts() -> None:
+    """As SGLang's loader does with the down projections of latent attention."""
+    model = torch.nn.Linear(6, 5, bias=False).bfloat16()
+    buckets = Buckets("cpu")
+    bucket = buckets.of(["a", "b"], ["bfloat16"] * 2, [(2, 6), (3, 6)])
+
+    def load(how: str = "") -> tuple[bool, str]:
+        whole = torch.cat([tensor for _, tensor in bucket.named])
+        if how == "changed":
+            whole.mul_(2)
+        if how == "a part":
+            model.weight.data[:4].copy_(whole[1:])
+        else:
+            model.weight.data.copy_(whole)
+        return True, ""
+
+    bucket.flat.view(torch.bfloat16).copy_(torch.randn(30))
+    copies, *_ = record(model, bucket.flat, load)
+    assert not copies.why_not and [list(view.shape) for view in copies.into] == [[2, 6], [3, 6]]
+    bucket.flat.view(torch.bfloat16).copy_(torch.randn(30))
+    copies.make()
+    assert torch.equal(model.weight.data, bucket.flat.view(torch.bfloat16).view(5, 6))
+    for how in ("changed", "a part"):
+        copies, *_ = record(model, bucket.flat, lambda how=how: load(how))
+        assert "aten.copy_" in copies.why_not, how
 
 
-def test_comparison_names_engine_rank_and_parameter() -> None:
-    expected = [{"a": "1", "b": "2"}, {"a": "3", "b": "4"}]
-    good = [answer(1, {"a": "3", "b": "4"}), answer(0, {"a": "1", "b": "2"})]
-    assert compare("http://e", good, expected) == 4
-    with pytest.raises(WeightSyncError, match=r"http://e rank 1: b.*1 of 2.*reports 5.*expects 4"):
-        compare("http://e", [good[1], answer(1, {"a": "3", "b": "5"})], expected)
-    with pytest.raises(WeightSyncError, match=r"rank 0: b.*reports None"):
-        compare("http://e", [good[0], answer(0, {"a": "1"})], expected)
-    with pytest.raises(WeightSyncError, match=r"rank 0: extra"):
-        compare("http://e", [good[0], answer(0, {"a": "1", "b": "2", "extra": "9"})], expected)
-    with pytest.raises(WeightSyncError, match=r"ranks \[0\] answered, 2 hold weights"):
-        compare("http://e", [good[1]], expected)
+def test_only_what_this_update_has_loaded_is_told() -> None:
+    model = torch.nn.Linear(3, 2, bias=False).bfloat16()
+    updater: Any = SimpleNamespace(device="cpu", get_model=lambda: model, _assert_weight_cache_inactive=lambda _: None)
+    buckets = buckets_of(updater)
+
+    def own_loader(_: Any, named: Any) -> tuple[bool, str]:
+        model.weight.data.copy_(dict(named)["a"])
+        return True, "loaded"
+
+    for loaded in (True, True, False):
+        bucket = buckets.of(["a"], ["bfloat16"], [(2, 3)])
+        bucket.flat.view(torch.bfloat16).copy_(torch.randn(6))
+        assert held(model, all_buckets()) == {}
+        recorded._load(own_loader if loaded else lambda *_: (False, "not today"), updater, Received(bucket))
+        assert held(model, all_buckets()) == {"a": whole_sum(model.weight.data)}
+        recorded.release(lambda *_: None, updater)
+    del recorded._BUCKETS[id(updater)]

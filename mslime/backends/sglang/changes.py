@@ -107,7 +107,5 @@ def hold(bucket: Bucket, model: torch.nn.Module, version: Path, total: int | Non
 
 def take_back(bucket: Bucket, copies: Copies) -> int:
     """Fill a bucket with what the model holds of it, and zeros for the rest; the word sum."""
-    if not copies.are_all_of(bucket.flat):
-        bucket.flat.zero_()
-    copies.make_backwards()
+    copies.make_backwards(bucket.flat)
     return word_sum(bucket.flat)

@@ -25,6 +25,7 @@ import tenacity
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.answers import load_answer
+from mslime.backends.sglang.comparison import HELD, UNKNOWN
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     GenerateResult,
@@ -51,7 +52,7 @@ request sent into a connection that is just being closed fails as if the engine 
 
 BUSY = (429, 503)
 LARGEST_ANSWER = 256 << 20
-"""Bytes that an answer may have where nothing more exact is known: checksums of a large model are some 10 MiB."""
+"""Bytes that an answer may have where nothing more exact is known: sums of a large model's tensors are some 10 MiB."""
 
 
 class EngineDied(EngineError):
@@ -220,9 +221,15 @@ class EngineClient:
         """Let the engine's ranks leave a process group."""
         await self._once("/destroy_weights_update_group", {"group_name": name})
 
-    async def weight_digests(self) -> list[dict[str, Any]]:
-        """What every rank holds: `checksums` by the engine's own names, and `parallelism_info`."""
-        answer = await self._control("/weights_checker", {"action": "checksum"}, self.deadlines.weight_sync_s, True)
+    async def held_weights(self) -> list[dict[str, Any]] | None:
+        """What every rank holds of the tensors that it was sent, for `comparison`; None where the server lacks the
+        plug-in that can say."""
+        try:
+            answer = await self._control("/weights_checker", {"action": HELD}, self.deadlines.weight_sync_s, True)
+        except EngineError as error:
+            if UNKNOWN in error.rule:
+                return None
+            raise
         with self.reading("/weights_checker"):
             return [dict(rank) for rank in answer["ranks"]]
 

@@ -1,4 +1,10 @@
-"""What an engine says its weights are, compared with what the trainer expects. Pure; asks nobody."""
+"""What an engine's ranks hold of each tensor that they were sent, compared with what the trainer sent. Pure; asks
+nobody.
+
+An engine shares a tensor out among its ranks, whole, in parts or several times, and only it knows how. Each rank gives
+two sums: of what it holds, and of the places in the tensor that this is of. Ranks of the same places must have the same
+sum; those of different places must together have the sums of the whole, of which none is missing then.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +13,85 @@ from typing import Any
 
 from mslime.config.errors import sync_error
 
-Digests = Sequence[Mapping[str, str]]
-"""Digests by parameter, for every tensor-parallel rank of an engine."""
+HELD = "mslime-held"
+"""Action of `/weights_checker` that asks for the sums: of mslime's plug-in (`held`)."""
+UNKNOWN = "Unsupported action"
+"""What a server without it answers."""
+CANNOT = ""
+"""In the place of a tensor's name, why a rank cannot say what it holds of some tensors, or of all."""
+
+Sums = Mapping[str, str]
+"""Sum and places (`as_text`) of tensors, by Hugging Face name."""
+
+_HALF, _WHOLE = 1 << 63, 1 << 64
 
 
-def compare(where: str, reported: Sequence[Mapping[str, Any]], expected: Digests) -> int:
-    """Compare one engine's `/weights_checker` answer with the expected digests; the number of parameters compared.
+def as_text(total: int, places: int) -> str:
+    """What is said of a tensor. Args: the sum, and that of the places."""
+    return f"{total} {places}"
+
+
+def why_not(reported: Sequence[Mapping[str, Any]]) -> str:
+    """Why ranks cannot say what they hold of some tensors, or of all; empty where they have told everything."""
+    return next((str(said) for rank in reported if (said := rank["checksums"].get(CANNOT))), "")
+
+
+def compare(where: str, reported: Sequence[Mapping[str, Any]], expected: Sums) -> int:
+    """Compare what one engine's ranks hold with what is expected of the whole tensors; the number of tensors.
 
     Args:
         where: the engine, for the message.
-        reported: `ranks` of the answer: `checksums` by parameter, and `parallelism_info`.
-        expected: digests by parameter for every tensor-parallel rank.
+        reported: `ranks` of the engine's answer: `checksums` by tensor, and `parallelism_info`. Where they say that
+            there is something that they cannot tell (`why_not`), tensors of which no rank tells are left out.
 
     Raises:
-        WeightSyncError: a parameter differs, is missing, or is one that the trainer does not send.
+        WeightSyncError: a tensor differs, or is not all there.
     """
-    answered = {_tp_rank(rank): rank["checksums"] for rank in reported}
-    if set(answered) != set(range(len(expected))):
-        raise sync_error("check", where, f"ranks {sorted(answered)} answered, {len(expected)} hold weights")
-    for tp_rank, want in enumerate(expected):
-        got = answered[tp_rank]
-        wrong = [name for name in want if got.get(name) != want[name]]
-        unknown = [name for name in got if name not in want]
-        if wrong or unknown:
-            name = (wrong or unknown)[0]
-            raise sync_error(
-                "check", f"{where} rank {tp_rank}: {name}",
-                f"{len(wrong)} of {len(want)} parameters differ from the trainer's and {len(unknown)} are not the "
-                f"trainer's: the engine reports {got.get(name)}, the trainer expects {want.get(name)}",
-                "if the run's first sync was equal and this is its second, set weights.loader to model; else the rules "
-                "of the family do not fit this engine (docs/add_a_model.md)",
-            )  # fmt: skip
-    return sum(len(want) for want in expected)
+    ranks, told = sorted(reported, key=_tp_rank), expected
+    if why_not(reported):
+        said = set[str]().union(*(rank["checksums"] for rank in ranks))
+        told = {name: want for name, want in expected.items() if name in said}
+    wrong = {name: fault for name, want in told.items() if (fault := _fault(name, ranks, want))}
+    if wrong:
+        name, fault = next(iter(wrong.items()))
+        raise sync_error(
+            "check", f"{where}: {name}",
+            f"{fault}; so it is with {len(wrong)} of {len(told)} tensors",
+            "if the run's first sync was equal and this is its second, set weights.loader: model; else send weights "
+            "another way (weights.transport)",
+        )  # fmt: skip
+    return len(told)
+
+
+def _fault(name: str, ranks: Sequence[Mapping[str, Any]], want: str) -> str:
+    """What is wrong with a tensor; empty when nothing is."""
+    by_places = dict[int, tuple[int, int]]()
+    for rank in ranks:
+        number, said = _tp_rank(rank), rank["checksums"].get(name)
+        numbers = _numbers(said)
+        if numbers is None:
+            return f"of rank {number}, {said}" if said else f"rank {number} did not load it"
+        total, places = numbers
+        first, before = by_places.setdefault(places, (number, total))
+        if total != before:
+            return f"rank {number} holds something else than rank {first} in the same places"
+    whole_total, whole_places = map(int, want.split())
+    if _added(by_places) != whole_places:
+        return "the engine does not hold all of it"
+    return "" if _added(total for _, total in by_places.values()) == whole_total else "the engine holds something else"
+
+
+def _numbers(said: str | None) -> tuple[int, int] | None:
+    match (said or "").split():
+        case [total, places] if total.lstrip("-").isdecimal() and places.lstrip("-").isdecimal():
+            return int(total), int(places)
+        case _:
+            return None
+
+
+def _added(numbers: Any) -> int:
+    """Modulo 2^64, as int64 has it."""
+    return (sum(numbers) + _HALF) % _WHOLE - _HALF
 
 
 def _tp_rank(rank: Mapping[str, Any]) -> int:

@@ -9,6 +9,7 @@ requests at once instead of letting them wait.
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections import OrderedDict
@@ -21,17 +22,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineClient, EngineDied
-from mslime.backends.sglang.comparison import Digests, compare
+from mslime.backends.sglang.comparison import Sums, compare, why_not
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.heartbeat import Heartbeats
 from mslime.backends.sglang.probing import ProbeRequest
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.config.choices import PauseMode
-from mslime.config.errors import EngineError, WeightSyncError
+from mslime.config.errors import EngineError, WeightSyncError, sync_error
 from mslime.data.probe import Probed
 
 T = TypeVar("T")
 MAX_SESSIONS = 65536
+_CANNOT_SAY = "weights are not compared, since it cannot say what it holds"
+_NO_PLUG_IN = "it was started without mslime/backends/sglang/plugins/receiver on its PYTHONPATH"
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -241,29 +245,34 @@ class EnginePool:
         await asyncio.gather(*open_ones, return_exceptions=True)  # who is gone, or refuses to begin, is noticed next
         return await self.begin_update()
 
-    async def compare(self, expected: Mapping[str, Digests]) -> int:
-        """Compare every bit of every parameter of every engine rank with what the trainer exports.
+    async def compare(self, expected: Sums, strict: bool = False) -> int:
+        """Compare every bit of what the engines hold with what the trainer sent.
 
         Args:
-            expected: by the engine's URL.
+            expected: of all tensors.
+            strict: an engine that cannot say what it holds is one that differs; else it is left alone.
 
         Returns:
-            Number of parameters compared, over all ranks of all engines.
+            Number of tensors compared, over all engines.
 
         Raises:
-            WeightSyncError: naming the engine, its rank and the first parameter that differs, and other such engines.
+            WeightSyncError: naming the engine and the first tensor that differs, and other such engines.
         """
-
         wrong: list[WeightSyncError] = []
 
         async def one(client: EngineClient) -> int:
-            reported = await client.weight_digests()
-            with client.reading("digests of its weights"):
+            reported = await client.held_weights()
+            with client.reading("sums of its weights"):
+                cannot = _NO_PLUG_IN if reported is None else why_not(reported)
+                if cannot:
+                    _log.warning("%s: %s: %s", client.url, _CANNOT_SAY, cannot)
                 try:
-                    return compare(client.url, reported, expected[client.url])
+                    if cannot and strict:
+                        raise sync_error("check", client.url, f"{_CANNOT_SAY}: {cannot}", "set weights.verify: probe")
+                    return compare(client.url, reported, expected) if reported is not None else 0
                 except WeightSyncError as error:  # not an engine's failure: the trainer may have sent something else
                     wrong.append(error)
-                    return 0
+                return 0
 
         compared = sum(await self.broadcast(one, spare=True))
         if wrong:

@@ -18,14 +18,13 @@ from typing import Any, TypeVar
 import torch
 
 from mslime.backends.sglang.client import EngineClient, bucket_description, update_request
-from mslime.backends.sglang.digest import engine_digest, word_sum
+from mslime.backends.sglang.digest import whole_sum, word_sum
 from mslime.backends.sglang.files import NO_SUCH_GROUP, REFUSED, UNSEEN, group_of, group_to_forget, group_to_see
 from mslime.backends.sglang.recorded import OWN_LOADER, RECORDED
 from mslime.backends.sglang.relay import PROBE, Order, lane_to_join
 from mslime.config.choices import FileKind
 from mslime.config.errors import MALFORMED, ChangesRefused, EngineError, WeightSyncError, sync_error
 from mslime.config.keys import AnnouncedBucket, Endpoint, EngineInfo
-from mslime.config.layout import EngineLayout
 from mslime.config.schema import DeadlineConfig
 
 _T = TypeVar("_T")
@@ -66,7 +65,7 @@ class SGLangReceivers:
         client = self._client(engine)
         info = self._submit(client.server_info(), "connect", engine.url).result()
         try:
-            sizes = {name: int(info[name]) for name in ("tp_size", "ep_size", "pp_size", "dp_size")}
+            sizes = {name: int(info[name]) for name in ("tp_size", "pp_size", "dp_size")}
             machines = int(info.get("nnodes", 1))
         except MALFORMED as error:
             raise sync_error("connect", engine.url, f"the engine does not describe itself: {error!r}") from error
@@ -77,7 +76,7 @@ class SGLangReceivers:
                     f"{name} = {sizes[name]}; weights can be sent to engines with {name} 1 only",
                     "start more engines instead",
                 )  # fmt: skip
-        return EngineInfo(engine.url, EngineLayout(sizes["tp_size"], sizes["ep_size"]), engine.keys, machines)
+        return EngineInfo(engine.url, sizes["tp_size"], engine.keys, machines)
 
     def join(
         self, engine: EngineInfo, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str,
@@ -177,8 +176,8 @@ class SGLangReceivers:
         return self._submit(self._client(engine.endpoint).leave_group(name), "disconnect", engine.url)
 
     def digest(self, tensor: torch.Tensor) -> str:
-        """What an engine on the same kind of device reports for this tensor."""
-        return engine_digest(tensor)
+        """What the ranks of an engine must say of this tensor when they hold it."""
+        return whole_sum(tensor)
 
     def checksum(self, tensor: torch.Tensor) -> int:
         """What an engine works out for a tensor to find out whether changes of it are right."""

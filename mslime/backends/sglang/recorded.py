@@ -5,16 +5,16 @@ A plug-in of SGLang 0.5.23 (entry point group `sglang.srt.plugins`), for servers
 Here it does so the first time that a bucket comes, and every copy out of the bucket into a parameter is noted. From
 then on one call makes them all.
 
-Only copies can be repeated. Where a loader does anything else with the weights, it goes on loading, and the answer to
-the sender says why. What a model derives from its weights after loading (`post_load_weights`: DeepSeek's attention) it
-derives once, at the end of the sync.
+Only copies can be repeated, also of tensors that the loader joins first (DeepSeek's attention). Where a loader does
+anything else with the weights, it goes on loading, and the answer to the sender says why. What a model derives from its
+weights after loading (`post_load_weights`: DeepSeek's attention) it derives once, at the end of the sync.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ _BUCKETS: dict[int, Buckets] = {}
 
 
 def install() -> None:
-    """Called by SGLang in each of its processes. What it raises here SGLang only logs: the answers tell."""
+    """Called in each process of SGLang, by `held.install`."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     updater = f"{_MODULE}.WeightUpdater"
@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, buffer: torch.UntypedStorage, written: set[int]) -> None:
         super().__init__()
         self._buffer, self._written = buffer.data_ptr(), written
+        self._joined: dict[int, _Joined] = {}
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.other = ""
 
@@ -76,23 +77,57 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable and args and self._is_written(args[0]):
+        if func._schema.is_mutable and args:
             self._note(func, args)
+        elif func is torch.ops.aten.cat.default and all(map(self._is_sent, args[0])):
+            self._joined[_address(result)] = _Joined(result, args[0], args[1] if len(args) > 1 else 0)
         return result
 
-    def _is_written(self, found: Any) -> bool:
-        return isinstance(found, torch.Tensor) and found.numel() > 0 and _address(found) in self._written
-
     def _note(self, func: Any, args: tuple[Any, ...]) -> None:
-        into: torch.Tensor = args[0]
+        into = args[0]
         source: Any = args[1] if len(args) > 1 else None
-        if func is torch.ops.aten.copy_.default and self._is_sent(source) and source.shape == into.shape:
-            self.copies.append((into.detach(), source.detach()))
+        if not isinstance(into, torch.Tensor) or not into.numel():
+            return
+        if _address(into) not in self._written:
+            self._joined.pop(_address(into), None)  # it holds something else now
+        elif func is torch.ops.aten.copy_.default and (copies := self._copies(into, source)):
+            self.copies += copies
         elif into.numel() == 1 or (func, source) not in _CLEARED:
             self.other = self.other or f"{func} writes a parameter of shape {list(into.shape)}"
 
+    def _copies(self, into: torch.Tensor, source: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What copying `source` comes to, in copies out of the buffer; none where it is something else."""
+        if not isinstance(source, torch.Tensor) or source.shape != into.shape:
+            return []
+        if self._is_sent(source):
+            return [(into.detach(), source.detach())]
+        joined = self._joined.get(_address(source))
+        return joined.copies(into.detach()) if joined is not None and joined.is_all_of(source) else []
+
     def _is_sent(self, found: Any) -> bool:
         return isinstance(found, torch.Tensor) and _address(found) == self._buffer
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """Tensors out of the buffer that were joined before they are copied.
+
+    Attributes:
+        whole: of them. Kept, so that no other tensor gets its address as long as this is known.
+    """
+
+    whole: torch.Tensor
+    parts: Sequence[torch.Tensor]
+    dim: int
+
+    def is_all_of(self, source: torch.Tensor) -> bool:
+        """Whether `source`, which lies in the memory of the whole, is the whole."""
+        return (source.shape, source.stride()) == (self.whole.shape, self.whole.stride())
+
+    def copies(self, into: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """That fill `into` with the whole."""
+        shares = into.split([part.shape[self.dim] for part in self.parts], self.dim)
+        return [(share, part.detach()) for share, part in zip(shares, self.parts, strict=True)]
 
 
 @dataclass
@@ -103,12 +138,15 @@ class Copies:
         into, out_of: views of the parameters and of the buffer, pairwise.
         addresses: of the parameters when they were recorded, by name.
         why_not: why they cannot be repeated; empty where they can.
+        places, apart: see `held`; None until it was asked.
     """
 
     into: list[torch.Tensor]
     out_of: list[torch.Tensor]
     addresses: dict[str, int]
     why_not: str = ""
+    places: list[int] | None = None
+    apart: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list[tuple[torch.Tensor, torch.Tensor]])
 
     def fit(self, model: torch.nn.Module) -> bool:
         """Whether the model's parameters are still where they were."""
@@ -118,8 +156,10 @@ class Copies:
         """Make them all."""
         _copy_all(self.into, self.out_of)
 
-    def make_backwards(self) -> None:
-        """Fill the buffer with what the parameters hold."""
+    def make_backwards(self, flat: torch.Tensor) -> None:
+        """Fill a bucket's buffer with what the parameters hold of it, and zeros for the rest."""
+        if not self.are_all_of(flat):
+            flat.zero_()
         _copy_all(self.out_of, self.into)
 
     def are_all_of(self, flat: torch.Tensor) -> bool:
@@ -166,10 +206,11 @@ class Buckets:
 
     Attributes:
         behind: the model whose loader was not used, so that what it derives from its weights is that of older ones.
+        loaded: in this update.
     """
 
     def __init__(self, device: Any) -> None:
-        self._device, self.behind = device, cast("Any", None)
+        self._device, self.behind, self.loaded = device, cast("Any", None), list[Bucket]()
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
         self._known: dict[tuple[Any, ...], Bucket] = {}
 
@@ -185,7 +226,7 @@ class Buckets:
     def release(self) -> None:
         """The end of a sync: let the model catch up, and give the buffer's memory back. What is known of the buckets
         stays."""
-        model, self.behind = self.behind, None
+        model, self.behind, self.loaded = self.behind, None, []
         if model is not None:
             with torch.no_grad():
                 model.post_load_weights()
@@ -289,8 +330,10 @@ def _load(original: Any, self: Any, named_tensors: Named) -> tuple[bool, str]:
             if loaded:
                 bucket.copies[id(model)] = known
                 message = f"{OWN_LOADER}{known.why_not or 'the first time'}"
-        if loaded and named_tensors.then is not None:
-            named_tensors.then()
+        if loaded:
+            buckets_of(self).loaded.append(bucket)
+            if named_tensors.then is not None:
+                named_tensors.then()
     except Exception as error:  # what a hook raises ends the server
         return False, f"recorded copies failed: {type(error).__name__}: {error}"
     return loaded, message
@@ -307,6 +350,11 @@ def buckets_of(updater: Any) -> Buckets:
     if id(updater) not in _BUCKETS:
         _BUCKETS[id(updater)] = Buckets(updater.device)
     return _BUCKETS[id(updater)]
+
+
+def all_buckets() -> Iterable[Buckets]:
+    """Of every updater of this process."""
+    return _BUCKETS.values()
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -8,7 +8,6 @@ the others have a softmax router, whose values are not normalised after the choi
 
 from __future__ import annotations
 
-from mslime.convert.engine import EngineParameter, Whole, joined
 from mslime.convert.families.experts import Experts, limited_groups, read_experts
 from mslime.convert.families.family import (
     Family,
@@ -98,10 +97,6 @@ class DeepseekV2(Family):
             *dense_mlp_rules(hf_config, [layer for layer in layers if layer not in experts.layers]),
             *experts.rules(hidden),
         ))  # fmt: skip
-
-    def engine_parameters(self, table: RuleTable) -> tuple[EngineParameter, ...]:
-        down = (".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
-        return joined(super().engine_parameters(table), down, ".fused_qkv_a_proj_with_mqa.weight", Whole())
 
 
 def _refuse_unbuilt(config: HFConfig) -> None:

@@ -24,7 +24,6 @@ class DeepseekV3(DeepseekV2):
     support = Support(
         ("DeepSeek-V3", "DeepSeek-R1", "DeepSeek-V3.1", "Moonlight-16B-A3B", "Kimi-K2"),
         renderers=("deepseek-v3", "deepseek-r1", "kimi-k2"),
-        compared_on=("cpu",),  # on GPUs SGLang loads the shared expert as one more routed expert
         notes=(
             "The router's correction bias stays as the checkpoint has it: training does not balance experts.",
             "Multi-token-prediction layers are not trained; exports copy them from the source checkpoint.",

@@ -13,7 +13,6 @@ from typing import Literal, cast
 
 from mslime.config.errors import CheckpointError
 from mslime.config.model_facts import ModelFacts
-from mslime.convert.engine import EngineParameter, engine_parameters
 from mslime.convert.table import RuleTable
 
 HFConfig = Mapping[str, object]
@@ -60,8 +59,6 @@ class Support:
         models: published checkpoints of the family that the tests convert at full size, by their usual names.
         not_trained: why training is refused; empty when it is not.
         not_served: why the engine is refused or not tested; empty when generation was compared with transformers.
-        compared_on: devices of engines whose parameters `weights.verify` can compare with the trainer's bit for bit; on
-            others SGLang keeps them in a layout that mslime does not rebuild (shared experts fused into routed ones).
         largest_engine_tp: largest `sglang.tp_size` at which SGLang computes this family; None: any that divides it.
         renderers: that may know how the family's checkpoints chat; each is compared with the checkpoint's template.
         notes: what a user should know, one sentence each.
@@ -70,7 +67,6 @@ class Support:
     models: tuple[str, ...]
     not_trained: str = ""
     not_served: str = ""
-    compared_on: tuple[str, ...] = ("cpu", "cuda")
     largest_engine_tp: int | None = None
     renderers: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -84,14 +80,12 @@ class Family(ABC):
         support: what is known to work.
         harmless: settings of config.json that the family does not read and that change nothing in training: `HARMLESS`
             and the family's own.
-        engine_float32: ends of the names of those tensors that SGLang holds in float32 whatever its dtype is.
         sections: families that read a nested section of config.json, by its name.
     """
 
     architecture: str
     support: Support
     harmless: frozenset[str] = frozenset()
-    engine_float32: tuple[str, ...] = ()
     sections: Mapping[str, Family] = MappingProxyType({})
 
     @abstractmethod
@@ -112,16 +106,6 @@ class Family(ABC):
     @abstractmethod
     def rules(self, hf_config: HFConfig) -> RuleTable:
         """The conversion table of this model. Raises like `transformer_fields`."""
-
-    def engine_parameters(self, table: RuleTable) -> tuple[EngineParameter, ...]:
-        """What SGLang keeps of the trained tensors, for the comparison after a weight sync (`weights.verify`).
-
-        The rules give it. A family overrides this where SGLang joins tensors that Megatron keeps apart.
-
-        Args:
-            table: of this model.
-        """
-        return engine_parameters(table, self.engine_float32)
 
 
 HARMLESS = frozenset({

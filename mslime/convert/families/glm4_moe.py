@@ -24,11 +24,9 @@ class Glm4Moe(Decoder):
     support = Support(
         ("GLM-4.5", "GLM-4.5-Air", "GLM-4.7"),
         renderers=("glm-4.5", "glm-5"),
-        compared_on=("cpu",),  # on GPUs SGLang loads the shared expert as one more routed expert
         notes=("The layer of multi-token prediction is not trained; exports copy it from the source checkpoint.",),
     )
     partial_rotary = 0.5
-    engine_float32 = (".mlp.gate.weight",)
 
     def attention(self, hf_config: HFConfig) -> Attention:
         norm = "head" if flag(hf_config, "use_qk_norm", False) else "none"

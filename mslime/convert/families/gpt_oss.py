@@ -39,7 +39,6 @@ class GptOss(Decoder):
         ("gpt-oss-20b", "gpt-oss-120b"),
         renderers=("harmony",),
         not_served="SGLang 0.5.23's attention for CPUs takes no sinks",
-        compared_on=(),  # SGLang keeps stacked experts otherwise than the file
         notes=(f"Expert tensor parallelism is refused: {_NO_ETP}.",),
     )
     rope_kinds = ("yarn",)

@@ -22,7 +22,6 @@ class MiniMaxM2(Decoder):
     support = Support(("MiniMax-M2",), renderers=("minimax-m2",))
     harmless = frozenset({"use_mtp", "num_mtp_modules", "mtp_transformer_layers"})
     partial_rotary = 1.0
-    engine_float32 = (".block_sparse_moe.gate.weight",)
 
     def attention(self, hf_config: HFConfig) -> Attention:
         layers = required_int(hf_config, "num_hidden_layers")

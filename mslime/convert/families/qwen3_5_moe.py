@@ -76,7 +76,6 @@ class Qwen35Moe(Family):
         ("Qwen3.5-35B-A3B", "Qwen3.5-397B-A17B"),
         renderers=("qwen3.5", "qwen3.6", "qwen3.8"),
         not_served=NOT_SERVED,
-        compared_on=(),  # SGLang keeps stacked experts and delta-net projections otherwise than the file
         notes=(
             "Trained on text; what reads images is copied from the source checkpoint when exporting.",
             "Qwen3.6's files, which stack the experts of the multi-token-prediction layer too, are refused.",

@@ -29,7 +29,6 @@ class Qwen3Next(Decoder):
         ("Qwen3-Next-80B-A3B",),
         renderers=("qwen3",),
         not_served=NOT_SERVED,
-        compared_on=(),  # SGLang keeps stacked experts and delta-net projections otherwise than the file
         notes=(f"Context parallelism is refused: {_NO_CP}.",),
     )
     rope_base = 1e7

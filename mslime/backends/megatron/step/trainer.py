@@ -190,16 +190,14 @@ class MegatronTrainer(TrainedModel):
             receivers: the engines; None where weights are only exported.
             on_bucket: called on senders with (buckets filled, buckets that it sends).
         """
-        spec, backend = self.spec, dist.get_backend()
-        exported, family = export_dtype(self.hf_config), get_family(self.hf_config)
-        rules, synced = family.rules(self.hf_config), spec.train.task == "rl"
+        spec, backend, exported = self.spec, dist.get_backend(), export_dtype(self.hf_config)
+        rules = get_family(self.hf_config).rules(self.hf_config)
         options = SyncOptions(
-            dtype=self._engine_dtype() if synced else exported,
+            dtype=self._engine_dtype() if spec.train.task == "rl" else exported,
             export_dtype=exported,
             bucket_bytes=int(spec.weights.bucket_mib * (1 << 20)),
             backend=backend,
             deadline_s=spec.deadlines.weight_sync_s,
-            engine_parameters=family.engine_parameters(rules) if synced else (),
             name=spec.name,
             transport=spec.weights.transport,
             directory=spec.weights.directory,
