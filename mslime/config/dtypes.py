@@ -1,6 +1,6 @@
 """In which dtype trainers and engines hold weights, and checkpoints are exported: decided here and nowhere else.
 
-The server's flag, the wire of the weight sync, the expected digests, the plan's memory and the exported `hf/` all ask
+The server's flag, the wire of the weight sync, the plan's memory and the exported `hf/` all ask
 these functions. SGLang's own `auto` is never passed on: it would serve a float32 checkpoint in float16, which no
 trainer of ours computes in, so that every sync would round (and overflow beyond 65504) without a word.
 """

@@ -41,16 +41,15 @@ def compare(where: str, reported: Sequence[Mapping[str, Any]], expected: Sums) -
 
     Args:
         where: the engine, for the message.
-        reported: `ranks` of the engine's answer: `checksums` by tensor, and `parallelism_info`. Where they say that
-            there is something that they cannot tell (`why_not`), tensors of which no rank tells are left out.
+        reported: `ranks` of the engine's answer: `checksums` by tensor, and `parallelism_info`. Where a rank says that
+            there is something that it cannot tell (`why_not`), tensors of which it tells nothing are left out.
 
     Raises:
         WeightSyncError: a tensor differs, or is not all there.
     """
-    ranks, told = sorted(reported, key=_tp_rank), expected
-    if why_not(reported):
-        said = set[str]().union(*(rank["checksums"] for rank in ranks))
-        told = {name: want for name, want in expected.items() if name in said}
+    ranks = sorted(reported, key=_tp_rank)
+    parts = [rank["checksums"] for rank in ranks if CANNOT in rank["checksums"]]
+    told = {name: want for name, want in expected.items() if all(name in part for part in parts)}
     wrong = {name: fault for name, want in told.items() if (fault := _fault(name, ranks, want))}
     if wrong:
         name, fault = next(iter(wrong.items()))

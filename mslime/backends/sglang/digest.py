@@ -15,7 +15,7 @@ import torch
 from mslime.backends.sglang.comparison import as_text
 
 BLOCK = 1 << 20
-"""Elements that are summed at once, which bounds the memory that it takes: 16 MiB. Part of the sums' definition."""
+"""Elements that are summed at once, in 16 MiB. Part of the sums' definition."""
 
 _M64 = 0xFFFFFFFFFFFFFFFF
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -36,7 +36,7 @@ def place_sum(tensor: torch.Tensor) -> torch.Tensor:
     """
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for number, part in enumerate(bits_of(tensor.detach().contiguous().reshape(-1)).split(BLOCK)):
-        total += (part.to(torch.int64) * _places(tensor.device)[: len(part)]).sum() * _of_block(number)
+        total += (part * _places(tensor.device)[: len(part)]).sum() * _of_block(number)
     return total
 
 
