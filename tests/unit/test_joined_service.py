@@ -142,15 +142,33 @@ class FakeSlowerEngine(FakeSlowEngine):
         await ticks(19)
 
 
+class FakeHinderedEngine(FakeSlowEngine):
+    """Makes a token only while another one has been given three times as many responses."""
+
+    def __init__(self, other: FakeSlowEngine) -> None:
+        super().__init__(short)
+        self.other = other
+
+    async def before_token(self, request: Any) -> None:
+        aborts = self._aborts
+        while begun(self.other) < 3 * begun(self) and aborts == self._aborts:
+            await ticks(1)
+
+
+def begun(engine: FakeSlowEngine) -> int:
+    """Responses that it was asked for."""
+    return len({request.session_id for request in engine.requests})
+
+
 def test_a_faster_manager_gives_more_groups(tmp_path: Path) -> None:
     async def work() -> None:
         config = run_config(tmp_path, max_staleness=1)
-        engines = [FakeSlowEngine(short), FakeSlowerEngine(short)]
+        fast = FakeSlowEngine(short)
+        engines = [fast, FakeHinderedEngine(fast)]
         joined = make_joined(config, engines)
         await publish(joined, engines, 0)
         await steps(joined, engines, 0, 6)
-        fast, slow = (len({r.session_id for r in engine.requests}) for engine in engines)
-        assert fast > slow
+        assert begun(fast) > begun(engines[1]) > 0
         await joined.close()
 
     run(work)

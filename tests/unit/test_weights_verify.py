@@ -176,15 +176,6 @@ def test_one_bit_on_one_rank_is_found(parameter: str, ranks: int) -> None:
             engine.compare()
 
 
-def test_values_that_are_not_equal_to_themselves_are_compared_by_their_bits() -> None:
-    engine = FakeEngine(1)
-    for name in ("router", "tied"):
-        engine.sent[name][0, 0] = torch.nan
-    engine.buckets[0].release()
-    engine.send()
-    assert engine.compare() == len(SENT)
-
-
 def test_what_lies_beside_the_weights_does_not_matter() -> None:
     engine = FakeEngine(2)
     engine.ranks[1].up.data[-1] = 7.0  # padding

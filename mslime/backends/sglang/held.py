@@ -71,7 +71,7 @@ def of_bucket(bucket: Bucket, copies: Copies) -> dict[str, str]:
     found = {name: as_text(*pair) for name, *pair in zip(names, totals, copies.places, strict=True)}
     starts = [tensor.data_ptr() for _, tensor in bucket.named]
     for into, out_of in copies.apart:
-        if not torch.equal(bits_of(into), bits_of(out_of.to(into.dtype))):
+        if not torch.equal(into, out_of.to(into.dtype)):
             found[names[bisect(starts, out_of.data_ptr()) - 1]] = f"a parameter in {into.dtype} holds something else"
     return found
 
