@@ -293,6 +293,22 @@ def test_an_update_that_broke_off_is_ended_and_begun_again_by_those_that_are_lef
     assert paths == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
 
 
+def test_an_engine_that_does_not_answer_the_end_of_an_update_is_not_waited_for_a_second_time() -> None:
+    """Two deadlines, one after the other, are longer than the driver waits for the engines to begin again."""
+
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> tuple[Serving, list[str]]:
+        await pool.begin_update()
+
+        async def silent() -> None:
+            raise EngineDied("engine", fakes[1].url, "no answer within 40 s", "look at it")
+
+        pool.clients[1].end_weight_update = silent  # type: ignore[method-assign]
+        return await pool.begin_again(), [path for path, _ in fakes[1].seen]
+
+    serving, paths = with_pool(work)
+    assert list(serving.gone) == ["e1"] and len(serving.urls) == 1 and paths == ["/begin_weight_update"]
+
+
 def test_an_engine_that_dies_when_all_was_sent_is_no_failure_of_the_others() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> Serving:
         await pool.begin_update()

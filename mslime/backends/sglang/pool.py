@@ -241,8 +241,16 @@ class EnginePool:
         """`begin_update` after an update that broke off. The engines hold a mixture, and are to get all weights anew.
         The trainer must have left its groups with them, for until then they may wait for a bucket. Raises like that.
         """
-        open_ones = [slot.client.end_weight_update() for slot in self._slots if slot.error is None]
-        await asyncio.gather(*open_ones, return_exceptions=True)  # who is gone, or refuses to begin, is noticed next
+
+        async def end(slot: _Slot) -> None:
+            try:
+                await self._unless_dead(slot, slot.client.end_weight_update())
+            except EngineDied as error:  # asked once more to begin, it would take a second deadline
+                slot.kill(error)
+            except EngineError:
+                pass  # who refuses to begin is noticed next
+
+        await asyncio.gather(*(end(slot) for slot in self._slots if slot.error is None))
         return await self.begin_update()
 
     async def compare(self, expected: Sums, strict: bool = False) -> int:
