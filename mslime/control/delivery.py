@@ -150,7 +150,7 @@ class Delivery:
     def _leave(self) -> None:
         """Nobody waits for an engine that is gone any more."""
         self._met = frozenset()
-        self._trainers.disconnect(self._config.deadlines.weight_sync_s)
+        self._trainers.disconnect()
 
 
 def _names(error: WeightSyncError, url: str) -> bool:

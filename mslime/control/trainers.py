@@ -314,9 +314,14 @@ class TrainerGroup:
         met = list(engines)
         self._trainers.all("weight sync: connect", self._sync_deadline, lambda a, _: a.connect.remote(met, group))
 
-    def disconnect(self, deadline_s: float) -> None:
-        """Leave the engines. Raises TrainerError when a rank is gone, or does not answer in time."""
-        self._trainers.all("weight sync: disconnect", deadline_s, lambda a, _: a.disconnect.remote())
+    def disconnect(self, deadline_s: float | None = None) -> None:
+        """Leave the engines. Raises TrainerError when a rank is gone, or does not answer in time.
+
+        Args:
+            deadline_s: default: as long as a rank may wait for an engine that is silent, and some more.
+        """
+        limit = self._sync_deadline if deadline_s is None else deadline_s
+        self._trainers.all("weight sync: disconnect", limit, lambda a, _: a.disconnect.remote())
 
     def send_weights(self, version: int, verify: bool, on_progress: Report) -> tuple[SendReport, dict[str, Span]]:
         """Send all buckets; returns the report and every rank's busy span."""

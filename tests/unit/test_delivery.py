@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.backends.sglang.pool import Serving
+from mslime.backends.sglang.receivers import CLOSE_SECONDS
 from mslime.backends.sglang.server import EngineAddress
 from mslime.config.errors import EngineError, TrainerError, WeightSyncError, sync_error
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
@@ -17,6 +19,7 @@ from mslime.config.loader import build
 from mslime.control.delivery import Delivery
 from mslime.control.fleet import FORGIVEN_AFTER, Fleet
 from mslime.control.orders import Order
+from mslime.control.trainers import TrainerGroup
 
 CONFIG = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}})
 URLS = {name: f"http://{name}" for name in "abc"}
@@ -137,7 +140,8 @@ class Fakes:
         if group in self.refused:
             raise BROKEN
 
-    def disconnect(self, deadline_s: float) -> None:
+    def disconnect(self, deadline_s: float | None = None) -> None:
+        assert deadline_s is None, "as long as a rank may need for it"
         self.calls.append("leave")
 
     def note(self, text: str) -> None:
@@ -179,6 +183,21 @@ def told(gone: str, left: int) -> list[str]:
 
 COMPARED = "compare digests 0"
 BROKEN = sync_error("send", "bucket 1 to http://b", "the connection broke")
+
+
+def test_leaving_outlasts_what_a_rank_waits_for_an_engine_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = dict[str, float]()
+
+    class FakeRanks:
+        def __init__(self, *given: Any) -> None: ...
+        def all(self, what: str, deadline_s: float, work: Any) -> None:
+            limits[what] = deadline_s
+
+    monkeypatch.setattr("mslime.control.trainers.RankGroup", FakeRanks)
+    made: Any = SimpleNamespace(trainer_options=None)
+    TrainerGroup(CONFIG, made, Path("logs"), lambda: None).disconnect()
+    closing = CONFIG.deadlines.weight_sync_s + CLOSE_SECONDS  # the engine's answer, and then the connections
+    assert limits["weight sync: disconnect"] > closing
 
 
 def test_engines_that_are_there_are_met_once() -> None:

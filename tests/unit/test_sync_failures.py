@@ -64,7 +64,7 @@ class Sender:
         self._engines = [self._receivers.describe(engine) for engine in engines]
         self._transport.connect(self._engines)
 
-    def disconnect(self, deadline_s: float) -> None:
+    def disconnect(self, deadline_s: float | None = None) -> None:
         self._transport.disconnect()
 
     def send_weights(self, version: int, verify: bool, on_progress: Any) -> Any:
