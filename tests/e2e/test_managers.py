@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mslime.data.checkpoints import newest
+from mslime.data.checkpoints import OUTLINE, ROLLOUTS, newest
 from mslime.data.ledger import Ledger
+from mslime.data.sample import Group
 from mslime.observe.rows import by_step
 from mslime.observe.timeline import read_spans
-from mslime.rollout.state import open_state, unpack_groups
+from mslime.rollout.books import new_group
+from mslime.rollout.state import begun_anew, open_state, unpack_groups
 from tests.e2e.harness import Run, assert_balanced, start_run
 from tests.e2e.test_run import START_S, STEP_S, prompts, saved_step, settings
 
@@ -27,15 +30,20 @@ def run_of(managers: int, model: Path, rows: Path, directory: Path, **sections: 
     return start_run(settings(model, rows, **sections), directory)
 
 
+def saved(run: Run, file: str = ROLLOUTS) -> tuple[dict[str, Any], Sequence[Group], Ledger]:
+    """The rollouts' state in the newest checkpoint, the groups that it holds with their tokens, and its ledger."""
+    checkpoint = newest(run.directory / "checkpoints")
+    assert checkpoint is not None
+    with open_state(checkpoint / file) as (state, stored):
+        held = unpack_groups(state["groups"], stored) + begun_anew(state.get("begun", []), stored, new_group)
+        return state, held, Ledger.from_state(state["ledger"])
+
+
 def assert_books_hold(run: Run) -> None:
     """Every generated token is accounted for in each step, and in the state that the run has saved."""
     rows = by_step(run.rows())
     assert_balanced(rows)
-    checkpoint = newest(run.directory / "checkpoints")
-    assert checkpoint is not None
-    with open_state(checkpoint / "rollouts.npz") as (state, stored):
-        held = unpack_groups(state["groups"], stored)
-    ledger = Ledger.from_state(state["ledger"])
+    state, held, ledger = saved(run)
     assert ledger.trained == sum(row["ledger/trained_tokens"] for row in rows)
     assert sum(s.trainable_tokens for g in held for s in g.samples) == ledger.pending
     gone = len(rows) * GROUPS + state["counters"].get("stale_groups", 0)
@@ -91,15 +99,15 @@ def test_a_killed_manager_ends_the_run_by_name_and_its_groups_begin_again(
     assert "unfinished groups will begin again" in run.text()
     done = saved_step(run)
     assert done == len(run.rows()) and run.left_over() == []
+    _, begun, outlined = saved(run, OUTLINE)
+    assert begun and not any(s.response_length for g in begun for s in g.samples), "groups begin again"
+    lost = outlined.dropped["lost"]  # what earlier updates had interrupted: none of it where nothing was
+    assert outlined.pending == 0 and outlined.generated == outlined.trained + lost
 
     again = run_of(2, tiny_qwen3_moe, prompts, tmp_path, train={"num_steps": done + 1})
     runs.append(again)
     assert again.finish(START_S + STEP_S) == 0, again.text()
     assert [row["step"] for row in by_step(again.rows())] == list(range(1, done + 2))
-    checkpoint = newest(run.directory / "checkpoints")
-    assert checkpoint is not None
-    with open_state(checkpoint / "rollouts.npz") as (state, stored):
-        held = unpack_groups(state["groups"], stored)
-    ledger = Ledger.from_state(state["ledger"])
-    assert sum(s.trainable_tokens for g in held for s in g.samples) == ledger.pending and ledger.dropped["lost"] > 0
+    state, held, ledger = saved(run)
+    assert sum(s.trainable_tokens for g in held for s in g.samples) == ledger.pending and ledger.dropped["lost"] == lost
     assert state["next_group_id"] == (done + 1) * GROUPS + state["counters"].get("stale_groups", 0) + len(held)
