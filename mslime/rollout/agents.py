@@ -6,7 +6,7 @@ Both are made when a rollout first needs them: most runs do not chat.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from mslime.config.errors import UserError
@@ -81,7 +81,8 @@ class Conversations:
     """
 
     def __init__(self, agents: Agents, engine: Sequences, on_expiry: Callable[[], bool]) -> None:
-        self._agents, self._engine, self._on_expiry = agents, engine, on_expiry
+        self._agents = agents
+        self._open: Callable[[], Coroutine[Any, Any, ChatSession]] | None = lambda: agents.chat(engine, on_expiry)
         self._chat: asyncio.Task[ChatSession] | None = None
         self._served: asyncio.Task[tuple[ModelEndpoint, Session]] | None = None
 
@@ -127,6 +128,12 @@ class Conversations:
         chat.mask_undelivered()
         return chat.report()
 
+    def forget(self) -> None:
+        """The rollout is over: let go of it, for the reason of `ChatSession.forget`."""
+        if (chat := self._begun) is not None:
+            chat.forget()
+        self._chat = self._served = self._open = None
+
     def reply(self, response: str, choice: int) -> Turn | None:
         """See `ChatSession.choice`."""
         return None if (chat := self._begun) is None else chat.choice(response, choice)
@@ -137,7 +144,9 @@ class Conversations:
 
     async def _session(self) -> ChatSession:
         if self._chat is None:
-            self._chat = asyncio.create_task(self._agents.chat(self._engine, self._on_expiry))
+            if self._open is None:
+                raise asyncio.CancelledError("the rollout has ended")
+            self._chat = asyncio.create_task(self._open())
         return await asyncio.shield(self._chat)
 
     async def _serve(self) -> tuple[ModelEndpoint, Session]:

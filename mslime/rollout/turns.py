@@ -201,18 +201,13 @@ class Rollout:
                 it may not. Its own UserErrors pass.
         """
         try:
-            returned = await self._called(function, task)
+            try:
+                returned = await self._called(function, task)
+            finally:
+                await self._chats.stop()
+            self._conclude(returned)
         finally:
-            await self._chats.stop()
-        told_by_chats = self._chats.settle()
-        for grown in self._grown:
-            self._check_untouched(grown)
-        told = told_of(returned, self._grown, self._chats.reply, self._error)
-        for grown in self._grown:
-            grown.sample.process_rewards = told.steps.get(id(grown.sample), grown.sample.process_rewards)
-        settle(self._group, self._grown, told.chosen, self._books)
-        self._over = True
-        self._finish(told, told_by_chats)
+            self._chats.forget()
 
     def end(self) -> None:
         """The function may add nothing any more: its response was thrown away."""
@@ -295,6 +290,18 @@ class Rollout:
         self._turns += 1
         grown.end_turn(self._turns)
         return self._turns
+
+    def _conclude(self, returned: object) -> None:
+        """Make of the sequences what the function returned."""
+        told_by_chats = self._chats.settle()
+        for grown in self._grown:
+            self._check_untouched(grown)
+        told = told_of(returned, self._grown, self._chats.reply, self._error)
+        for grown in self._grown:
+            grown.sample.process_rewards = told.steps.get(id(grown.sample), grown.sample.process_rewards)
+        settle(self._group, self._grown, told.chosen, self._books)
+        self._over = True
+        self._finish(told, told_by_chats)
 
     def _finish(self, told: Told, told_by_chats: Mapping[str, float]) -> None:
         """Mark the chosen sequences as finished, with what the function told of them."""

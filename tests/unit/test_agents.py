@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,21 @@ def test_a_tool_loop_is_one_sequence_whose_replies_alone_are_trained(function: s
     assert sample.scores["rollout/turns"] == 2 and sample.scores["rollout/new_sequence/first"] == 1
     if function == "with_openai":
         assert sample.reward == 1.0 and sample.scores["user/length"] == 4
+
+
+@pytest.mark.parametrize(
+    "spec", ["single_turn", "tests.unit.user_agents:calculates", "tests.unit.user_agents:with_openai"]
+)
+def test_a_rollout_that_is_let_go_of_is_freed_at_once(spec: str) -> None:
+    """Not when Python next looks for circles: routes of a step are gigabytes."""
+    check_rollout(spec, [CALL, "It is 5."])  # modules are imported by now
+    gc.collect()
+    gc.disable()
+    try:
+        freed = [weakref.ref(sample) for sample in check_rollout(spec, [CALL, "It is 5."])]
+        assert freed and not any(sample() for sample in freed)
+    finally:
+        gc.enable()
 
 
 def test_a_client_of_anthropics_may_be_the_agent() -> None:

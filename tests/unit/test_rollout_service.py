@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -854,6 +856,27 @@ def test_a_group_that_breaks_an_invariant_is_left_out_of_a_checkpoint(tmp_path: 
         resumed = make_service(run_config(tmp_path), FakeSlowEngine(short))
         await resumed.load(tmp_path / "s.npz")
         assert bad.group_id not in [g.group_id for g in resumed.books.held()] and resumed.ledger.dropped["failed"] > 0
+        await service.close()
+
+    run(work)
+
+
+def test_samples_that_the_trainer_let_go_of_are_freed_at_once(tmp_path: Path) -> None:
+    """Not when Python next looks for circles, of which there are none: routes of a step are gigabytes."""
+
+    async def work() -> None:
+        engine = FakeSlowEngine(short)
+        service = make_service(run_config(tmp_path, max_staleness=1), engine)
+        await publish(service, engine, 0)
+        gc.collect()
+        gc.disable()
+        try:
+            freed = [weakref.ref(sample) for sample in (await service.take(0)).samples]
+            await publish(service, engine, 1)
+            await service.take(1)
+            assert freed and not any(sample() for sample in freed)
+        finally:
+            gc.enable()
         await service.close()
 
     run(work)

@@ -71,20 +71,24 @@ class PackageRenderer:
     ) -> list[int] | None:
         """See `Renderer`."""
         at = len(before) - sampled
-        bridged = self._inner.bridge_to_next_turn(
-            list(before[:at]), list(before[at:]), list(new), tools=list(tools) or None
-        )
-        return None if bridged is None else list(bridged.token_ids)
+        known = _listed(before)
+        bridged = self._inner.bridge_to_next_turn(known[:at], known[at:], list(new), tools=list(tools) or None)
+        return None if bridged is None else _listed(bridged.token_ids)
 
     def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
         """See `Renderer`."""
-        found = self._inner.parse_response(list(sampled), tools=list(tools) or None, prompt_ids=list(prompt))
+        found = self._inner.parse_response(_listed(sampled), tools=list(tools) or None, prompt_ids=_listed(prompt))
         calls = tuple(_call(call) for call in found.tool_calls)
         return Parsed(found.content or "", found.reasoning_content or "", calls)
 
     def spell(self, ids: Sequence[int]) -> str:
         """See `Renderer`."""
         return self._tokenizer.decode(ids)
+
+
+def _listed(ids: Sequence[int]) -> list[int]:
+    """The ids as a list. The package only reads those that it is given, so a list is not copied: it may be long."""
+    return ids if isinstance(ids, list) else list(ids)
 
 
 def _call(found: Any) -> ParsedCall:

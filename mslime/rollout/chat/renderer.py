@@ -115,14 +115,14 @@ class Rendering:
         return await self._run(None, self.renderer.render, messages, tools)
 
     async def extend(
-        self, before: Sequence[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
+        self, before: list[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
     ) -> tuple[list[int] | None, str]:
         """What follows `before` (see `Renderer.extend`), or None and the reason why nothing can."""
         size = len(before) + sum(len(message["content"]) for message in new)
         whole = await self._run(size, self.renderer.extend, before, sampled, new, tools)
         if whole is None:
             return None, "template_rewrites_history"
-        if whole[: len(before)] != list(before):
+        if whole[: len(before)] != before:
             return None, "prefix_broken"
         return whole[len(before) :], ""
 

@@ -113,7 +113,7 @@ class ChatSession:
         self.counts: Counter[str] = Counter()
         self.closed = self.full = False
         self.failure: UserError | None = None
-        self._running: set[asyncio.Task[Turn]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._numbers, self._nonce = itertools.count(), uuid.uuid4().hex[:8]
         self._begun, self._tokens = 0, 0
         self._native: dict[str, str] = {}
@@ -129,7 +129,7 @@ class ChatSession:
             ChatError: a message cannot be answered. ContextFull, LimitReached, SessionOver: see there.
         """
         read = [from_chat(m, f"messages[{i}]") for i, m in enumerate(messages)]
-        turn = await self.reply(read, tools, max_tokens=max_tokens, stop=stop)
+        turn = await asyncio.create_task(self.reply(read, tools, max_tokens=max_tokens, stop=stop))
         turn.delivered = True
         r = turn.reply
         return Reply(to_chat(r), r.text, r.reasoning or "", r.calls, turn.finish, turn.sample, turn.start, turn.end)
@@ -137,7 +137,7 @@ class ChatSession:
     async def reply(
         self, messages: Sequence[Message], tools: Tools, *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
-        """One turn. Whoever gets it to the client says so: `turn.delivered`. Raises like `chat`."""
+        """One turn, in a task of its own. Whoever brings it to a client sets `turn.delivered`. Raises like `chat`."""
         if not messages or messages[-1].role == "assistant":
             last = messages[-1].role if messages else None
             raise ChatError("messages", last, "must end with a message to the model: what it did not say cannot be "
@@ -147,7 +147,7 @@ class ChatSession:
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Turn:
-        """One turn after a plain prompt, as text or token ids. Raises like `chat`.
+        """One turn after a plain prompt, as text or token ids, in a task of its own. Raises like `chat`.
 
         It goes on from a recorded turn whose prompt and reply it begins with: by token, or by character with special
         tokens written out.
@@ -171,6 +171,12 @@ class ChatSession:
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+
+    def forget(self) -> None:
+        """Nobody asks for turns any more: let go of what refers to each other, so that sequences are freed without
+        Python's search for such circles, which would come late: routes are large."""
+        for turn in self.turns:
+            turn.children.clear()
 
     def answered(self, turns: Sequence[Turn]) -> None:
         """These are the choices of one response, whose id ends with the name of the first."""
@@ -215,12 +221,13 @@ class ChatSession:
     # ------------------------------------------------------------------------------------------------------- one turn
 
     async def _tracked(self, work: Coroutine[Any, Any, Turn]) -> Turn:
-        """A turn as a task that `close` can cancel."""
-        task = asyncio.create_task(self._noted(work))
+        """A turn, whose task `stop` can cancel."""
+        task = asyncio.current_task()
+        assert task is not None, "a turn is part of a task"
         self._running.add(task)
         self._clock.stop()
         try:
-            return await task
+            return await self._noted(work)
         finally:
             self._running.discard(task)
             if self.turns and not self._running and not self.closed:
