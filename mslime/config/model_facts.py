@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mslime.config.choices import ReplayMode
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
@@ -25,3 +27,7 @@ class ModelFacts:
     num_experts: int
     top_k: int
     renderers: tuple[str, ...] = ()
+
+    def sends_routes(self, replay: ReplayMode) -> bool:
+        """Whether engines are asked for the routes of this model, given `train.replay`."""
+        return replay == "r3" and bool(self.moe_layer_ids)

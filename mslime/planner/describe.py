@@ -10,6 +10,7 @@ from rich.text import Text
 
 from mslime.planner.activations import EXPERT_IMBALANCE
 from mslime.planner.plan import GIB, PREDICTED, TIGHT, RunPlan, StagePlan
+from mslime.planner.rollouts import RolloutBytes, TokenBytes
 from mslime.planner.sync import lane_bytes
 from mslime.tables import facts_table
 
@@ -22,6 +23,8 @@ def describe(plan: RunPlan) -> Group:
     parts.append(_balance(plan))
     if plan.engine is not None:
         parts += [_engine(plan), _sync(plan)]
+    if plan.rollouts is not None:
+        parts.append(_rollouts(plan.rollouts))
     remarks = [Text(f"remark: {said}", style="yellow") for said in plan.remarks]
     return Group(*parts, *remarks, _verdict(plan))
 
@@ -123,6 +126,7 @@ def _balance(plan: RunPlan) -> Table:
             ("the optimizer", plan.host.optimizer),
             ("reference and teacher", plan.host.copies),
             ("the weight sync", plan.host.sync),
+            ("the shards of a step", plan.host.shards),
         )
         whose = ", ".join(f"{_gib(size)} for {name}" for name, size in parts if size)
         rows.append(("host memory", f"{_gib(plan.host.total)} GiB of a trainer machine: {whose}"))
@@ -142,6 +146,24 @@ def _engine(plan: RunPlan) -> Table:
         per_request = f"{engine.state_bytes / 2**20:.0f} MiB a request"
         rows.insert(2, ("linear attention", f"{_gib(engine.state)} GiB of states, {per_request}"))
     return facts_table("Engine: one GPU", rows)
+
+
+def _rollouts(found: RolloutBytes) -> Table:
+    rows = [("tokens of a step", f"at most {found.tokens:,}, in {found.responses:,} responses")]
+    if found.support_ids:
+        how = f"{found.support_ids:,.0f} are counted, there are at most {found.most_ids:,}"
+        rows.append(("ids that a token is drawn from", how))
+    rows += [
+        ("answers of the engines", _of_parts(found.answers)),
+        ("held by the rollout managers", _of_parts(found.held)),
+        ("in Ray's store", _of_parts(found.store)),
+    ]
+    return facts_table("Rollouts, when all responses are as long as they may be", rows)
+
+
+def _of_parts(size: TokenBytes) -> str:
+    parts = [f"{_gib(part)} of {name}" for name, part in (("routes", size.routes), ("supports", size.supports)) if part]
+    return f"{_gib(size.total)} GiB" + (f", {' and '.join(parts)}" if parts else "")
 
 
 def _sync(plan: RunPlan) -> Table:

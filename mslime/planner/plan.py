@@ -13,7 +13,7 @@ from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
-from mslime.config.schema import RunConfig
+from mslime.config.schema import RolloutConfig, RunConfig
 from mslime.config.training import PolicySpec, TrainingSpec, critic_spec, policy_spec
 from mslime.convert.families import get_family
 from mslime.convert.families.family import ModelFields
@@ -21,6 +21,7 @@ from mslime.convert.kinds import padded_vocab_size
 from mslime.planner.activations import read_widths
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, engine_memory
 from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
+from mslime.planner.rollouts import RolloutBytes, rollout_bytes
 from mslime.planner.sync import (
     Rates,
     Receiving,
@@ -113,6 +114,7 @@ class RunPlan:
         transport: of the weight sync.
         syncs: weight-sync traffic by sender.
         host: memory of the trainer machine that needs most.
+        rollouts: bytes of a step's responses; None for supervised training.
         rates: of the links and copies of a sync, as set.
         bounds: lower bounds of one sync in seconds, by what it would be limited by: those of `relay`, or else of
             `broadcast`.
@@ -142,6 +144,7 @@ class RunPlan:
     transport: str
     syncs: tuple[SenderSync, ...]
     host: HostMemory
+    rollouts: RolloutBytes | None
     rates: Rates
     bounds: Mapping[str, float]
     prediction: SyncPrediction | None
@@ -222,13 +225,15 @@ def make_plan(
             stages = tuple(replace(one, memory=one.memory.beside(other.memory)) for one, other in pairs)
             apart, beside = (), apart
     per_node = config.cluster.gpus_per_node
+    longest = min(model.max_positions, limit)
+    rollouts = rollout_bytes(config, model, longest) if serves else None
     host = host_memory(spec, per_node, [stage.held for stage in stages], [stage.held for stage in beside], sync)
+    host = replace(host, shards=rollouts.machine if rollouts is not None else 0)
     held = max((each.hf_bytes for each in sync.buckets), default=0) * (2 if config.weights.transport == "relay" else 1)
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
     engine = engine_memory(config.sglang, table, widths, model.num_layers, wire, held, gpu_bytes) if serves else None
     engines = config.sglang.gpus if serves else 0
     nodes, idle = _machines(per_node, layout.world_size + config.critic_ranks, engines, config.sglang, config.teacher)
-    longest = min(model.max_positions, limit)
     responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
     chunks_of_step = micro_batches * layout.vpp
     syncs, rates = sender_syncs(sync, config.cluster), rates_of(config.cluster)
@@ -254,6 +259,7 @@ def make_plan(
         transport=config.weights.transport,
         syncs=syncs,
         host=host,
+        rollouts=rollouts,
         rates=rates,
         bounds=_bounds(config, syncs, rates),
         prediction=_prediction(config, sync, engine, rates),
@@ -261,7 +267,7 @@ def make_plan(
             *_trainer_problems(spec, "trainer", stages, gpu_bytes),
             *_trainer_problems(spec, "critic", apart, gpu_bytes),
             *_engine_problems(config.sglang, spec.weights.bucket_mib, longest, engine, gpu_bytes),
-            *_host_problems(spec, config.cluster.host_memory_gb, host),
+            *_host_problems(spec, config.cluster.host_memory_gb, host, rollouts, config.rollout),
         ),
         remarks=tuple(_remarks(layout, model, per_node, idle)),
     )
@@ -343,21 +349,34 @@ def _remarks(layout: ParallelLayout, model: ModelFields, per_node: int, idle: in
     return said
 
 
-def _host_problems(spec: PolicySpec, memory: float | None, host: HostMemory) -> list[Problem]:
+def _host_problems(
+    spec: PolicySpec, memory: float | None, host: HostMemory, rollouts: RolloutBytes | None, settings: RolloutConfig
+) -> list[Problem]:
     """`memory`: of a machine, in GiB."""
-    has = None if memory is None else int(memory * GIB * HOST_USABLE)
-    if has is None or host.total <= has:
+    if memory is None:
         return []
-    more = f"spread it over more machines: raise cluster.trainer_ranks ({spec.layout.world_size})"
-    if host.sync > max(host.copies, host.optimizer):
-        return [Problem("trainer machine, host memory", host.total, has, "sync",
-                        f"set weights.transport other than {spec.weights.transport}, or {more}")]  # fmt: skip
-    if host.optimizer >= host.copies:
-        share = offloaded_share(spec.megatron.extra)
-        return [Problem("trainer machine, host memory", host.total, has, "optimizer",
-                        f"lower megatron.optimizer_offload_fraction ({share:g}), or {more}")]  # fmt: skip
-    return [Problem("trainer machine, host memory", host.total, has, "copies",
-                    f"do without algorithm.kl_coef or model.teacher_path, or {more}")]  # fmt: skip
+    has, problems = int(memory * GIB * HOST_USABLE), list[Problem]()
+    if host.total > has:
+        component = host.largest
+        more = f"spread it over more machines: raise cluster.trainer_ranks ({spec.layout.world_size})"
+        less = {
+            "sync": f"set weights.transport other than {spec.weights.transport}",
+            "optimizer": f"lower megatron.optimizer_offload_fraction ({offloaded_share(spec.megatron.extra):g})",
+            "copies": "do without algorithm.kl_coef or model.teacher_path",
+            "shards": f"lower rollout.groups_per_step ({settings.groups_per_step})",
+        }[component]
+        problems.append(Problem("trainer machine, host memory", host.total, has, component, f"{less}, or {more}"))
+    if rollouts is not None and rollouts.held.total + rollouts.store.total > has:
+        component, groups = rollouts.held.largest, f"lower rollout.groups_per_step ({settings.groups_per_step})"
+        less = {
+            "columns": groups,
+            "routes": f"{groups}, or do without routes: train.replay r2 or off",
+            "supports": f"{groups}, or draw from fewer ids: rollout.top_p ({settings.top_p:g}), top_k "
+            f"({settings.top_k}), min_p ({settings.min_p:g})",
+        }[component]
+        needs = rollouts.held.total + rollouts.store.total
+        problems.append(Problem("machine of the rollout managers, host memory", needs, has, component, less))
+    return problems
 
 
 def _tokens(spec: TrainingSpec, responses: int, longest: int) -> tuple[tuple[int, int], int]:

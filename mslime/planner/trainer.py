@@ -224,16 +224,24 @@ class HostMemory:
         copies: reference and teacher, and our own weights while one of them is in use.
         optimizer: what `optimizer_cpu_offload` moves here.
         sync: what senders keep for `weights.transport`: with delta all that they send, with shm a bucket each.
+        shards: of a step, for its ranks, in Ray's store; see `rollouts.RolloutBytes`.
     """
 
     copies: int
     optimizer: int
     sync: int = 0
+    shards: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.copies + self.optimizer + self.sync
+        return self.copies + self.optimizer + self.sync + self.shards
+
+    @property
+    def largest(self) -> str:
+        """The part that is largest."""
+        sizes = {"optimizer": self.optimizer, "copies": self.copies, "sync": self.sync, "shards": self.shards}
+        return max(sizes, key=lambda name: sizes[name])
 
 
 def host_memory(

@@ -60,7 +60,7 @@ class Sampling:
     def for_training(cls, r: RolloutConfig, replay: ReplayMode, model: ModelFacts, limits: EngineLimits) -> Sampling:
         """As `rollout` says; with routes when they are replayed."""
         total = r.longest(model.max_positions)
-        routes = replay == "r3" and bool(model.moe_layer_ids)
+        routes = model.sends_routes(replay)
         return cls(
             r.temperature, r.top_p, r.top_k, r.max_response_tokens, total, routes, limits.refused_input, r.min_p
         )  # fmt: skip

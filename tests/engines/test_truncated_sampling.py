@@ -7,6 +7,7 @@ layouts; loss and gradient against transformers in float64.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.backends.sglang import client as client_module
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.errors import EngineError
@@ -28,6 +30,8 @@ from mslime.data.packing import build_shards
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample, check_invariants
 from mslime.data.shard import TrainShard
+from mslime.planner.command import plan_config
+from mslime.planner.plan import make_plan
 from tests.engines.conftest import SharedServer
 from tests.engines.trainer_ranks import largest_difference, make_config, metrics_and_gradients, run_trainers, to_hf
 from tests.fixtures.engine_calls import load
@@ -138,6 +142,34 @@ def test_supports_are_what_the_settings_keep_and_log_probs_are_over_them(
             assert sample.log_probs[t] == pytest.approx(log_p[t - 1, sample.tokens[t]] - mass, abs=2e-5)
             sizes.append(len(row))
     assert max(sizes) < 320 and np.mean(sizes) > 3, "so that the numbers are worth comparing"
+
+
+def test_an_answer_is_as_large_as_the_plan_says(sglang_server: SharedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, new_tokens, read = PROMPTS[1], 400, client_module._read
+    sizes: list[int] = []
+
+    async def counted(*asked: Any) -> bytes | None:
+        body = await read(*asked)
+        sizes.append(len(body or b""))
+        return body
+
+    async def work() -> None:
+        async with sglang_server.client() as client:
+            monkeypatch.setattr(client_module, "_read", counted)
+            await _continue(client, Sample.from_prompt(0, 0, prompt), "size", new_tokens, {"top_k": 40})
+
+    asyncio.run(asyncio.wait_for(work(), 120))
+    config = plan_config(
+        {
+            "model": {"path": str(sglang_server.checkpoint)},
+            "cluster": {"device": "cpu"},
+            "data": {"max_prompt_tokens": len(prompt)},
+            "train": {"replay": "r3"},
+            "rollout": {"top_k": 40, "max_response_tokens": new_tokens},
+        }
+    )
+    answers = make_plan(config, json.loads((sglang_server.checkpoint / "config.json").read_text())).rollouts
+    assert answers is not None and max(sizes) == pytest.approx(answers.answers.total / answers.responses, rel=0.15)
 
 
 def check_against(model: Any, sample: Sample) -> None:

@@ -41,7 +41,7 @@ FACTS = {
     "estimates of the KL": (r"expm1", {"algorithms/kl.py"}),
     "whose routes are followed": (
         r'replay [!=]= "r3"',
-        {"preflight/resolve.py", "rollout/generation.py", "rollout/groups.py", "config/warnings.py"},
+        {"preflight/resolve.py", "config/model_facts.py", "rollout/groups.py", "config/warnings.py"},
     ),
     "the rank grid": (r"rank\)? (//|%) \(?(self\.)?_?layout\.|world_size // (self\.)?_?layout\.pp", set[str]()),
     "choices of settings": (

@@ -1,0 +1,173 @@
+"""What the tokens of a step weigh outside of GPUs: in the engines' answers, with the rollout managers, in Ray's store.
+
+Two columns are large: the routes of a model with experts, and the supports of truncated sampling. All responses are
+taken to be as long as they may be, and one sequence each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+import numpy as np
+
+from mslime.config.schema import RolloutConfig, RunConfig
+from mslime.convert.families.family import ModelFields
+from mslime.data.routes import narrowest_dtype
+
+SAMPLE_COLUMNS = 4 + 1 + 4
+"""Bytes of a token of a sample: id, loss mask, log-prob (`data/sample.py`)."""
+SHARD_COLUMNS = 4 + 1 + 6 * 4
+"""And in a shard: id, mask, and weight, advantage, log-prob, reward, version and age (`data/shard.py`)."""
+SUPPORT_ROW, SUPPORT_ID = 8, 4
+"""Bytes of a position and of an id (`data/supports.py`)."""
+ROUTE_ROW = 1
+"""Bytes beside the ids: whether the row may be replayed (`data/routes.py`)."""
+ANSWER_COLUMNS = 41
+"""Bytes of a token's id, log-prob and text in the JSON of an answer, as measured."""
+BASE64, INT32 = 4 / 3, 4
+MEASURED_IDS = {0.8: 20.0, 0.9: 56.0, 0.95: 125.0, 0.99: 514.0}
+"""Mean ids of a support by top-p: of SmolLM2-135M-Instruct at temperature 1 and top-k 4096
+(benchmarks/results/2026-11-22-supports.md). Larger models, and those that have been trained, keep fewer."""
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes of tokens, by what they are.
+
+    Attributes:
+        columns: everything that is not one of the others.
+    """
+
+    columns: int
+    routes: int
+    supports: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.columns + self.routes + self.supports
+
+    @property
+    def largest(self) -> str:
+        """The part that has most."""
+        sizes = {"columns": self.columns, "routes": self.routes, "supports": self.supports}
+        return max(sizes, key=lambda name: sizes[name])
+
+
+@dataclass(frozen=True)
+class RolloutBytes:
+    """Bytes of responses, at most.
+
+    Attributes:
+        responses, tokens: of a step; prompts are counted in each response.
+        support_ids, most_ids: in the support of a token: as expected, by which all is counted, and at most. 0: tokens
+            are drawn from the whole vocabulary.
+        answers: of the engines, in a step.
+        held: by the rollout managers: groups that wait or are generated, and those of the step in training.
+        store: of a step's shards in Ray's store, where managers are several with the groups on their way to them.
+        machine: of those shards, of the ranks of one trainer machine.
+    """
+
+    responses: int
+    tokens: int
+    support_ids: float
+    most_ids: int
+    answers: TokenBytes
+    held: TokenBytes
+    store: TokenBytes
+    machine: int
+
+
+def rollout_bytes(config: RunConfig, model: ModelFields, longest: int) -> RolloutBytes:
+    """What responses of at most `longest` tokens, with their prompts, weigh."""
+    r = config.rollout
+    responses = r.groups_per_step * r.group_size
+    sampled, ids = min(r.max_response_tokens, longest), expected_ids(r)
+    sample, answer = _of_sample(config, model, longest, sampled), _of_answer(config, model, longest, sampled)
+    groups = r.groups_per_step * (2 + r.max_staleness) + config.spare_groups
+    shards = [_of_shard(config, model, longest, sampled, stage) for stage in range(config.layout.pp)]
+    store = _sum([_times(each, responses) for each in shards] + [_times(sample, responses)] * (r.managers > 1))
+    return RolloutBytes(
+        responses=responses,
+        tokens=responses * longest,
+        support_ids=ids,
+        most_ids=r.top_k if r.truncated else 0,
+        answers=_times(answer, responses),
+        held=_times(sample, groups * r.group_size),
+        store=store,
+        machine=_of_machine(config, responses, max(each.total for each in shards), store.total),
+    )
+
+
+def expected_ids(r: RolloutConfig) -> float:
+    """Ids in the support of a token, in the mean; 0 without truncated sampling.
+
+    Under top-p by `MEASURED_IDS`. Under min-p an id has at least min_p times the likeliest one's probability, so where
+    that is nearly 1 there are at most 1 / min_p.
+    """
+    if not r.truncated:
+        return 0.0
+    most = max(r.top_k, 1)
+    known = [*MEASURED_IDS.items(), (1.0, float(max(most, *MEASURED_IDS.values())))]
+    by_top_p = float(np.exp(np.interp(r.top_p, [p for p, _ in known], [log(n) for _, n in known])))
+    by_min_p = 1 / r.min_p if r.min_p > 0 else most
+    return min(most, by_top_p if r.top_p < 1 else most, by_min_p)
+
+
+def _of_sample(config: RunConfig, model: ModelFields, tokens: int, sampled: int) -> TokenBytes:
+    """Of one response in memory."""
+    return TokenBytes(
+        SAMPLE_COLUMNS * tokens,
+        tokens * (_route_bytes(model, len(model.moe_layer_ids)) + ROUTE_ROW)
+        if model.sends_routes(config.train.replay)
+        else 0,
+        _support_bytes(config.rollout, tokens, sampled),
+    )
+
+
+def _of_answer(config: RunConfig, model: ModelFields, tokens: int, sampled: int) -> TokenBytes:
+    """Of one response in the answers of an engine. Ids of supports are decimal numbers there, and routes base64, of all
+    layers; engines that mslime did not start send them as int32."""
+    r, routes = config.rollout, 0
+    if model.sends_routes(config.train.replay):
+        width = INT32 if config.sglang.urls else narrowest_dtype(model.num_experts).itemsize
+        routes = int(tokens * model.num_layers * model.top_k * width * BASE64)
+    digits = len(str(model.vocab_size - 1)) + 1
+    return TokenBytes(ANSWER_COLUMNS * sampled, routes, int(sampled * expected_ids(r) * digits))
+
+
+def _of_shard(config: RunConfig, model: ModelFields, tokens: int, sampled: int, stage: int) -> TokenBytes:
+    """Of one response in the shard of a pipeline stage. The last one alone has supports."""
+    layers = {layer for chunk in config.megatron.stage_layers(model.num_layers)[stage] for layer in chunk}
+    mine, last = layers & set(model.moe_layer_ids), stage == config.layout.pp - 1
+    taught = 4 if config.teacher.serves else 0
+    return TokenBytes(
+        (SHARD_COLUMNS + taught) * tokens,
+        tokens * (_route_bytes(model, len(mine)) + ROUTE_ROW) if model.sends_routes(config.train.replay) else 0,
+        _support_bytes(config.rollout, tokens, sampled) if last else 0,
+    )
+
+
+def _of_machine(config: RunConfig, responses: int, each: int, most: int) -> int:
+    """Of the shards of a trainer machine, with `each` of a response; `most`: of all shards. Ranks of a stage that have
+    the same data share one shard."""
+    layout = config.layout
+    shards = -(-min(config.cluster.gpus_per_node, layout.world_size) // (layout.tp * layout.cp))
+    return min(shards * -(-responses // layout.dp) * each, most)
+
+
+def _route_bytes(model: ModelFields, layers: int) -> int:
+    return layers * model.top_k * narrowest_dtype(model.num_experts).itemsize
+
+
+def _support_bytes(r: RolloutConfig, tokens: int, sampled: int) -> int:
+    return SUPPORT_ROW * tokens + int(SUPPORT_ID * sampled * expected_ids(r)) if r.truncated else 0
+
+
+def _times(each: TokenBytes, count: int) -> TokenBytes:
+    return TokenBytes(each.columns * count, each.routes * count, each.supports * count)
+
+
+def _sum(parts: list[TokenBytes]) -> TokenBytes:
+    return TokenBytes(sum(p.columns for p in parts), sum(p.routes for p in parts), sum(p.supports for p in parts))
