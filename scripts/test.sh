@@ -2,6 +2,7 @@
 # All checks and tests of mslime, from a fresh machine: makes its own virtual environment and installs what it needs.
 #   bash scripts/test.sh                  format, lint, types, import rules, unit, engine, end-to-end and kernel tests
 #   bash scripts/test.sh --all            also what is marked `nightly`: variations of what other tests prove
+#   bash scripts/test.sh --rehearsal      instead: what runs on GPUs only, without a GPU (11 GB; scripts/rehearse_gpu.sh --help)
 #   bash scripts/test.sh tests/unit -k x  only pytest, with these arguments
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,6 +14,10 @@ if [ "${1:-}" = --all ]; then
 fi
 VENV="${MSLIME_VENV:-.venv}"
 bash scripts/install.sh --cpu --dev --venv "$VENV"
+if [ "${1:-}" = --rehearsal ]; then
+  shift
+  exec bash scripts/rehearse_gpu.sh --cpu-venv "$VENV" "$@"
+fi
 export PATH="$(cd "$VENV" && pwd)/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 if [ $# -gt 0 ]; then

@@ -148,12 +148,13 @@ def _recompute(config: RunConfig) -> None:
             "applies to full recompute only",
             f"set recompute_granularity: full, or remove {name}",
         )
-    if "moe_act" in (m.recompute_modules or []) and not m.extra.get("moe_grouped_gemm"):
+    grouped = m.extra.get("moe_grouped_gemm", config.cluster.device == "cuda")  # on a GPU it is the default
+    if "moe_act" in (m.recompute_modules or []) and not grouped:
         raise ConfigError(
             "megatron.recompute_modules",
             m.recompute_modules,
             "moe_act needs grouped GEMM",
-            "use the module 'moe', or set megatron.moe_grouped_gemm: true on cuda",
+            "use the module 'moe', or cluster.device: cuda, where experts have it",
         )
 
 

@@ -32,7 +32,7 @@ from mslime.data.probe import NEW_TOKENS, Differences, Probed, joined_routes
 from mslime.preflight.resolve import EXACT_TOLERANCE
 from tests.engines.conftest import serve
 from tests.engines.test_weight_sync import PROMPT, are_those_of, change_weights, engine_log_probs, publish
-from tests.engines.trainer_ranks import make_config, make_shard, run_trainers, shard_of
+from tests.engines.trainer_ranks import make_config, make_shard, run_trainers, worst_logit_difference
 from tests.fixtures.engine_calls import with_pool
 from tests.fixtures.families import CASES
 from tests.fixtures.families.case import FamilyCase
@@ -107,31 +107,6 @@ def examine(trainer: MegatronTrainer, reference: Path, exported: Path, ask_mbrid
     trainer.weight_sender().export(exported, trainer.spec.checkpoint)
     different = perturb_and_export(trainer, exported.with_name("changed")) if ask_mbridge else []
     return {"rows": rows, "logits": logits, "different": different}
-
-
-def worst_logit_difference(trainer: MegatronTrainer, expected: torch.Tensor) -> tuple[int, float]:
-    """(logit rows compared, largest |Megatron - transformers| over them) on the last stage; (0, 0) elsewhere."""
-    from megatron.core import parallel_state as groups
-
-    shard = shard_of(trainer)
-    compared, worst = 0, 0.0
-
-    def compare(batch: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        nonlocal compared, worst
-        shares = [torch.empty_like(logits) for _ in range(trainer.parallel.tp_size)]
-        dist.all_gather(shares, logits.contiguous(), group=groups.get_tensor_model_parallel_group())
-        whole = torch.cat(shares, -1)[:, : trainer.model.vocab_size]
-        rows = torch.from_numpy(batch.slicer.rows)
-        known = rows >= 0
-        compared += int(known.sum())
-        if known.any():  # interleaved stages get an empty micro-batch
-            worst = max(worst, float((whole[known] - expected[rows[known]]).abs().max()))
-        return logits.new_zeros(()), {}
-
-    with torch.no_grad():
-        trainer.runner._run(trainer.runner._micro_batches(shard), compare, None, None, forward_only=True)
-    assert compared in (0, len(shard.tokens)) or trainer.spec.layout.cp > 1
-    return compared, worst
 
 
 class TransformerEngineNames:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mslime.algorithms.statistics import finalise
@@ -85,15 +87,20 @@ def _on_trainer(
 
 
 def make_shard(
-    dp: int = 1, dp_rank: int = 0, *, layers: tuple[int, ...] = (0, 1, 2, 3), seed: int = 0, packed: bool = True
-) -> TrainShard:
-    """One data-parallel rank's half of eight sequences with random routes (not what any router would choose)."""
+    dp: int = 1, dp_rank: int = 0, *, layers: tuple[int, ...] = (0, 1, 2, 3), top_k: int = 2, seed: int = 0,
+    packed: bool = True,
+) -> TrainShard:  # fmt: skip
+    """One data-parallel rank's half of eight sequences with random routes (not what any router would choose).
+
+    Args:
+        top_k: experts of a token, out of 8.
+    """
     random = np.random.default_rng(seed)
     lengths = random.integers(6, 25, 8)
     columns: list[dict[str, Any]] = []
     for n in lengths:
         mask = (np.arange(n) > 2) & (random.random(n) > 0.2)
-        experts = np.stack([[random.permutation(8)[:2] for _ in layers] for _ in range(n)])
+        experts = np.stack([[random.permutation(8)[:top_k] for _ in layers] for _ in range(n)])
         columns.append(
             {
                 "tokens": random.integers(0, 256, n).astype(np.int32),
@@ -125,9 +132,10 @@ def make_shard(
 
 
 def shard_of(trainer: MegatronTrainer, **kwargs: Any) -> TrainShard:
-    """`make_shard` for this rank: its data-parallel part, its pipeline stage's layers."""
+    """`make_shard` for this rank: its data-parallel part, its stage's layers, as many experts as it routes to."""
     layout, rank = trainer.spec.layout, trainer.parallel.rank
-    shard = make_shard(layout.dp, layout.dp_rank(rank), packed=trainer.spec.train.packed, **kwargs)
+    kwargs = {"top_k": trainer.model.top_k or 2, "packed": trainer.spec.train.packed, **kwargs}
+    shard = make_shard(layout.dp, layout.dp_rank(rank), **kwargs)
     return shard.stage_slice(trainer.moe_layer_ids)
 
 
@@ -178,5 +186,35 @@ def largest_difference(trainer: MegatronTrainer, tensors: Mapping[str, Tensor], 
             else (groups.get_tensor_model_parallel_rank(), groups.get_tensor_model_parallel_world_size())
         )
         expected = rule.to_megatron(whole.__getitem__, rank, size)
-        worst = max(worst, float((local - expected).abs().max()))
+        worst = float(np.maximum(worst, float((local - expected).abs().max())))  # `max` would lose a NaN
     return worst
+
+
+def worst_logit_difference(trainer: MegatronTrainer, expected: Tensor) -> tuple[int, float]:
+    """(logit rows compared, largest |Megatron - `expected`| over them) on the last stage; (0, 0) elsewhere.
+
+    Args:
+        expected: float32 [tokens, vocabulary] of `make_shard`'s sequences, on the CPU.
+    """
+    from megatron.core import parallel_state as groups
+
+    shard = shard_of(trainer)
+    compared, worst = 0, 0.0
+
+    def compare(batch: Any, logits: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        nonlocal compared, worst
+        shares = [torch.empty_like(logits) for _ in range(trainer.parallel.tp_size)]
+        dist.all_gather(shares, logits.contiguous(), group=groups.get_tensor_model_parallel_group())
+        whole = torch.cat(shares, -1)[:, : trainer.model.vocab_size].float().cpu()
+        rows = torch.from_numpy(batch.slicer.rows)
+        known = rows >= 0
+        compared += int(known.sum())
+        if known.any():  # interleaved stages get an empty micro-batch
+            found = float((whole[known] - expected[rows[known]]).abs().max())
+            worst = float(np.maximum(worst, found))  # `max` would lose a NaN
+        return logits.new_zeros(()), {}
+
+    with torch.no_grad():
+        trainer.runner._run(trainer.runner._micro_batches(shard), compare, None, None, forward_only=True)
+    assert compared in (0, len(shard.tokens)) or trainer.spec.layout.cp > 1
+    return compared, worst

@@ -45,7 +45,7 @@ def gpu_config(
     if not checkpoint.exists():
         CASES[name].make(checkpoint)
     hf = read_hf_config(checkpoint)
-    replayed = get_family(hf).model_fields(hf).top_k == 2  # as many routes as `make_shard` draws
+    replayed = get_family(hf).model_fields(hf).num_experts
     megatron: dict[str, Any] = {PARALLEL[key]: size for key, size in (sizes or {}).items()}
     return RunConfig.model_validate(
         {

@@ -314,6 +314,13 @@ def test_a_layout_that_divides_the_model_is_accepted() -> None:
     check_model(load(*VPP, "--megatron.hidden-size", "64").megatron, "cpu", {"hidden_size": 64, "num_layers": 4})
 
 
+def test_expert_activations_are_recomputed_on_a_gpu_where_grouped_gemm_is_the_default() -> None:
+    flags = ["--megatron.recompute-granularity", "selective", "--megatron.recompute-modules", "moe_act"]
+    assert load(*flags, "--cluster.device", "cuda").megatron.recompute_modules == ["moe_act"]
+    off = refused(*flags, "--cluster.device", "cuda", "--megatron.no-moe-grouped-gemm")
+    assert off.field == "megatron.recompute_modules"
+
+
 def test_layout_ranks_follow_megatrons_default_order() -> None:
     layout = ParallelLayout(tp=2, pp=2, cp=2, dp=2, ep=4)
     assert layout.world_size == 16 and layout.edp == 2

@@ -14,6 +14,7 @@ from mslime.backends.cpu.megatron import install
 install()
 
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 
 from mslime.backends.megatron.step.optimizer import load_states  # noqa: E402
@@ -54,3 +55,5 @@ def test_torch_adam_gets_the_step_count_of_0_that_the_file_leaves_out(kind: type
 def test_a_sharded_tensor_in_a_message_does_not_read_its_numbers() -> None:
     tensor = ShardedTensor.from_rank_offsets("decoder.weight", torch.full((3,), 7.0))
     assert f"{tensor}" == "ShardedTensor(decoder.weight)"
+    factory = ShardedTensorFactory("decoder.gated", tensor.data, build_fn=list, merge_fn=list)
+    assert f"{factory}" == "ShardedTensorFactory(decoder.gated)"

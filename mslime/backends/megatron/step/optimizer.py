@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -15,9 +15,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mslime.config.schema import TrainConfig
 
-# At every save megatron-core 0.16.1 formats each tensor that an optimizer does not own into a message for debugging,
-# which nobody reads and which copies numbers of every one of them off the GPU.
-ShardedTensor.__str__ = lambda tensor: f"ShardedTensor({tensor.key})"  # type: ignore[method-assign]
+# At every save megatron-core 0.16.1 formats each tensor that an optimizer does not own, and each factory of such
+# tensors (of a gated MLP), into a message for debugging that nobody reads: numbers of all of them come off the GPU.
+ShardedBase.__str__ = lambda part: f"{type(part).__name__}({part.key})"  # type: ignore[method-assign]
 
 
 def build_optimizer(

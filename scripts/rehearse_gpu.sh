@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# Rehearses what runs on GPUs only, on a machine that has none. docs/gpu_readiness.md says what that proves.
+set -euo pipefail
+caller="$PWD"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/lib/common.sh
+source scripts/lib/gpu.sh
+
+usage() {
+  cat <<'TEXT'
+Usage: bash scripts/rehearse_gpu.sh [--venv DIR] [--cpu-venv DIR] [--out DIR] [--only TEXT] [--list] [--fresh] [--help]
+
+Installs the GPU packages into an environment of their own, builds a CUDA runtime whose device memory is host memory and
+whose kernels do nothing, and runs on it, with real numbers: the trainer (every model family, parallel layouts, the flags
+of every launch script), the way of weights to engines, and SGLang's own reading of the engines' command lines.
+About 11 GB and 6 minutes the first time, then about 25 minutes of one core. Exit status 1 where something is not well.
+
+  --venv DIR      environment for the GPU packages (default .venv-rehearsal); never one that trains
+  --cpu-venv DIR  environment of scripts/install.sh --cpu, whose trainer is compared with (default .venv)
+  --out DIR       where references and results are kept (default .rehearsal); a run that was interrupted goes on there
+  --only TEXT     cases whose name holds this text
+  --list          print the names of the cases, and end
+  --fresh         forget what earlier runs found
+
+Environment:
+  PYTHON              the Python to use, 3.11 or 3.12
+  MSLIME_MIN_FREE_GIB free disk space to insist on (default 16)
+  pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, HTTPS_PROXY, ...) are honoured.
+TEXT
+}
+
+venv="$PWD/.venv-rehearsal" cpu_venv="$PWD/.venv" out="$PWD/.rehearsal" only="" list="" fresh=""
+# absolute DIR: relative to where the caller stands.
+absolute() { case "$1" in /*) printf '%s' "$1" ;; *) printf '%s' "$caller/$1" ;; esac; }
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --venv | --cpu-venv | --out | --only)
+      [ $# -ge 2 ] || fail "$1 needs a value" "see bash scripts/rehearse_gpu.sh --help"
+      case "$1" in
+        --venv) venv="$(absolute "$2")" ;;
+        --cpu-venv) cpu_venv="$(absolute "$2")" ;;
+        --out) out="$(absolute "$2")" ;;
+        --only) only="$2" ;;
+      esac
+      shift
+      ;;
+    --list) list=1 ;;
+    --fresh) fresh=1 ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    *) fail "unknown option $1" "see bash scripts/rehearse_gpu.sh --help" ;;
+  esac
+  shift
+done
+
+command -v g++ >/dev/null 2>&1 || fail "there is no C++ compiler (g++), which builds the CUDA runtime that is not there" \
+  "install it: on Debian and Ubuntu the package build-essential"
+[ -x "$cpu_venv/bin/python" ] || fail "there is no CPU environment in $cpu_venv, whose trainer is compared with" \
+  "bash scripts/install.sh --cpu --dev, or name it: --cpu-venv DIR"
+
+# The environment, as scripts/install.sh --gpu makes it, without the extension that is compiled there.
+mkdir -p "$out"
+stamp="$venv/.mslime-rehearsal"
+wanted="$PWD $(cat pyproject.toml tests/rehearsal/cuda/* 2>/dev/null | cksum)"
+if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$wanted" ]; then
+  python="$(find_python)"
+  need_disk "$venv" "${MSLIME_MIN_FREE_GIB:-16}"
+  say "installing the GPU packages into $venv (about 11 GB, 6 minutes the first time)"
+  [ -x "$venv/bin/python" ] || "$python" -m venv "$venv" ||
+    fail "$python could not make a virtual environment in $venv" "choose another place with --venv DIR"
+  log="$venv/install.log"
+  : >"$log"
+  quietly "$log" "$venv/bin/python" -m pip --no-input install "pip>=23.3"  # older ones drop an extra without an error
+  quietly "$log" "$venv/bin/python" -m pip --no-input install -e ".[gpu,dev]"
+  mkdir -p "$venv/sources"
+  NVTE_FRAMEWORK=pytorch NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE quietly "$log" \
+    "$venv/bin/python" -m pip --no-input download --no-deps --no-build-isolation --no-binary :all: -d "$venv/sources" \
+    "transformer_engine_torch==$TE_VERSION"
+  say "building the CUDA runtime that is not there"
+  "$venv/bin/python" -m tests.rehearsal.cuda.build "$venv/fake"
+  printf '%s' "$wanted" >"$stamp"
+fi
+
+[ -z "$fresh" ] || rm -rf "$out/families" "$out/outcomes"
+# What is rehearsed: another state of these files makes all results anew.
+state="$(find mslime scripts/models tests/rehearsal tests/fixtures tests/engines pyproject.toml -type f \
+  -not -name '*.pyc' | LC_ALL=C sort | xargs cat | cksum | cut -d ' ' -f 1)"
+believing=(env "LD_PRELOAD=$venv/fake/libfakecuda.so" "LD_LIBRARY_PATH=$venv/fake:${LD_LIBRARY_PATH:-}" "PYTHONPATH=$PWD" "CUDA_HOME=$venv/fake"
+  TRITON_INTERPRET=1 TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 "$venv/bin/python" -W ignore)
+if [ -n "$list" ]; then exec "${believing[@]}" -m tests.rehearsal.run "$out" --only "$only" --list; fi
+
+OMP_NUM_THREADS=1 "$cpu_venv/bin/python" -W ignore -m tests.rehearsal.reference "$out/families" --stamp "$state" \
+  >"$out/reference.log" 2>&1 ||
+  fail "the CPU trainer's numbers could not be made: $(tail -n 1 "$out/reference.log") (log: $out/reference.log)" \
+    "bash scripts/install.sh --cpu --dev into $cpu_venv, and run this again"
+status=0
+for part in run kernels serving; do
+  extra=()
+  [ "$part" != kernels ] || extra=(--sources "$venv/sources")
+  "${believing[@]}" -m "tests.rehearsal.$part" "$out" --only "$only" --stamp "$state" ${extra[@]+"${extra[@]}"} || status=1
+done
+"${believing[@]}" -m tests.rehearsal.table "$out/outcomes" --stamp "$state" | tee "$out/table.md"
+exit $status

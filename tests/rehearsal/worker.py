@@ -1,0 +1,16 @@
+"""The door to `ranks` for a process that starts ranks and does not itself need a GPU's packages in its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.fixtures.forked import preload
+
+preload("tests.rehearsal.ranks")
+
+
+def rehearse(*args: Any) -> dict[str, Any]:
+    """`ranks.rehearse`, whose module the processes have been forked with."""
+    from tests.rehearsal import ranks
+
+    return ranks.rehearse(*args)
