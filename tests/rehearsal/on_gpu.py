@@ -1,8 +1,10 @@
 """What makes a process of the rehearsal believe in its GPU, beyond the fake runtime: import this before a trainer.
 
-Two changes of Transformer Engine's Python, both here: float32 takes the fused attention, whose two checks for 16 bits
-are left out, so that numbers can be compared to the last digits; and its Triton permutation of tokens, which would take
-the interpreter minutes, is torch's indexing (`permutation`, which also compares the two).
+What is changed of others' Python is all here. Of Transformer Engine's: float32 takes the fused attention, whose two
+checks for 16 bits are left out, so that numbers can be compared to the last digits; and its Triton permutation of
+tokens, which would take the interpreter minutes, is torch's indexing (`permutation`, which also compares the two).
+flash-linear-attention's kernels, likewise, are megatron-core's rule in torch; that they take the arguments is checked,
+what they compute is not.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch
+from megatron.core.ssm import gated_delta_net
 from transformer_engine.common.triton import permutation as kernels
 from transformer_engine.pytorch.attention.dot_product_attention import backends, utils
 from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as attention
@@ -52,6 +55,24 @@ def use_indexing() -> SimpleNamespace:
     return SimpleNamespace(**originals)
 
 
+def use_torch_delta_rule() -> None:
+    """The gated delta rule and its norm, as the CPU path computes them, behind the kernel's own parameters."""
+    taken, rule = (
+        inspect.signature(gated_delta_net.chunk_gated_delta_rule),
+        gated_delta_net.torch_chunk_gated_delta_rule,
+    )
+
+    def chunk_gated_delta_rule(*args: Any, **kwargs: Any) -> Any:
+        taken.bind(*args, **kwargs)
+        return rule(*args, **kwargs)
+
+    def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+    assert gated_delta_net.HAVE_FLA, "megatron-core does not find flash-linear-attention"
+    gated_delta_net.chunk_gated_delta_rule, gated_delta_net.l2norm = chunk_gated_delta_rule, l2norm
+
+
 def trust_forked_gpu() -> None:
     """A real GPU cannot be used by a process that was forked after it was; the fake one's memory is forked too."""
     torch.cuda._is_in_bad_fork = lambda: False
@@ -61,4 +82,5 @@ logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR
 gloo_as_nccl()
 use_fused_attention_in_float32()
 TRITON = use_indexing()
+use_torch_delta_rule()
 trust_forked_gpu()

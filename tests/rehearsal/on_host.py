@@ -123,9 +123,25 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     return copied if target.type == "cpu" else put(copied, torch.device("cuda", target.index or 0))
 
 
+class WaitedOnce:
+    """A transfer whose `wait` may be called again, as NCCL allows and Transformer Engine does; gloo's would hang."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self._done = work, False
+
+    def wait(self, *args: Any) -> bool:
+        if not self._done:
+            self._work.wait(*args)
+        self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done or self._work.is_completed()
+
+
 def gloo_as_nccl() -> None:
     """Process groups are gloo's where NCCL is asked for, and everybody who asks hears that they are NCCL's."""
-    init, new, backend_of = dist.init_process_group, dist.new_group, dist.get_backend
+    init, new, backend_of, batch = dist.init_process_group, dist.new_group, dist.get_backend, dist.batch_isend_irecv
 
     def swapped(name: str | None) -> str | None:
         return "gloo" if name == "nccl" else name
@@ -140,7 +156,11 @@ def gloo_as_nccl() -> None:
         found = backend_of(group)
         return "nccl" if found == "gloo" else found
 
+    def batch_isend_irecv(operations: Any) -> list[WaitedOnce]:
+        return [WaitedOnce(work) for work in batch(operations)]
+
     dist.init_process_group, dist.get_backend = init_process_group, get_backend
+    dist.batch_isend_irecv = batch_isend_irecv
     dist.new_group = torch.distributed.distributed_c10d.new_group = new_group
     _engine_groups_too()
 

@@ -6,6 +6,8 @@ Runs in processes that believe in a GPU (`on_gpu`). Everything is compared with 
 from __future__ import annotations
 
 import resource
+import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 
 import tests.rehearsal.on_gpu
 from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.config.keys import Endpoint
 from mslime.config.training import policy_spec
 from mslime.convert.hf import HFCheckpoint
 from tests.engines.trainer_ranks import (
@@ -125,3 +129,41 @@ def different_tensors(source: Path, exported: Path) -> list[str]:
         if not torch.equal(theirs.to(ours.dtype), ours):
             apart.append(name)
     return sorted(apart)
+
+
+def send(
+    rank: int, world_size: int, init_method: str, case: Case, family: Path, out: Path, transport: str, urls: list[str]
+) -> int:
+    """Two syncs to stand-in engines, the second with changed weights, which are also exported; how many buckets.
+
+    Threads of mslime, which convert and send, compute on the host like everything else.
+    """
+    resource.setrlimit(resource.RLIMIT_DATA, (LARGEST, LARGEST))
+    config = make_run(family / "checkpoint", out, "cuda", case.sizes, case.settings, case.ranks)
+    config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": transport})})
+    run = threading.Thread.run
+
+    def run_on_host(thread: threading.Thread) -> None:
+        with OnHost():
+            run(thread)
+
+    threading.Thread.run = run_on_host
+    with OnHost():
+        trainer = MegatronTrainer(policy_spec(config), rank, world_size, init_method)
+        sender = trainer.weight_sender(SGLangReceivers(config.deadlines))
+        sender.connect([Endpoint(url) for url in urls])
+        for version in (1, 2):
+            change_weights(trainer, 0.01 * version)
+            sender.send(version)
+        sender.disconnect()
+        sender.export(out / "exported", family / "checkpoint")
+        buckets = len(sender.plan.buckets)
+        trainer.close()
+    return buckets
+
+
+def change_weights(trainer: MegatronTrainer, amount: float) -> None:
+    """Scale every tensor by a factor of its own, the same on every rank that holds a part of it."""
+    with torch.no_grad():
+        for name, parameter in trainer.named_local_params():
+            parameter.mul_(1 + amount * (1 + zlib.crc32(name.encode()) % 5))

@@ -14,3 +14,10 @@ def rehearse(*args: Any) -> dict[str, Any]:
     from tests.rehearsal import ranks
 
     return ranks.rehearse(*args)
+
+
+def send(*args: Any) -> int:
+    """`ranks.send`, likewise."""
+    from tests.rehearsal import ranks
+
+    return ranks.send(*args)
