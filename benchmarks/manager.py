@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import base64
 import cProfile
+import gc
 import json
 import multiprocessing
 import os
@@ -52,6 +53,7 @@ from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble
 from mslime.control.cluster import remote_class
+from mslime.control.garbage import search_seldom
 from mslime.control.managers import ManagerActor, RemoteManager
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
@@ -201,6 +203,8 @@ async def service(
     tokenizer, pool = load_tokenizer(directory), make_pool(urls, load)
     source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
     manager = RolloutService(config, pool, source, tokenizer, FakeScorer(), load.case.facts, EngineLimits())
+    if not gc.get_freeze_count():
+        search_seldom()  # as in a run
     wall, started = time.perf_counter(), time.process_time()
     with profile or nullcontext():
         batch = await manager.take(0)
@@ -224,6 +228,8 @@ class BenchedManager(ManagerActor):
         config, tokenizer = make_config(directory, load, len(urls)), load_tokenizer(directory)
         self._pool = make_pool(urls, load)
         self._manager = Manager(config, self._pool, tokenizer, FakeScorer(), load.case.facts, EngineLimits())
+        if not gc.get_freeze_count():
+            search_seldom()
 
     async def end(self) -> None:
         """Close the connections."""

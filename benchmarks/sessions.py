@@ -42,6 +42,7 @@ from mslime.config.choices import PauseMode
 from mslime.config.errors import EngineError
 from mslime.config.loader import build
 from mslime.config.model_facts import ModelFacts
+from mslime.control.garbage import search_seldom
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import HFTokenizer
 from mslime.rollout.agents import Agents
@@ -186,6 +187,7 @@ async def serve(settings: Sequence[Any], profile: str | None = None) -> dict[str
         settings: of the clients; see `measure`.
     """
     sessions, told = Sessions(), asyncio.get_running_loop().create_future()
+    search_seldom()  # as in a run
     answer = b"x"
 
     async def begin(request: web.Request) -> web.Response:

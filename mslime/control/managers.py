@@ -20,6 +20,7 @@ from mslime.backends.sglang.pool import Serving, all_or_first_failure
 from mslime.config.errors import ConfigError, EngineError
 from mslime.control.calls import told
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
+from mslime.control.garbage import search_seldom
 from mslime.logs import hide, log_process
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class ManagerActor:
             config, side.pool, tokenizer, side.scorer, self._run.model, limits, teacher=side.teacher,
             eval_scorers=side.eval_scorers,
         )  # fmt: skip
+        search_seldom()
 
     async def ask(self, verb: str, *args: Any) -> Any:
         """A method of the manager."""

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from mslime.config.errors import EngineError, RewardError
 from mslime.control.calls import call
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
+from mslime.control.garbage import search_seldom
 from mslime.data.checksums import FileSum, check_sums
 from mslime.data.sample_log import Logged, SampleLog
 from mslime.logs import hide, log_process, phase
@@ -174,6 +175,7 @@ class RolloutActor:
         _log.info("prompts are open, generation begins with version %d", version)
         self._samples = SampleLog(config.observe.save_rollouts, tokenizer, config.observe.sample_routes)
         samples.begin(config.run_dir, version)
+        search_seldom()
 
     async def _open_one(
         self,

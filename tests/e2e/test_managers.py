@@ -67,7 +67,9 @@ def test_two_managers_make_steps_as_one_does(
     assert lanes == {"engine0", "engine1"}
     assert_books_hold(run)
     for index in (0, 1):
-        assert "meeting http" in (run.directory / f"logs/manager{index}.log").read_text()
+        told = (run.directory / f"logs/manager{index}.log").read_text()
+        assert "meeting http" in told and "left out of searches for garbage" in told
+    assert "left out of searches for garbage" in (run.directory / "logs/rollouts.log").read_text()
     assert run.left_over() == []
 
 
