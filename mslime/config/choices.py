@@ -40,6 +40,10 @@ TRANSPORT_NAMES = ("broadcast", "shm", "disk", "delta", "relay")
 """Ways for weights to the engines that mslime brings along; `weights.transport` says where each is."""
 
 
+SHARES_AT_MOST = 1.25
+"""How much ranks of an engine exchange at once (`relay`): shares of one bucket together, and what a rank takes, are at
+most so many times the largest bucket. It bounds the memory that they need."""
+
 NOT_ARRIVED = "no bucket arrived"
 """What begins the words of an engine's rank to which a sender's buckets do not come: the fault is not its own."""
 

@@ -136,7 +136,7 @@ def _balance(plan: RunPlan) -> Table:
 def _engine(plan: RunPlan) -> Table:
     engine = plan.engine
     assert engine is not None
-    held = "two buckets" if plan.transport == "relay" else "a bucket"
+    held = "buckets" if plan.transport == "relay" else "a bucket"
     rows = [
         ("weights", f"{_gib(engine.weights)} GiB in {plan.engine_dtype}"),
         ("cache", f"{_gib(engine.cache)} GiB: {engine.tokens:,} tokens of {engine.token_bytes / 1024:.1f} KiB"),

@@ -54,8 +54,7 @@ def engine_memory(
 
     Args:
         dtype: of the engine's weights, as torch names it.
-        bucket: bytes that a weight update holds at once: of the largest bucket, twice with `relay`, whose lanes
-            receive the next.
+        bucket: bytes that a weight update holds at once.
         gpu_bytes: of one GPU.
     """
     tp, width = engine.tp_size, DTYPE_BYTES[dtype]

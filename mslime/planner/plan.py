@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.layout import ParallelLayout
@@ -229,7 +230,7 @@ def make_plan(
     rollouts = rollout_bytes(config, model, longest) if serves else None
     host = host_memory(spec, per_node, [stage.held for stage in stages], [stage.held for stage in beside], sync)
     host = replace(host, shards=rollouts.machine if rollouts is not None else 0)
-    held = max((each.hf_bytes for each in sync.buckets), default=0) * (2 if config.weights.transport == "relay" else 1)
+    held = int(max((each.hf_bytes for each in sync.buckets), default=0) * _buckets_held(config))
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
     engine = engine_memory(config.sglang, table, widths, model.num_layers, wire, held, gpu_bytes) if serves else None
     engines = config.sglang.gpus if serves else 0
@@ -237,6 +238,7 @@ def make_plan(
     responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
     chunks_of_step = micro_batches * layout.vpp
     syncs, rates = sender_syncs(sync, config.cluster), rates_of(config.cluster)
+    receiving = _receiving(config, sync, engine) if engine is not None else None
     return RunPlan(
         model=family.architecture,
         fields=model,
@@ -261,8 +263,8 @@ def make_plan(
         host=host,
         rollouts=rollouts,
         rates=rates,
-        bounds=_bounds(config, syncs, rates),
-        prediction=_prediction(config, sync, engine, rates),
+        bounds=_bounds(config, syncs, receiving, rates),
+        prediction=_prediction(config, sync, receiving, rates),
         problems=(
             *_trainer_problems(spec, "trainer", stages, gpu_bytes),
             *_trainer_problems(spec, "critic", apart, gpu_bytes),
@@ -273,26 +275,47 @@ def make_plan(
     )
 
 
-def _bounds(config: RunConfig, syncs: tuple[SenderSync, ...], rates: Rates) -> dict[str, float]:
-    if config.weights.transport == "relay":
-        return relay_bounds(syncs, rates, config.sglang.tp_size, config.cluster.gpus_per_node)
+def _buckets_held(config: RunConfig) -> float:
+    """Buckets that fit into what a weight update needs on an engine GPU.
+
+    With `relay` one is passed on while the next arrives. Ranks that hand on shares pack those that they give, and take
+    others into the memory of the one that is passed on.
+    """
+    if config.weights.transport != "relay":
+        return 1
+    alone = near_ranks(config.sglang.tp_size, config.cluster.gpus_per_node) == 1
+    return 2 if alone or not _records(config) else 1 + 2 * SHARES_AT_MOST
+
+
+def _records(config: RunConfig) -> bool:
+    """Whether engines load by recorded copies: those that mslime started (`backends/sglang/recorded.py`)."""
+    return config.weights.loader == "recorded" and not config.sglang.urls
+
+
+def _receiving(config: RunConfig, sync: WeightPlan, engine: EngineMemory) -> Receiving:
+    return Receiving(
+        engines=config.sglang.gpus // config.sglang.tp_size,
+        share=min(1.0, engine.weights / max(1, sync.total_bytes)),
+        recorded=_records(config),
+        ranks=config.sglang.tp_size,
+    )
+
+
+def _bounds(
+    config: RunConfig, syncs: tuple[SenderSync, ...], receiving: Receiving | None, rates: Rates
+) -> dict[str, float]:
+    if config.weights.transport == "relay" and receiving is not None:
+        return relay_bounds(syncs, rates, receiving, config.cluster.gpus_per_node)
     return bounds(syncs, rates)
 
 
 def _prediction(
-    config: RunConfig, sync: WeightPlan, engine: EngineMemory | None, rates: Rates
+    config: RunConfig, sync: WeightPlan, receiving: Receiving | None, rates: Rates
 ) -> SyncPrediction | None:
-    """Of a sync after engines have recorded how to load, where they do: those that mslime started
-    (`backends/sglang/recorded.py`)."""
+    """Of a sync after engines have recorded how to load, where they do."""
     follow = PREDICTED.get(config.weights.transport)
-    if engine is None or follow is None:
+    if receiving is None or follow is None:
         return None
-    receiving = Receiving(
-        engines=config.sglang.gpus // config.sglang.tp_size,
-        share=min(1.0, engine.weights / max(1, sync.total_bytes)),
-        recorded=config.weights.loader == "recorded" and not config.sglang.urls,
-        ranks=config.sglang.tp_size,
-    )
     return follow(sync, rates, receiving, config.cluster.gpus_per_node)
 
 

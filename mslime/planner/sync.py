@@ -7,16 +7,18 @@ knows no noise, no congestion, and no part of a sync beside the sending: neither
 
 Two transports are known. `broadcast` sends one bucket at a time to all engine ranks. With `relay` sender number i sends
 only to rank i mod T of the T that an engine has on a machine, its lane, and that rank passes the bucket on within its
-machine, while the other lanes receive.
+machine, while the other lanes receive. Where engines load by recorded copies it passes on shares, of several lanes'
+buckets at once (`backends/sglang/shares.py`); every rank is taken to keep the same share of every bucket.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
 
@@ -63,6 +65,10 @@ class Receiving:
     share: float
     recorded: bool
     ranks: int = 1
+
+    def hands_on_shares(self, near: int) -> bool:
+        """Whether `near` ranks of a machine give each other shares, and not whole buckets."""
+        return self.recorded and near > 1 and near * self.share <= SHARES_AT_MOST
 
 
 @dataclass(frozen=True)
@@ -171,17 +177,20 @@ def bounds(syncs: Sequence[SenderSync], rates: Rates) -> dict[str, float]:
     return {"fill": _least_fill(syncs, rates), "wire": sum(s.sent for s in syncs) / rates.network}
 
 
-def relay_bounds(syncs: Sequence[SenderSync], rates: Rates, ranks: int, gpus_per_node: int) -> dict[str, float]:
-    """Lower bounds of a whole sync by `relay` into engines of so many ranks.
+def relay_bounds(
+    syncs: Sequence[SenderSync], rates: Rates, receiving: Receiving, gpus_per_node: int
+) -> dict[str, float]:
+    """Lower bounds of a whole sync by `relay`.
 
-    Wire: a lane is one adapter. Inside: what a GPU does not take from its adapter it takes over NVLink, so that the
-    mean GPU of r on a machine takes (r - 1) / r of all bytes so.
+    Wire: a lane is one adapter. Inside: what a GPU does not take from its adapter it takes over NVLink, of r on a
+    machine the mean one (r - 1) / r of what it takes: its share, or all.
     """
-    total, near = sum(s.sent for s in syncs), near_ranks(ranks, gpus_per_node)
+    near = near_ranks(receiving.ranks, gpus_per_node)
+    taken = sum(s.sent for s in syncs) * (receiving.share if receiving.hands_on_shares(near) else 1.0)
     return {
         "fill": _least_fill(syncs, rates),
         "wire": max(lane_bytes(syncs, near).values(), default=0) / rates.network,
-        "inside": total * (near - 1) / near / rates.nvlink,
+        "inside": taken * (near - 1) / near / rates.nvlink,
     }
 
 
@@ -222,9 +231,10 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
 
     A lane takes the buckets of its senders in the plan's order, one at a time, while the engine handles earlier ones;
     a sender is free when its bucket has arrived. The ranks of an engine handle all buckets in the plan's order: out of
-    the lane, which receives again from then on, to the other ranks, into parameters. Engines are alike, and receive at
-    the same time. One request starts the sync; a bucket costs a start of a collective on its lane and, where an engine
-    has several ranks, one within it, and these also hear from each other once for as many buckets as they are.
+    the lane, which receives again from then on, to the other ranks, into parameters; several lanes' buckets at once
+    where they hand on shares. Engines are alike, and receive at the same time. One request starts the sync; a bucket
+    costs a start of a collective on its lane and, where an engine has several ranks, each handing on costs one within
+    it, and these also hear from each other once for as many buckets as they are.
 
     Every machine of an engine has lanes of its own for all senders, and is counted as an engine: a sender's broadcast
     to more receivers is as fast, as NCCL's ring is counted here.
@@ -235,28 +245,70 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
     lanes = {rank: number % ranks for number, rank in enumerate(plan.senders.everyone())}
     filling, taken = _Filling(plan.buckets, rates, gpus_per_node), dict[int, float]()
     empty = dict.fromkeys(lanes.values(), rates.request)  # since when a lane can receive
+    shared = receiving.hands_on_shares(ranks)
     now = latency = rates.request
     fill = wire = inside = load = 0.0
-    for bucket in plan.buckets:
-        # All that this bucket waits for lies earlier in the plan, so that a courier has taken it by now.
-        taken |= {other.index: at for at, other in filling.given()}
-        lane = lanes[bucket.sender]
-        crossing = bucket.hf_bytes / rates.network
-        begun = max(taken.pop(bucket.index), empty[lane])
-        arrived = begun + rates.collective + crossing
-        filling.sent(bucket, arrived)
-        if ranks > 1 and bucket.index % ranks == 0:
-            now, latency = now + rates.collective, latency + rates.collective
-        # A lane is empty before its engine waits for it: what the engine waits for first is the sender.
-        on_its_way = max(arrived - max(now, begun), 0.0)
-        seen = min(on_its_way, crossing)
-        fill, wire, latency = fill + max(begun - now, 0.0), wire + seen, latency + on_its_way - seen
-        empty[lane] = max(now, arrived) + bucket.hf_bytes / rates.copy
-        start, passing = (rates.collective, bucket.hf_bytes / rates.nvlink) if ranks > 1 else (0.0, 0.0)
-        loading = _load_seconds(bucket, rates, receiving)
-        inside, load, latency = inside + bucket.hf_bytes / rates.copy + passing, load + loading, latency + start
-        now = empty[lane] + start + passing + loading
+    unheard = ranks
+    for step in _steps(plan.buckets, lanes, shared):
+        if ranks > 1 and unheard >= ranks:
+            now, latency, unheard = now + rates.collective, latency + rates.collective, 0
+        unheard += len(step)
+        coming: list[_Coming] = []
+        for bucket in step:
+            # All that this bucket waits for lies earlier in the plan, so that a courier has taken it by now.
+            taken |= {other.index: at for at, other in filling.given()}
+            crossing, out = bucket.hf_bytes / rates.network, bucket.hf_bytes / rates.copy
+            out *= ranks * receiving.share if shared else 1.0
+            begun = max(taken.pop(bucket.index), empty[lanes[bucket.sender]])
+            arrived = begun + rates.collective + crossing
+            filling.sent(bucket, arrived)
+            empty[lanes[bucket.sender]] = max(now, arrived) + out
+            coming.append(_Coming(max(now, arrived) + out, begun, arrived, crossing, out))
+        # The engine waits for the last of them, and for its sender first, then for its lane.
+        last = max(coming, key=lambda each: each.out_at)
+        on_its_way = max(last.arrived - max(now, last.begun), 0.0)
+        seen = min(on_its_way, last.crossing)
+        fill, wire, latency = fill + max(last.begun - now, 0.0), wire + seen, latency + on_its_way - seen
+        start = rates.collective if ranks > 1 else 0.0
+        passing = _passing(step, receiving.share, ranks, shared) / rates.nvlink
+        loading = sum(_load_seconds(bucket, rates, receiving) for bucket in step)
+        inside, load, latency = inside + last.out + passing, load + loading, latency + start
+        now = last.out_at + start + passing + loading
     return SyncPrediction(fill, wire, load, latency + EXCHANGES * rates.exchange, inside)
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """A bucket on its lane: when it is out of it, its way was begun, it arrived; how long its way and taking it out
+    took."""
+
+    out_at: float
+    begun: float
+    arrived: float
+    crossing: float
+    out: float
+
+
+def _steps(buckets: Iterable[Bucket], lanes: Mapping[int, int], shared: bool) -> Iterator[list[Bucket]]:
+    """Buckets that are handed on at once: one, or with shares neighbours of different lanes.
+
+    There is always room for their shares, which are the same for all ranks here.
+    """
+    step: list[Bucket] = []
+    for bucket in buckets:
+        if step and (not shared or lanes[bucket.sender] in {lanes[other.sender] for other in step}):
+            yield step
+            step = []
+        step.append(bucket)
+    yield step
+
+
+def _passing(step: Sequence[Bucket], share: float, ranks: int, shared: bool) -> float:
+    """Bytes over the busiest NVLink: a rank gives the others shares of its bucket, and takes its own of all others."""
+    largest, whole = max(bucket.hf_bytes for bucket in step), sum(bucket.hf_bytes for bucket in step)
+    if not shared:
+        return whole if ranks > 1 else 0.0
+    return share * max(largest * (ranks - 1), whole - (largest if len(step) == ranks else 0))
 
 
 def near_ranks(ranks: int, gpus_per_node: int) -> int:

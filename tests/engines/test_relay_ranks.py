@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mslime.backends.sglang.recorded import Buckets, Received
+from mslime.backends.sglang.recorded import Bucket, Buckets, Received
 from mslime.backends.sglang.relay import Order, Relay
 from mslime.backends.sglang.siblings import Ranks, Siblings
 from mslime.config.choices import NOT_ARRIVED
@@ -43,6 +44,10 @@ def among(rank: int, members: tuple[int, ...], groups: dict[tuple[int, ...], Any
     return Siblings(members.index(rank), len(members), groups[members], groups[members], first)
 
 
+def nothing_recorded(buckets: Sequence[Bucket]) -> list[None]:
+    return [None] * len(buckets)
+
+
 class Engine:
     """One rank of one."""
 
@@ -53,7 +58,7 @@ class Engine:
         first = whole.index(machines[machine][0])
         self.place = Ranks(among(rank, whole, groups), among(rank, machines[machine], groups, first), machine)
         self.groups = {f"lane{i}": lanes[i] for i, ranks in enumerate(LANES) if rank in ranks}
-        self.relay = Relay(Buckets("cpu"), self.load, "cpu")
+        self.relay = Relay(Buckets("cpu"), self.load, "cpu", nothing_recorded)
         self.held: dict[str, torch.Tensor] = {}
         self.order: list[str] = []
         self.refuses = ""
@@ -122,7 +127,7 @@ def work(rank: int, world_size: int, init_method: str) -> dict[str, Any]:
         begin = time.monotonic()
         found["alone"] = engine.sync(5, plan_is_known=True)
         found["seconds"] = time.monotonic() - begin
-        another = Relay(Buckets("cpu"), engine.load, "cpu")
+        another = Relay(Buckets("cpu"), engine.load, "cpu", nothing_recorded)
         for lane in {id(lane): lane for lane in engine.groups.values()}.values():
             dist.destroy_process_group(lane)
         with pytest.raises(RuntimeError, match="does not know the plan"):

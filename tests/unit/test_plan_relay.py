@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mslime.cli import main
+from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
 from mslime.planner.sync import (
     EXCHANGES,
@@ -34,8 +35,13 @@ from tests.fixtures.syncs import NODE, RATES, SHIPPED, experts, planned, shared,
 AT_ONCE = float("inf")
 
 
-def engine(ranks: int, share: float = 0.0, recorded: bool = True) -> Receiving:
+def engine(ranks: int, share: float = 0.0, recorded: bool = False) -> Receiving:
+    """One that hands on whole buckets, unless it has recorded."""
     return Receiving(engines=2, share=share, recorded=recorded, ranks=ranks)
+
+
+def sharing(ranks: int, share: float) -> Receiving:
+    return engine(ranks, share, recorded=True)
 
 
 def found(buckets: Sequence[Bucket], receiving: Receiving, node: int = NODE, **rates: float) -> SyncPrediction:
@@ -81,6 +87,31 @@ def test_the_lane_of_a_sender_follows_its_number_not_its_rank() -> None:
     assert lane_bytes(sender_syncs(small_plan(alone), cluster), 4) == {3: 200, 2: 200}
 
 
+def test_ranks_that_hand_on_shares_do_so_with_the_buckets_of_all_lanes_at_once() -> None:
+    # Both arrive at 2 and are packed until 2.5; each rank takes half of the other's bucket, and gives it half of its
+    # own (0.1 s); each loads half of both (0.5 s). The next two arrive at 4.5, waited for from 3.1 on.
+    two = [experts(0), experts(1)]
+    assert parts(found(two, sharing(2, 0.5))) == (0.0, 2.0, 0.6, 0.5, 0.0)
+    assert parts(found(two * 2, sharing(2, 0.5))) == (0.0, 2.0 + 1.4, 1.2, 1.0, 0.0)
+    # Two of one lane one after the other: 2.5, 2.6, 2.85; there at 4.5, 5.0, 5.1, 5.35.
+    assert parts(found([experts(0)] * 2, sharing(2, 0.5))) == (0.0, 2.0 + 1.65, 1.2, 0.5, 0.0)
+    # Where ranks keep more, each packs more. Four lanes: a rank takes 0.3 of three buckets, and gives as much.
+    four = [experts(sender) for sender in range(4)]
+    packed, passed, loaded = 1.2 * 200 / 400, 0.3 * 600 / 1000, 4 * 0.3 * 200 / 400
+    assert parts(found(four, sharing(4, 0.3))) == (0.0, 2.0, packed + passed, loaded, 0.0)
+    # Three buckets for four ranks: the one without takes of all three, as much as the others give.
+    assert parts(found(four[:3], sharing(4, 0.25))) == (0.0, 2.0, 0.5 + 0.15, 3 * 0.125, 0.0)
+
+
+def test_shares_that_are_larger_than_the_bucket_are_not_handed_on() -> None:
+    two = [experts(0), experts(1)]
+    assert found(two, sharing(2, 0.7)) == found(two, engine(2, 0.7))
+    assert found(two, sharing(1, 0.5)) == found(two, engine(1, 0.5)), "there is nobody to hand on to"
+    # The starts: of the request's two lanes, of the exchange of words, of the exchange of shares.
+    one_each = found(two, sharing(2, 0.5), request=0.5, collective=0.1)
+    assert one_each.latency == pytest.approx(0.5 + 2 * 0.1)
+
+
 def test_a_sync_that_fills_slowly_is_limited_by_filling() -> None:
     # Filled at 20, 40 and 60; each arrives 2 s later and is taken out in 10 s: the engine waits for 20, 8 and 8 s.
     slow = found([shared(0)] * 3, engine(1), copy=20.0)
@@ -90,7 +121,7 @@ def test_a_sync_that_fills_slowly_is_limited_by_filling() -> None:
 def test_a_sender_is_free_when_its_bucket_has_arrived_and_a_lane_when_it_is_taken_out() -> None:
     # First: filled at 1, arrives at 3, out to 3.5, loaded at 13.5. Second: taken by the courier at 3, begun at 3.5,
     # there at 5.5, out from 13.5 to 14. Third: filled from 3 to 4, begun at 14, there at 16; loading is the rest.
-    slow = found([shared(0)] * 3, engine(1, recorded=False), tensor=5.0)
+    slow = found([shared(0)] * 3, engine(1), tensor=5.0)
     assert parts(slow) == (1.0, 2.0, 1.5, 30.0, 0.0) and slow.limit == "load"
     # Rank 1 gathers from rank 0, which is in `put` with its second bucket until its first has arrived, at 10. Then 4 s
     # of gathering, of which 2 s lie beside rank 0's second bucket, and 2 s on the lane.
@@ -121,7 +152,8 @@ def test_every_machine_of_an_engine_has_lanes_for_all_senders() -> None:
     assert found(four, engine(4), node=2) == found(four, engine(2)) != found(four, engine(4))
     syncs = sender_syncs(small_plan(four), ClusterConfig(gpus_per_node=2))
     # 800 bytes enter each machine over two adapters, and half of them each GPU over NVLink.
-    assert relay_bounds(syncs, RATES, 4, 2) == {"fill": 0.0, "wire": 4.0, "inside": 0.4}
+    assert relay_bounds(syncs, RATES, engine(4), 2) == {"fill": 0.0, "wire": 4.0, "inside": 0.4}
+    assert relay_bounds(syncs, RATES, sharing(4, 0.25), 2)["inside"] == pytest.approx(0.1)
     assert [near_ranks(ranks, 8) for ranks in (1, 8, 12, 16, 32)] == [1, 8, 6, 8, 8]
 
 
@@ -129,8 +161,8 @@ def test_bounds_are_of_the_fullest_lane_of_nvlink_and_of_the_slowest_gather() ->
     buckets = [experts(0, 400), experts(1, 200), experts(2, 200), experts(5, 800, members=(4, 5, 6, 7))]
     syncs = sender_syncs(small_plan(buckets), ClusterConfig(gpus_per_node=8))
     # Lanes of four ranks: 400; 200 + 800; 200; none. 1,600 bytes in all. 600 bytes are gathered.
-    assert relay_bounds(syncs, RATES, 4, 8) == {"fill": 0.6, "wire": 10.0, "inside": pytest.approx(1.2)}
-    assert relay_bounds(syncs, RATES, 1, 8) == {"fill": 0.6, "wire": 16.0, "inside": 0.0}
+    assert relay_bounds(syncs, RATES, engine(4), 8) == {"fill": 0.6, "wire": 10.0, "inside": pytest.approx(1.2)}
+    assert relay_bounds(syncs, RATES, engine(1), 8) == {"fill": 0.6, "wire": 16.0, "inside": 0.0}
 
 
 def any_buckets(seed: int) -> list[Bucket]:
@@ -153,9 +185,10 @@ def test_a_prediction_is_above_the_bound_and_falls_with_a_faster_network(seed: i
     chance, plan = random.Random(seed), small_plan(any_buckets(seed))
     ranks, node = chance.choice((1, 2, 3, 4, 8)), chance.choice((2, 4, 8))
     chosen = {"copy": chance.choice((20.0, 400.0)), "nvlink": chance.choice((50.0, 1000.0)), "collective": 0.05}
-    rates, receiving = replace(RATES, **chosen), engine(ranks, share=chance.choice((0.0, 1.0)))
+    receiving = engine(ranks, chance.choice((0.0, 1 / ranks, 1.0)), chance.choice((True, False)))
+    rates = replace(RATES, **chosen)
     slow = predict_relay(plan, rates, receiving, node)
-    bounds = relay_bounds(sender_syncs(plan, ClusterConfig(gpus_per_node=node)), rates, ranks, node)
+    bounds = relay_bounds(sender_syncs(plan, ClusterConfig(gpus_per_node=node)), rates, receiving, node)
     assert slow.seconds >= max(bounds.values()) and min(slow.parts.values()) >= 0.0
     fast = predict_relay(plan, replace(rates, network=200.0), receiving, node)
     assert fast.seconds <= slow.seconds
@@ -183,10 +216,16 @@ def test_a_launch_script_is_predicted_above_its_bound_and_below_that_of_broadcas
         assert plan.prediction.seconds < plan.sync_bytes / plan.rates.network
 
 
-def test_an_engine_holds_two_buckets() -> None:
+def test_an_engine_holds_two_buckets_and_more_where_ranks_hand_on_shares() -> None:
     relay, broadcast = planned(weights={"transport": "relay"}).engine, planned().engine
     assert relay is not None and broadcast is not None and relay.bucket == 2 * broadcast.bucket > 0
     assert replace(relay, bucket=broadcast.bucket) == broadcast
+    of_four = {"num_engines": 1, "tp_size": 4}
+    held = [
+        planned(weights={"transport": "relay", "loader": loader}, sglang=of_four).engine
+        for loader in ("recorded", "model")
+    ]
+    assert [engine.bucket / broadcast.bucket for engine in held if engine is not None] == [1 + 2 * SHARES_AT_MOST, 2]
     # What mem_fraction_static leaves: enough for one bucket of 4 GiB beside the 4 GiB of everything else, not for two.
     tight = {"num_engines": 2, "tp_size": 1, "mem_fraction_static": 0.88}
     assert planned(weights={"bucket_mib": 4096}, sglang=tight).fits
@@ -211,11 +250,11 @@ def test_the_command_prints_lanes_bound_and_prediction(capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     lanes = r"received from senders by +2 of the 4 ranks of an engine on a machine, at most 6\.\d GiB each"
     assert re.search(lanes, said)
-    assert re.search(r"at least +0\.1 s \(s: fill 0\.\d\d, wire 0\.1\d, inside 0\.02\)", said)
+    assert re.search(r"at least +0\.1 s \(s: fill 0\.\d\d, wire 0\.1\d, inside 0\.01\)", said)
     assert re.search(r"prediction +0\.\d s, limited by \w+ \(s: fill .*wire .*inside .*load .*latency 0\.04\)", said)
     assert "5 ms a sync, 30 us a tensor, 10 ms an exchange" in said
     assert "0.1 ms for the start of a collective" in said
-    assert re.search(r"outside +\S+ GiB, \S+ of it for two buckets of the weight update", said)
+    assert re.search(r"outside +\S+ GiB, \S+ of it for buckets of the weight update", said)
     assert main([*flags, "--json"]) == 0
     held = json.loads(capsys.readouterr().out)
     assert held["transport"] == "relay" and held["sync_seconds"] == held["bounds"]["wire"] > held["bounds"]["inside"]

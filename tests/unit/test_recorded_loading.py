@@ -94,11 +94,11 @@ def test_buckets_of_several_sizes_share_one_buffer_that_is_given_back(buckets: B
     small, large = values(0, ["k"]), values(0, ["q", "up", "router", "scale"])
     known = [recorded(model, arrived(buckets, part)) for part in (small, large)]
     buckets.release()
-    assert buckets._buffer.nbytes() == 0
+    assert buckets.buffer.bytes == 0
     for copies, part in zip(known, (values(5, ["k"]), values(5, ["q", "up", "router", "scale"])), strict=True):
         arrived(buckets, part)
         copies.make()
-    assert buckets._buffer.nbytes() == sum(tensor.nbytes for tensor in large.values())
+    assert buckets.buffer.bytes == sum(tensor.nbytes for tensor in large.values())
     torch.testing.assert_close(
         model.state(), expected(values(5, ["k"]) | values(5, ["q", "up", "router", "scale"])), rtol=0, atol=0
     )
@@ -269,3 +269,18 @@ def test_an_updater_records_once_and_says_how_it_loads() -> None:
             torch.testing.assert_close(updater.get_model().state(), expected(values(seed), loader), rtol=0, atol=0)
         assert said[1].startswith(says) and said[1] == said[2] and updater.own == (1 if loader is None else 3)
     assert plug_in._load(updater.original, updater, [("unknown", torch.zeros(1))]) == (False, "no such tensor")
+
+
+def test_a_share_is_not_loaded_into_parameters_that_were_moved() -> None:
+    from mslime.backends.sglang import recorded as plug_in
+
+    updater = FakeUpdater(FakeModel())
+    bucket = arrived(plug_in.buckets_of(updater), values(0))
+    assert plug_in._load(updater.original, updater, plug_in.Received(bucket))[0]
+    (copies,) = bucket.copies.values()
+    packed = [view.clone() + 1 for view in copies.out_of]
+    assert plug_in._load(updater.original, updater, plug_in.Received(bucket, packed=packed)) == (True, plug_in.RECORDED)
+    assert torch.equal(updater.get_model().up.data[:3], values(0)["up"][3:] + 1)
+    updater.get_model().up.data = updater.get_model().up.data.clone()
+    loaded, why = plug_in._load(updater.original, updater, plug_in.Received(bucket, packed=packed))
+    assert not loaded and "were moved" in why and updater.own == 1

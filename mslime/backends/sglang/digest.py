@@ -18,12 +18,12 @@ BLOCK = 1 << 20
 """Elements that are summed at once, in 16 MiB. Part of the sums' definition."""
 
 _M64 = 0xFFFFFFFFFFFFFFFF
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's elements as integers of their size: a view."""
-    return tensor.view(_BITS[tensor.itemsize])
+    return tensor.view(BITS[tensor.itemsize])
 
 
 def place_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ def held(model: torch.nn.Module, every: Iterable[Buckets]) -> dict[str, str]:
             if copies is None or not copies.fit(model):
                 sums[CANNOT] = f"copies are not recorded: {copies.why_not if copies else ''}".rstrip(": ")
                 continue
-            buckets.make_room(bucket.flat.numel())
+            buckets.buffer.make_room(bucket.flat.numel())
             sums |= of_bucket(bucket, copies)
     return sums
 

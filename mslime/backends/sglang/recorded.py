@@ -48,14 +48,17 @@ class Received(list[tuple[str, torch.Tensor]]):
 
     Args:
         then: called when the model has loaded them.
+        packed: what the bucket's recorded copies read, where only that has come; they then lie elsewhere.
 
     Attributes:
         bucket: that they are views of.
     """
 
-    def __init__(self, bucket: Bucket, then: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, bucket: Bucket, then: Callable[[], None] | None = None, packed: list[torch.Tensor] | None = None
+    ) -> None:
         super().__init__(bucket.named)
-        self.bucket, self.then = bucket, then
+        self.bucket, self.then, self.packed = bucket, then, packed
 
 
 class Recorder(TorchDispatchMode):
@@ -152,9 +155,13 @@ class Copies:
         """Whether the model's parameters are still where they were."""
         return not self.why_not and addresses(model) == self.addresses
 
-    def make(self) -> None:
-        """Make them all."""
-        _copy_all(self.into, self.out_of)
+    def make(self, packed: list[torch.Tensor] | None = None) -> None:
+        """Make them all.
+
+        Args:
+            packed: where to copy from, in place of `out_of`.
+        """
+        _copy_all(self.into, self.out_of if packed is None else packed)
 
     def make_backwards(self, flat: torch.Tensor) -> None:
         """Fill a bucket's buffer with what the parameters hold of it, and zeros for the rest."""
@@ -201,17 +208,45 @@ class Bucket:
     held: Held | None = None
 
 
+class Buffer:
+    """Memory on `device` that comes and goes, while views of it stay."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+
+    def head(self, size: int) -> torch.Tensor:
+        """[size] uint8: its first bytes, for which there is room until it is released."""
+        self.make_room(size)
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._storage, 0, (size,), (1,))
+
+    def make_room(self, size: int) -> None:
+        """For so many bytes. Views follow it when it is made larger."""
+        if self.bytes < size:
+            self._storage.resize_(size)
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._storage.resize_(0)
+
+    @property
+    def bytes(self) -> int:
+        """That it has now."""
+        return self._storage.nbytes()
+
+
 class Buckets:
     """The buckets of a sync, in one buffer on `device` that is as large as the largest and lives as long as a sync.
 
     Attributes:
+        buffer: that all buckets are heads of.
         behind: the model whose loader was not used, so that what it derives from its weights is that of older ones.
         loaded: in this update.
     """
 
     def __init__(self, device: Any) -> None:
-        self._device, self.behind, self.loaded = device, cast("Any", None), list[Bucket]()
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self.behind, self.loaded = cast("Any", None), list[Bucket]()
+        self.buffer = Buffer(device)
         self._known: dict[tuple[Any, ...], Bucket] = {}
 
     def of(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Bucket:
@@ -220,7 +255,7 @@ class Buckets:
         if key not in self._known:
             self._known[key] = self._new(names, dtypes, shapes)
         bucket = self._known[key]
-        self.make_room(bucket.flat.numel())
+        self.buffer.make_room(bucket.flat.numel())
         return bucket
 
     def release(self) -> None:
@@ -230,19 +265,13 @@ class Buckets:
         if model is not None:
             with torch.no_grad():
                 model.post_load_weights()
-        self._buffer.resize_(0)
-
-    def make_room(self, size: int) -> None:
-        """For a bucket of so many bytes. Views of the buffer follow it when it is made larger."""
-        if self._buffer.nbytes() < size:
-            self._buffer.resize_(size)
+        self.buffer.release()
 
     def _new(self, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Bucket:
         """Tensors lie one after the other, as SGLang's `FlattenedTensorBucket` has them."""
         kinds = [dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype) for dtype in dtypes]
         sizes = [math.prod(shape) * kind.itemsize for kind, shape in zip(kinds, shapes, strict=True)]
-        self.make_room(sum(sizes))
-        flat = torch.empty(0, dtype=torch.uint8, device=self._device).set_(self._buffer, 0, (sum(sizes),), (1,))
+        flat = self.buffer.head(sum(sizes))
         parts = zip(names, flat.split(sizes), kinds, shapes, strict=True)
         return Bucket(flat, [(name, part.view(kind).view(*shape)) for name, part, kind, shape in parts])
 
@@ -275,6 +304,15 @@ def in_one_thread() -> Generator[None]:
         yield
     finally:
         pools.submit = submit
+
+
+def fitting(model: torch.nn.Module, buckets: Iterable[Bucket]) -> list[Copies | None]:
+    """Of each bucket, the recorded copies that can be repeated; None where there are none."""
+    where, found = addresses(model), list[Copies | None]()
+    for bucket in buckets:
+        known = bucket.copies.get(id(model))
+        found.append(known if known is not None and not known.why_not and known.addresses == where else None)
+    return found
 
 
 def addresses(model: torch.nn.Module) -> dict[str, int]:
@@ -319,9 +357,11 @@ def _load(original: Any, self: Any, named_tensors: Named) -> tuple[bool, str]:
     try:
         if known is not None and known.fit(model):
             self._assert_weight_cache_inactive("update_weights_from_distributed")
-            known.make()
+            known.make(named_tensors.packed)
             buckets_of(self).behind = model if callable(getattr(model, "post_load_weights", None)) else None
             loaded, message = True, RECORDED
+        elif named_tensors.packed is not None:
+            return False, "the model's parameters were moved during the sync"
         else:
             if known is not None and known.why_not:
                 loaded, message = original(self, list(named_tensors))

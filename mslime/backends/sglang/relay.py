@@ -7,15 +7,17 @@ an engine has there. All of these receive at the same time, each from its own se
 inside the machine, those after it arrive.
 
 One request stands for a whole sync. All ranks go through the buckets in the order of the plan: the rank on whose lane a
-bucket came gives it to the others, and each loads it like any other bucket. A rank asks for its next bucket as soon as
-it has given the last one away; whoever waits here waits for a bucket that lies earlier in the plan, so that nobody
-waits in a circle. Every sender asks every engine, so that each hears what became of the sync; the first request does
-the work, the others are told its outcome.
+bucket came gives it to the others, and each loads it like any other bucket. Where loading is recorded it gives each of
+the others its share alone, and buckets of several lanes are handed on at once (`shares`). A rank asks for its next
+bucket as soon as it has given the last one away; whoever waits here waits for one that lies earlier in the plan, or
+that is handed on at the same time, so that nobody waits in a circle. Every sender asks every engine, so that
+each hears what became of the sync; the first request does the work, the others are told its outcome.
 """
 
 from __future__ import annotations
 
 import json
+import operator
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +27,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mslime.backends.sglang.recorded import RECORDED, Bucket, Buckets, Named, Received, buckets_of, release
+from mslime.backends.sglang.recorded import (
+    RECORDED,
+    Bucket,
+    Buckets,
+    Buffer,
+    Copies,
+    Named,
+    Received,
+    buckets_of,
+    fitting,
+    release,
+)  # fmt: skip
+from mslime.backends.sglang.shares import Route, Share, Step, share_of
 from mslime.backends.sglang.siblings import Ranks, Siblings, ranks
 from mslime.config.choices import NOT_ARRIVED
 
@@ -120,28 +134,27 @@ class Lanes:
     Args:
         sent: the rank's buckets, in the order of the plan.
         groups: of the senders.
-        device: of the buckets.
+        room: [bytes] uint8, for the largest of them.
 
     Attributes:
         failed: why nothing comes any more; empty while all is well.
     """
 
-    def __init__(self, sent: Sequence[Sent], groups: Mapping[int, dist.ProcessGroup], device: Any) -> None:
-        size = max((each.bucket.flat.numel() for each in sent), default=0)
-        self._room = torch.empty(size, dtype=torch.uint8, device=device)
+    def __init__(self, sent: Sequence[Sent], groups: Mapping[int, dist.ProcessGroup], room: torch.Tensor) -> None:
+        self._room = room
         self._coming, self._groups = deque(sent), groups
         self._work: dist.Work | None = None
         self.failed = ""
         self._ask()
 
-    def take(self, flat: torch.Tensor) -> None:
-        """Fill `flat` [bytes] with the next of the buckets, and ask for the one after it."""
+    def take(self, use: Callable[[torch.Tensor], object]) -> None:
+        """Let `use` read the next of the buckets, [bytes] uint8, and ask for the one after it."""
         if self.failed:
             return
         try:
             assert self._work is not None, "no bucket is left"
             self._work.wait()
-            flat.copy_(self._room[: flat.numel()])
+            use(self._room)
         except RuntimeError as error:
             self.failed = f"{NOT_ARRIVED}: {error}"
         else:
@@ -165,13 +178,20 @@ class Relay:
         buckets: where they are put together.
         load: makes the model load a bucket; whether it did, and what is said of it.
         device: of the buckets.
+        copies: of each of some buckets, those by which the model would load it; None where it has to do it itself.
     """
 
-    def __init__(self, buckets: Buckets, load: Callable[[Received], tuple[bool, str]], device: Any) -> None:
-        self._buckets, self._load, self._device = buckets, load, device
+    def __init__(
+        self, buckets: Buckets, load: Callable[[Received], tuple[bool, str]], device: Any,
+        copies: Callable[[Sequence[Bucket]], Sequence[Copies | None]],
+    ) -> None:  # fmt: skip
+        self._buckets, self._load, self._device, self._copies = buckets, load, device, copies
         self._plans: dict[str, list[Sent]] = {}
         self._done: tuple[str, str, str] = ("", "", "")
         self._lanes: Lanes | None = None
+        self._room, self._given = Buffer(device), Buffer(device)
+        self._known: list[Copies | None] = []
+        self._route: Route | None = None
 
     def obey(
         self, order: Order, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
@@ -193,8 +213,8 @@ class Relay:
         if self._done[0] != order.sync:
             message, failed = "", ""
             try:
-                lanes, plan = self._begin(order, names, dtypes, shapes, groups, place.near)
-                message = self._relay(lanes, plan, place.near)
+                plan = self._begin(order, names, dtypes, shapes, groups, place.near)
+                message = self._relay(plan, self._way(plan, place.near), place.near)
             except RuntimeError as error:
                 failed = str(error)
             failed = place.whole.first_failure(failed)
@@ -207,22 +227,54 @@ class Relay:
     def _begin(
         self, order: Order, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
         groups: Mapping[str, dist.ProcessGroup], beside: Siblings,
-    ) -> tuple[Lanes, list[Sent]]:  # fmt: skip
+    ) -> list[Sent]:  # fmt: skip
         """Collective among the ranks beside this one. Raises RuntimeError on all of them when one cannot."""
         failed, plan = "", list[Sent]()
         try:
             plan = self._plan(order, names, dtypes, shapes)
             mine = [sent for sent in plan if sent.sender % beside.count == beside.rank]
             by_sender = {sent.sender: groups[order.lanes[sent.sender]] for sent in mine}
-            self._buckets.make_room(max((sent.bucket.flat.numel() for sent in plan), default=0))
-            # Kept when the sync fails: what is on its way then is written into this memory.
-            self._lanes = Lanes(mine, by_sender, self._device)
+            self._buckets.buffer.make_room(max((sent.bucket.flat.numel() for sent in plan), default=0))
+            if self._lanes is not None:  # of a sync that failed: what is on its way may be written into their memory
+                self._room, self._route = Buffer(self._device), None
+            largest = max((sent.bucket.flat.numel() for sent in mine), default=0)
+            self._lanes = Lanes(mine, by_sender, self._room.head(largest))
         except (RuntimeError, LookupError) as error:
             failed = f"{type(error).__name__}: {error}"
         if failed := beside.first_failure(failed):
             raise RuntimeError(failed)
-        assert self._lanes is not None
-        return self._lanes, plan
+        return plan
+
+    def _way(self, plan: Sequence[Sent], beside: Siblings) -> Route:
+        """How buckets are handed on: another way where one of the ranks has other copies than before.
+
+        Collective like `_begin`, and raises likewise.
+        """
+        buckets, failed = [sent.bucket for sent in plan], ""
+        copies, shares = list[Copies | None](), list[Share | None]()
+        try:
+            copies += self._copies(buckets) if beside.count > 1 else [None] * len(buckets)
+            pairs = zip(buckets, copies, strict=True)
+            shares += [None if known is None else share_of(bucket, known) for bucket, known in pairs]
+        except Exception as error:  # the other ranks wait for this one
+            failed = f"{type(error).__name__}: {error}"
+        if failed := beside.first_failure(failed):
+            raise RuntimeError(failed)
+        same = self._route is not None and all(map(operator.is_, copies, self._known))
+        try:
+            if not all(beside.gathered(same)):
+                sources = [sent.sender % beside.count for sent in plan]
+                self._known, told = copies, beside.gathered(shares)
+                room, given, taken = self._room, self._given, self._buckets.buffer
+                self._route = Route(buckets, sources, told, copies, beside, room, given, taken)
+            assert self._route is not None
+            self._route.make_room()
+        except RuntimeError as error:
+            failed = f"{type(error).__name__}: {error}"
+        if failed := beside.first_failure(failed):
+            raise RuntimeError(failed)
+        assert self._route is not None
+        return self._route
 
     def _plan(
         self, order: Order, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
@@ -230,36 +282,60 @@ class Relay:
         if order.senders:
             spans = [slice(*span) for span in pairwise(accumulate(order.tensors, initial=0))]
             buckets = [self._buckets.of(names[span], dtypes[span], shapes[span]) for span in spans]
+            self._route = None
             self._plans = {order.plan: [Sent(*each) for each in zip(order.senders, buckets, strict=True)]}
         elif order.plan not in self._plans:
             raise RuntimeError("this engine does not know the plan of the buckets")
         return self._plans[order.plan]
 
-    def _relay(self, lanes: Lanes, plan: Sequence[Sent], beside: Siblings) -> str:
+    def _relay(self, plan: Sequence[Sent], route: Route, beside: Siblings) -> str:
         """A rank that could not load a bucket still passes on those that come, so that no sender waits for it."""
-        said: set[str] = set()
-        failed = ""
-        for index, sent in enumerate(plan):
-            if index % beside.count == 0 and (broken := beside.first_failure(lanes.failed)):
-                raise RuntimeError(broken)
-            source, flat = sent.sender % beside.count, sent.bucket.flat
-            if source == beside.rank:
-                lanes.take(flat)
-            beside.pass_on(flat, source)
-            if not failed and not lanes.failed:
-                loaded, words = self._loaded(sent.bucket)
-                said.add(words)
-                failed = "" if loaded else words
+        assert self._lanes is not None
+        lanes, said, failed, unheard = self._lanes, set[str](), "", beside.count
+        for step in route.steps:
+            if unheard >= beside.count:
+                unheard = 0
+                if broken := beside.first_failure(lanes.failed):
+                    raise RuntimeError(broken)
+            unheard += len(step.buckets)
+            for received in self._handed_on(step, plan, route, beside):
+                if not failed and not lanes.failed:
+                    loaded, words = self._loaded(received)
+                    said.add(words)
+                    failed = "" if loaded else words
         if plan and plan[0].bucket.flat.is_cuda:  # an answer says that all is done
             torch.cuda.current_stream().synchronize()
         if failed := beside.first_failure(lanes.failed or failed):
             raise RuntimeError(failed)
         self._lanes = None
-        return min(said - {RECORDED}, default=RECORDED)
+        self._room.release()
+        self._given.release()
+        by_shares = sum(len(step.buckets) for step in route.steps if step.shared)
+        recorded = f"{RECORDED}, of {by_shares} of {len(plan)} buckets each rank's share" if by_shares else RECORDED
+        return min(said - {RECORDED}, default=recorded)
 
-    def _loaded(self, bucket: Bucket) -> tuple[bool, str]:
+    def _handed_on(self, step: Step, plan: Sequence[Sent], route: Route, beside: Siblings) -> list[Received]:
+        """The buckets of a step, when this rank has them, or its shares."""
+        assert self._lanes is not None
+        sents = [plan[index] for index in step.buckets]
+        mine = [sent for sent in sents if sent.sender % beside.count == beside.rank]
+        if step.shared:
+            exchange = route.exchanges[step.buckets[0]]
+            if mine:
+                self._lanes.take(lambda _: exchange.pack())
+            exchange.exchange()
+            pairs = zip(sents, exchange.arrived, strict=True)
+            return [Received(sent.bucket, packed=packed) for sent, packed in pairs]
+        (sent,) = sents
+        flat = sent.bucket.flat
+        if mine:
+            self._lanes.take(lambda arrived: flat.copy_(arrived[: len(flat)]))
+        beside.pass_on(flat, sent.sender % beside.count)
+        return [Received(sent.bucket)]
+
+    def _loaded(self, received: Received) -> tuple[bool, str]:
         try:
-            return self._load(Received(bucket))
+            return self._load(received)
         except Exception as error:  # the other ranks go on, and hear of it at the end
             return False, f"{type(error).__name__}: {error}"
 
@@ -293,7 +369,10 @@ def _receive(
     if order is None:
         return original(self, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name, load_format=load_format)
     if id(self) not in _RELAYS:
-        _RELAYS[id(self)] = Relay(buckets_of(self), self.load_weights_from_distributed, self.device)
+        _RELAYS[id(self)] = Relay(
+            buckets_of(self), self.load_weights_from_distributed, self.device,
+            lambda buckets: fitting(self.get_model(), buckets),
+        )  # fmt: skip
     said = _RELAYS[id(self)].obey(order, names, dtypes, shapes, self._model_update_group, ranks())
     return Relayed(id(self), said)
 

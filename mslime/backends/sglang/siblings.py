@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,16 @@ class Siblings:
         Args:
             failed: what failed on this one.
         """
-        if self.words is None:
-            return failed
-        if failed and not failed.startswith("rank "):
+        if failed and self.words is not None and not failed.startswith("rank "):
             failed = f"rank {self.first + self.rank}: {failed}"
-        said = [failed] * self.count
-        dist.all_gather_object(said, failed, group=self.words)  # pyright: ignore[reportUnknownMemberType]
-        return next(filter(None, said), "")
+        return next(filter(None, self.gathered(failed)), "")
+
+    def gathered(self, said: T) -> list[T]:
+        """What each rank says, by rank."""
+        heard = [said] * self.count
+        if self.words is not None:
+            dist.all_gather_object(heard, said, group=self.words)  # pyright: ignore[reportUnknownMemberType]
+        return heard
 
 
 @dataclass(frozen=True)
