@@ -2,8 +2,7 @@
 # The architecture comes from the checkpoint's config.json. Source this file, then pass "${MODEL_ARGS[@]}" to mslime.
 #
 # Trainer: 128 GPUs, TP8 x PP4 x EP32 (61 layers in stages of 16, 16, 16 and 13, 256 experts over 32; data parallel 4).
-# Engines: 4 servers of TP16 over two nodes each, which you start yourself (see ENGINES_BY_HAND): bfloat16 weights
-#   do not fit one node.
+# Engines: 4 servers of TP16 over two nodes each, launched by the run: bfloat16 weights do not fit one.
 #
 # The published weights are quantised; engines take bfloat16 from the trainer, so MODEL is a plain copy: `mslime convert bf16`.
 MODEL_ARGS=(
@@ -26,11 +25,10 @@ MODEL_ARGS=(
   --megatron.recompute-num-layers 1
   --sglang.num-engines 4
   --sglang.tp-size 16
+  --sglang.nnodes 2
   --sglang.ep-size 16
   --sglang.dtype bfloat16
   --sglang.mem-fraction-static 0.85
   --train.max-tokens-per-micro-batch 9216
   --weights.bucket-mib 1024
 )
-# Why a run without ENGINE_URLS is refused, and what to do.
-ENGINES_BY_HAND="start 4 servers of TP16 over 2 nodes each (python -m sglang.launch_server --tp-size 16 --nnodes 2 ...), then set ENGINE_URLS='http://first:30000 http://second:30000 ...'"

@@ -2,8 +2,7 @@
 # The architecture comes from the checkpoint's config.json. Source this file, then pass "${MODEL_ARGS[@]}" to mslime.
 #
 # Trainer: 256 GPUs, TP8 x PP8 x EP32 (61 layers in stages of 8 and a last one of 5, 384 experts over 32; data parallel 4).
-# Engines: 4 servers of TP32 over four nodes each, which you start yourself (see ENGINES_BY_HAND): bfloat16 weights
-#   do not fit fewer.
+# Engines: 4 servers of TP32 over four nodes each, launched by the run: bfloat16 weights do not fit fewer.
 #
 # The published weights are quantised; engines take bfloat16 from the trainer, so MODEL is a plain copy: `mslime convert bf16`.
 MODEL_ARGS=(
@@ -26,11 +25,10 @@ MODEL_ARGS=(
   --megatron.recompute-num-layers 1
   --sglang.num-engines 4
   --sglang.tp-size 32
+  --sglang.nnodes 4
   --sglang.ep-size 32
   --sglang.dtype bfloat16
   --sglang.mem-fraction-static 0.85
   --train.max-tokens-per-micro-batch 9216
   --weights.bucket-mib 1024
 )
-# Why a run without ENGINE_URLS is refused, and what to do.
-ENGINES_BY_HAND="start 4 servers of TP32 over 4 nodes each (python -m sglang.launch_server --tp-size 32 --nnodes 4 ...), then set ENGINE_URLS='http://first:30000 http://second:30000 ...'"

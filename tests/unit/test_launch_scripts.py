@@ -107,7 +107,6 @@ def test_a_run_on_several_machines_takes_the_ray_cluster_of_the_environment(
     [
         ("qwen3-4B", {"PROMPTS": "p"}, "MODEL is not set"),
         ("qwen3-4B", {"MODEL": "m"}, "PROMPTS is not set"),
-        ("kimi-k2", {"MODEL": "m", "PROMPTS": "p"}, "ENGINE_URLS is not set"),
     ],
 )
 def test_what_is_missing_is_named_with_a_way_out(tmp_path: Path, model: str, given: dict[str, str], named: str) -> None:
