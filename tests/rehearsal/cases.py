@@ -26,6 +26,8 @@ LAYOUTS: tuple[dict[str, int], ...] = (
     {"dp": 2, "ep": 2},
 )
 THREE = ("qwen3-moe", "deepseek-v3", "gpt-oss")
+RECURRENT = ("qwen3-next", "qwen3.5-moe")
+"""Their recurrence grows differences: on the CPU, layouts of them are held to 1e-5 (test_hybrid_families.py)."""
 LIKE = {
     "deepseek-r1": "deepseek-v3", "deepseek-v3": "deepseek-v3", "glm4.5-355B-A32B": "glm-4.5",
     "glm4.5-air-106B-A12B": "glm-4.5-air", "glm4.7-355B-A32B": "glm-4.5", "gpt-oss-20b": "gpt-oss",
@@ -154,7 +156,8 @@ def judge(case: Case, ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
         checks += [at_most("logits - transformers'", worst("logits"), 2e-6)]
         checks += [at_most("log-probs - the CPU trainer's", worst("log_probs"), 5e-6)]
         if case.compares_gradients:
-            checks += [at_most("gradients - the CPU trainer's", worst("gradients"), 1e-6)]
+            bound = 5e-6 if case.family in RECURRENT else 1e-6
+            checks += [at_most("gradients - the CPU trainer's", worst("gradients"), bound)]
         checks += [at_most("weights after a step - the CPU trainer's", worst("weights"), 2e-4)]
     checks += [
         at_most("loss - the CPU trainer's", worst("loss"), 2e-6 if exact else 5e-2),

@@ -119,7 +119,19 @@ def signatures_of_the_extension(sources: Path) -> list[Check]:
     ]
 
 
+def without_a_driver() -> list[Check]:
+    """The GPU packages where no runtime pretends anything: a login node that converts checkpoints."""
+    env = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
+    code = "import mslime.backends.cpu.megatron as cpu; print(len(cpu.install())); import mslime.offline.workers"
+    code += "; import mslime.backends.megatron.model.meta_model"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    said = done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    return [true("patches of megatron-core, and the model that conversions build, import", said, done.returncode == 0)]
+
+
 WORK: dict[str, Callable[[], list[Check]]] = {
+    "Transformer Engine: a machine without a driver": without_a_driver,
     "Triton: log-prob kernels compiled for Hopper": compiled_for_hopper,
     "Triton: Transformer Engine's permutation of tokens": permutation_of_tokens,
     "Transformer Engine: names of its extension": functions_of_the_extension,

@@ -7,6 +7,7 @@ how all of them ended with every patch in place. Each runs in a process forked b
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -156,6 +157,22 @@ def zero_centred_norm(work: Path) -> None:
     torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,), eps=1e-5), rtol=0, atol=1e-5)  # type: ignore[operator]
 
 
+def no_flash_mla(work: Path) -> None:
+    """megatron-core's attention beside a flash_mla as it is without a driver: a second copy of the module."""
+    from megatron.core.transformer import attention
+
+    package = work / "gpu/flash_mla"
+    package.mkdir(parents=True, exist_ok=True)
+    words = "libcuda.so.1: cannot open shared object file"
+    (package / "__init__.py").write_text(f"raise OSError({words!r})\n")
+    sys.path.insert(0, str(package.parent))
+    assert attention.__file__ is not None
+    spec = importlib.util.spec_from_file_location(f"{attention.__name__}_again", attention.__file__)
+    assert spec is not None and spec.loader is not None
+    sys.modules[spec.name] = again = importlib.util.module_from_spec(spec)  # where its dataclasses look for it
+    spec.loader.exec_module(again)
+
+
 def gated_delta_rule(work: Path) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
@@ -276,6 +293,7 @@ SCENARIOS: dict[str, Callable[[Path], None]] = {
     "splits_on_cpu": splits_on_cpu,
     "norm_sequence_parallel": norm_sequence_parallel,
     "zero_centred_norm": zero_centred_norm,
+    "no_flash_mla": no_flash_mla,
     "gated_delta_rule": gated_delta_rule,
     "mla_linear": mla_linear,
     "expert_bias_in_place": expert_bias_in_place,

@@ -29,6 +29,7 @@ HOW_IT_BREAKS = {
     "splits_on_cpu": "Error",
     "norm_sequence_parallel": "sequence parallel not supported",
     "zero_centred_norm": "zero_centered_gamma not supported",
+    "no_flash_mla": "libcuda",
     "gated_delta_rule": "FLA is not installed",
     "mla_linear": "Error",
     "expert_bias_in_place": "modified inplace",

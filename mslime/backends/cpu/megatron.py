@@ -389,6 +389,16 @@ def _(overrides: _Overrides) -> None:
 
 
 @_patch(
+    "no_flash_mla",
+    "SGLang's packages for GPUs bring flash_mla, which raises OSError on a machine without a driver (a login node, the "
+    "building of an image); megatron-core takes only an ImportError for its absence",
+    before=True,
+)
+def _(overrides: _Overrides) -> None:
+    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]  # an import of it raises ModuleNotFoundError
+
+
+@_patch(
     "gated_delta_rule",
     "the gated delta-net layer refuses to be built without flash-linear-attention, whose Triton kernels need a GPU; "
     "megatron-core has the rule in torch too, for its deterministic mode",
