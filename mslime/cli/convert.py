@@ -56,6 +56,12 @@ def add_parser(commands: Any, about_run: str) -> None:
     int4.add_argument("--group", type=int, default=32, help="inputs that share a scale (default: %(default)s)")
     int4.add_argument("--include", metavar="REGEX", help="weights to quantise (default: routed experts)")
     int4.set_defaults(run=_int4)
+    merge = _writing(kinds, "merge-lora", "add an adapter in peft's format to the weights of its model", "HF",
+                     "Hugging Face directory of the model")  # fmt: skip
+    merge.add_argument(
+        "--adapter", type=Path, required=True, metavar="DIR", help="holds adapter_config.json and its safetensors"
+    )
+    merge.set_defaults(run=_merge_lora)
     _add_inspect(kinds)
     _add_compare(kinds)
 
@@ -157,6 +163,12 @@ def _int4(args: argparse.Namespace) -> int:
 
     job = ToInt4(args.source_dir, group=args.group, include=args.include or EXPERTS, max_shard_bytes=_bytes(args))
     return _run(job, args)
+
+
+def _merge_lora(args: argparse.Namespace) -> int:
+    from mslime.offline.merge_lora import MergeLora
+
+    return _run(MergeLora(args.source_dir, args.adapter, _bytes(args)), args)
 
 
 def _bytes(args: argparse.Namespace) -> int:

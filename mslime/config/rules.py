@@ -17,6 +17,7 @@ from mslime.config.cluster import claims, count_gpus, describe_gpus, engine_nccl
 from mslime.config.engines import MASK_LIMIT, check_teacher
 from mslime.config.environments import check_environment_settings
 from mslime.config.errors import ConfigError
+from mslime.config.lora import check_lora
 from mslime.config.reward import check_reward
 
 if TYPE_CHECKING:
@@ -491,6 +492,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _advantage,
     check_teacher,
     _critic,
+    check_lora,
     _sampling,
     _managers,
     _named_functions,

@@ -28,6 +28,7 @@ from mslime.config.cluster import ClusterConfig
 from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.environments import Credit, EnvironmentLimitsConfig, TurnsOf
 from mslime.config.layout import ParallelLayout
+from mslime.config.lora import LoraConfig
 from mslime.config.megatron import MegatronConfig
 from mslime.config.observing import ObserveConfig
 from mslime.config.reward import RewardConfig, ScoringConfig
@@ -470,6 +471,7 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     observe: ObserveConfig = Field(default_factory=ObserveConfig)

@@ -11,6 +11,7 @@ from pathlib import Path
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.choices import Device, ReplayMode
 from mslime.config.layout import ParallelLayout
+from mslime.config.lora import LoraConfig
 from mslime.config.megatron import MegatronConfig
 from mslime.config.schema import DeadlineConfig, RunConfig, TrainConfig, WeightsConfig
 
@@ -69,6 +70,7 @@ class PolicySpec(TrainingSpec):
         reference, teacher: checkpoints of further weights for the same model; None where none is held.
         weights: how they are sent; the directory is this run's own, and absolute.
         asked_engine_dtype: `sglang.dtype`; `config.dtypes.served_dtype` decides what `auto` is.
+        lora: adapters that are trained in the place of the model; those of rank 0 are none.
     """
 
     name: str
@@ -78,6 +80,12 @@ class PolicySpec(TrainingSpec):
     teacher: Path | None
     weights: WeightsConfig
     asked_engine_dtype: str
+    lora: LoraConfig
+
+    @property
+    def base_is_reference(self) -> bool:
+        """Whether the frozen model without its adapters is the reference policy, so that no copy of it is held."""
+        return self.lora.on and self.reference == self.checkpoint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +120,7 @@ def policy_spec(config: RunConfig) -> PolicySpec:
         teacher=model.teacher_path if rl else None,
         weights=_with_directory(config),
         asked_engine_dtype=config.sglang.dtype,
+        lora=config.lora,
     )
 
 

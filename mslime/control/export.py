@@ -13,19 +13,22 @@ from pathlib import Path
 from rich.console import Console
 
 from mslime.config.dtypes import export_dtype
-from mslime.config.errors import ConfigError
+from mslime.config.errors import CheckpointError, ConfigError
+from mslime.config.lora import LORA_KEY
 from mslime.config.schema import RunConfig
 from mslime.control.stop import StopSignals
 from mslime.convert.families import read_hf_config
 from mslime.convert.placement import ModelPlacement
 from mslime.data.checkpoints import check_checkpoint, newest
+from mslime.data.manifest import NAME, read_manifest
 from mslime.observe.progress import ConversionBars
 from mslime.offline.jobs import Job, refuse_existing, run_job
+from mslime.offline.to_adapter import export_adapter
 from mslime.offline.to_hf import ToHf, side_files
 
 
 def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
-    """Write the Hugging Face checkpoint of a training checkpoint: what the trainer itself would export.
+    """Write what the trainer itself would export of a training checkpoint: a Hugging Face checkpoint, or an adapter.
 
     Args:
         checkpoint: default: the run's newest.
@@ -39,6 +42,10 @@ def export(config: RunConfig, checkpoint: Path | None, out: Path) -> None:
     if source is None:
         raise ConfigError("--checkpoint", str(config.run_dir), "holds no checkpoint", "name one with --checkpoint")
     check_checkpoint(source)
+    if (lora := _adapters(source)) is not None:
+        tensors = export_adapter(source, lora, config.model.path, out)
+        Console(stderr=True).print(f"{out}: an adapter of {tensors} tensors, in peft's format")
+        return
     dtype = export_dtype(read_hf_config(config.model.path))
     job = export_job(source, config.model.path, dtype=dtype)
     with StopSignals(), ConversionBars(Console(stderr=True), config.observe.progress == "off") as bars:
@@ -56,11 +63,23 @@ def export_job(
     Raises:
         CheckpointError: the checkpoint is damaged or of another model.
     """
+    if _adapters(checkpoint) is not None:
+        raise CheckpointError(
+            str(checkpoint), "adapters", "it holds adapters, and not the model that they are on",
+            "write the adapter with `mslime convert run`, and merge it with `mslime convert merge-lora`",
+        )  # fmt: skip
     directory = side_files(checkpoint, source)
     config = read_hf_config(directory)
     return ToHf(
         checkpoint, directory, config, placement(config, directory), dtype=dtype, max_shard_bytes=max_shard_bytes
     )
+
+
+def _adapters(checkpoint: Path) -> Mapping[str, object] | None:
+    """What a training checkpoint says of its adapters; None where it holds a model."""
+    if not (checkpoint / NAME).is_file():
+        return None  # a converted checkpoint
+    return read_manifest(checkpoint, check_files=False).extra.get(LORA_KEY)
 
 
 def placement(config: Mapping[str, object], directory: Path) -> ModelPlacement:

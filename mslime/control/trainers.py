@@ -163,9 +163,9 @@ class TrainerActor(RankActor):
         return log_probs, chosen if first else None, (begin, time.time())
 
     def export_hf(self, directory: str) -> None:
-        """Write the current weights as a Hugging Face checkpoint."""
+        """Write the current weights as a Hugging Face checkpoint, or the adapter that is trained."""
         with phase(_log, f"exporting to {directory}"):
-            self._sender.export(Path(directory), self._config.model.path)
+            self._trainer.export(Path(directory))
 
     def save(self, directory: str, extra: dict[str, Any], others: dict[str, FileSum]) -> None:
         """Write a resumable checkpoint, the critic's first.

@@ -1,7 +1,8 @@
 """Spellings of Megatron parameter names: everything that differs from the canonical ones is mapped here, once.
 
 Canonical is the local layer spec with global layer and expert ids. Transformer Engine fuses norms into the linear
-layer after them and numbers the weights of a grouped GEMM; pipeline stages and expert ranks count from zero.
+layer after them and numbers the weights of a grouped GEMM, as we do its adapters; pipeline stages and expert ranks
+count from zero.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Collection
 
 _LAYER = re.compile(r"(?:module\.)*(?:decoder\.layers\.(\d+)|(mtp\.layers\.\d+\.transformer_layer))\.(.+)")
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+_GROUPED_ADAPTER = re.compile(r"mlp\.experts\.(linear_fc[12])\.adapter\.(\d+)\.(lora_[AB])")
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -38,6 +40,8 @@ def canonical_name(local_name: str, first_expert: int = 0, global_layers: Collec
     rest = _FUSED_NORMS.get(match[3], match[3])
     if grouped := _GROUPED.fullmatch(rest):
         rest = f"mlp.experts.local_experts.{grouped[3]}.{grouped[1]}.{grouped[2]}"
+    if adapter := _GROUPED_ADAPTER.fullmatch(rest):
+        rest = f"mlp.experts.local_experts.{adapter[2]}.{adapter[1]}.adapter.{adapter[3]}"
     if sequential := _SEQUENTIAL.fullmatch(rest):
         rest = f"mlp.experts.local_experts.{int(sequential[1]) + first_expert}.{sequential[2]}"
     return f"{prefix}.{rest}"

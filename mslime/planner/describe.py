@@ -105,6 +105,9 @@ def _balance(plan: RunPlan) -> Table:
         ("layers of a stage", _range(layers, "d")),
         ("parameters of a rank", f"{_range([size / 1e9 for size in sizes], '.3f')} B"),
     ]
+    if any(stage.adapters for stage in plan.stages):
+        trained = [stage.trained / 1e6 for stage in plan.stages]
+        rows.append(("trained of them", f"{_range(trained, '.2f')} M beside these, in adapters"))
     if len(layers) > 1:
         rows.append(("work of a token", f"{_range(work, '.2f')} of the mean stage, attention scores left out"))
     if plan.experts_per_rank:

@@ -5,7 +5,7 @@ Reads config.json and the configuration; no weights, tokenizer or data, no torch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -16,9 +16,11 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.rules import check_model
 from mslime.config.schema import RolloutConfig, RunConfig
 from mslime.config.training import PolicySpec, TrainingSpec, critic_spec, policy_spec
+from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.families.family import ModelFields
 from mslime.convert.kinds import padded_vocab_size
+from mslime.convert.table import RuleTable
 from mslime.planner.activations import read_widths
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, engine_memory
 from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
@@ -67,11 +69,18 @@ class StagePlan:
         held: parameters of one rank.
         memory: of one GPU.
         work: multiplications of one rank for a token, over the mean of the stages.
+        adapters: parameters of one rank's adapters, which alone are trained; None where the model is.
     """
 
     held: StageParameters
     memory: TrainerMemory
     work: float
+    adapters: StageParameters | None = None
+
+    @property
+    def trained(self) -> int:
+        """Elements of one rank with a gradient."""
+        return (self.held if self.adapters is None else self.adapters).trained
 
 
 @dataclass(frozen=True)
@@ -187,7 +196,7 @@ class RunPlan:
                 "seconds": self.prediction.seconds, "limit": self.prediction.limit
             }  # fmt: skip
         return asdict(self) | {"fits": self.fits, "verdict": self.verdict} | summed | {
-            name: [asdict(stage) | {"trained": stage.held.trained, "peak": stage.memory.peak} for stage in stages]
+            name: [asdict(stage) | {"trained": stage.trained, "peak": stage.memory.peak} for stage in stages]
             for name, stages in (("stages", self.stages), ("critic_stages", self.critic_stages))
         }  # fmt: skip
 
@@ -228,7 +237,10 @@ def make_plan(
     per_node = config.cluster.gpus_per_node
     longest = min(model.max_positions, limit)
     rollouts = rollout_bytes(config, model, longest) if serves else None
-    host = host_memory(spec, per_node, [stage.held for stage in stages], [stage.held for stage in beside], sync)
+    host = host_memory(
+        spec, per_node, [stage.held for stage in stages], [stage.held for stage in beside], sync,
+        [stage.adapters or stage.held for stage in stages],
+    )  # fmt: skip
     host = replace(host, shards=rollouts.machine if rollouts is not None else 0)
     held = int(max((each.hf_bytes for each in sync.buckets), default=0) * _buckets_held(config))
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
@@ -332,14 +344,26 @@ def _stages(
     widths = read_widths(fields, model.moe_layer_ids)
     chunks = spec.megatron.stage_layers(model.num_layers)
     held = stage_parameters(table, layout, chunks, widths.hidden + 1 if values else 0)
+    adapters = [None] * len(held) if values else _adapters(spec, table, chunks)
     rows = 0 if values else padded_vocab_size(model.vocab_size, layout.tp) // layout.tp
     work = [work_per_token(stage, layout, model.top_k, model.num_experts) for stage in held]
     mean = sum(work) / len(work)
     tokens = micro_batch_tokens(spec.train, layout.cp, min(model.max_positions, limit))
     return tuple(
-        StagePlan(stage, trainer_memory(spec, widths, tokens, rows, stage, sync, gpu_bytes), each / mean)
-        for stage, each in zip(held, work, strict=True)
+        StagePlan(stage, trainer_memory(spec, widths, tokens, rows, stage, sync, gpu_bytes, own), each / mean, own)
+        for stage, own, each in zip(held, adapters, work, strict=True)
     )
+
+
+def _adapters(
+    spec: TrainingSpec, table: RuleTable, chunks: Sequence[tuple[tuple[int, ...], ...]]
+) -> Sequence[StageParameters | None]:
+    """What one rank of every stage trains in the place of the model; None where it trains the model."""
+    if not isinstance(spec, PolicySpec) or not spec.lora.on:
+        return [None] * len(chunks)
+    adapters = make_adapters(table, spec.lora)
+    adapters.table.check_layout(spec.layout)
+    return stage_parameters(adapters.table, spec.layout, chunks)
 
 
 def _machines(

@@ -151,6 +151,7 @@ def trainer_memory(
     held: StageParameters,
     sync: WeightPlan,
     gpu_bytes: int,
+    adapters: StageParameters | None = None,
 ) -> TrainerMemory:
     """Memory of a GPU of one stage.
 
@@ -161,15 +162,17 @@ def trainer_memory(
         held: the stage's parameters.
         sync: the plan of the weight sync; one without buckets for supervised training.
         gpu_bytes: of one GPU.
+        adapters: the stage's parameters that are trained while the others are frozen; None: all are trained.
     """
     layout, width = spec.layout, params_bytes(spec)
+    trained, added = (held, 0) if adapters is None else (adapters, parameter_bytes(spec, adapters))
     how = spec.megatron.recompute
     kept = kept_elements(widths, layout, held.chunks, how) * chunks_in_flight(layout, held.stage)
     gradient_width = 4 if spec.megatron.extra.get("grad_reduce_in_fp32", True) else 2
     return TrainerMemory(
-        weights=parameter_bytes(spec, held) + held.buffers * 4,
-        gradients=held.trained * gradient_width,
-        optimizer=optimizer_bytes(spec, held),
+        weights=parameter_bytes(spec, held) + held.buffers * 4 + added,
+        gradients=trained.trained * gradient_width,
+        optimizer=optimizer_bytes(spec, trained),
         activations=int(kept * tokens * width),
         working=int(working_elements(widths, layout, held.layers, how) * tokens * width),
         logits=_output_bytes(tokens, vocab_rows, widths.hidden, width) if held.stage == layout.pp - 1 else 0,
@@ -250,6 +253,7 @@ def host_memory(
     held: Sequence[StageParameters],
     critic: Sequence[StageParameters] = (),
     sync: WeightPlan | None = None,
+    trained: Sequence[StageParameters] | None = None,
 ) -> HostMemory:
     """Host memory of the machine that needs most: one full of ranks of the largest stage.
 
@@ -258,14 +262,15 @@ def host_memory(
         held: of a rank of each stage.
         critic: likewise, of a critic on the same GPUs.
         sync: the plan of the weight sync.
+        trained: what the optimizer has of each stage; None: `held`.
     """
     ranks = min(gpus_per_node, spec.layout.world_size)
-    others = (spec.reference is not None) + (spec.teacher is not None)
+    others = (spec.reference is not None and not spec.base_is_reference) + (spec.teacher is not None)
     each = max(parameter_bytes(spec, stage) for stage in held)
     copies = (others + 1) * ranks * each if others else 0
     updated = [
         max((_of_own_share(spec, stage, offloaded_bytes_per_parameter) for stage in stages), default=0)
-        for stages in (held, critic)
+        for stages in (held if trained is None else trained, critic)
     ]
     return HostMemory(copies, ranks * sum(updated), _kept_by_senders(spec, sync, gpus_per_node) if sync else 0)
 

@@ -16,6 +16,7 @@ from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
+from mslime.convert.peft import adapters_of_run
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 from mslime.planner.flops import quadratic_tokens
 from mslime.preflight.data import check_data, check_supervised_data
@@ -70,6 +71,9 @@ def resolve(config: RunConfig, parts: Parts = WHOLE) -> ResolvedRun:
         engine_dtype(config, hf_config)
         config.sglang.keys()
         config.teacher.keys()
+    if config.lora.on:
+        stages = config.megatron.stage_layers(model.num_layers)
+        adapters_of_run(family.rules(hf_config), config.lora, config.layout, stages)
     _check_lengths(config, model)
     _check_critic(config, model)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":

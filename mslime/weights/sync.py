@@ -44,6 +44,9 @@ from mslime.weights.transport import (
 
 _T = TypeVar("_T")
 NamedParams = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+Params = Mapping[str, torch.Tensor]
+Finish = Callable[[Path, Path, str, Mapping[str, str], int], None]
+"""Completes an export: its directory, the checkpoint that it is of, its dtype, file of each tensor, bytes of all."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ class WeightSender:
         options: how to send.
         receivers: the engines; None where nothing is sent, only exported. The sender closes them.
         on_bucket: called on senders with (buckets filled, buckets that it sends), for progress.
+        values: what is sent and exported of these parameters; each is asked for when a bucket is filled with it.
+        finish: how an export is completed, on one rank.
 
     Raises:
         CheckpointError: the model's parameters and the rules do not match.
@@ -118,7 +123,10 @@ class WeightSender:
         options: SyncOptions,
         receivers: Receivers | None = None,
         on_bucket: Callable[[int, int], None] | None = None,
+        values: Callable[[Params], Params] = dict,
+        finish: Finish | None = None,
     ) -> None:
+        self._values, self._finish = values, finish or finish_checkpoint
         self._table, self._groups, self._params, self._options = table, groups, params, options
         self._receivers, self._on_bucket = receivers, on_bucket
         self._make_transport = find_transport(options.transport)
@@ -218,7 +226,7 @@ class WeightSender:
             _give_back_memory()
             self._sent = True
         started = time.monotonic()
-        params, spent = dict(self._params()), Seconds()
+        params, spent = self._values(dict(self._params())), Seconds()
         self._raise_together("send", self._send_buckets(version, params, started, spent))
         self._raise_together("complete", self._tell_transport(lambda observer: observer.complete()))
         everyone = self._exchange((time.monotonic() - started, spent, self._moved()))
@@ -328,7 +336,7 @@ class WeightSender:
             for left_over in staging.iterdir():
                 left_over.unlink()
         self._exchange(None)
-        plan, params = self._gathered_plan(self._export_dtype), dict(self._params())
+        plan, params = self._gathered_plan(self._export_dtype), self._values(dict(self._params()))
         failure: Exception | None = None
         carried = CarriedTensors(self._table, None, (), {})
         try:
@@ -347,9 +355,8 @@ class WeightSender:
         self._raise_together("export", failure)
         parts = self._exchange(written)
         if self._groups.rank == 0:
-            copy_side_files(source, staging, declared_dtype(read_hf_config(source), self._export_dtype))
-            shards = number_shards(staging, {k: v for files, _ in parts for k, v in files.items()})
-            write_index(staging, shards, sum(size for _, size in parts))
+            files = {name: file for part, _ in parts for name, file in part.items()}
+            self._finish(staging, source, self._export_dtype, files, sum(size for _, size in parts))
             publish(directory)
         self._exchange(None)
 
@@ -386,6 +393,12 @@ class WeightSender:
         if self._receivers is not None:
             self._receivers.close()
         self.engines = ()
+
+
+def finish_checkpoint(staging: Path, source: Path, dtype: str, files: Mapping[str, str], nbytes: int) -> None:
+    """Make a Hugging Face checkpoint of the shards in a directory (see `Finish`)."""
+    copy_side_files(source, staging, declared_dtype(read_hf_config(source), dtype))
+    write_index(staging, number_shards(staging, files), nbytes)
 
 
 def _words_of(failure: Exception) -> tuple[str, str]:

@@ -35,6 +35,8 @@ NOT_RUN = {
     r"python -m pytest tests/gpu": "GPUs",
     r"python examples/gsm8k/prepare\.py": "needs the download; tests/unit/test_gsm8k_example.py",
     r"mslime convert (to-|fp8|bf16|int4|compare|run)": "parsed only; tests/engines/test_convert_tools.py runs them",
+    r"mslime convert merge-lora": "parsed only; tests/unit/test_lora_convert.py merges",
+    r"mslime train examples/quickstart/lora\.yaml": "needs the quickstart's warm start",
     r"mslime (rollout|eval|train .*--replay) ": "parsed only; tests/e2e/test_debug.py runs them",
     r"mslime scale ": "parsed only; tests/e2e/test_engine_gone.py asks a run that trains",
     r"mslime .*\.\.\.$": "parsed only; more is to be filled in",
@@ -46,6 +48,8 @@ NO_SETTINGS = {
     "sglang.launch_server": "a module of SGLang",
     "megatron.core.dist_checkpointing.load": "a function of megatron-core",
     "train.jsonl": "a file",
+    "lora.md": "a page",
+    "model.layers": "names of tensors",
     "model.safetensors.index.json": "a file",
 }
 

@@ -32,18 +32,24 @@ WHOLE_ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
 
 
 def build_chunks(
-    config: TransformerConfig, model: ModelFields, device: torch.device, mtp: bool = False, values: bool = False
+    config: TransformerConfig,
+    model: ModelFields,
+    device: torch.device,
+    mtp: bool = False,
+    values: bool = False,
+    adapters: bool = False,
 ) -> list[GPTModel]:
     """This rank's model chunks, in virtual-stage order, weights not yet set.
 
     Args:
         mtp: also build the `config.mtp_num_layers` multi-token-prediction layers, which the trainer does not train.
         values: a critic, with a value head (at 0) in the place of the output layer.
+        adapters: of layers that can take adapters (`adapters.attach_adapters`).
 
     Every parameter is marked as `mark_parameters` says.
     """
     stages: Sequence[int | None] = range(config.virtual_pipeline_model_parallel_size or 0) or [None]
-    chunks = [_build_chunk(config, model, device, stage, mtp, values).to(device) for stage in stages]
+    chunks = [_build_chunk(config, model, device, stage, mtp, values, adapters).to(device) for stage in stages]
     for chunk in chunks:
         mark_parameters(chunk)
     return chunks
@@ -69,9 +75,15 @@ def mark_parameters(chunk: torch.nn.Module) -> None:
 
 
 def _build_chunk(
-    config: TransformerConfig, model: ModelFields, device: torch.device, stage: int | None, mtp: bool, values: bool
+    config: TransformerConfig,
+    model: ModelFields,
+    device: torch.device,
+    stage: int | None,
+    mtp: bool,
+    values: bool,
+    adapters: bool,
 ) -> GPTModel:
-    layers = block_spec(config, device, stage)
+    layers = block_spec(config, device, stage, adapters)
     use_own_routers(layers, config)
     if model.joint_qk_norm:
         use_joint_qk_norms(layers, config)

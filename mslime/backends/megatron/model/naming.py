@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from mslime.convert.adapters import is_factor
 from mslime.convert.parameter_names import canonical_name
 
 
@@ -41,16 +42,31 @@ def first_local_expert(chunk: GPTModel) -> int:
 
 
 def named_local_params(chunks: Iterable[GPTModel], *, tied_copies: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """(canonical name, local tensor) of every parameter of these chunks, and of the routers' expert bias.
+    """(canonical name, local tensor) of every parameter of these chunks, and of the routers' expert bias; without
+    adapters.
 
     Args:
         tied_copies: include the last pipeline stage's copy of a tied embedding (`output_layer.weight`), which is
             loaded but never exported.
     """
     for chunk in chunks:
-        layers, first = layer_ids(chunk), first_local_expert(chunk)
         biases = [(name, tensor) for name, tensor in chunk.named_buffers() if name.endswith("router.expert_bias")]
-        for local, tensor in [*chunk.named_parameters(), *biases]:
-            name = canonical_name(local, first, layers)
-            if tied_copies or not (name == "output_layer.weight" and chunk.share_embeddings_and_output_weights):
+        for name, tensor in _named(chunk, [*chunk.named_parameters(), *biases]):
+            tied = name == "output_layer.weight" and chunk.share_embeddings_and_output_weights
+            if not is_factor(name) and (tied_copies or not tied):
                 yield name, tensor
+
+
+def named_parameters(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
+    """(canonical name, tensor) of a chunk's parameters, adapters included, in the order of `chunk.named_parameters`."""
+    return _named(chunk, chunk.named_parameters())
+
+
+def named_factors(chunks: Iterable[GPTModel]) -> Iterator[tuple[str, Tensor]]:
+    """(canonical name, local tensor) of the factors of these chunks' adapters."""
+    return ((name, tensor) for chunk in chunks for name, tensor in named_parameters(chunk) if is_factor(name))
+
+
+def _named(chunk: GPTModel, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    layers, first = layer_ids(chunk), first_local_expert(chunk)
+    return ((canonical_name(local, first, layers), tensor) for local, tensor in tensors)

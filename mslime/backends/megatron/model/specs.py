@@ -18,8 +18,13 @@ from mslime.backends.megatron.model.gated_delta import with_gated_delta_net
 from mslime.config.errors import TrainerError
 
 
-def block_spec(config: TransformerConfig, device: torch.device, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, device: torch.device, vp_stage: int | None, adapters: bool = False
+) -> TransformerBlockSubmodules:
     """The layers of one model chunk.
+
+    Args:
+        adapters: linear layers get adapters, which need what they are given: no norm is fused into them.
 
     Raises:
         TrainerError: on CUDA without Transformer Engine, or without the kernels of a layer.
@@ -30,8 +35,45 @@ def block_spec(config: TransformerConfig, device: torch.device, vp_stage: int | 
                 "transformer-engine", None, "training on GPUs uses its layers",
                 "install mslime with `bash scripts/install.sh --gpu`, or use the image",
             )  # fmt: skip
-        return _cuda_block_spec(config, vp_stage)
+        spec = _cuda_block_spec(config, vp_stage)
+        if adapters:
+            from megatron.core.extensions.transformer_engine import (
+                TEColumnParallelLinear,
+                TELayerNormColumnParallelLinear,
+                TENorm,
+            )
+
+            stand_norms_alone(spec, TELayerNormColumnParallelLinear, TEColumnParallelLinear, TENorm)
+        return spec
     return _cpu_block_spec(config, vp_stage)
+
+
+NORMS_BEFORE = {
+    "linear_qkv": ("layer", "input_layernorm"),
+    "linear_q_proj": ("layer", "input_layernorm"),
+    "linear_q_up_proj": ("attention", "q_layernorm"),
+    "linear_kv_up_proj": ("attention", "kv_layernorm"),
+    "in_proj": ("layer", "input_layernorm"),
+    "linear_fc1": ("layer", "pre_mlp_layernorm"),
+}
+"""Where megatron-core looks for the norm that Transformer Engine fuses into a layer."""
+
+
+def stand_norms_alone(spec: TransformerBlockSubmodules, fused: type, plain: type, norm: type) -> None:
+    """Put the norms that are fused into linear layers of attention and dense MLPs before them.
+
+    Args:
+        fused: a column-parallel layer that norms its input first. plain: the same without. norm: the norm.
+    """
+    for layer in spec.layer_specs or []:
+        modules: Any = layer.submodules
+        attention, mlp = modules.self_attention.submodules, modules.mlp.submodules
+        places = {"layer": modules, "attention": attention}
+        for holder in (attention, mlp):
+            for name, (where, before) in NORMS_BEFORE.items():
+                if vars(holder).get(name) is fused:
+                    setattr(holder, name, plain)
+                    setattr(places[where], before, norm)
 
 
 def _cuda_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

@@ -44,12 +44,17 @@ class TrainedModel:
         chunks: Sequence[GPTModel],
         transformer: TransformerConfig,
         device: torch.device,
+        stored: Sequence[torch.nn.Module] | None = None,
     ) -> None:
         """
+        Args:
+            stored: what checkpoints hold of each chunk; None: the chunk.
+
         Raises:
             ConfigError: megatron-core refuses a setting of the optimizer.
         """
         self.spec, self.chunks, self.transformer, self.device = spec, list(chunks), transformer, device
+        self._stored = self.chunks if stored is None else list(stored)
         self.parallel = ParallelState.here(transformer.sequence_parallel)
         self.wrapped = wrap(self.chunks, transformer, ddp_config(spec.megatron))
         self.optimizer, self.schedule = build_optimizer(
@@ -101,7 +106,7 @@ class TrainedModel:
         self.sync_params()
         layout = self.spec.layout.describe()
         save_checkpoint(
-            directory, self.chunks, self.optimizer, self.schedule, layout=layout, extra=extra, others=others
+            directory, self._stored, self.optimizer, self.schedule, layout=layout, extra=extra, others=others
         )
 
     def load(self, directory: Path, new_run: bool = False) -> dict[str, Any]:
@@ -111,7 +116,7 @@ class TrainedModel:
             new_run: the checkpoint is another run's: take weights and optimizer state, begin the schedule anew.
         """
         layout = self.spec.layout.describe()
-        extra = load_checkpoint(directory, self.chunks, self.optimizer, self.schedule, layout=layout)
+        extra = load_checkpoint(directory, self._stored, self.optimizer, self.schedule, layout=layout)
         follow_config(self.optimizer, self.schedule, self.spec.train, restart=new_run)
         self.step = self.schedule.num_steps
         return extra
@@ -148,6 +153,7 @@ class TrainedModel:
             float(p.main_grad.abs().sum())  # type: ignore[attr-defined]
             for chunk in self.wrapped
             for p in chunk.parameters()
+            if p.requires_grad
         )
 
     def _speed(self, tokens: int, seconds: float) -> dict[str, float]:

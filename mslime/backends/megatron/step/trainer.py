@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,8 +24,15 @@ from torch import Tensor
 from mslime.algorithms.advantages_tokens import needs_policy_log_probs
 from mslime.algorithms.corrections import needs_old_log_probs
 from mslime.algorithms.statistics import LossStatistics
+from mslime.backends.megatron.model.adapters import (
+    MergedWeights,
+    StoredAdapters,
+    adapters_off,
+    check_same_adapters,
+    trained_adapters,
+)
 from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
-from mslime.backends.megatron.model.naming import moe_layer_ids, named_local_params
+from mslime.backends.megatron.model.naming import moe_layer_ids, named_factors, named_local_params
 from mslime.backends.megatron.model.settings import device_of, transformer_config
 from mslime.backends.megatron.parallel import ParallelState, start_process_groups, stop_process_groups
 from mslime.backends.megatron.replay.routing import Routing
@@ -34,8 +43,11 @@ from mslime.backends.megatron.step.reference import ReferencePolicy
 from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.backends.megatron.step.watch import Watch
 from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
+from mslime.config.lora import LORA_KEY
 from mslime.config.training import PolicySpec
 from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.peft import write_adapter
+from mslime.data.checksums import FileSum
 from mslime.data.probe import RoutedRows, shard_of
 from mslime.data.shard import TrainShard
 from mslime.logs import phase
@@ -52,6 +64,7 @@ class MegatronTrainer(TrainedModel):
 
     Attributes:
         spec: how the policy is trained.
+        adapters: that are trained in the place of the model; None without.
         moe_layer_ids: global ids of this pipeline stage's MoE layers, whose routes its shards must carry.
         on_micro_batch: called with (done, in all) during `update`; may be replaced.
         watch: sequences whose log-probs are kept during `update`.
@@ -76,13 +89,15 @@ class MegatronTrainer(TrainedModel):
         with phase(_log, f"meeting the other ranks, {world_size} in all"):
             start_process_groups(spec, rank, world_size, init_method, device)
         with phase(_log, "building the model"):
-            chunks = build_chunks(transformer, self.model, device)
+            chunks = build_chunks(transformer, self.model, device, adapters=spec.lora.on)
         self.moe_layer_ids = moe_layer_ids(chunks, self.model.moe_layer_ids)
         held = partial(ReferencePolicy, chunks, self.hf_config)
-        self._reference = held(spec.reference) if spec.reference is not None else None
+        self._reference = held(spec.reference) if spec.reference is not None and not spec.base_is_reference else None
         self._teacher = held(spec.teacher) if spec.teacher is not None else None
         with phase(_log, f"reading the weights of {spec.checkpoint}"):
             load_hf_weights(chunks, self.hf_config, spec.checkpoint)
+        self.adapters = trained_adapters(spec, self.hf_config, chunks, transformer)
+        stored = [StoredAdapters(chunk, self.adapters) for chunk in chunks] if self.adapters else None
         parallel = ParallelState.here(transformer.sequence_parallel)
         self.routing = Routing.attach(
             spec.replay if self.model.num_experts else "off",
@@ -93,12 +108,25 @@ class MegatronTrainer(TrainedModel):
             spec.train.replay_max_age,
         )
         with phase(_log, "building the optimizer"):
-            super().__init__(spec, chunks, transformer, device)
+            super().__init__(spec, chunks, transformer, device, stored)
         self.runner = StepRunner(
             self.wrapped, transformer, spec.train.packed, parallel, device, spec, self.model.vocab_size
         )
         self.on_micro_batch: OnMicroBatch | None = None
         self.watch = Watch(parallel)
+
+    def save(self, directory: Path, extra: dict[str, Any], others: Mapping[str, FileSum] | None = None) -> None:
+        """As of every model (`TrainedModel.save`); with adapters of them alone."""
+        super().save(directory, {**extra, LORA_KEY: self.spec.lora.describe()} if self.adapters else extra, others)
+
+    def load(self, directory: Path, new_run: bool = False) -> dict[str, Any]:
+        """As of every model (`TrainedModel.load`).
+
+        Raises:
+            CheckpointError: of other adapters, or of a model where adapters are trained, or the other way round.
+        """
+        check_same_adapters(directory, self.spec.lora)
+        return super().load(directory, new_run)
 
     def train(self, shards: Sequence[TrainShard]) -> list[dict[str, float]]:
         """`prepare` and `update` in one."""
@@ -146,10 +174,8 @@ class MegatronTrainer(TrainedModel):
             replay: route as the rollout did (r3) instead of naturally.
         """
         if policy != "actor":
-            other = self._reference if policy == "reference" else self._teacher
-            assert other is not None, "a reference is loaded when algorithm.kl_coef > 0, a teacher from its path"
             assert not replay, f"the {policy} policy routes by itself"
-            with self.weights_in_place(), other.swapped_in():
+            with self.weights_in_place(), adapters_off(self.chunks), self._weights_of(policy):
                 return self.runner.log_probs(shard, None)
         assert not replay or self.routing.mode == "r3", f"train.replay is {self.routing.mode}"
         with self.weights_in_place():
@@ -181,6 +207,11 @@ class MegatronTrainer(TrainedModel):
         self.sync_params()
         return named_local_params(self.chunks, tied_copies=False)
 
+    def named_factors(self) -> Iterator[tuple[str, Tensor]]:
+        """(canonical name, local tensor) of this rank's adapters as of the last optimizer step; on all ranks."""
+        self.sync_params()
+        return named_factors(self.chunks)
+
     def weight_sender(
         self, receivers: Receivers | None = None, on_bucket: Callable[[int, int], None] | None = None
     ) -> WeightSender:
@@ -204,11 +235,38 @@ class MegatronTrainer(TrainedModel):
         )
         senders = Senders.at_most(spec.layout, spec.weights.senders)
         groups = make_groups(senders, backend, spec.deadlines.weight_sync_s)
-        return WeightSender(rules, groups, self.named_local_params, options, receivers, on_bucket)
+        sender = WeightSender(
+            rules, groups, self.named_local_params, options, receivers, on_bucket, values=self._as_served
+        )
+        self._export = sender.export
+        if self.adapters is not None:
+            own = replace(options, dtype=trainer_dtype(spec.megatron, cpu=self.device.type == "cpu"), export_dtype=None)
+            finish = partial(write_adapter, self.adapters)
+            self._export = WeightSender(self.adapters.table, groups, self.named_factors, own, finish=finish).export
+        return sender
+
+    def export(self, directory: Path) -> None:
+        """Write what was trained: a Hugging Face checkpoint, or an adapter in peft's format; a collective.
+
+        `weight_sender` comes first. Raises WeightSyncError on every rank when it cannot be written.
+        """
+        self._export(directory, self.spec.checkpoint)
+
+    def _as_served(self, params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Parameters as engines hold them: with adapters in them."""
+        return params if self.adapters is None else MergedWeights(self.chunks, params)
 
     def close(self) -> None:
         """Leave the process groups."""
         stop_process_groups()
+
+    def _weights_of(self, policy: Literal["reference", "teacher"]) -> AbstractContextManager[None]:
+        """The weights of another policy in the model; the frozen base without adapters may be the reference itself."""
+        if policy == "reference" and self.spec.base_is_reference:
+            return nullcontext()
+        other = self._reference if policy == "reference" else self._teacher
+        assert other is not None, "a reference is loaded when algorithm.kl_coef > 0, a teacher from its path"
+        return other.swapped_in()
 
     def _engine_dtype(self) -> str:
         spec, cpu = self.spec, self.device.type == "cpu"
@@ -223,7 +281,7 @@ class MegatronTrainer(TrainedModel):
         if always or needs_old_log_probs(algorithm.correction, steps):
             with self.weights_in_place(), self.routing.old_log_prob_pass(shard, index) as routes:
                 shard = replace(shard, old_log_probs=self.runner.log_probs(shard, routes).numpy())
-        if self._reference is not None:
+        if self.spec.reference is not None:
             shard = replace(shard, reference_log_probs=self.log_probs(shard, "reference").numpy())
         if self._teacher is not None:
             shard = replace(shard, teacher_log_probs=self.log_probs(shard, "teacher").numpy())

@@ -1,0 +1,360 @@
+"""Low-rank adapters on megatron-core's linear layers, whoever made the layers.
+
+An adapter is a module inside of the layer whose weight it adds to, and a hook adds its output to the layer's; so the
+layers' own code, names and conversion rules stay what they are, for Transformer Engine's and the local ones alike.
+What each rank holds of A and B follows from the rule of the weight (`convert.adapters`): where tensor parallelism
+shares out the rows of the weight it shares out B's, where it shares out the columns, A's. The other factor is whole on
+every rank. Of activations only the `rank` features between A and B are exchanged, where the layer exchanges its own.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from mslime.backends.megatron.model.naming import named_factors, named_parameters
+from mslime.backends.megatron.parallel import tensor_shard
+from mslime.config.errors import CheckpointError
+from mslime.config.lora import LORA_KEY, LoraConfig
+from mslime.config.training import PolicySpec
+from mslime.convert.adapters import FACTORS, Adapters, BoundAdapter, stored_place
+from mslime.convert.families import get_family
+from mslime.convert.kinds import Sliceable
+from mslime.convert.peft import adapters_of_run
+from mslime.convert.table import BoundRule
+from mslime.data.manifest import read_manifest
+
+Read = Callable[[str], Sliceable]
+_GROUPED = re.compile(r"(.*)\.weight(\d+)")
+
+
+class Adapter(torch.nn.Module):
+    """`scale * B A x`, for one weight of one rank.
+
+    Attributes:
+        lora_A: [parts * rank, in features of this rank].
+        lora_B: [rows, rank]: of each row of the weight that has an adapter, in the weight's order.
+        off: it adds nothing.
+    """
+
+    def __init__(self, bound: BoundAdapter, config: TransformerConfig, scale: float, read: Read, like: Tensor) -> None:
+        """
+        Args:
+            read: gives a factor's tensor by name, as `RuleTable` reads checkpoints.
+            like: the layer's weight, for dtype and device.
+        """
+        super().__init__()
+        self.scale, self.off = scale, False
+        self._expert, self._axis = bound.base.is_expert, bound.base.tp_axis
+        self._sequence_parallel = config.sequence_parallel and not self._expert
+        place = tensor_shard(self._expert)
+        self._rows, self._out = bound.rule.rows(*place), like.shape[0]
+        self.lora_A, self.lora_B = (
+            self._marked(rule.to_megatron(read, *place).to(like.dtype).to(like.device, copy=True), rule, *place)
+            for rule in (bound.a, bound.b)
+        )
+
+    def _marked(self, value: Tensor, rule: BoundRule, rank: int, size: int) -> torch.nn.Parameter:
+        """A factor with megatron-core's words on whose it is: what is summed over ranks, and counted once.
+
+        A factor that every tensor-parallel rank holds sees a part of the sequence only with sequence parallelism.
+        """
+        factor, whole = torch.nn.Parameter(value.contiguous()), rule.tp_axis is None
+        marks: dict[str, bool] = {
+            "allreduce": not self._expert,
+            "sequence_parallel": whole and self._sequence_parallel,
+            "tensor_model_parallel": not whole or self._expert,
+        }
+        if whole and self._expert and size > 1:
+            marks["shared"] = rank > 0  # the gradient norm counts one copy of it
+        vars(factor).update(marks)
+        return factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What is added to the layer's output, in its shape: [..., in] -> [..., out].
+
+        Of an expert whose columns are shared out it is this rank's summand, as the expert's own output is.
+        """
+        a, b = self.lora_A, self.lora_B
+        if self._expert:
+            # The expert's own tokens are gathered and its outputs added up by the dispatcher.
+            h = F.linear(x, _summed(a) if self._axis == 0 else a)
+            b = _summed(b) if self._axis == 1 else b
+        else:
+            h = self._exchanged(F.linear(x, a))
+        return self._placed(F.linear(h, self._by_part(b)) * self.scale)
+
+    def _exchanged(self, h: Tensor) -> Tensor:
+        """The features between A and B, brought to where B's rows are."""
+        if self._axis is None:
+            return h
+        if self._axis == 0:
+            if self._sequence_parallel:
+                return gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True)
+            return copy_to_tensor_model_parallel_region(h)
+        if self._sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(h)
+        return reduce_from_tensor_model_parallel_region(h)
+
+    def _by_part(self, b: Tensor) -> Tensor:
+        """B [rows, rank] as [rows, parts * rank]: each row in the columns of the A that it belongs to."""
+        rank = b.shape[1]
+        parts = self.lora_A.shape[0] // rank
+        if parts == 1:
+            return b
+        blocks: list[Tensor] = []
+        at = 0
+        for part, _, rows in self._rows:
+            blocks.append(F.pad(b[at : at + rows], (part * rank, (parts - 1 - part) * rank)))
+            at += rows
+        return torch.cat(blocks)
+
+    def _placed(self, rows: Tensor) -> Tensor:
+        """Outputs of the rows that have an adapter among those of all rows."""
+        if rows.shape[-1] == self._out:
+            return rows
+        whole = rows.new_zeros(*rows.shape[:-1], self._out)
+        return whole.index_copy(-1, self._row_numbers(rows.device), rows)
+
+    def _row_numbers(self, device: torch.device) -> Tensor:
+        return torch.cat([torch.arange(first, first + rows, device=device) for _, first, rows in self._rows])
+
+    @torch.no_grad()
+    def merged(self, weight: Tensor) -> Tensor:
+        """[out, in] this rank's weight with the adapter in it: computed in float32, in the weight's dtype."""
+        added = self._by_part(self.lora_B).float() @ self.lora_A.float() * self.scale
+        whole = weight.detach().float()
+        if added.shape[0] == self._out:
+            return (whole + added).to(weight.dtype)
+        return whole.index_add(0, self._row_numbers(weight.device), added).to(weight.dtype)
+
+
+class _SumOverExpertRanks(torch.autograd.Function):
+    """The same tensor; its gradient is summed over the ranks that share an expert out."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor) -> Tensor:
+        return factor.view_as(factor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        whole = gradient.contiguous().clone()
+        group: Any = parallel_state.get_expert_tensor_parallel_group()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+
+def _summed(factor: Tensor) -> Tensor:
+    """A factor that every rank of an expert holds: each has a summand of its gradient."""
+    if tensor_shard(True)[1] == 1:
+        return factor
+    return _SumOverExpertRanks.apply(factor)  # type: ignore[no-any-return]
+
+
+class GroupedAdapters(torch.nn.ModuleList):
+    """One adapter for each expert of a grouped layer."""
+
+    def forward(self, x: Tensor, tokens_per_expert: Sequence[int] | Tensor) -> Tensor:
+        """[tokens, in], tokens sorted by expert -> [tokens, out]."""
+        counts = tokens_per_expert.tolist() if isinstance(tokens_per_expert, Tensor) else list(tokens_per_expert)
+        return torch.cat([adapter(part) for adapter, part in zip(self, x.split(counts), strict=True)])
+
+
+def trained_adapters(
+    spec: PolicySpec, hf_config: Mapping[str, object], chunks: Sequence[GPTModel], config: TransformerConfig
+) -> Adapters | None:
+    """The adapters that a run trains, put into its chunks; None where it trains the model.
+
+    Raises:
+        ConfigError: a target that the model does not have, or that this layout cannot share out.
+        CheckpointError: the adapter to start from is of another model, rank, scale or targets.
+    """
+    if not spec.lora.on:
+        return None
+    stages = spec.megatron.stage_layers(config.num_layers)
+    adapters, file = adapters_of_run(get_family(hf_config).rules(hf_config), spec.lora, spec.layout, stages)
+    attach_adapters(chunks, adapters, config, None if file is None else file.reader(), spec.seed)
+    return adapters
+
+
+def attach_adapters(
+    chunks: Sequence[GPTModel], adapters: Adapters, config: TransformerConfig, read: Read | None, seed: int
+) -> None:
+    """Freeze the chunks, and put an adapter into every layer that is to have one.
+
+    Args:
+        read: gives factors of a saved adapter; None: new ones (`new_factor`).
+        seed: of new ones.
+    """
+    shapes = adapters.table.hf_shapes()
+    given = read or (lambda name: new_factor(name, shapes[name], seed))
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        here = [*zip(chunk.named_parameters(), named_parameters(chunk), strict=True)]
+        for (local, weight), (name, _) in here:
+            bound = adapters.bound.get(name)
+            if bound is not None:
+                _put(chunk, local, Adapter(bound, config, adapters.lora.scale, given, weight))
+        if chunk.pre_process and config.recompute_granularity is not None:
+            # A layer that is recomputed gives gradients to those of its inputs that need one, or to nobody.
+            chunk.embedding.register_forward_hook(_needs_gradient)
+
+
+def _put(chunk: GPTModel, local: str, adapter: Adapter) -> None:
+    grouped = _GROUPED.fullmatch(local)
+    layer = chunk.get_submodule(grouped[1] if grouped else local.removesuffix(".weight"))
+    if not grouped:
+        layer.add_module("adapter", adapter)
+        layer.register_forward_hook(_add)
+    elif grouped[2] == "0":
+        layer.add_module("adapter", GroupedAdapters([adapter]))
+        layer.register_forward_hook(_add_grouped)
+    else:
+        held = layer.adapter
+        assert isinstance(held, GroupedAdapters) and len(held) == int(grouped[2])
+        held.append(adapter)
+
+
+def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    return output if layer.adapter.off else (output[0] + layer.adapter(inputs[0]), output[1])
+
+
+def _add_grouped(
+    layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
+) -> tuple[Tensor, Tensor | None]:
+    if layer.adapter[0].off:
+        return output
+    return output[0] + layer.adapter(inputs[0], inputs[1]), output[1]
+
+
+def _needs_gradient(module: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+
+def new_factor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """A whole factor as peft draws it: A uniform in +-1/sqrt(in), B 0. The same in every layout: drawn by its name."""
+    if name.endswith(f".{FACTORS[1]}.weight"):
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    return (torch.rand(shape, generator=generator) * 2 - 1) / shape[1] ** 0.5
+
+
+def adapters_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
+    """Every adapter of these chunks."""
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter))
+
+
+@contextmanager
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """The model without its adapters inside."""
+    every = list(adapters_of(chunks))
+    for adapter in every:
+        adapter.off = True
+    try:
+        yield
+    finally:
+        for adapter in every:
+            adapter.off = False
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """This rank's parameters by canonical name, with adapters in them; each is merged when it is asked for."""
+
+    def __init__(self, chunks: Sequence[GPTModel], params: Mapping[str, Tensor]) -> None:
+        self._params = params
+        self._adapters = dict(_adapters_by_weight(chunks))
+
+    def __getitem__(self, name: str) -> Tensor:
+        adapter = self._adapters.get(name)
+        return self._params[name] if adapter is None else adapter.merged(self._params[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._params)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+
+def _adapters_by_weight(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Adapter]]:
+    by_factor = {id(adapter.lora_A): adapter for adapter in adapters_of(chunks)}
+    for name, tensor in named_factors(chunks):
+        if id(tensor) in by_factor:
+            yield name.replace(f".adapter.{FACTORS[0]}", ".weight"), by_factor[id(tensor)]
+
+
+class StoredAdapters(torch.nn.Module):
+    """What a checkpoint holds of a chunk: its adapters alone, under names that no layout changes."""
+
+    def __init__(self, chunk: GPTModel, adapters: Adapters) -> None:
+        super().__init__()
+        self._factors = dict(named_factors([chunk]))
+        self._rules = {
+            bound.name: (line, rule)
+            for line in adapters.rules
+            for rule in (line.a, line.b)
+            for bound in rule.expand()
+            if bound.name in self._factors
+        }
+        self._bound = adapters.table.bound
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """Every factor as megatron-core saves tensors: layers, and experts, stacked in one tensor."""
+        return {name: self._sharded(name, tensor, metadata) for name, tensor in self._factors.items()}
+
+    def _sharded(self, name: str, tensor: Tensor, metadata: dict[str, Any]) -> Any:
+        (line, rule), bound = self._rules[name], self._bound[name]
+        rank, size = tensor_shard(bound.is_expert)
+        key, offsets = stored_place(rule, bound)
+        axis, stacked = bound.tp_axis, len(offsets)
+        data: Any = parallel_state.get_expert_data_parallel_group() if rule.experts else metadata["dp_cp_group"]
+        sharded = ShardedTensor.from_rank_offsets(
+            key, tensor, *offsets, *([] if axis is None else [(stacked + axis, rank, size)]),
+            replica_id=(0, rank if axis is None else 0, data.rank()), prepend_axis_num=stacked,
+        )  # fmt: skip
+        if rule is line.b and line.split_in_halves:
+            return apply_swiglu_sharded_factory(sharded, tuple(offsets))
+        return sharded
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:  # type: ignore[override]
+        """Fill the factors from what was loaded."""
+        assert state.keys() == self._factors.keys() or not strict
+        with torch.no_grad():
+            for name, tensor in self._factors.items():
+                tensor.copy_(state[name])
+
+
+def check_same_adapters(directory: Path, lora: LoraConfig) -> None:
+    """A checkpoint is of what is trained now.
+
+    Raises:
+        CheckpointError: of adapters of other settings, or of a whole model.
+    """
+    saved = read_manifest(directory, check_files=False).extra.get(LORA_KEY)
+    wanted = lora.describe() if lora.on else None
+    if saved != wanted:
+        raise CheckpointError(
+            f"{directory}: lora", saved or "none",
+            f"it was saved with these adapters, and the run has {wanted or 'none'}",
+            "set the section lora to what it was, or start from an exported adapter with lora.init",
+        )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Section `lora`: low-rank adapters in the place of full training (https://arxiv.org/abs/2106.09685)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field, model_validator
+
+from mslime.config.base import Section
+from mslime.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mslime.config.schema import RunConfig
+
+LORA_GROUPS = ("attention", "mlp", "shared_experts", "experts")
+"""Words that stand for all linear layers of a part of the model; `mlp` is that of layers that do not route."""
+
+
+LORA_KEY = "lora"
+"""In what a checkpoint of adapters says of itself: `LoraConfig.describe`."""
+
+
+class LoraConfig(Section):
+    """Low-rank adapters: the model is frozen, and A and B of `W + scale * B A` are trained in its linear layers."""
+
+    rank: int = Field(default=0, ge=0, le=1024, description="Of every adapter; 0: no adapters, the model is trained.")
+    alpha: float = Field(default=32, gt=0, le=1e6, description="B A is scaled by alpha / rank.")
+    rs_lora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).")
+    targets: tuple[str, ...] = Field(
+        default=LORA_GROUPS,
+        min_length=1,
+        description="Which linear layers: attention, mlp, shared_experts, experts; or the Hugging Face name of a "
+        "module, its end, or a pattern of it (q_proj, `model.layers.[0-3].*.o_proj`). Experts of a layer go together.",
+    )
+    dropout: float = Field(default=0.0, description="Must be 0: the engine samples without dropout.")
+    use_dora: bool = Field(default=False, description="Must be false: DoRA is not built.")
+    init: Path | None = Field(
+        default=None,
+        description="Directory of an adapter in peft's format to start from, of this rank, alpha and targets. None: A "
+        "is drawn as peft draws it, B is 0.",
+    )
+
+    @property
+    def on(self) -> bool:
+        """Whether adapters are trained."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """Factor on B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.rs_lora else self.rank)
+
+    def describe(self) -> dict[str, object]:
+        """What an adapter must share with another to go on from it, as JSON values."""
+        return {"rank": self.rank, "alpha": self.alpha, "rs_lora": self.rs_lora, "targets": sorted(self.targets)}
+
+    @model_validator(mode="after")
+    def _check(self) -> LoraConfig:
+        if self.dropout:
+            raise ConfigError(
+                "lora.dropout", self.dropout, "must be 0: with dropout the policy that is trained is not the one that "
+                "sampled", "remove it",
+            )  # fmt: skip
+        if self.use_dora:
+            raise ConfigError(
+                "lora.use_dora", True, "DoRA's magnitudes are neither trained here nor served by SGLang",
+                "remove it, or use lora.rs_lora",
+            )  # fmt: skip
+        return self
+
+
+def check_lora(config: RunConfig) -> None:
+    """What adapters cannot be combined with. Raises ConfigError."""
+    if not config.lora.on:
+        if config.lora.init is not None:
+            raise ConfigError("lora.init", str(config.lora.init), "adapters are off", "set lora.rank to its rank")
+        return
+    for name in ("moe_shared_expert_overlap", "fp8", "fp4", "delay_wgrad_compute"):
+        if config.megatron.extra.get(name):
+            raise ConfigError(
+                f"megatron.{name}", config.megatron.extra[name], "adapters are not built for layers that compute so",
+                "remove it, or train without lora",
+            )  # fmt: skip

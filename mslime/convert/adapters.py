@@ -1,0 +1,338 @@
+"""Low-rank adapters by the rule table: from the rule of a weight follow those of its A and B.
+
+A weight `[out, in]` gets `B A` added to it, A `[rank, in]` and B `[out, rank]`. Where one Megatron weight is made of
+several Hugging Face tensors, as peft and engines see them, each of those has an A and a B of its own: the A lie one
+below the other, and the rows of the B lie as the weight's own rows do. So B is a weight of the same kind with `rank`
+columns, and fused layers are split by the rule that splits the weight. Names are peft's, made of the weight's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from mslime.config.errors import ConfigError, nearest
+from mslime.config.lora import LORA_GROUPS, LoraConfig
+from mslime.convert.kinds import (
+    FusedGatedMLP,
+    FusedQKV,
+    GatedMLP,
+    Kind,
+    Replicated,
+    RowRuns,
+    Run,
+    Shape,
+    Sharded,
+    Sliceable,
+    cat,
+)
+from mslime.convert.table import BoundRule, Rule, RuleTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "base_model.model."
+"""Before every module's name in an adapter's file."""
+FACTORS = ("lora_A", "lora_B")
+LINEAR = (
+    "linear_qkv", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj",
+    "linear_kv_up_proj", "linear_fc1", "linear_fc2",
+)  # fmt: skip
+"""Megatron's linear layers that adapters are built for."""
+
+
+@dataclass(frozen=True)
+class Together(Kind):
+    """Tensors of one shape, one below the other, the same on every rank."""
+
+    shape: Shape
+    number: int
+    tp_axis: int | None = None
+
+    @property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return (self.shape,) * self.number
+
+    @property
+    def full_shape(self) -> Shape:
+        return (self.number * self.shape[0], *self.shape[1:])
+
+    def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
+        return cat([part[...] for part in parts])
+
+    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        return list(shards[0].chunk(self.number))
+
+
+@dataclass(frozen=True)
+class SomeParts(RowRuns):
+    """Those rows of a fused weight that come from some of its parts, in the weight's order."""
+
+    whole: RowRuns
+    parts: tuple[int, ...]
+
+    @property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return tuple(self.whole.hf_shapes[part] for part in self.parts)
+
+    def shared_out(self, tp_size: int) -> dict[str, int]:
+        groups = {"key-value groups": self.whole.groups} if isinstance(self.whole, FusedQKV) else {}
+        return self.whole.shared_out(tp_size) | groups
+
+    def runs(self, tp_rank: int, tp_size: int) -> Iterator[Run]:
+        for part, first, rows in self.whole.runs(tp_rank, tp_size):
+            if part in self.parts:
+                yield self.parts.index(part), first, rows
+
+
+@dataclass(frozen=True)
+class AdapterRule:
+    """What is added to the weights of one rule, in some of its layers.
+
+    Attributes:
+        base: the weights' rule, for those layers.
+        parts: which of its Hugging Face tensors have an adapter.
+        a, b: rules of the two factors.
+    """
+
+    base: Rule
+    parts: tuple[int, ...]
+    a: Rule
+    b: Rule
+
+    @property
+    def split_in_halves(self) -> bool:
+        """Whether B's rows on a rank are a part of its first half, and one of its second."""
+        return isinstance(self.b.kind, GatedMLP | FusedGatedMLP)
+
+    def rows(self, tp_rank: int, tp_size: int) -> list[Run]:
+        """(which of `parts`, first row, number of rows) of one rank's weight that have an adapter; B's rows, in order.
+
+        A linear layer that is not fused has one part.
+        """
+        kind = self.base.kind
+        if not isinstance(kind, RowRuns):
+            return [(0, 0, kind.local_shape(tp_size)[0])]
+        found: list[Run] = []
+        at = 0
+        for part, _, rows in kind.runs(tp_rank, tp_size):
+            if part in self.parts:
+                found.append((self.parts.index(part), at, rows))
+            at += rows
+        return found
+
+
+@dataclass(frozen=True)
+class BoundAdapter:
+    """The adapter of one Megatron parameter.
+
+    Attributes:
+        rule: that it is bound from.
+        base: the parameter's rule.
+        a, b: those of the factors.
+    """
+
+    rule: AdapterRule
+    base: BoundRule
+    a: BoundRule
+    b: BoundRule
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """All adapters of a model.
+
+    Attributes:
+        lora: their settings.
+        rules: in the order of the table.
+        modules: Hugging Face names of everything in the model that has a matrix.
+    """
+
+    lora: LoraConfig
+    rules: tuple[AdapterRule, ...]
+    modules: tuple[str, ...]
+
+    @cached_property
+    def table(self) -> RuleTable:
+        """The factors' own table: what is saved, sent and exported."""
+        return RuleTable(tuple(rule for each in self.rules for rule in (each.a, each.b)))
+
+    @cached_property
+    def bound(self) -> Mapping[str, BoundAdapter]:
+        """By the canonical name of the weight that they are added to."""
+        found: dict[str, BoundAdapter] = {}
+        for rule in self.rules:
+            for base, a, b in zip(rule.base.expand(), rule.a.expand(), rule.b.expand(), strict=True):
+                found[base.name] = BoundAdapter(rule, base, a, b)
+        return found
+
+    def check_stages(self, stages: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Every pipeline stage has something to train: megatron-core's optimizer needs that.
+
+        Args:
+            stages: global layer ids `[stage][chunk]`.
+
+        Raises:
+            ConfigError: a stage has no adapter.
+        """
+        trained = {layer for rule in self.rules for layer in rule.base.layers}
+        for stage, chunks in enumerate(stages):
+            if not trained & {layer for chunk in chunks for layer in chunk}:
+                raise ConfigError(
+                    "lora.targets", list(self.lora.targets), f"no layer of pipeline stage {stage} has an adapter",
+                    "name layers of every stage, or lower megatron.pipeline_model_parallel_size",
+                )  # fmt: skip
+
+    @cached_property
+    def target_modules(self) -> tuple[str, ...]:
+        """Modules with an adapter as peft's `target_modules`: ends of names where they say it, else whole names."""
+        bases = (base for rule in self.rules for base in rule.base.expand())
+        adapted = dict.fromkeys(
+            _module(base.hf_names[part]) for base in bases for part in self.bound[base.name].rule.parts
+        )
+        ends = tuple(dict.fromkeys(_end(name) for name in adapted))
+        meant = sum(_end(name) in ends for name in self.modules)
+        return ends if meant == len(adapted) else tuple(adapted)
+
+
+def stored_place(rule: Rule, bound: BoundRule) -> tuple[str, list[tuple[int, int, int]]]:
+    """Where a checkpoint keeps a factor: (key of the stored tensor, (axis, place, places) in it).
+
+    Layers, and experts, are stacked in one tensor, so that its name does not depend on who holds them.
+
+    Args:
+        rule, bound: of the factor.
+    """
+    parts = "-".join(name.split(".")[-3] for name in rule.hf)
+    key = f"adapters.{rule.megatron.replace('{layer}.', '').replace('{expert}.', '')}.{parts}"
+    places = [(0, rule.layers.index(bound.layer), len(rule.layers))]
+    return key, places + ([(1, bound.expert, rule.experts)] if rule.experts else [])
+
+
+def is_factor(name: str) -> bool:
+    """Whether a parameter, by its Megatron name, is one of an adapter's."""
+    return name.rsplit(".", 1)[-1] in FACTORS
+
+
+def make_adapters(table: RuleTable, lora: LoraConfig) -> Adapters:
+    """The adapters of a model.
+
+    Args:
+        table: the model's conversion rules.
+        lora: which, and of what rank.
+
+    Raises:
+        ConfigError: a target that names nothing, or something that adapters are not built for.
+    """
+    modules = {
+        _module(name): rule for rule in table.rules for bound in rule.expand() for name in bound.hf_names
+        if not bound.untrained and name.endswith(".weight") and len(rule.kind.full_shape) == 2
+    }  # fmt: skip
+    stacked = {name for rule in table.rules if rule.stacked for name in rule.hf}
+    chosen = {name for target in lora.targets for name in _named_by(target, modules, bool(stacked))}
+    rules: list[AdapterRule] = []
+    for rule in table.rules:
+        for parts, layers in _chosen_parts(rule, chosen).items():
+            rules.append(_adapter(replace(rule, layers=layers), parts, lora.rank))
+    if not rules:
+        raise ConfigError(
+            "lora.targets", list(lora.targets), "the model has none of these layers", "add attention, or leave it out"
+        )
+    return Adapters(lora, tuple(rules), tuple(modules))
+
+
+def _named_by(target: str, modules: Mapping[str, Rule], stacked: bool) -> set[str]:
+    """Modules that a target stands for."""
+    built = {name for name, rule in modules.items() if _is_built(rule)}
+    if target in LORA_GROUPS:
+        if target == "experts" and stacked:
+            raise ConfigError(
+                "lora.targets", target, "this model's checkpoints hold all experts of a layer in one tensor, for which "
+                "peft's format has no adapter of single experts", "leave experts out of lora.targets",
+            )  # fmt: skip
+        return {name for name in built if _group(modules[name]) == target}
+    found = {name for name in modules if name == target or name.endswith(f".{target}") or fnmatchcase(name, target)}
+    if not found:
+        ends = sorted({_end(name) for name in built})
+        raise ConfigError(
+            "lora.targets", target, f"no linear layer of the model is called that {nearest(target, ends)}".strip(),
+            f"use {', '.join(LORA_GROUPS)}, or of this model {', '.join(ends)}",
+        )  # fmt: skip
+    if wrong := sorted(found - built):
+        raise ConfigError(
+            "lora.targets", target, f"{wrong[0]} gets no adapter: embeddings, the output layer, routers and delta-net "
+            "layers stay as they are", f"use {', '.join(LORA_GROUPS)}",
+        )  # fmt: skip
+    return found
+
+
+def _is_built(rule: Rule) -> bool:
+    """Whether adapters are built for the layer that holds these weights."""
+    kinds = FusedQKV | GatedMLP | FusedGatedMLP | Sharded | Replicated
+    return rule.megatron.split(".")[-2] in LINEAR and isinstance(rule.kind, kinds) and not rule.stacked
+
+
+def _group(rule: Rule) -> str:
+    if rule.experts:
+        return "experts"
+    if ".shared_experts." in rule.megatron:
+        return "shared_experts"
+    return "attention" if ".self_attention." in rule.megatron else "mlp"
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _end(name: str) -> str:
+    return name.rsplit(".", 1)[-1]
+
+
+def _chosen_parts(rule: Rule, chosen: set[str]) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Layers of a rule by which of its tensors are chosen there.
+
+    Raises:
+        ConfigError: some experts of a layer are chosen, and others are not.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for bound in rule.expand():
+        parts = tuple(i for i, name in enumerate(bound.hf_names) if _module(name) in chosen and not bound.stack)
+        if found.setdefault(bound.layer, parts) != parts:
+            raise ConfigError(
+                "lora.targets", _module(bound.hf_names[0]), "experts of one layer all have an adapter, or none has",
+                "write * for the number of the expert",
+            )  # fmt: skip
+    by_parts: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for layer, parts in found.items():
+        if parts:
+            by_parts[parts] = (*by_parts.get(parts, ()), layer)
+    return by_parts
+
+
+def _adapter(base: Rule, parts: tuple[int, ...], rank: int) -> AdapterRule:
+    a, b = _factor_kinds(base.kind, parts, rank)
+    module = base.megatron.removesuffix(".weight")
+
+    def rule(factor: str, kind: Kind) -> Rule:
+        names = tuple(f"{PREFIX}{_module(base.hf[part])}.{factor}.weight" for part in parts)
+        return Rule(f"{module}.adapter.{factor}", names, kind, base.layers, base.experts)
+
+    return AdapterRule(base, parts, rule(FACTORS[0], a), rule(FACTORS[1], b))
+
+
+def _factor_kinds(kind: Kind, parts: tuple[int, ...], rank: int) -> tuple[Kind, Kind]:
+    """How A and B are laid out and shared out."""
+    if isinstance(kind, Sharded | Replicated):
+        out, features = kind.shape
+        if kind.tp_axis is None:
+            return Replicated((rank, features)), Replicated((out, rank))
+        if kind.tp_axis == 0:
+            return Replicated((rank, features)), Sharded((out, rank), 0)
+        return Sharded((rank, features), 1), Replicated((out, rank))
+    assert isinstance(kind, FusedQKV | GatedMLP | FusedGatedMLP) and kind.hidden is not None, kind
+    narrow = replace(kind, hidden=rank)
+    a = Together((rank, kind.hidden), len(parts))
+    return a, narrow if len(parts) == len(kind.hf_shapes) else SomeParts(narrow, parts)

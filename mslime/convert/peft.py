@@ -1,0 +1,208 @@
+"""Adapters in files, in the format of peft: adapter_config.json beside adapter_model.safetensors.
+
+Tensors have the names and shapes of `Adapters.table`; the configuration says how they are scaled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from mslime.config.errors import CheckpointError, reading
+from mslime.config.layout import ParallelLayout
+from mslime.config.lora import LoraConfig
+from mslime.convert.adapters import Adapters, make_adapters
+from mslime.convert.headers import AGAIN, TensorInfo, read_header
+from mslime.convert.kinds import Shape
+from mslime.convert.table import RuleTable
+from mslime.convert.writers import SAFETENSORS_DTYPES, TORCH_DTYPES, TensorPlan, write_safetensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_REFUSED = {
+    "use_dora": "DoRA has magnitudes beside A and B",
+    "rank_pattern": "every adapter has one rank here",
+    "alpha_pattern": "every adapter has one alpha here",
+    "modules_to_save": "it holds whole modules beside A and B",
+    "target_parameters": "it is of experts that are one tensor",
+    "fan_in_fan_out": "weights are [out, in] here",
+    "layer_replication": "layers are repeated in it",
+    "lora_bias": "B has a bias in it",
+}
+"""Settings of a file that, when they are set, make it something else than A and B of linear layers."""
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter on disk.
+
+    Attributes:
+        directory: where it lies.
+        lora: rank, alpha and scaling.
+        info: its tensors by name.
+    """
+
+    directory: Path
+    lora: LoraConfig
+    info: Mapping[str, TensorInfo]
+
+    @classmethod
+    def open(cls, directory: Path) -> AdapterFile:
+        """Read the settings and the file's header.
+
+        Raises:
+            CheckpointError: there is none, or it is not made of A and B of linear layers alone.
+        """
+        path = directory / CONFIG
+        if not path.is_file():
+            raise CheckpointError(
+                str(directory), None, f"an adapter in peft's format has {CONFIG}", "name the directory that holds it"
+            )
+        with reading(CheckpointError, str(path), "must be a JSON object", AGAIN):
+            given: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+            rank, alpha = given.get("r"), given.get("lora_alpha")
+        if str(given.get("peft_type")).upper() != "LORA" or not isinstance(rank, int) or rank < 1:
+            raise CheckpointError(
+                str(path), {"peft_type": given.get("peft_type"), "r": rank}, "must be LORA with a rank",
+                "use an adapter that LoRA trained",
+            )  # fmt: skip
+        for name, why in _REFUSED.items():
+            if given.get(name):
+                raise CheckpointError(f"{path}: {name}", given[name], why, "use a plain LoRA adapter")
+        if given.get("bias", "none") != "none":
+            raise CheckpointError(f"{path}: bias", given["bias"], "biases are frozen here", "train it with bias: none")
+        with reading(CheckpointError, str(path), "its numbers must be those of a LoRA adapter", AGAIN):
+            lora = LoraConfig(rank=rank, alpha=cast("float", alpha), rs_lora=bool(given.get("use_rslora")))
+        return cls(directory, lora, read_header(directory / WEIGHTS))
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Of every tensor."""
+        return {name: info.shape for name, info in self.info.items()}
+
+    def check(self, adapters: Adapters) -> None:
+        """It is an adapter of this model, with these settings.
+
+        Raises:
+            CheckpointError: another rank or scale, or tensors that are missing, misshapen or not asked for.
+        """
+        mine, asked = self.lora, adapters.lora
+        for name in ("rank", "alpha", "rs_lora"):
+            if getattr(mine, name) != getattr(asked, name):
+                raise CheckpointError(
+                    f"{self.directory / CONFIG}: {name}", getattr(mine, name),
+                    f"lora.{name} is {getattr(asked, name)}", f"set lora.{name} to what the adapter has",
+                )  # fmt: skip
+        wanted = adapters.table.hf_shapes()
+        if odd := sorted(wanted.keys() ^ self.info.keys()):
+            here = odd[0] in self.info
+            raise CheckpointError(
+                f"{self.directory / WEIGHTS}: {odd[0]}", "in the file" if here else "not in the file",
+                f"lora.targets {'does not name' if here else 'names'} its layer",
+                "let lora.targets name the layers of the adapter",
+            )  # fmt: skip
+        adapters.table.check_hf(self.shapes, str(self.directory / WEIGHTS))
+
+    def reader(self) -> Callable[[str], Tensor]:
+        """A function that gives a tensor by name; the file stays open as long as it is there."""
+        return _reader(self.directory / WEIGHTS)
+
+
+def _reader(path: Path) -> Callable[[str], Tensor]:
+    from safetensors import safe_open
+
+    file: Any = safe_open(path, framework="pt")
+    read: Callable[[str], Tensor] = file.get_tensor
+    return read
+
+
+def adapters_of_run(
+    table: RuleTable, lora: LoraConfig, layout: ParallelLayout, stages: Sequence[Sequence[Sequence[int]]]
+) -> tuple[Adapters, AdapterFile | None]:
+    """(the adapters that a run trains, what they start from).
+
+    Args:
+        table: the model's conversion rules.
+        stages: global layer ids `[stage][chunk]` (`config.layout.stage_layers`).
+
+    Raises:
+        ConfigError: a target that the model does not have, or that this layout cannot share out.
+        CheckpointError: the adapter to start from is of another model, rank, scale or targets.
+    """
+    adapters = make_adapters(table, lora)
+    adapters.table.check_layout(layout)
+    adapters.check_stages(stages)
+    if lora.init is None:
+        return adapters, None
+    file = AdapterFile.open(lora.init)
+    file.check(adapters)
+    return adapters, file
+
+
+def adapter_config(adapters: Adapters, base: Path) -> dict[str, object]:
+    """adapter_config.json as peft writes it.
+
+    Args:
+        base: of the model that the adapter is added to.
+    """
+    lora = adapters.lora
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "use_rslora": lora.rs_lora,
+        "target_modules": list(adapters.target_modules),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+def write_adapter(
+    adapters: Adapters, staging: Path, source: Path, dtype: str, files: Mapping[str, str], nbytes: int
+) -> None:
+    """Make an adapter of the safetensors shards in a directory, in the order of the model; the shards go.
+
+    Args:
+        source: checkpoint of the model.
+        dtype, nbytes: not used: shards say what they hold.
+        files: name of the shard of every tensor.
+    """
+    shards = {file: _reader(staging / file) for file in set(files.values())}
+    infos = {file: read_header(staging / file) for file in shards}
+    dtypes = {
+        name: TORCH_DTYPES[infos[files[name]][name].dtype] for name in adapters.table.hf_shapes() if name in files
+    }
+    write_adapter_files(adapters, staging, source, dtypes, ((name, shards[files[name]](name)) for name in dtypes))
+    for file in shards:
+        (staging / file).unlink()
+
+
+def write_adapter_files(
+    adapters: Adapters, directory: Path, base: Path, dtypes: Mapping[str, str], tensors: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Both files of an adapter.
+
+    Args:
+        base: checkpoint of the model.
+        dtypes: of the tensors in their order, as torch names them.
+        tensors: with their names, in that order.
+    """
+    shapes = adapters.table.hf_shapes()
+    plans = [TensorPlan(name, SAFETENSORS_DTYPES[dtype], shapes[name]) for name, dtype in dtypes.items()]
+    write_safetensors(directory / WEIGHTS, plans, (tensor for _, tensor in tensors), lambda done: None)
+    text = json.dumps(adapter_config(adapters, base), indent=2) + "\n"
+    (directory / CONFIG).write_text(text, encoding="utf-8")

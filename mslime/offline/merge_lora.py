@@ -1,0 +1,96 @@
+"""A Hugging Face checkpoint and an adapter on it -> the checkpoint with the adapter in its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mslime.config.errors import CheckpointError, nearest
+from mslime.convert.adapters import FACTORS, PREFIX
+from mslime.convert.hf import HFCheckpoint
+from mslime.convert.peft import WEIGHTS, AdapterFile
+from mslime.convert.writers import TensorPlan, torch_dtype
+from mslime.offline.hf_output import HFJob, Output
+from mslime.offline.jobs import source_identity
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class MergeLora(HFJob):
+    """The job: see `jobs.Job`. W + scale * B A in float32, in the dtype that the checkpoint has.
+
+    Args:
+        source: Hugging Face directory of the model, with plain or quantised weights; they are written plain.
+        adapter: directory of an adapter in peft's format.
+
+    Raises:
+        CheckpointError: the adapter is not one of this model, or one of the two is damaged.
+    """
+
+    def __init__(self, source: Path, adapter: Path, max_shard_bytes: int = 5 << 30) -> None:
+        self._source, self._file = source, AdapterFile.open(adapter)
+        checkpoint = HFCheckpoint(source)
+        self._adapted = _checked(self._file, checkpoint)
+        outputs = [Output(name, (TensorPlan(name, info.dtype, info.shape),)) for name, info in checkpoint.info.items()]
+        files = [source / file for file in {info.file for info in checkpoint.stored.values()}]
+        self._identity = source_identity([*files, adapter / WEIGHTS])
+        super().__init__(outputs, source, {}, max_shard_bytes)
+        self._opened: Any = None
+
+    def identity(self) -> Mapping[str, object]:
+        """See `jobs.Job`."""
+        return {
+            "job": "merge-lora",
+            "source": [str(self._source.resolve()), str(self._file.directory.resolve()), self._identity],
+            "lora": self._file.lora.describe(),
+        }
+
+    def make(self, output: Output) -> Sequence[Tensor]:
+        """See `HFJob`."""
+        if self._opened is None:
+            self._opened = (HFCheckpoint(self._source), self._file.reader())
+        checkpoint, read = self._opened
+        (plan,) = output.plans
+        weight: Tensor = checkpoint.tensor(plan.name).to(torch_dtype(plan.dtype))
+        module = self._adapted.get(plan.name)
+        return [weight if module is None else self._merged(weight, module, read)]
+
+    def _merged(self, weight: Tensor, module: str, read: Callable[[str], Tensor]) -> Tensor:
+        a, b = (read(f"{module}.{factor}.weight").float() for factor in FACTORS)
+        return (weight.float() + b @ a * self._file.lora.scale).to(weight.dtype)
+
+
+def _checked(file: AdapterFile, checkpoint: HFCheckpoint) -> dict[str, str]:
+    """Modules of the adapter, by the name of the weight that each is added to.
+
+    Raises:
+        CheckpointError: a module that the model does not have, or of another shape; half an adapter.
+    """
+    found: dict[str, str] = {}
+    shapes, where = file.shapes, file.directory / WEIGHTS
+    for name in shapes:
+        module, _, factor = name.removesuffix(".weight").rpartition(".")
+        weight = f"{module.removeprefix(PREFIX)}.weight"
+        if factor not in FACTORS or not module.startswith(PREFIX):
+            raise CheckpointError(
+                f"{where}: {name}", list(shapes[name]), f"names end in {' or '.join(FACTORS)} and begin with {PREFIX}",
+                "use an adapter in peft's format",
+            )  # fmt: skip
+        if weight not in checkpoint.info:
+            raise CheckpointError(
+                f"{where}: {name}", None, f"the model has no {weight} {nearest(weight, checkpoint.info)}".strip(),
+                "name the checkpoint that the adapter was trained on",
+            )  # fmt: skip
+        found[weight] = module
+    for weight, module in found.items():
+        a, b = (shapes.get(f"{module}.{factor}.weight") for factor in FACTORS)
+        out, features = (*checkpoint.info[weight].shape, 0)[:2]
+        if a != (file.lora.rank, features) or b != (out, file.lora.rank):
+            raise CheckpointError(
+                f"{where}: {module}", {"lora_A": a, "lora_B": b},
+                f"{weight} is {(out, features)}, and the rank {file.lora.rank}",
+                "name the checkpoint that the adapter was trained on",
+            )  # fmt: skip
+    return found

@@ -1,0 +1,82 @@
+"""Adapters against peft on transformers, in float32: log-probs, loss, gradients, and the factors after two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mslime.config.lora import LoraConfig
+from mslime.convert.adapters import make_adapters
+from mslime.convert.families import get_family, read_hf_config
+from tests.engines.lora_ranks import LORA, factor, record
+from tests.engines.megatron_parity import Case, make_shards, run_config
+from tests.engines.megatron_ranks import run_ranks
+from tests.fixtures.families import CASES
+from tests.fixtures.peft_models import factors_of, peft_model
+
+SFT = Case(train={"task": "sft", "lr_decay_style": "constant", "lr_warmup_steps": 0, "clip_grad": 0})
+MODELS = {
+    "qwen3-moe": {"rs_lora": True},
+    "deepseek-v3": {},
+    "glm-4": {},
+    "qwen2-moe": {},
+    "mixtral": {"targets": ["attention"]},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Many tiny products: threads that wait for each other would cost more than they do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def negative_log_likelihood(model: Any, shard: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the shard's loss, [N] log-probs with 0 for first tokens)."""
+    columns: list[torch.Tensor] = []
+    for start, stop in shard.spans():
+        tokens = torch.from_numpy(shard.tokens[start:stop]).long()[None]
+        log_probs = model(tokens).logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+        columns += [log_probs.new_zeros(1), log_probs]
+    found = torch.cat(columns)
+    return -(found * torch.from_numpy(shard.weights)).sum(), found.detach()
+
+
+IN_CI = ("qwen3-moe", "deepseek-v3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.nightly]) for name in MODELS]
+)
+def test_adapters_learn_what_peft_learns(name: str, tmp_path: Path) -> None:
+    lora = {**LORA, **MODELS[name]}
+    checkpoint = CASES[name].make(tmp_path / "model")
+    run_ranks(record, 1, checkpoint, SFT, lora, tmp_path / "record.pt")
+    kept = torch.load(tmp_path / "record.pt", weights_only=False)
+    config = read_hf_config(checkpoint)
+    adapters = make_adapters(get_family(config).rules(config), LoraConfig(**lora))
+    factors = {name: factor(name, shape) for name, shape in adapters.table.hf_shapes().items()}
+    model = peft_model(checkpoint, adapters.target_modules, lora, factors)
+    trained, train = factors_of(model), run_config(checkpoint, SFT).train
+    optimizer = torch.optim.AdamW(
+        trained.values(), lr=train.lr, betas=(train.adam_beta1, train.adam_beta2), eps=1e-4,
+        weight_decay=train.weight_decay,
+    )  # fmt: skip
+    for step, shard in enumerate(make_shards(SFT, 1, 0, None)):
+        optimizer.zero_grad()
+        loss, log_probs = negative_log_likelihood(model, shard)
+        loss.backward()
+        assert float(loss) == pytest.approx(kept["metrics"][step]["loss/total"], abs=1e-5)
+        if step == 0:
+            assert (log_probs - kept["log_probs"][0]).abs().max() < 2e-5
+            worst = {n: float((p.grad - kept["gradients"][n]).abs().max()) for n, p in trained.items()}
+            assert max(worst.values()) < 1e-5, sorted(worst.items(), key=lambda item: -item[1])[:4]
+            assert max(float(p.grad.abs().max()) for p in trained.values()) > 1e-3
+        optimizer.step()
+    assert max(float((p - kept["after"][n]).abs().max()) for n, p in trained.items()) < 1e-5
