@@ -65,7 +65,8 @@ def resolve(argv: list[str]) -> dict[str, Any]:
 
     args = prepare_server_args(argv)
     args.resolve_once()
-    return {name: plain(getattr(args, name)) for name in (*ASKED, *DECIDED)}
+    decided = args.resolved_dict()  # the record itself keeps what was asked for
+    return {name: plain(decided[name]) for name in (*ASKED, *DECIDED)}
 
 
 def plug_ins(_: None) -> dict[str, list[str]]:
