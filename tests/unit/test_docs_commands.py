@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = {
     r"bash scripts/(quickstart|test|install)\.sh": "installs; the quickstart is run on its own, before a release",
+    r"bash scripts/rehearse_gpu\.sh": "installs 11 GB",
     r"source |export |mkdir |echo ": "the shell's",
     r"hf download|pip install": "network",
     r"ray start|sbatch ": "a cluster; tests/unit/test_deploy.py",
