@@ -32,6 +32,18 @@ OnError = Literal["fail", "drop"]
 ProgressMode = Literal["auto", "on", "off"]
 """Whether the console shows live bars."""
 
+Placement = Literal["separate", "colocated"]
+"""Whether engines have GPUs of their own, or take turns with the trainer on its GPUs."""
+
+TrainerPart = Literal["weights", "optimizer", "gradients"]
+"""What a trained model holds on its device."""
+
+EngineTag = Literal["weights", "kv_cache", "cuda_graph"]
+"""What an engine can give back, by SGLang's tags."""
+
+AsleepIn = Literal["auto", "memory", "disk"]
+"""Where a trainer that sleeps keeps its weights and optimizer."""
+
 Kept = Literal["some", "all", "none"]
 """How many of the responses are written to files."""
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import Field, field_validator
 
 from mslime.config.base import Section
-from mslime.config.choices import Device
+from mslime.config.choices import AsleepIn, Device, Placement
 from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +41,21 @@ class ClusterConfig(Section):
     device: Device = Field(default="auto", description="auto: cuda when a GPU is visible, else cpu.")
     trainer_ranks: int | None = Field(
         default=None, ge=1, le=65536, description="Trainer processes; default TP x PP x CP."
+    )
+    placement: Placement = Field(
+        default="separate",
+        description="separate: engines have GPUs of their own. colocated: they are on the trainer's GPUs, and each "
+        "side gives its memory back while the other works (docs/colocated.md).",
+    )
+    asleep_in: AsleepIn = Field(
+        default="auto",
+        description="colocated: where weights and optimizer are while engines generate. memory: in the machine's, "
+        "pinned. disk: in files. auto: memory where the device is a GPU, disk where it is a CPU.",
+    )
+    asleep_directory: Path | None = Field(
+        default=None,
+        description="colocated, disk: a directory on a fast local disk of each trainer machine. The files have no "
+        "names, and go with their process. None: the run's.",
     )
     gpus_per_node: int = Field(default=8, ge=1, description="GPUs of one machine, for placement.")
     gpu_memory_gb: float = Field(
@@ -170,9 +186,11 @@ def claims(config: RunConfig, parts: Parts = WHOLE) -> list[Claim]:
     """What a run places: trainer ranks, and a critic, engines and teachers as far as mslime launches them."""
     generates = config.train.task == "rl" and parts.engines
     launched = config.sglang.num_engines if generates and not config.sglang.urls else 0
+    shared = launched and parts.trainers and config.colocated
+    launched, trainer = (0, "trainer and engines") if shared else (launched, "trainer")
     teachers = config.teacher.launched if generates else 0
     wanted = [
-        Claim("trainer", config.layout.world_size if parts.trainers else 0, 1),
+        Claim(trainer, config.layout.world_size if parts.trainers else 0, 1),
         Claim("critic", config.critic_ranks if parts.trainers else 0, 1),
         Claim("engines", launched * config.sglang.nnodes, config.sglang.gpus_a_machine),
         Claim("teachers", teachers * config.teacher.nnodes, config.teacher.gpus_a_machine),

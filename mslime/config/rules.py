@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from mslime.config.algorithm import GROUP_RELATIVE
 from mslime.config.choices import check_choice
 from mslime.config.cluster import claims, count_gpus, describe_gpus, engine_nccl
+from mslime.config.colocated import check_colocated
 from mslime.config.engines import MASK_LIMIT, check_teacher
 from mslime.config.environments import check_environment_settings
 from mslime.config.errors import ConfigError
@@ -200,12 +201,13 @@ def _shared_memory_on_one_node(config: RunConfig) -> None:
     cluster, wanted = config.cluster, claims(config)
     if config.weights.transport != "shm" or cluster.device == "cpu" or count_gpus(wanted) <= cluster.gpus_per_node:
         return
+    others = "disk or delta" if config.colocated else "broadcast, or disk or delta"
     raise ConfigError(
         "weights.transport",
         "shm",
         f"the run needs {describe_gpus(wanted)}, one machine has {cluster.gpus_per_node} (cluster.gpus_per_node), and "
         "machines share no memory",
-        "set broadcast, or disk or delta with a weights.directory that all machines share",
+        f"set {others} with a weights.directory that all machines share",
     )
 
 
@@ -473,6 +475,7 @@ def _comparison(config: RunConfig) -> None:
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _supervised,
+    check_colocated,
     _keep_best,
     _pipeline_p2p,
     _sequence_parallel,

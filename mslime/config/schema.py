@@ -489,6 +489,11 @@ class RunConfig(Section):
         return self.megatron.layout(self.cluster.trainer_ranks)
 
     @property
+    def colocated(self) -> bool:
+        """Whether engines and trainer take turns on the same GPUs."""
+        return self.cluster.placement == "colocated"
+
+    @property
     def compares_weights(self) -> bool:
         """Whether engines may be able to say what they hold: by what they recorded; attached ones are asked."""
         return self.weights.loader == "recorded" or bool(self.sglang.urls)

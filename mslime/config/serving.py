@@ -28,6 +28,7 @@ class ServerSpec:
         start_s: seconds until a server answers.
         mask_tokens: most ids of a sampling mask that they return; None: SGLang's default.
         recorded: they load buckets of weights by recorded copies.
+        gives_back: they give their memory back while a trainer works on their GPUs.
     """
 
     role: Role
@@ -40,6 +41,7 @@ class ServerSpec:
     start_s: float
     mask_tokens: int | None = None
     recorded: bool = False
+    gives_back: bool = False
 
     def dtype(self, hf_config: dict[str, Any]) -> str:
         """The dtype that the servers hold weights in (`config.dtypes.served_dtype`). Raises ConfigError."""
@@ -55,7 +57,8 @@ def engine_spec(config: RunConfig) -> ServerSpec:
     spec = _spec(config, "engine", config.sglang, model.path, model.tokenizer)
     # Where the draw's last tokens tie in probability, SGLang's GPU kernels keep all of them, also beyond top-k.
     mask_tokens = 2 * config.rollout.top_k if config.rollout.truncated else None
-    return replace(spec, mask_tokens=mask_tokens, recorded=config.weights.loader == "recorded")
+    recorded = config.weights.loader == "recorded"
+    return replace(spec, mask_tokens=mask_tokens, recorded=recorded, gives_back=config.colocated)
 
 
 def teacher_spec(config: RunConfig) -> ServerSpec:

@@ -45,6 +45,7 @@ class TrainingSpec(ModelSpec):
         seed: of what is drawn at random.
         threads: CPU threads of a rank.
         deadlines: of the ranks' waits for each other.
+        asleep: directory for files with its state while it sleeps, where it does; None: it lies in host memory then.
     """
 
     train: TrainConfig
@@ -52,6 +53,7 @@ class TrainingSpec(ModelSpec):
     seed: int
     threads: int
     deadlines: DeadlineConfig
+    asleep: Path | None = None
 
     @property
     def steps(self) -> int:
@@ -113,6 +115,7 @@ def policy_spec(config: RunConfig) -> PolicySpec:
         seed=config.seed,
         threads=config.cluster.trainer_threads,
         deadlines=config.deadlines,
+        asleep=asleep_directory(config),
         name=config.name,
         algorithm=config.algorithm,
         temperature=config.rollout.temperature if rl else 1.0,
@@ -122,6 +125,14 @@ def policy_spec(config: RunConfig) -> PolicySpec:
         asked_engine_dtype=config.sglang.dtype,
         lora=config.lora,
     )
+
+
+def asleep_directory(config: RunConfig) -> Path | None:
+    """Where a trainer that sleeps keeps its state in files; None where it keeps it in host memory. The device `auto`
+    counts as GPUs."""
+    cluster = config.cluster
+    kept_in = cluster.asleep_in if cluster.asleep_in != "auto" else "disk" if cluster.device == "cpu" else "memory"
+    return (cluster.asleep_directory or config.run_dir).absolute() if kept_in == "disk" else None
 
 
 def _with_directory(config: RunConfig) -> WeightsConfig:
@@ -145,5 +156,6 @@ def critic_spec(config: RunConfig) -> CriticSpec:
         seed=config.seed,
         threads=config.cluster.trainer_threads,
         deadlines=config.deadlines,
+        asleep=asleep_directory(config),
         value_clip=critic.value_clip,
     )

@@ -26,7 +26,10 @@ from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.config.serving import Role
 from mslime.control.placement import (
+    Place,
+    Spot,
     check_tensor_groups,
+    gpus_of,
     in_order,
     machines,
     on_other_machines,
@@ -77,6 +80,9 @@ class Cluster:
         self._groups: list[PlacementGroup] = []
         self._trainers: PlacementGroup | None = None
         self._order: dict[str, list[int]] = {}
+        self._spots: list[Spot] = []  # of trainer ranks, in their order
+        self._shared = config.colocated and trainers and self._num_engines > 0
+        self._placed = 0  # engines that were given GPUs of the trainer
         self._critics: PlacementGroup | None = None
         self._connected = False
         self._engines: PlacementGroup | None = None
@@ -122,10 +128,12 @@ class Cluster:
         self._on_init()
         refuse_small_cluster(config, self._parts)
         if self._parts.trainers:
-            self._trainers = self._place_ranks("cluster.trainer_ranks", world)
+            self._trainers, self._spots = self._place_ranks("cluster.trainer_ranks", world)
         if self._parts.trainers and config.critic_ranks:
-            self._critics = self._place_ranks("critic.placement", config.critic_ranks)
-        if engines:
+            self._critics, _ = self._place_ranks("critic.placement", config.critic_ranks)
+        if self._shared:
+            self._engines = self._trainers
+        elif engines:
             self._engines = self._place(
                 "sglang.num_engines",
                 [self._bundle(config.sglang.gpus_a_machine) for _ in range(engines * config.sglang.nnodes)],
@@ -150,13 +158,14 @@ class Cluster:
                 f"start it ({RAY_START}), with this Python and this Ray, and mslime on one of its machines",
             ) from error  # fmt: skip
 
-    def _place_ranks(self, field: str, ranks: int) -> PlacementGroup:
-        """Bundles for ranks that share layers, numbered by machine and GPU."""
+    def _place_ranks(self, field: str, ranks: int) -> tuple[PlacementGroup, list[Spot]]:
+        """Bundles for ranks that share layers, numbered by machine and GPU; and where each rank's lies."""
         group = self._place(field, [self._bundle(1) for _ in range(ranks)])
         spots = spots_of(group, self._cuda)
         self._order[field] = order = in_order(spots)
-        check_tensor_groups([spots[bundle] for bundle in order], self._config.layout.tp)
-        return group
+        mine = [spots[bundle] for bundle in order]
+        check_tensor_groups(mine, self._config.layout.tp)
+        return group, mine
 
     def _bundle(self, gpus: int) -> dict[str, float]:
         return {"CPU": 1.0, "GPU": float(gpus)} if self._cuda else {"CPU": 1.0}
@@ -196,7 +205,7 @@ class Cluster:
         groups = {
             "trainer_rank": (self._trainers, self._order.get("cluster.trainer_ranks"), 1),
             "critic_rank": (self._critics, self._order.get("critic.placement"), 1),
-            "engine": (self._engines, None, self._config.sglang.nnodes),
+            "engine": (None if self._shared else self._engines, None, self._config.sglang.nnodes),
             "teacher": (self._teachers, None, self._config.teacher.nnodes),
         }
         placed: dict[str, list[str]] = {}
@@ -214,23 +223,46 @@ class Cluster:
         assert self._critics is not None
         return self._options(self._critics, self._order["critic.placement"][rank], gpus=1)
 
-    def engine_options(self, index: int, role: Role = "engine") -> list[dict[str, Any]]:
-        """Actor options that put engine or teacher `index` into its bundles, one for each of its machines."""
+    def engine_places(self, index: int, role: Role = "engine") -> list[Place]:
+        """Where engine or teacher `index` goes: one place for each of its machines."""
         teaches = role == "teacher"
+        if self._shared and not teaches:
+            return self._on_trainer_gpus()
         group, section = (self._teachers, self._config.teacher) if teaches else (self._engines, self._config.sglang)
         assert group is not None
         bundles = range(index * section.nnodes, (index + 1) * section.nnodes)
-        return [self._options(group, bundle, gpus=section.gpus_a_machine) for bundle in bundles]
+        return [Place(self._options(group, bundle, gpus=section.gpus_a_machine)) for bundle in bundles]
 
-    def one_more_engine(self) -> list[dict[str, Any]]:
-        """Actor options for an engine beyond those that the run began with. Raises ConfigError without room for it."""
+    def _on_trainer_gpus(self) -> list[Place]:
+        """Places for the next engine: neighbouring GPUs of the trainer, beside its ranks."""
+        engine, number = self._config.sglang, self._placed
+        assert self._trainers is not None
+        if (number + 1) * engine.tp_size > len(self._spots):
+            raise ConfigError(
+                "sglang.num_engines", number + 1,
+                f"engines share the trainer's {len(self._spots)} GPUs, {engine.tp_size} each (cluster.placement)",
+                "end another one first",
+            )  # fmt: skip
+        self._placed += 1
+        places: list[Place] = []
+        for part in range(engine.nnodes):
+            first = number * engine.tp_size + part * engine.gpus_a_machine
+            gpus = gpus_of(self._spots[first : first + engine.gpus_a_machine])
+            bundle = self._order["cluster.trainer_ranks"][first]
+            places.append(Place(self._options(self._trainers, bundle, gpus=0), gpus if self._cuda else None))
+        return places
+
+    def one_more_engine(self) -> list[Place]:
+        """Places for an engine beyond those that the run began with. Raises ConfigError without room for it."""
         engine = self._config.sglang
+        if self._shared:
+            return self._on_trainer_gpus()
         if not self._cuda and self._config.cluster.ray_address is None:
             # Its cores are logical, and counted without it.
-            return [beside_the_driver() | {"max_restarts": 0}] * engine.nnodes
+            return [Place(beside_the_driver() | {"max_restarts": 0})] * engine.nnodes
         gpus, machines = engine.gpus_a_machine, range(engine.nnodes)
         group = self._place("sglang.num_engines", [self._bundle(gpus) for _ in machines], MORE_SECONDS)
-        return [self._options(group, bundle, gpus) for bundle in machines]
+        return [Place(self._options(group, bundle, gpus)) for bundle in machines]
 
     def _options(self, group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)

@@ -14,6 +14,7 @@ from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
 from mslime.control.probe import Answered, WeightProbe
 from mslime.control.rollouts import RolloutHandle
+from mslime.control.sharing import Apart
 from mslime.control.trainers import Span, TrainerGroup
 from mslime.observe.progress import Progress
 
@@ -49,6 +50,7 @@ class Delivery:
         fleet: is told who is gone.
         check: raises when the run is to end.
         new_group: makes names for groups without the engines that are gone.
+        memory: whose turn it is on shared GPUs.
         probe: asked after each sync; None: nothing is.
     """
 
@@ -62,11 +64,12 @@ class Delivery:
         check: Callable[[], None],
         new_group: Callable[[], str],
         progress: Progress,
+        memory: Apart,
         probe: WeightProbe | None = None,
     ) -> None:
         self._config, self._rollouts, self._trainers, self._engines = config, rollouts, trainers, engines
         self._fleet, self._check, self._new_group, self._progress = fleet, check, new_group, progress
-        self._probe = probe
+        self._memory, self._probe = memory, probe
         self._met = frozenset(address.url for address in engines.addresses)
         self._proven: frozenset[str] = frozenset()  # engines that have taken weights once
 
@@ -97,6 +100,7 @@ class Delivery:
         while True:  # ends: there is an engine less every second time
             try:
                 self._meet(serving)
+                self._memory.enter("send")
                 check = self._config.compares_weights and (verify or repeats > 0)
                 report, spans = self._trainers.send_weights(version, check, self._progress.weights)
                 strict = self._config.weights.verify in ("first", "always")

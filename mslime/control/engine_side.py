@@ -62,6 +62,7 @@ class EngineSide:
         self._needs = Needs(
             bool(run.replayed_layers), architectures=(run.family.architecture,),
             dtype=engine_dtype(self._config, run.hf_config), checkpoint_dtype=checkpoint_dtype(run.hf_config),
+            memory=self._config.colocated,
             truncation={"top_p": r.top_p, "top_k": r.top_k, "min_p": r.min_p} if r.truncated else {},
         )  # fmt: skip
         refused_input = await handshake_all(clients, self._needs)
@@ -73,6 +74,7 @@ class EngineSide:
         update on. Raises EngineError naming what it lacks, EngineDied when it does not answer."""
         from mslime.backends.sglang.client import EngineDied
         from mslime.backends.sglang.handshake import handshake
+        from mslime.backends.sglang.released import TAGS
         from mslime.control.attached import make_clean
 
         hide(address.keys.api, address.keys.admin)
@@ -88,6 +90,8 @@ class EngineSide:
                 )
                 await make_clean(client)
                 client.deadlines = limits
+                if self._needs.memory:  # it may have been given up while it slept
+                    await client.hold_memory(TAGS)
                 await handshake(client, self._needs)
                 await client.pause(self._config.rollout.pause_mode)
         except BaseException as error:

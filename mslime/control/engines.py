@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from mslime.config.errors import EngineError, TrainerError
+from mslime.config.errors import ConfigError, EngineError, TrainerError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.schema import RunConfig
 from mslime.config.serving import Role, ServerSpec, engine_spec, teacher_spec
 from mslime.control.calls import call, gather
 from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
+from mslime.control.placement import Place
 from mslime.logs import hide, log_process, phase
 
 if TYPE_CHECKING:
@@ -53,12 +54,13 @@ class PartActor:
     """Launches a server's part on another machine than its first, when that says so. It dies with this process."""
 
     def __init__(
-        self, config: RunConfig, spec: ServerSpec, index: int, rank: int, log_dir: str, keys: EngineKeys, routes: bool
-    ) -> None:
+        self, config: RunConfig, spec: ServerSpec, index: int, rank: int, log_dir: str, keys: EngineKeys, routes: bool,
+        gpus: Sequence[str] | None,
+    ) -> None:  # fmt: skip
         host = _begin_actor(config, f"{spec.role}{index}_part{rank}", log_dir, keys)
         from mslime.backends.sglang.server import ServerPart
 
-        self._part = ServerPart(spec, index, rank, Path(log_dir), host, keys, routes)
+        self._part = ServerPart(spec, index, rank, Path(log_dir), host, keys, routes, gpus)
 
     def launch(self, meeting: str) -> None:
         """See `ServerPart`, as for the next two."""
@@ -102,11 +104,12 @@ class EngineActor:
 
     Args:
         parts: `PartActor`s on the server's other machines, in order.
+        gpus: that the server may use; None: what Ray gives this process.
     """
 
     def __init__(
         self, config: RunConfig, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool,
-        parts: Sequence[Any] = (),
+        parts: Sequence[Any] = (), gpus: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         host = _begin_actor(config, name := f"{spec.role}{index}", log_dir, keys)
         from mslime.backends.sglang.server import ServerProcess
@@ -116,7 +119,7 @@ class EngineActor:
             for rank, part in enumerate(parts, 1)
         ]
         self._server = ServerProcess(
-            spec, index, Path(log_dir), host=host, keys=keys, routes=routes, others=others
+            spec, index, Path(log_dir), host=host, gpus=gpus, keys=keys, routes=routes, others=others
         )  # fmt: skip
 
     def start(self) -> EngineAddress:
@@ -161,31 +164,35 @@ class EngineGroup:
         self._cluster, self._log_dir, self._routes = cluster, log_dir, routes
         self._actors: dict[str, Any] = {}
         self._parts: dict[str, list[Any]] = {}  # on the other machines of a server
-        self._places: dict[str, list[dict[str, Any]]] = {}
-        self._free_places: list[list[dict[str, Any]]] = []
+        self._places: dict[str, list[Place]] = {}
+        self._free_places: list[list[Place]] = []
+        self._waiting: list[str] = []
+        self._may_start = True
         self._starting: dict[str, ray.ObjectRef] = {}
         self._restarts = Counter[str]()
         self._made = 0
         self.log_paths: dict[str, str] = {}
         self.addresses: list[EngineAddress] = []
         for _ in range(0 if self._urls else count):
-            self._make(cluster.engine_options(self._made, role))
+            self._make(cluster.engine_places(self._made, role))
 
-    def _make(self, options: list[dict[str, Any]]) -> str:
+    def _make(self, places: list[Place]) -> str:
         """Processes for one more server, one on each of its machines; its name."""
         name, index = f"{self._role}{self._made}", self._made
         self._made += 1
         spec = teacher_spec(self._config) if self._role == "teacher" else engine_spec(self._config)
         logs = str(self._log_dir)
         self._parts[name] = parts = [
-            remote_class(PartActor).options(**each).remote(
-                self._config, spec, index, rank, logs, self._keys, self._routes
+            remote_class(PartActor).options(**each.options).remote(
+                self._config, spec, index, rank, logs, self._keys, self._routes, each.gpus
             )
-            for rank, each in enumerate(options[1:], 1)
+            for rank, each in enumerate(places[1:], 1)
         ]  # fmt: skip
         remote = remote_class(EngineActor, concurrency_groups={"progress": 1})
-        made = remote.options(**options[0]).remote(self._config, spec, index, logs, self._keys, self._routes, parts)
-        self._places[name] = options
+        made = remote.options(**places[0].options).remote(
+            self._config, spec, index, logs, self._keys, self._routes, parts, places[0].gpus
+        )
+        self._places[name] = places
         self._actors[name], self.log_paths[name] = made, str(self._log_dir / f"{name}.log")
         return name
 
@@ -236,8 +243,31 @@ class EngineGroup:
 
     @property
     def starting(self) -> list[str]:
-        """Names of servers that are being started, or were and have not been asked for by `started`."""
-        return list(self._starting)
+        """Names of servers that are being started or wait for it, or were and have not been asked for by `started`."""
+        return [*self._starting, *self._waiting]
+
+    def let_start(self, may: bool) -> None:
+        """Whether servers may be started now, as they may at first; those that are to be meanwhile wait for it."""
+        self._may_start = may
+        waiting, self._waiting = (self._waiting, []) if may else ([], self._waiting)
+        for name in waiting:
+            self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        """Start a server, or another one in its place; once it may."""
+        if not self._may_start:
+            self._waiting.append(name)
+            return
+        actor, before = self._actors[name], self._restarts[name] - 1
+        wait_s = min(max(before, 0) * BACKOFF_SECONDS, MOST_BACKOFF_SECONDS)
+        self._starting[name] = actor.start_again.remote(wait_s) if before >= 0 else actor.start.remote()
+
+    def halt(self, name: str) -> None:
+        """End the server of this name, if mslime has started it, and let nothing of it be left. It may be started
+        again."""
+        if name in self._actors and name not in self.starting:
+            ref = self._actors[name].stop.remote()
+            call(ref, name, "engine stop", STOP_SECONDS + PART_SECONDS, self.log_paths[name])
 
     @property
     def launches(self) -> bool:
@@ -254,10 +284,9 @@ class EngineGroup:
             return "mslime does not start it"
         if self._restarts[name] >= self._config.sglang.restarts:
             return f"it is not started again (sglang.restarts: {self._config.sglang.restarts})"
-        wait_s = min(self._restarts[name] * BACKOFF_SECONDS, MOST_BACKOFF_SECONDS)
         self._restarts[name] += 1
-        self._starting[name] = self._actors[name].start_again.remote(wait_s)
-        return "it is started again"
+        self._begin(name)
+        return "it is started again" if self._may_start else "it is started again when the trainer sleeps"
 
     def forgive(self, name: str) -> None:
         """An engine has served well since it was started: what it died of before counts no more."""
@@ -266,13 +295,17 @@ class EngineGroup:
     def start_another(self) -> str:
         """Begin to start one more server; its name. Raises ConfigError when the cluster has no room for it."""
         name = self._make(self._free_places.pop() if self._free_places else self._cluster.one_more_engine())
-        self._starting[name] = self._actors[name].start.remote()
+        self._begin(name)
         return name
 
     def attach(self, url: str, keys: EngineKeys) -> EngineAddress:
-        """An engine that somebody else runs, under a name of its own. Raises EngineError when the URL is not one."""
+        """An engine that somebody else runs, under a name of its own. Raises EngineError when the URL is not one, and
+        ConfigError where engines share GPUs with the trainer."""
         from mslime.backends.sglang.server import attach
 
+        if self._config.colocated:
+            raise ConfigError("attach", url, "engines of this run share the trainer's GPUs (cluster.placement)",
+                              "let it have engines of its own: --engines N")  # fmt: skip
         address = attach(url, self._made, self._role, keys)
         self._made += 1
         return address
@@ -303,6 +336,7 @@ class EngineGroup:
         stays the run's, for the next one."""
         self.addresses = [address for address in self.addresses if address.name != name]
         self._starting.pop(name, None)
+        self._waiting = [other for other in self._waiting if other != name]
         if (actor := self._actors.pop(name, None)) is not None:
             actor.stop.remote()
             actor.__ray_terminate__.remote()  # when it has stopped

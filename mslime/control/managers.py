@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.comparison import Sums
     from mslime.backends.sglang.probing import ProbeRequest
     from mslime.backends.sglang.server import EngineAddress
+    from mslime.config.choices import EngineTag
     from mslime.config.schema import EvalSetConfig
     from mslime.data.probe import Probed
     from mslime.data.sample import Group
@@ -241,6 +242,10 @@ class ManagerGroup:
     async def stranded(self) -> bool:
         """Whether a manager has nobody to generate."""
         return any(await _ended(manager.side("stranded") for manager in self._managers))
+
+    async def hold_memory(self, tags: Collection[EngineTag]) -> None:
+        """See `EnginePool`."""
+        await self._all_engines("hold_memory", tags)
 
     async def begin_update(self) -> Serving:
         """See `EnginePool`, as for the next three: all managers at once. A manager whose engines are all gone raises:

@@ -47,6 +47,35 @@ class Spot:
         return (parsed.version, int(parsed), "", self.node, self.gpu)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a process goes.
+
+    Attributes:
+        options: Ray's, of its actor.
+        gpus: that it may use, where these are not what Ray gives it: those of trainer ranks that it shares.
+    """
+
+    options: dict[str, Any]
+    gpus: tuple[str, ...] | None = None
+
+
+def gpus_of(spots: Sequence[Spot]) -> tuple[str, ...]:
+    """Numbers of neighbouring GPUs for one engine.
+
+    Raises:
+        ConfigError: they are not on one machine.
+    """
+    if len({(spot.address, spot.node) for spot in spots}) > 1:
+        raise ConfigError(
+            "sglang.tp_size", len(spots),
+            f"the trainer's GPUs that an engine would share are on {' and '.join({spot.address for spot in spots})}; "
+            f"free GPUs of a machine must come in multiples of {len(spots)}",
+            "end what else runs on these machines, or choose a size that divides the GPUs of each",
+        )  # fmt: skip
+    return tuple(str(spot.gpu) for spot in spots)
+
+
 def in_order(spots: Sequence[Spot]) -> list[int]:
     """Indices of the bundles by machine, then by GPU: rank r belongs into bundle `in_order(spots)[r]`."""
     return sorted(range(len(spots)), key=lambda bundle: spots[bundle].order)

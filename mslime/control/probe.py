@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mslime.config.errors import sync_error
 from mslime.control.rollouts import RolloutHandle
+from mslime.control.sharing import Apart
 from mslime.control.trainers import Span, TrainerGroup
 from mslime.data.probe import SAME_ROUTES, Differences, Probed
 
@@ -48,10 +49,11 @@ class WeightProbe:
 
     Args:
         tolerance: nats, see `data.probe.Differences`.
+        memory: whose turn it is on shared GPUs.
     """
 
-    def __init__(self, rollouts: RolloutHandle, trainers: TrainerGroup, tolerance: float) -> None:
-        self._rollouts, self._trainers, self._tolerance = rollouts, trainers, tolerance
+    def __init__(self, rollouts: RolloutHandle, trainers: TrainerGroup, tolerance: float, memory: Apart) -> None:
+        self._rollouts, self._trainers, self._tolerance, self._memory = rollouts, trainers, tolerance, memory
 
     def ask(self, version: int) -> Answered | None:
         """Ask all, after the engines were stamped with this version; None where no engine has an answer.
@@ -61,9 +63,11 @@ class WeightProbe:
             EngineError: all engines refuse. EngineDied: none is left. TrainerError: a rank is gone.
         """
         begin = time.monotonic()
+        self._memory.enter("generate")
         found = self._rollouts.probe(version)
         if not found:
             return None
+        self._memory.enter("send")
         texts = {each.tokens.tobytes(): each for each in found.values()}  # most engines add the same tokens
         scored, spans = self._trainers.probe([each.tokens for each in texts.values()])
         expected = {

@@ -32,6 +32,7 @@ from mslime.observe.progress import RolloutCounts, summary_line
 if TYPE_CHECKING:
     from mslime.backends.sglang.pool import Serving
     from mslime.backends.sglang.server import EngineAddress
+    from mslime.config.choices import EngineTag
     from mslime.config.layout import ParallelLayout
     from mslime.data.probe import Probed
     from mslime.data.sample import Group, Sample
@@ -307,6 +308,11 @@ class RolloutActor:
         """Whether there is nobody to generate."""
         return await self._fleet.stranded()
 
+    async def hold_memory(self, tags: Collection[EngineTag]) -> None:
+        """Let the paused engines hold these parts of their memory; see `EnginePool`."""
+        with phase(_log, f"engines hold {', '.join(tags) or 'nothing'}"):
+            await self._pool.hold_memory(tags)
+
     async def begin_update(self) -> Serving:
         """Let the paused engines take weights; see `EnginePool`, as for the next three."""
         return _told(await self._pool.begin_update())
@@ -502,6 +508,10 @@ class RolloutHandle:
     def stranded(self) -> bool:
         """See `RolloutActor.stranded`."""
         return self._control("engines", self._actor.stranded.remote())
+
+    def hold_memory(self, tags: Collection[EngineTag]) -> None:
+        """See `RolloutActor.hold_memory`."""
+        self._update("memory", self._actor.hold_memory.remote(sorted(tags)))
 
     def begin_update(self) -> Serving:
         """See `RolloutActor.begin_update`."""

@@ -23,6 +23,7 @@ from mslime.control.fleet import Fleet
 from mslime.control.probe import WeightProbe
 from mslime.control.rollouts import Evaluated, Evaluation, RolloutHandle, StepShards
 from mslime.control.run_checkpoints import RunCheckpoints
+from mslime.control.sharing import Apart, Shared
 from mslime.control.started import Started
 from mslime.control.stop import Stopped, StopSignals
 from mslime.control.supervised import SupervisedRows
@@ -77,6 +78,7 @@ class Session(Started):
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
         self._evaluating: Evaluation | None = None
+        self._memory = Apart(self._tend)
 
     def _start(self) -> None:
         config = self.config
@@ -94,7 +96,7 @@ class Session(Started):
             self._start_generation(cluster)
         else:
             self._layers = self._trainers.start()
-        if self.checkpoints.loaded is not None:
+        if self.checkpoints.loaded is not None and not (generates and config.colocated):
             self._load(self.checkpoints.loaded)
         if config.train.task == "sft":
             self._rows = SupervisedRows(self._run)
@@ -130,14 +132,18 @@ class Session(Started):
         )
 
     def _start_generation(self, cluster: Cluster) -> None:
-        """Engines and trainers start side by side; the rollout service connects when both are there."""
+        """Engines and trainers start side by side, or on the same GPUs one after the other; the rollout service
+        connects when both are there."""
         self._engines = EngineGroup(self._run, cluster, self._logs)
         self._stack.callback(self._engines.stop)
         teachers = EngineGroup(self._run, cluster, self._logs, "teacher")
         self._stack.callback(teachers.stop)
+        if self.config.colocated:
+            self._start_and_sleep()
         starting, teachers_starting = self._engines.begin_start(), teachers.begin_start()
         watch = self._engines.watch_start(starting, self.progress.note)
-        self._layers = self._trainers.start(watch)
+        if not self.config.colocated:
+            self._layers = self._trainers.start(watch)
         addresses = self._engines.finish_start(starting, watch)
         self.progress.note("engines: " + ", ".join(a.url for a in addresses))
         taught_by = teachers.finish_start(
@@ -150,17 +156,32 @@ class Session(Started):
         self._stack.callback(self._rollouts.stop)
         self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
         self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress)
+        if self.config.colocated:
+            self._memory = Shared(self._rollouts, self._trainers, self._engines, self._tend, self._at_rest)
         self._delivery = Delivery(
             self.config, self._rollouts, self._trainers, self._engines, self._fleet, self._at_rest, self._other_group,
-            self.progress, self._probe(),
+            self.progress, self._memory, self._probe(),
         )  # fmt: skip
         self._delivery.connect(group)
         self._stack.enter_context(ControlEndpoint(self.config.run_dir, self._fleet.orders))
 
+    def _start_and_sleep(self) -> None:
+        """Engines measure the memory of their GPUs when they start: so the trainer is there first, and asleep."""
+        self._layers = self._trainers.start()
+        if self.checkpoints.loaded is not None:
+            self._load(self.checkpoints.loaded)
+        self._trainers.hold(())
+        self.progress.note("the trainer is ready and asleep")
+
+    def _tend(self) -> None:
+        """See `Fleet.tend`. With engines that join, weights are compared as in the run's first syncs."""
+        if self._fleet.tend():
+            self._verified = 0
+
     def _probe(self) -> WeightProbe | None:
         if self.config.weights.verify not in ("probe", "always"):
             return None
-        return WeightProbe(self._rollouts, self._trainers, self._run.probe_tolerance)
+        return WeightProbe(self._rollouts, self._trainers, self._run.probe_tolerance, self._memory)
 
     def _worth_waiting(self) -> None:
         """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""
@@ -232,6 +253,7 @@ class Session(Started):
         Args:
             watched: sequences whose log-probs are written beside their responses.
         """
+        self._memory.begin_training()
         _log.info("step %d: training", self._step)
         # While the critic is warmed up, the policy stays what it is.
         policy = not self.config.has_critic or self._step > self.config.critic.warmup_steps
@@ -269,16 +291,17 @@ class Session(Started):
         """Where all engines are gone, wait until one can get weights; else, or when none comes back, raise `error`."""
         if not self._rollouts.stranded():
             raise error
+        self._memory.revive()
         self._fleet.revive(error)
 
     def _publish(self, version: int) -> dict[str, float]:
         _log.info("sending weights of version %d", version)
         begin = time.monotonic()
         mode = self.config.weights.verify
-        if self._fleet.tend():
-            self._verified = 0
+        self._memory.begin_sync()
         self._rollouts.pause()
         paused = time.monotonic()
+        self._memory.enter("send")
         verify = mode == "always" or (mode in ("first", "probe") and self._verified < 2)
         delivered = self._delivery.send(version, verify)
         if (compared := delivered.compared) is not None:
@@ -286,8 +309,10 @@ class Session(Started):
             equal = f"{compared} tensors in the engines equal the trainer's, bit for bit"
             self.progress.note(f"version {version}: {equal if compared else 'no engine can say what it holds'}")
         sent, probed = delivered.report, delivered.probed
+        self._memory.enter("generate")
         self._rollouts.resume(version)
         end = time.monotonic()
+        self._memory.end_sync()
         self._fleet.lost(self._rollouts.dead())
         self._fleet.settled()
         self._record_ranks("send weights", delivered.spans)
@@ -310,6 +335,7 @@ class Session(Started):
             "weights/turn_seconds": max(spent.turn for spent in senders),
             "weights/send_seconds": max(spent.send for spent in senders),
             **({} if probed is None else probed.metrics()),
+            **self._memory.metrics(),
         }
 
     def has_scores(self, step: int) -> bool:
@@ -425,7 +451,8 @@ class Session(Started):
             others = self._save_rollouts(saving_directory(directory), next_step, deadline, rescue)
         else:
             extra["source"] = self._source_state
-        self._trainers.save(directory, extra, others, deadline)
+        with self._memory.awake("save", next_step, last=rescue):
+            self._trainers.save(directory, extra, others, deadline)
         self._saved = next_step
         self.checkpoints.prune()
         end = self._timeline.now()
@@ -527,7 +554,8 @@ class Session(Started):
 
     def export_hf(self, directory: Path) -> None:
         """Write the trainer's weights as a Hugging Face checkpoint with the model's configuration and tokenizer."""
-        self._trainers.export_hf(directory)
+        with self._memory.awake("send", self._trained):
+            self._trainers.export_hf(directory)
         self.progress.note(f"wrote {directory}")
         self._at_rest()
 

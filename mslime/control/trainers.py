@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mslime.config.choices import TrainerPart
 from mslime.config.keys import Endpoint
 from mslime.config.schema import RunConfig
 from mslime.config.training import critic_spec, policy_spec
@@ -161,6 +162,14 @@ class TrainerActor(RankActor):
             log_probs, chosen = self._trainer.probe(sequences)
         first = self._config.layout.dp_rank(self._rank) == 0
         return log_probs, chosen if first else None, (begin, time.time())
+
+    def hold(self, parts: Sequence[TrainerPart]) -> None:
+        """Have these parts of the state on the GPU and no others: the policy's, and a critic's beside it, which is not
+        needed where nothing is trained or saved."""
+        with phase(_log, f"having {', '.join(parts) or 'nothing'} on the device"):
+            self._trainer.hold(parts)
+            if self._critic is not None:
+                self._critic.hold(parts if "optimizer" in parts else ())
 
     def export_hf(self, directory: str) -> None:
         """Write the current weights as a Hugging Face checkpoint, or the adapter that is trained."""
@@ -345,6 +354,11 @@ class TrainerGroup:
         experts = [None] * len(sequences) if routes is None else np.split(routes, ends[:-1])
         spans = {f"trainer {rank}": span for rank, (_, _, span) in enumerate(found)}
         return list(zip(log_probs, experts, strict=True)), spans
+
+    def hold(self, parts: Collection[TrainerPart]) -> None:
+        """See `TrainerActor.hold`. A critic on GPUs of its own stays there."""
+        deadline, held = self._config.deadlines.checkpoint_s, sorted(parts)
+        self._trainers.all("memory", deadline, lambda a, _: a.hold.remote(held))
 
     def export_hf(self, directory: Path) -> None:
         """Write a Hugging Face checkpoint."""

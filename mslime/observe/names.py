@@ -186,6 +186,10 @@ METRICS: dict[str, Metric] = {
     "perf/critic_seconds": Metric("s", "the critic's forward, backward and optimizer", "", "sum"),
     "perf/eval_seconds": Metric("s", "the loop waits for an evaluation; beside training, for the one before"),
     "perf/checkpoint_seconds": Metric("s", "saving, after the step before"),
+    "perf/release_seconds": Metric("s", "colocated: engines give memory back; also after the step before"),
+    "perf/sleep_seconds": Metric("s", "colocated: the trainer's state leaves its GPUs; also after the step before"),
+    "perf/wake_seconds": Metric("s", "colocated: the trainer's state comes back; also after the step before"),
+    "perf/resume_seconds": Metric("s", "colocated: engines take memory again; also after the step before"),
     "perf/train_tokens_per_s": Metric("tokens/s", "tokens through the trainer while it trains", "perf/train_seconds"),
 }
 

@@ -62,7 +62,8 @@ def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: 
         laid_out = ("megatron", "cluster")
         fixed = build({key: section for key, section in values.items() if key not in laid_out})
         teachers = fixed.teacher.launched * fixed.teacher.tp_size
-        served = fixed.sglang.gpus + teachers if fixed.train.task == "rl" else 0
+        shared = values.get("cluster", {}).get("placement") == "colocated"
+        served = (0 if shared else fixed.sglang.gpus) + teachers if fixed.train.task == "rl" else 0
         if gpus <= served:
             raise ConfigError("--gpus", gpus, f"the engines alone take {served}", "raise it, or plan fewer engines")
         shares = 2 if fixed.critic_ranks else 1  # a critic of its own takes as many as the policy

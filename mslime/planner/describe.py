@@ -22,7 +22,7 @@ def describe(plan: RunPlan) -> Group:
         parts.append(_trainer(plan, plan.critic_stages, "Critic"))
     parts.append(_balance(plan))
     if plan.engine is not None:
-        parts += [_engine(plan), _sync(plan)]
+        parts += [_engine(plan), *([_phases(plan)] if plan.phases else []), _sync(plan)]
     if plan.rollouts is not None:
         parts.append(_rollouts(plan.rollouts))
     remarks = [Text(f"remark: {said}", style="yellow") for said in plan.remarks]
@@ -56,10 +56,33 @@ def _overview(plan: RunPlan) -> Table:
             ("model", f"{plan.model}, {plan.parameters / 1e9:.2f} B parameters, {model.num_layers} layers{experts}"),
             ("trainer", f"{plan.trainer_gpus} GPUs, {plan.layout.describe()}"),
             *([("critic", f"{plan.trainer_gpus} GPUs of its own")] if plan.critic_stages else []),
-            ("engines", f"{plan.engine_gpus} GPUs" if plan.engine_gpus else "none"),
+            ("engines", _engines(plan)),
             ("machines", f"{plan.nodes}, each GPU with {plan.gpu_bytes / GIB:.1f} GiB that can be used"),
         ],
     )
+
+
+def _engines(plan: RunPlan) -> str:
+    if not plan.engine_gpus:
+        return "none"
+    return f"{plan.engine_gpus} of the trainer's GPUs" if plan.phases else f"{plan.engine_gpus} GPUs"
+
+
+def _phases(plan: RunPlan) -> Table:
+    table = Table(
+        title="Shared GPUs: GiB of the fullest one, by phase of a step", title_justify="left", title_style="bold"
+    )
+    for name in ("phase", "stage", "trainer", "engine", "both", "of the GPU"):
+        table.add_column(name, justify="right" if name != "phase" else "left")
+    for phase in plan.phases:
+        share = phase.total / plan.gpu_bytes
+        filled = phase.phase == "generate"  # by SGLang's choice
+        style = "red" if share > 1 else "yellow" if share > TIGHT and not filled else "green"
+        table.add_row(
+            phase.phase, str(phase.stage), _gib(phase.trainer), _gib(phase.engine), _gib(phase.total),
+            Text(f"{share:.0%}", style=style),
+        )  # fmt: skip
+    return table
 
 
 def _trainer(plan: RunPlan, stages: tuple[StagePlan, ...], who: str) -> Table:
@@ -130,6 +153,7 @@ def _balance(plan: RunPlan) -> Table:
             ("reference and teacher", plan.host.copies),
             ("the weight sync", plan.host.sync),
             ("the shards of a step", plan.host.shards),
+            ("a trainer that sleeps", plan.host.asleep),
         )
         whose = ", ".join(f"{_gib(size)} for {name}" for name, size in parts if size)
         rows.append(("host memory", f"{_gib(plan.host.total)} GiB of a trainer machine: {whose}"))

@@ -48,18 +48,20 @@ class EngineMemory:
 
 
 def engine_memory(
-    engine: SGLangConfig, table: RuleTable, widths: Widths, num_layers: int, dtype: str, bucket: int, gpu_bytes: int
-) -> EngineMemory:
+    engine: SGLangConfig, table: RuleTable, widths: Widths, num_layers: int, dtype: str, bucket: int, gpu_bytes: int,
+    taken: int = 0,
+) -> EngineMemory:  # fmt: skip
     """Memory of one GPU of an engine of `engine.tp_size`.
 
     Args:
         dtype: of the engine's weights, as torch names it.
         bucket: bytes that a weight update holds at once.
         gpu_bytes: of one GPU.
+        taken: of it when the engine starts, by a trainer that sleeps: SGLang takes a share of what is free.
     """
     tp, width = engine.tp_size, DTYPE_BYTES[dtype]
     weights = sum(_held(rule, tp) * (DTYPE_BYTES[rule.dtype] if rule.dtype else width) for rule in table.rules)
-    static = int(static_fraction(engine, gpu_bytes) * gpu_bytes)
+    static = int(static_fraction(engine, gpu_bytes) * (gpu_bytes - taken))
     token_bytes = cache_bytes_per_token(engine, widths, num_layers, width)
     state_bytes = _state_bytes(widths, tp, width)
     left = max(static - weights, 0)
@@ -68,8 +70,8 @@ def engine_memory(
     cache = int(left / (1 + ratio))
     tokens = min(cache // token_bytes, engine.max_total_tokens or cache // token_bytes)
     return EngineMemory(
-        weights, tokens * token_bytes, left - cache if state_bytes else 0, gpu_bytes - static, bucket, token_bytes,
-        state_bytes, tokens,
+        weights, tokens * token_bytes, left - cache if state_bytes else 0, gpu_bytes - taken - static, bucket,
+        token_bytes, state_bytes, tokens,
     )  # fmt: skip
 
 

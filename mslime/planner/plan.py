@@ -24,6 +24,7 @@ from mslime.convert.table import RuleTable
 from mslime.planner.activations import read_widths
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, engine_memory
 from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
+from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, PhaseMemory, phases
 from mslime.planner.rollouts import RolloutBytes, rollout_bytes
 from mslime.planner.sync import (
     Rates,
@@ -131,6 +132,7 @@ class RunPlan:
         prediction: of one sync after the first two; None without engines, and for transports not in `PREDICTED`.
         problems: what does not fit.
         remarks: what is slow or left over, in sentences.
+        phases: of a step, where trainer and engines share their GPUs; else none.
     """
 
     model: str
@@ -160,6 +162,7 @@ class RunPlan:
     prediction: SyncPrediction | None
     problems: tuple[Problem, ...]
     remarks: tuple[str, ...]
+    phases: tuple[PhaseMemory, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -168,8 +171,11 @@ class RunPlan:
 
     @property
     def fullest(self) -> int:
-        """Bytes at the peak of the fullest GPU of trainer and critic."""
-        return max(stage.memory.peak for stage in (*self.stages, *self.critic_stages))
+        """Bytes at the peak of the fullest GPU of trainer and critic; with an engine on it, in the phase that needs
+        most, without that in which engines generate, since they fill it on purpose."""
+        shared = [phase.total for phase in self.phases if phase.phase != "generate"]
+        apart = self.critic_stages if shared else (*self.stages, *self.critic_stages)
+        return max([*shared, *(stage.memory.peak for stage in apart)])
 
     @property
     def verdict(self) -> Literal["fits", "tight", "does not fit"]:
@@ -198,7 +204,7 @@ class RunPlan:
         return asdict(self) | {"fits": self.fits, "verdict": self.verdict} | summed | {
             name: [asdict(stage) | {"trained": stage.trained, "peak": stage.memory.peak} for stage in stages]
             for name, stages in (("stages", self.stages), ("critic_stages", self.critic_stages))
-        }  # fmt: skip
+        } | {"phases": [asdict(phase) | {"total": phase.total} for phase in self.phases]}  # fmt: skip
 
 
 def make_plan(
@@ -237,16 +243,23 @@ def make_plan(
     per_node = config.cluster.gpus_per_node
     longest = min(model.max_positions, limit)
     rollouts = rollout_bytes(config, model, longest) if serves else None
+    shared = serves and config.colocated
     host = host_memory(
         spec, per_node, [stage.held for stage in stages], [stage.held for stage in beside], sync,
         [stage.adapters or stage.held for stage in stages],
+        sleeps=shared and spec.asleep is None,
     )  # fmt: skip
     host = replace(host, shards=rollouts.machine if rollouts is not None else 0)
     held = int(max((each.hf_bytes for each in sync.buckets), default=0) * _buckets_held(config))
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
-    engine = engine_memory(config.sglang, table, widths, model.num_layers, wire, held, gpu_bytes) if serves else None
+    engine = None
+    if serves:
+        taken = TRAINER_ASLEEP_BYTES if shared else 0
+        engine = engine_memory(config.sglang, table, widths, model.num_layers, wire, held, gpu_bytes, taken)
+    taking_turns = phases(stages, engine) if shared and engine is not None else ()
     engines = config.sglang.gpus if serves else 0
-    nodes, idle = _machines(per_node, layout.world_size + config.critic_ranks, engines, config.sglang, config.teacher)
+    beyond = 0 if shared else engines  # GPUs beside the trainer's
+    nodes, idle = _machines(per_node, layout.world_size + config.critic_ranks, beyond, config.sglang, config.teacher)
     responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
     chunks_of_step = micro_batches * layout.vpp
     syncs, rates = sender_syncs(sync, config.cluster), rates_of(config.cluster)
@@ -278,12 +291,14 @@ def make_plan(
         bounds=_bounds(config, syncs, receiving, rates),
         prediction=_prediction(config, sync, receiving, rates),
         problems=(
-            *_trainer_problems(spec, "trainer", stages, gpu_bytes),
+            *_trainer_problems(spec, "trainer", stages, gpu_bytes - (ENGINE_ASLEEP_BYTES if shared else 0)),
+            *_phase_problems(config, taking_turns, gpu_bytes),
             *_trainer_problems(spec, "critic", apart, gpu_bytes),
             *_engine_problems(config.sglang, spec.weights.bucket_mib, longest, engine, gpu_bytes),
             *_host_problems(spec, config.cluster.host_memory_gb, host, rollouts, config.rollout),
         ),
-        remarks=tuple(_remarks(layout, model, per_node, idle)),
+        remarks=tuple(_remarks(layout, model, per_node, idle, layout.world_size - engines if shared else 0)),
+        phases=taking_turns,
     )
 
 
@@ -384,7 +399,7 @@ def _machines(
     return nodes, nodes * per_node - trained - engine_gpus - teacher.launched * teacher.tp_size
 
 
-def _remarks(layout: ParallelLayout, model: ModelFields, per_node: int, idle: int) -> list[str]:
+def _remarks(layout: ParallelLayout, model: ModelFields, per_node: int, idle: int, without_engine: int) -> list[str]:
     group, said = layout.expert_size, list[str]()
     if model.num_experts and layout.ep > 1 and layout.world_size > per_node and (group > per_node or per_node % group):
         said.append(
@@ -393,7 +408,24 @@ def _remarks(layout: ParallelLayout, model: ModelFields, per_node: int, idle: in
         )
     if idle and layout.world_size >= per_node:
         said.append(f"{idle} GPUs of the last machines are not used")
+    if without_engine:
+        said.append(f"{without_engine} of the trainer's GPUs have no engine on them, and idle while others generate")
     return said
+
+
+def _phase_problems(config: RunConfig, taking_turns: tuple[PhaseMemory, ...], gpu_bytes: int) -> list[Problem]:
+    """Where an engine's weights do not fit beside what a trainer needs to send them, or to be saved."""
+    tp = config.sglang.tp_size
+    return [
+        Problem(
+            f"shared GPU of stage {phase.stage}, phase {phase.phase}", phase.total, gpu_bytes,
+            "the engine's weights" if phase.engine > phase.trainer else "the trainer's state",
+            f"raise sglang.tp_size ({tp}), or share the trainer's state over more ranks: cluster.trainer_ranks "
+            f"({config.layout.world_size}) or the sizes under megatron.*",
+        )
+        for phase in taking_turns
+        if phase.phase in ("send", "save") and phase.total > gpu_bytes
+    ]  # fmt: skip
 
 
 def _host_problems(
@@ -410,6 +442,7 @@ def _host_problems(
             "sync": f"set weights.transport other than {spec.weights.transport}",
             "optimizer": f"lower megatron.optimizer_offload_fraction ({offloaded_share(spec.megatron.extra):g})",
             "copies": "do without algorithm.kl_coef or model.teacher_path",
+            "asleep": "set cluster.asleep_in: disk",
             "shards": f"lower rollout.groups_per_step ({settings.groups_per_step})",
         }[component]
         problems.append(Problem("trainer machine, host memory", host.total, has, component, f"{less}, or {more}"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from mslime.config.dtypes import trainer_dtype
 from mslime.config.schema import RunConfig, TrainConfig
@@ -228,22 +229,27 @@ class HostMemory:
         optimizer: what `optimizer_cpu_offload` moves here.
         sync: what senders keep for `weights.transport`: with delta all that they send, with shm a bucket each.
         shards: of a step, for its ranks, in Ray's store; see `rollouts.RolloutBytes`.
+        asleep: weights and optimizer of trainer and critic while engines have their GPUs (`cluster.asleep_in`).
     """
 
     copies: int
     optimizer: int
     sync: int = 0
     shards: int = 0
+    asleep: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.copies + self.optimizer + self.sync + self.shards
+        return self.copies + self.optimizer + self.sync + self.shards + self.asleep
 
     @property
     def largest(self) -> str:
         """The part that is largest."""
-        sizes = {"optimizer": self.optimizer, "copies": self.copies, "sync": self.sync, "shards": self.shards}
+        sizes = {
+            "optimizer": self.optimizer, "copies": self.copies, "sync": self.sync, "shards": self.shards,
+            "asleep": self.asleep,
+        }  # fmt: skip
         return max(sizes, key=lambda name: sizes[name])
 
 
@@ -254,6 +260,7 @@ def host_memory(
     critic: Sequence[StageParameters] = (),
     sync: WeightPlan | None = None,
     trained: Sequence[StageParameters] | None = None,
+    sleeps: bool = False,
 ) -> HostMemory:
     """Host memory of the machine that needs most: one full of ranks of the largest stage.
 
@@ -263,6 +270,7 @@ def host_memory(
         critic: likewise, of a critic on the same GPUs.
         sync: the plan of the weight sync.
         trained: what the optimizer has of each stage; None: `held`.
+        sleeps: whether the ranks' state is here while they sleep.
     """
     ranks = min(gpus_per_node, spec.layout.world_size)
     others = (spec.reference is not None and not spec.base_is_reference) + (spec.teacher is not None)
@@ -272,7 +280,13 @@ def host_memory(
         max((_of_own_share(spec, stage, offloaded_bytes_per_parameter) for stage in stages), default=0)
         for stages in (held if trained is None else trained, critic)
     ]
-    return HostMemory(copies, ranks * sum(updated), _kept_by_senders(spec, sync, gpus_per_node) if sync else 0)
+    moved = [
+        max(map(partial(parameter_bytes, spec), stages), default=0)
+        + max(map(partial(optimizer_bytes, spec), learnt), default=0)
+        for stages, learnt in ((held, held if trained is None else trained), (critic, critic))
+    ]
+    kept = _kept_by_senders(spec, sync, gpus_per_node) if sync else 0
+    return HostMemory(copies, ranks * sum(updated), kept, asleep=ranks * sum(moved) if sleeps else 0)
 
 
 def _kept_by_senders(spec: PolicySpec, sync: WeightPlan, gpus_per_node: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.config.choices import PauseMode
+from mslime.config.choices import EngineTag, PauseMode
 from mslime.config.errors import EngineError
 from mslime.data.sample import Group, Sample
 
@@ -179,6 +179,7 @@ class Rollouts(Protocol):
 class Updated(Protocol):
     """The engines of all managers in a weight update; see `backends.sglang.pool.EnginePool`."""
 
+    async def hold_memory(self, tags: Collection[EngineTag]) -> None: ...
     async def begin_update(self) -> Serving: ...
     async def begin_again(self) -> Serving: ...
     async def compare(self, expected: Sums, strict: bool = False) -> int: ...

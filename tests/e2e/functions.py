@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ from mslime.algorithms.token_batch import TokenBatch
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.schema import DataConfig
 from mslime.observe.hooks import StepRecord
+
+WAITS_AT = "MSLIME_TEST_WAITS_AT"
 
 
 class Increments:
@@ -46,6 +51,15 @@ def ppo_that_tells(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
     """The built-in loss, with a number beside it."""
     found = ppo(batch, algorithm)
     return TokenLoss(found.loss, found.below, found.above, {"ratio": batch.log_ratio.exp()})
+
+
+def ppo_that_waits(batch: TokenBatch, algorithm: AlgorithmConfig) -> TokenLoss:
+    """The built-in loss; while there is a file `stop` in a directory, it leaves one called `here` and waits."""
+    directory, end = Path(os.environ[WAITS_AT]), time.monotonic() + 100
+    while (directory / "stop").exists() and time.monotonic() < end:
+        (directory / "here").touch()
+        time.sleep(0.05)
+    return ppo(batch, algorithm)
 
 
 def no_weights(log_ratio: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ class Asked:
     """A process of the run that says where it is and what it was given."""
 
     def spot(self) -> tuple[str, str]:
-        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+        return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def variables(self) -> dict[str, str]:
         return {k: v for k, v in os.environ.items() if k.startswith("NCCL_") or k == "GIVEN"}
@@ -65,13 +65,28 @@ def test_no_tensor_parallel_group_spans_machines(machines: str) -> None:
 def test_ranks_of_a_machine_follow_its_gpus_and_every_process_gets_the_same_settings(machines: str) -> None:
     config = run(machines, {"trainer_ranks": 3, "env": {"GIVEN": "yes"}})
     with Cluster(config, True) as cluster:
-        options = [*(cluster.trainer_options(rank) for rank in range(3)), *cluster.engine_options(0)]
+        options = [*(cluster.trainer_options(rank) for rank in range(3)), cluster.engine_places(0)[0].options]
         actors = [remote_class(Asked).options(**own).remote() for own in options]
         spots = ray.get([actor.spot.remote() for actor in actors[:3]])
         given = ray.get([actor.variables.remote() for actor in actors])
     assert spots == sorted(spots)
     assert given[0] == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0", "GIVEN": "yes"}
     assert all(other == given[0] for other in given), "trainer ranks and engines meet in one NCCL communicator"
+
+
+def test_colocated_engines_get_the_gpus_of_neighbouring_trainer_ranks(machines: str) -> None:
+    shared: dict[str, Any] = {"trainer_ranks": 12, "placement": "colocated"}
+    config = run(machines, shared, sglang={"num_engines": 2, "tp_size": 4}, weights={"transport": "disk"})
+    with Cluster(config, True) as cluster:
+        places = [cluster.engine_places(index)[0] for index in range(2)] + cluster.one_more_engine()
+        options = [*(cluster.trainer_options(rank) for rank in range(12)), *(place.options for place in places)]
+        spots = ray.get([remote_class(Asked).options(**own).remote().spot.remote() for own in options])
+        with pytest.raises(ConfigError, match="share the trainer's 12 GPUs, 4 each"):
+            cluster.one_more_engine()
+    for index, place in enumerate(places):
+        mine, (node, _) = spots[4 * index : 4 * index + 4], spots[12 + index]
+        assert {found for found, _ in mine} == {node} and place.gpus == tuple(gpu for _, gpu in mine)
+    assert len({(spots[12 + index][0], place.gpus) for index, place in enumerate(places)}) == 3
 
 
 def test_a_cluster_that_is_too_small_is_refused_at_once(machines: str) -> None:

@@ -19,6 +19,7 @@ from mslime.config.loader import build
 from mslime.control.delivery import Delivery
 from mslime.control.fleet import FORGIVEN_AFTER, Fleet
 from mslime.control.orders import Order
+from mslime.control.sharing import Apart
 from mslime.control.trainers import TrainerGroup
 
 CONFIG = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}})
@@ -160,7 +161,9 @@ def delivery_of(fakes: Fakes) -> Delivery:
     made: Any = fakes
     numbers = itertools.count(1)
     fakes.fleet = fleet_of(fakes)
-    delivery = Delivery(CONFIG, made, made, made, fakes.fleet, fakes.check, lambda: f"g{next(numbers)}", made)
+    delivery = Delivery(
+        CONFIG, made, made, made, fakes.fleet, fakes.check, lambda: f"g{next(numbers)}", made, Apart(lambda: None)
+    )  # fmt: skip
     delivery._proven = frozenset(URLS.values())
     return delivery
 

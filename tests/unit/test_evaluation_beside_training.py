@@ -168,7 +168,7 @@ class FakeParts(Session):
         self._fleet = Fleet(self._rollouts, self._engines, cast("Any", None), lambda: None, self.progress)
         self._delivery = Delivery(
             self.config, self._rollouts, self._trainers, self._engines, self._fleet, lambda: None, lambda: "other",
-            self.progress,
+            self.progress, self._memory,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from mslime.backends.sglang.probing import ProbeRequest, parse_probe
 from mslime.config.errors import EngineError, WeightSyncError
 from mslime.config.loader import build
 from mslime.control.probe import WeightProbe
+from mslime.control.sharing import Apart
 from mslime.data.probe import NEW_TOKENS, TEXT, Differences, Probed, RoutedRows, fitted, joined_routes, shard_of
 from mslime.data.tokenizer import load_tokenizer
 from mslime.preflight.resolve import resolve
@@ -199,7 +200,7 @@ class Model:
 def ask(found: dict[str, Probed]) -> tuple[Any, Model]:
     trainers: Any = Model()
     rollouts: Any = SimpleNamespace(probe=lambda version: found)
-    return WeightProbe(rollouts, trainers, 0.01).ask(3), trainers
+    return WeightProbe(rollouts, trainers, 0.01, Apart(lambda: None)).ask(3), trainers
 
 
 def test_the_worst_engine_is_told_and_each_text_is_scored_once() -> None:

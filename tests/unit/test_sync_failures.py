@@ -28,6 +28,7 @@ from mslime.config.loader import build
 from mslime.config.schema import DeadlineConfig
 from mslime.control.delivery import Delivery
 from mslime.control.rollouts import RolloutHandle
+from mslime.control.sharing import Apart
 from mslime.control.trainers import TrainerGroup
 from mslime.weights import contract
 from mslime.weights.buckets import named_tensors
@@ -146,7 +147,7 @@ class Plane:
                                       weights=None)  # fmt: skip
         sender, rollouts = cast(TrainerGroup, self.sender), cast(RolloutHandle, self.rollouts)
         self._delivery = Delivery(
-            CONFIG, rollouts, sender, others, others, lambda: None, lambda: next(GROUPS), others
+            CONFIG, rollouts, sender, others, others, lambda: None, lambda: next(GROUPS), others, Apart(lambda: None)
         )  # fmt: skip
         self._delivery.connect(next(GROUPS))
 

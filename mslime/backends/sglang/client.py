@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -35,8 +35,9 @@ from mslime.backends.sglang.generating import (
     parse_version,
 )
 from mslime.backends.sglang.probing import ProbeRequest, parse_probe
+from mslime.backends.sglang.released import RELEASED, Released
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
-from mslime.config.choices import PauseMode
+from mslime.config.choices import EngineTag, PauseMode
 from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
 from mslime.config.model_facts import ModelFacts
@@ -232,6 +233,30 @@ class EngineClient:
             raise
         with self.reading("/weights_checker"):
             return [dict(rank) for rank in answer["ranks"]]
+
+    async def hold_memory(self, tags: Collection[EngineTag]) -> None:
+        """Let an engine on shared GPUs hold these, and give back the rest. Its weights are zeros when they come back.
+
+        Raises:
+            EngineError: it refuses, for example since requests run; or it lacks the plug-in that can say what it holds.
+        """
+        limit, before = self.deadlines.weight_sync_s, await self.released_memory()
+        if give := before.to_release(tags):
+            await self._control("/release_memory_occupation", {"tags": give}, limit)
+        if take := before.to_resume(tags):
+            await self._control("/resume_memory_occupation", {"tags": take}, limit)
+        if not (give or take):
+            return
+        after = await self.released_memory()
+        if give := after.to_release(tags) or after.to_resume(tags):
+            why = after.refused or "it does not do so"
+            raise self.error("memory", f"it is to hold {', '.join(tags) or 'nothing'}: {', '.join(give)}: {why}")
+
+    async def released_memory(self) -> Released:
+        """What an engine on shared GPUs has given back."""
+        answer = await self._control("/weights_checker", {"action": RELEASED}, self.deadlines.weight_sync_s, True)
+        with self.reading("/weights_checker"):
+            return Released.read(answer["ranks"])
 
     async def stamp(self, version: int) -> None:
         """Let the weights count as `version`; running requests go on, and their spans show the change."""

@@ -90,6 +90,7 @@ def server_fields(
         "enable_return_routed_experts": routes,
         "sampling_mask_max_tokens": spec.mask_tokens,
         "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
+        "enable_memory_saver": spec.gives_back and not cpu,  # on a CPU our plug-in does it (`memory`)
     }
     if part is not None:
         fields |= {"nnodes": engine.nnodes, "node_rank": part.rank, "dist_init_addr": part.meeting}
@@ -116,7 +117,7 @@ def command_line(fields: Mapping[str, Any]) -> list[str]:
 
 def environment(
     base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None, recorded: bool = False,
-    files: bool = False,
+    files: bool = False, gives_back: bool = False,
 ) -> dict[str, str]:  # fmt: skip
     """The server's environment variables.
 
@@ -126,6 +127,7 @@ def environment(
         gpus: devices it may see (CUDA_VISIBLE_DEVICES); None leaves that to `base`.
         recorded: it loads buckets of weights by recorded copies (see `recorded`).
         files: it takes them in files (see `files`), or its ranks pass them on (see `relay`).
+        gives_back: it gives its memory back when asked (see `memory`).
     """
     env = dict(base)
     env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would cost a timeout
@@ -134,6 +136,7 @@ def environment(
     env["PYTHONUNBUFFERED"] = "1"
     # mslime itself must be importable, for the guard and for the CPU platform, also when it is not installed.
     plugins = ["routes", *(["receiver"] if recorded else []), *(["files", "relay"] if files else [])]
+    plugins += ["memory"] if gives_back else []
     own = [Path(__file__).resolve().parents[3], *(PLUGINS_DIR / plugin for plugin in plugins)]
     paths = [*map(str, own), env.get("PYTHONPATH")]
     if cpu:

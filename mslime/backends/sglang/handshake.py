@@ -33,6 +33,7 @@ class Needs:
         architectures: of the trained checkpoint's config.json; empty when unknown.
         dtype: in which weights will be sent, as torch names it; empty for any.
         checkpoint_dtype: what the checkpoint's config.json names, which the server's `auto` goes by.
+        memory: that they give their memory back (`cluster.placement: colocated`).
         truncation: top_p, top_k and min_p of draws whose sampling masks are trained; empty for unrestricted ones.
     """
 
@@ -40,6 +41,7 @@ class Needs:
     architectures: tuple[str, ...] = ()
     dtype: str = ""
     checkpoint_dtype: str | None = None
+    memory: bool = False
     truncation: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -114,6 +116,8 @@ async def _handshake(client: EngineClient, needs: Needs) -> int:
         if needs.truncation.get("min_p") and info.get("enable_deterministic_inference"):
             raise _missing(client, "min-p draws", "it was started with --enable-deterministic-inference")
         await _probe(client, "sampling mask", partial(_probe_supports, truncation=needs.truncation))
+    if needs.memory:
+        await _probe(client, "memory that is given back", _probe_memory)
     await _probe(client, "weight-update sessions", _probe_session)
     await _probe(client, "pause modes", _probe_pause_modes)
     limit = info.get("max_req_input_len")
@@ -205,6 +209,11 @@ async def _probe_supports(client: EngineClient, truncation: Mapping[str, Any]) -
     result = await _generate(client, **truncation)
     complete = len(result.output_ids) == PROBE_TOKENS and result.supports is not None
     return "" if complete else f"{PROBE_TOKENS} tokens came back as {result.output_ids} with {result.supports}"
+
+
+async def _probe_memory(client: EngineClient) -> str:
+    released = (await client.released_memory()).tags
+    return f"it holds no {', '.join(sorted(released))}" if released else ""
 
 
 async def _probe_session(client: EngineClient) -> str:

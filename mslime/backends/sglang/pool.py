@@ -27,7 +27,7 @@ from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.heartbeat import Heartbeats
 from mslime.backends.sglang.probing import ProbeRequest
 from mslime.backends.sglang.scoring import ScoreRequest
-from mslime.config.choices import PauseMode
+from mslime.config.choices import EngineTag, PauseMode
 from mslime.config.errors import EngineError, WeightSyncError, sync_error
 from mslime.data.probe import Probed
 
@@ -287,6 +287,22 @@ class EnginePool:
             where, first = "; and ".join(str(error.value) for error in wrong), wrong[0]
             raise WeightSyncError(first.field, where, first.rule, first.way_out)
         return compared
+
+    async def hold_memory(self, tags: Collection[EngineTag]) -> None:
+        """Let all engines, the admitted ones among them, hold these parts of their memory and no others. They must be
+        paused. One that refuses is taken for dead, unless all do.
+
+        Raises:
+            EngineError: all refuse; or all are gone: what the first one died of.
+        """
+        self._stop_heartbeats()
+        for client in list(self._admitted.values()):
+            try:
+                await client.hold_memory(tags)
+            except EngineError as error:
+                _log.warning("%s is not admitted: %s", client.url, error.brief)
+                await self._withdraw(client.name)
+        await self.broadcast(lambda client: client.hold_memory(tags), spare=True)
 
     async def end_update(self) -> None:
         """Close the session: engines finish their own layout (quantised or packed weights)."""

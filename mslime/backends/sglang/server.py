@@ -100,9 +100,10 @@ class ServerPart:
     """
 
     def __init__(
-        self, spec: ServerSpec, index: int, rank: int, log_dir: Path, host: str, keys: EngineKeys, routes: bool
-    ) -> None:
-        self._spec, self._index, self._rank, self._host, self._keys = spec, index, rank, host, keys
+        self, spec: ServerSpec, index: int, rank: int, log_dir: Path, host: str, keys: EngineKeys, routes: bool,
+        gpus: Sequence[str] | None = None,
+    ) -> None:  # fmt: skip
+        self._spec, self._index, self._rank, self._host, self._keys, self._gpus = spec, index, rank, host, keys, gpus
         self._routes, self._name = routes, f"{spec.role}{index}_part{rank}"
         self.log_path = Path(log_dir) / f"{self._name}.log"
         self._process: SupervisedProcess | None = None
@@ -113,7 +114,7 @@ class ServerPart:
         fields = server_fields(
             self._spec, self._index, self._host, free_port(self._host), None, self._routes, Part(self._rank, meeting)
         )
-        env = _environment(self._spec, self._keys)
+        env = _environment(self._spec, self._keys, self._gpus)
         self._process = SupervisedProcess(self._name, command_line(fields), env, self.log_path)
 
     def check(self) -> None:
@@ -286,7 +287,7 @@ def _environment(spec: ServerSpec, keys: EngineKeys, gpus: Sequence[str] | None 
     """Of a server's process, from this one's."""
     env = environment(
         os.environ, cpu=spec.device == "cpu", ranks=spec.settings.tp_size, gpus=gpus, recorded=spec.recorded,
-        files=spec.role == "engine",
+        files=spec.role == "engine", gives_back=spec.gives_back,
     )  # fmt: skip
     return env | {KEY_VARIABLE: keys.api, ADMIN_KEY_VARIABLE: keys.admin}
 

@@ -32,7 +32,7 @@ def build_optimizer(
         steps: optimizer steps of the whole run.
     """
     optimizer = get_megatron_optimizer(optimizer_config, list(chunks))
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         if isinstance(part, DistributedOptimizer):
             _number_as_held(part)
     schedule = OptimizerParamScheduler(
@@ -56,7 +56,7 @@ def build_optimizer(
 
 def begin_states(optimizer: MegatronOptimizer) -> None:
     """Adam's moments at 0 where no step has been taken: megatron-core 0.16.1 can neither save nor load without them."""
-    for part in _parts(optimizer):
+    for part in parts_of(optimizer):
         inner = part.optimizer
         if isinstance(inner, torch.optim.Adam):
             for parameter in (p for group in inner.param_groups for p in group["params"] if not inner.state[p]):
@@ -72,7 +72,7 @@ def load_states(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     Only torch's Adam counts per parameter. Fused Adams count per group, and Transformer Engine's fails on a parameter
     with a count of its own.
     """
-    if any(isinstance(part.optimizer, torch.optim.Adam) for part in _parts(optimizer)):
+    if any(isinstance(part.optimizer, torch.optim.Adam) for part in parts_of(optimizer)):
         _count_from_0(state)
     optimizer.load_state_dict(state)
 
@@ -86,7 +86,8 @@ def _count_from_0(state: dict[Any, Any]) -> None:
             _count_from_0(inner)
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def parts_of(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """An optimizer's parts, of which it may be one."""
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 

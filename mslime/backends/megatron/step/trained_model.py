@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +20,10 @@ from mslime.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from mslime.backends.megatron.model.chunks import wrap
 from mslime.backends.megatron.model.settings import ddp_config, optimizer_config
 from mslime.backends.megatron.parallel import ParallelState
+from mslime.backends.megatron.step.asleep import DeviceState
 from mslime.backends.megatron.step.metrics import over_all_ranks, refuse_not_finite
 from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, learning_rate
+from mslime.config.choices import TrainerPart
 from mslime.config.training import TrainingSpec
 from mslime.data.checksums import FileSum
 
@@ -66,6 +68,17 @@ class TrainedModel:
             no_sync: Any = [chunk.no_sync for chunk in self.wrapped]  # interleaved stages want the list
             transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.step = 0
+        self._state = DeviceState(self.wrapped, self.optimizer, device, spec.asleep)
+
+    def hold(self, parts: Collection[TrainerPart]) -> None:
+        """Have these parts of the state on the device and no others, for engines that share it. A collective.
+
+        Raises:
+            TrainerError: there is no room for the others elsewhere.
+        """
+        if "weights" in self._state.here and "weights" not in parts:
+            self.sync_params()
+        self._state.hold(parts)
 
     def optimizer_step(self, add_gradients: Callable[[], LossStatistics], tokens: int) -> dict[str, float]:
         """One optimizer step on the gradients that `add_gradients` leaves in the buffers. A collective.
@@ -119,6 +132,7 @@ class TrainedModel:
         extra = load_checkpoint(directory, self._stored, self.optimizer, self.schedule, layout=layout)
         follow_config(self.optimizer, self.schedule, self.spec.train, restart=new_run)
         self.step = self.schedule.num_steps
+        self._state.changed()
         return extra
 
     def sync_params(self) -> None:

@@ -1,0 +1,116 @@
+"""Rules of `cluster.placement: colocated`: what can take turns on one GPU, and what cannot.
+
+Engines and trainer never compute at the same time, so whatever needs both of them at once is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mslime.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mslime.config.schema import RunConfig
+
+BY_COLLECTIVE = ("broadcast", "relay")
+"""Transports in which a trainer rank and an engine are two members of one process group."""
+
+_FIXED_ADDRESSES = {
+    "enable_cuda_graph": "CUDA graphs hold addresses of parameters, which change while they are away",
+    "external_cuda_graph": "CUDA graphs hold addresses of parameters, which change while they are away",
+    "nccl_ub": "NCCL keeps the addresses of registered buffers, which change while they are away",
+    "fp8_param": "FP8 parameters are no plain memory that could be put away and brought back",
+}
+
+
+def check_colocated(config: RunConfig) -> None:
+    """Raise ConfigError for the first setting that does not go together with the placement."""
+    cluster = config.cluster
+    if not config.colocated:
+        for name in ("asleep_in", "asleep_directory"):
+            value = getattr(cluster, name)
+            if value != type(cluster).model_fields[name].default:
+                raise ConfigError(f"cluster.{name}", str(value), "a trainer with GPUs of its own never sleeps",
+                               "remove it, or set cluster.placement: colocated")  # fmt: skip
+        return
+    if cluster.asleep_directory is not None and cluster.asleep_in == "memory":
+        raise ConfigError("cluster.asleep_directory", str(cluster.asleep_directory),
+                       "nothing is put on a disk with cluster.asleep_in: memory", "remove one of the two")  # fmt: skip
+    _check_task(config)
+    _check_engines(config)
+    _check_settings(config)
+
+
+def _check_task(config: RunConfig) -> None:
+    if config.train.task == "sft":
+        raise _placement("supervised training has no engines that could share GPUs", "remove it")
+    if config.rollout.max_staleness > 0:
+        raise ConfigError(
+            "rollout.max_staleness", config.rollout.max_staleness,
+            "with cluster.placement: colocated nothing is generated while the trainer works, so nothing can be ahead",
+            "set it to 0, or give engines GPUs of their own (cluster.placement: separate)",
+        )  # fmt: skip
+    if config.weights.transport in BY_COLLECTIVE:
+        raise ConfigError(
+            "weights.transport", config.weights.transport,
+            "trainer rank and engine would be two members of one process group on one GPU, which NCCL refuses",
+            "set shm on one machine, or disk or delta with a weights.directory that all machines share",
+        )  # fmt: skip
+
+
+def _check_engines(config: RunConfig) -> None:
+    engine, cluster, ranks = config.sglang, config.cluster, config.layout.world_size
+    if engine.urls:
+        raise _placement(
+            f"engines are attached to ({engine.urls[0]}), and are where somebody else has started them",
+            "remove sglang.urls, so that mslime launches engines on the trainer's GPUs, or set separate",
+        )
+    if engine.tp_size > ranks:
+        raise ConfigError(
+            "sglang.tp_size", engine.tp_size, f"an engine does not fit on the trainer's {ranks} GPUs",
+            f"set it to {ranks} or less, or raise cluster.trainer_ranks",
+        )  # fmt: skip
+    if engine.gpus > ranks:
+        raise ConfigError(
+            "sglang.num_engines", engine.num_engines,
+            f"{engine.num_engines} engines of {engine.tp_size} GPUs (sglang.tp_size) do not fit on the trainer's "
+            f"{ranks}",
+            f"set it to {ranks // engine.tp_size} or less, or raise cluster.trainer_ranks",
+        )  # fmt: skip
+    each, machine = engine.gpus_a_machine, cluster.gpus_per_node
+    if cluster.device == "cpu" or ranks <= machine:
+        return
+    if machine % each:
+        raise ConfigError(
+            "sglang.tp_size", engine.tp_size,
+            f"engines lie on neighbouring GPUs of the trainer, and {each} of them do not divide the {machine} of a "
+            "machine (cluster.gpus_per_node)", "choose a divisor",
+        )  # fmt: skip
+    if engine.nnodes > 1 and each != machine:
+        raise ConfigError(
+            "sglang.nnodes", engine.nnodes,
+            f"an engine has {each} of the {machine} GPUs of each machine, so that two of its parts would be on one",
+            f"let it have whole machines: sglang.tp_size {engine.nnodes * machine}, or fewer nnodes",
+        )  # fmt: skip
+
+
+def _check_settings(config: RunConfig) -> None:
+    megatron, sglang = config.megatron.extra, config.sglang.extra
+    for name, why in _FIXED_ADDRESSES.items():
+        if megatron.get(name):
+            raise ConfigError(f"megatron.{name}", megatron[name], why, "remove it, or set cluster.placement: separate")
+    if megatron.get("cuda_graph_impl", "none") != "none":
+        raise ConfigError(
+            "megatron.cuda_graph_impl", megatron["cuda_graph_impl"], _FIXED_ADDRESSES["enable_cuda_graph"],
+            "remove it, or set cluster.placement: separate",
+        )  # fmt: skip
+    if sglang.get("enable_memory_saver") is False:
+        raise ConfigError("sglang.enable_memory_saver", False, "an engine gives its memory back through it",
+                          "remove it (mslime sets it on GPUs)")  # fmt: skip
+    if (mode := sglang.get("weight_cache_mode", "off")) != "off":
+        raise ConfigError("sglang.weight_cache_mode", mode, "weights that a daemon shares are not given back",
+                          "remove it")  # fmt: skip
+
+
+def _placement(rule: str, way_out: str) -> ConfigError:
+    return ConfigError("cluster.placement", "colocated", rule, way_out)

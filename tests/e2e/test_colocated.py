@@ -1,0 +1,135 @@
+"""Runs whose engines share the trainer's GPUs: they learn what runs with GPUs of their own do, and get over the same
+accidents."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mslime.observe.names import is_known
+from mslime.observe.rows import by_step
+from tests.e2e.functions import WAITS_AT
+from tests.e2e.harness import Run, start_run
+from tests.e2e.test_engine_gone import engines_of, kill_engine, more_steps, scale
+from tests.e2e.test_managers import assert_books_hold
+from tests.e2e.test_run import START_S, STEP_S, TP2_EP2, prompts, saved_step, settings
+
+__all__ = ["prompts"]
+SHARED: dict[str, Any] = {"cluster": {"placement": "colocated"}, "weights": {"transport": "shm", "verify": "always"}}
+FIXED = {
+    "max_total_tokens": 4096, "enable_deterministic_inference": True, "attention_backend": "torch_native",
+    "disable_radix_cache": True,
+}  # fmt: skip
+ONE_BY_ONE = {"concurrency": 1}
+"""Requests that are computed alone, and whole, give the same bits in every run; those of a batch, or after a cached
+prefix, need not."""
+APART = {"time", "rest", "weights/changed", "perf", "idle", "rollout/tokens_per_s"}
+"""Names, and beginnings of names, of what two equal runs may differ in."""
+
+
+def learnt(row: dict[str, Any]) -> dict[str, Any]:
+    """What of a row is of learning."""
+    times = ("_seconds", "/seconds", "gb_per_s")
+    return {k: v for k, v in row.items() if k not in APART and k.split("/")[0] not in APART and not k.endswith(times)}
+
+
+def same_run(model: Path, rows: Path, directory: Path, steps: int, **sections: Any) -> Run:
+    """A run that draws the same tokens each time, with a reference policy and two optimizer steps a rollout."""
+    values = settings(
+        model, rows, rollout=ONE_BY_ONE, sglang=FIXED,
+        algorithm={"kl_coef": 0.1}, train={"num_steps": steps, "optimizer_steps_per_rollout": 2},
+        checkpoint={"save_every": 1}, observe={"eval_every": 2},
+        data={"eval_sets": [{"name": "held_out", "path": f"{rows}@[:2]"}]}, megatron=TP2_EP2,
+    )  # fmt: skip
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return start_run(values, directory)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("steps", "killed_at"), [(2, 0), pytest.param(4, 2, marks=pytest.mark.nightly)])
+def test_a_colocated_run_learns_step_by_step_what_a_separate_one_does_also_when_it_is_killed(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], steps: int, killed_at: int
+) -> None:
+    def begin(name: str, **sections: Any) -> Run:
+        runs.append(same_run(tiny_qwen3_moe, prompts, tmp_path / name, steps, **sections))
+        return runs[-1]
+
+    apart = begin("apart", weights=SHARED["weights"])
+    assert apart.finish(START_S + steps * STEP_S) == 0, apart.text()
+    shared, said = begin("shared", **SHARED), ""
+    if killed_at:
+        shared.wait_for((shared.directory / "checkpoints" / f"step_{killed_at}").is_dir, START_S + steps * STEP_S)
+        shared.process.kill()
+        shared.process.wait()
+        assert shared.left_over(60) == []
+        shared, said = begin("shared", **SHARED), shared.text()
+        assert shared.finish(START_S + steps * STEP_S) == 0 and "continuing from" in shared.text()
+    assert shared.finish(START_S + steps * STEP_S) == 0, shared.text()
+    assert shared.left_over() == [] and all(is_known(name) for row in shared.rows() for name in row)
+    expected, found = by_step(apart.rows()), by_step(shared.rows())
+    assert [row["step"] for row in found] == [*range(steps + 1)]
+    assert learnt(found[0]) == learnt(expected[0]), "scores of the weights that both begin with"
+    for want, got in zip(expected[1:], found[1:], strict=True):
+        assert want["loss/kl"] > 0 and want["reward/std"] > 0 and want["grad_norm"] > 0
+        assert learnt(got) == learnt(want), f"step {want['step']}"
+        changes = [got[f"perf/{what}_seconds"] for what in ("release", "sleep", "wake", "resume")]
+        assert min(changes) > 0 and "perf/sleep_seconds" not in want
+    compared = re.findall(r"^version (\d+): 135 tensors in the engines equal", said + shared.text(), re.MULTILINE)
+    assert {*map(int, compared)} == {*range(steps + 1)}, "every bit, after every sync"
+    check_turns((shared.directory / "logs" / "rollouts.log").read_text())
+
+
+def check_turns(log: str) -> None:
+    """A sync, its probe, and what engines hold meanwhile; then nothing, for a step."""
+    order = re.findall(r"INFO (engines hold [\w, ]+|probing|comparing|going on under)[^:\n]*$", log, re.MULTILINE)
+    turns = ["engines hold weights", "comparing", "engines hold cuda_graph, kv_cache, weights", "probing",
+             "engines hold weights", "engines hold cuda_graph, kv_cache, weights", "going on under"]  # fmt: skip
+    assert order[: len(turns) + 1] == [*turns, "engines hold nothing"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_an_engine_dies_while_its_memory_is_the_trainers_and_the_run_goes_on_whole(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them, on two ranks, and then the only one that is left; responses are interrupted at each step's end."""
+    monkeypatch.setenv(WAITS_AT, str(tmp_path))
+    values = settings(
+        tiny_qwen3_moe, prompts, **SHARED, megatron=TP2_EP2, train={"num_steps": 500}, checkpoint={"save_every": 0},
+        rollout={"over_sampling": 2.0, "max_response_tokens": 96}, sglang={"num_engines": 2, "max_total_tokens": 4096},
+        algorithm={"loss": "tests.e2e.functions:ppo_that_waits"},
+    )  # fmt: skip
+    run = start_run(values, tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
+    kill_while_it_trains(run, tmp_path, 1)
+    more_steps(run)
+    assert "1 of 2 engines take the weights" in run.text()
+    assert re.search(r"engine1 is gone \(.*\): it is started again when the trainer sleeps", run.text())
+    run.wait_for(lambda: engines_of(run)[-1] == 2, START_S)
+    assert min(engines_of(run)) == 1 and "engine1 is back at http" in run.text()
+    assert scale(run, "--drain", "engine1") == {"engine0": "serving"}
+    kill_while_it_trains(run, tmp_path, 0)
+    run.wait_for(lambda: "engine0 is back at http" in run.text(), START_S)
+    more_steps(run)
+    assert "no engine is left" in run.text() and engines_of(run)[-1] == 1
+    assert sum(row["rollout/aborted"] for row in by_step(run.rows())) > 0, "responses went on across a sleep"
+    run.process.terminate()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
+    assert saved_step(run) == len(by_step(run.rows()))
+    assert_books_hold(run)
+    assert run.left_over() == []
+
+
+def kill_while_it_trains(run: Run, directory: Path, index: int) -> None:
+    """An engine, in the middle of a step of the trainer."""
+    (directory / "stop").touch()
+    run.wait_for((directory / "here").exists, STEP_S)
+    kill_engine(run, index)
+    (directory / "here").unlink()
+    (directory / "stop").unlink()
