@@ -44,6 +44,8 @@ def check_colocated(config: RunConfig) -> None:
 def _check_task(config: RunConfig) -> None:
     if config.train.task == "sft":
         raise _placement("supervised training has no engines that could share GPUs", "remove it")
+    if config.lora.on:
+        raise _placement("a trainer of adapters (lora.rank) was never put to sleep", "set separate, or remove lora")
     if config.rollout.max_staleness > 0:
         raise ConfigError(
             "rollout.max_staleness", config.rollout.max_staleness,

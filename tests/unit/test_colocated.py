@@ -42,6 +42,7 @@ EIGHT = {"cluster": {"trainer_ranks": 8, "device": "cuda"}}
         ({"weights": {"transport": "broadcast"}}, "weights.transport", "one process group on one GPU"),
         ({"weights": {"transport": "relay"}}, "weights.transport", "one process group on one GPU"),
         ({"train": {"task": "sft"}}, "cluster.placement", "supervised"),
+        ({"lora": {"rank": 8}}, "cluster.placement", "adapters"),
         ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness", "nothing can be ahead"),
         ({"sglang": {"urls": ["http://h:1"]}}, "cluster.placement", "somebody else"),
         ({"sglang": {"tp_size": 2}}, "sglang.tp_size", "does not fit on the trainer's 1 GPUs"),
