@@ -254,7 +254,7 @@ def test_memory_that_torch_keeps_is_given_back_once_before_the_first_sync(monkey
         raise RuntimeError(f"freed {len(freed)} times")
 
     sender = object.__new__(WeightSender)  # its plan would need the trainer's groups
-    sender._params, sender._sent = parameters, False
+    sender._params, sender._values, sender._sent = parameters, dict, False
     sender.engines = (EngineInfo("http://nowhere"),)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="freed 1 times"):
