@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mslime.planner.activations import EXPERT_IMBALANCE
-from mslime.planner.plan import GIB, PREDICTED, TIGHT, RunPlan, StagePlan
+from mslime.planner.plan import GIB, TIGHT, RunPlan, StagePlan
+from mslime.planner.receiving import PREDICTED
 from mslime.planner.rollouts import RolloutBytes, TokenBytes
 from mslime.planner.sync import lane_bytes
 from mslime.tables import facts_table

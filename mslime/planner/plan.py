@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.layout import ParallelLayout
@@ -25,20 +24,9 @@ from mslime.planner.activations import read_widths
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, engine_memory
 from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters, work_per_token
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, PhaseMemory, phases
+from mslime.planner.receiving import bounds_of, buckets_held, prediction_of, receiving_of
 from mslime.planner.rollouts import RolloutBytes, rollout_bytes
-from mslime.planner.sync import (
-    Rates,
-    Receiving,
-    SenderSync,
-    SyncPrediction,
-    bounds,
-    near_ranks,
-    predict,
-    predict_relay,
-    rates_of,
-    relay_bounds,
-    sender_syncs,
-)
+from mslime.planner.sync import Rates, SenderSync, SyncPrediction, near_ranks, rates_of, sender_syncs
 from mslime.planner.trainer import (
     HostMemory,
     TrainerMemory,
@@ -58,8 +46,6 @@ TIGHT = 0.9
 """Share of a GPU above which a plan is tight: it does not know kernels' workspaces, nor how uneven routing is."""
 HOST_USABLE = 0.9
 """Of a machine's memory: the system, Ray's object store and file caches take the rest. An assumption."""
-PREDICTED = {"broadcast": predict, "relay": predict_relay}
-"""By the transports whose syncs are predicted."""
 
 
 @dataclass(frozen=True)
@@ -231,26 +217,13 @@ def make_plan(
     senders = Senders.at_most(layout, config.weights.senders)
     sync = build_plan(table, senders, flat, wire, bucket) if serves else WeightPlan(senders, ())
     stages = _stages(spec, hf_config, limit, sync, gpu_bytes, values=False)
-    apart: tuple[StagePlan, ...] = ()
-    beside: tuple[StagePlan, ...] = ()
-    if config.has_critic:
-        unsent = WeightPlan(senders, ())
-        apart = _stages(critic_spec(config), critic or hf_config, limit, unsent, gpu_bytes, values=True)
-        if config.critic.placement == "shared":
-            pairs = zip(stages, apart, strict=True)
-            stages = tuple(replace(one, memory=one.memory.beside(other.memory)) for one, other in pairs)
-            apart, beside = (), apart
+    stages, apart, beside = _with_critic(config, stages, critic or hf_config, senders, gpu_bytes)
     per_node = config.cluster.gpus_per_node
     longest = min(model.max_positions, limit)
     rollouts = rollout_bytes(config, model, longest) if serves else None
     shared = serves and config.colocated
-    host = host_memory(
-        spec, per_node, [stage.held for stage in stages], [stage.held for stage in beside], sync,
-        [stage.adapters or stage.held for stage in stages],
-        sleeps=shared and spec.asleep is None,
-    )  # fmt: skip
-    host = replace(host, shards=rollouts.machine if rollouts is not None else 0)
-    held = int(max((each.hf_bytes for each in sync.buckets), default=0) * _buckets_held(config))
+    host = _host(config, spec, stages, beside, sync, rollouts.machine if rollouts is not None else 0)
+    held = int(max((each.hf_bytes for each in sync.buckets), default=0) * buckets_held(config))
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
     engine = None
     if serves:
@@ -261,9 +234,8 @@ def make_plan(
     beyond = 0 if shared else engines  # GPUs beside the trainer's
     nodes, idle = _machines(per_node, layout.world_size + config.critic_ranks, beyond, config.sglang, config.teacher)
     responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
-    chunks_of_step = micro_batches * layout.vpp
     syncs, rates = sender_syncs(sync, config.cluster), rates_of(config.cluster)
-    receiving = _receiving(config, sync, engine) if engine is not None else None
+    receiving = receiving_of(config, sync, engine) if engine is not None else None
     return RunPlan(
         model=family.architecture,
         fields=model,
@@ -282,14 +254,14 @@ def make_plan(
         experts_per_rank=model.num_experts // layout.ep,
         responses=responses,
         micro_batches=micro_batches,
-        bubble=(layout.pp - 1) / (chunks_of_step + layout.pp - 1),
+        bubble=(layout.pp - 1) / (micro_batches * layout.vpp + layout.pp - 1),
         transport=config.weights.transport,
         syncs=syncs,
         host=host,
         rollouts=rollouts,
         rates=rates,
-        bounds=_bounds(config, syncs, receiving, rates),
-        prediction=_prediction(config, sync, receiving, rates),
+        bounds=bounds_of(config, syncs, receiving, rates),
+        prediction=prediction_of(config, sync, receiving, rates),
         problems=(
             *_trainer_problems(spec, "trainer", stages, gpu_bytes - (ENGINE_ASLEEP_BYTES if shared else 0)),
             *_phase_problems(config, taking_turns, gpu_bytes),
@@ -302,48 +274,39 @@ def make_plan(
     )
 
 
-def _buckets_held(config: RunConfig) -> float:
-    """Buckets that fit into what a weight update needs on an engine GPU.
+def _host(
+    config: RunConfig, spec: PolicySpec, stages: Sequence[StagePlan], beside: Sequence[StagePlan], sync: WeightPlan,
+    shards: int,
+) -> HostMemory:  # fmt: skip
+    """Of the trainer machine that needs most.
 
-    With `relay` one is passed on while the next arrives. Ranks that hand on shares pack those that they give, and take
-    others into the memory of the one that is passed on.
+    Args:
+        beside: of a critic on the same GPUs.
+        shards: bytes of a step in Ray's store.
     """
-    if config.weights.transport != "relay":
-        return 1
-    alone = near_ranks(config.sglang.tp_size, config.cluster.gpus_per_node) == 1
-    return 2 if alone or not _records(config) else 1 + 2 * SHARES_AT_MOST
+    held, adapted = [stage.held for stage in stages], [stage.adapters or stage.held for stage in stages]
+    sleeps = config.colocated and spec.train.task == "rl" and spec.asleep is None
+    critic = [stage.held for stage in beside]
+    host = host_memory(spec, config.cluster.gpus_per_node, held, critic, sync, adapted, sleeps=sleeps)
+    return replace(host, shards=shards)
 
 
-def _records(config: RunConfig) -> bool:
-    """Whether engines load by recorded copies: those that mslime started (`backends/sglang/recorded.py`)."""
-    return config.weights.loader == "recorded" and not config.sglang.urls
+def _with_critic(
+    config: RunConfig, stages: tuple[StagePlan, ...], hf_config: Mapping[str, object], senders: Senders, gpu_bytes: int
+) -> tuple[tuple[StagePlan, ...], tuple[StagePlan, ...], tuple[StagePlan, ...]]:
+    """The policy's stages, those of a critic with GPUs of its own, those of one on the policy's GPUs.
 
-
-def _receiving(config: RunConfig, sync: WeightPlan, engine: EngineMemory) -> Receiving:
-    return Receiving(
-        engines=config.sglang.gpus // config.sglang.tp_size,
-        share=min(1.0, engine.weights / max(1, sync.total_bytes)),
-        recorded=_records(config),
-        ranks=config.sglang.tp_size,
-    )
-
-
-def _bounds(
-    config: RunConfig, syncs: tuple[SenderSync, ...], receiving: Receiving | None, rates: Rates
-) -> dict[str, float]:
-    if config.weights.transport == "relay" and receiving is not None:
-        return relay_bounds(syncs, rates, receiving, config.cluster.gpus_per_node)
-    return bounds(syncs, rates)
-
-
-def _prediction(
-    config: RunConfig, sync: WeightPlan, receiving: Receiving | None, rates: Rates
-) -> SyncPrediction | None:
-    """Of a sync after engines have recorded how to load, where they do."""
-    follow = PREDICTED.get(config.weights.transport)
-    if receiving is None or follow is None:
-        return None
-    return follow(sync, rates, receiving, config.cluster.gpus_per_node)
+    Args:
+        hf_config: the critic's config.json.
+    """
+    if not config.has_critic:
+        return stages, (), ()
+    unsent, limit = WeightPlan(senders, ()), longest_sequence(config)
+    valued = _stages(critic_spec(config), hf_config, limit, unsent, gpu_bytes, values=True)
+    if config.critic.placement != "shared":
+        return stages, valued, ()
+    pairs = zip(stages, valued, strict=True)
+    return tuple(replace(one, memory=one.memory.beside(other.memory)) for one, other in pairs), (), valued
 
 
 def _stages(

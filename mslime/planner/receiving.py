@@ -1,0 +1,68 @@
+"""What a run's engines do with a weight sync, as far as its plan needs it: what they hold of it, and what it takes."""
+
+from __future__ import annotations
+
+from mslime.config.choices import SHARES_AT_MOST
+from mslime.config.schema import RunConfig
+from mslime.planner.engine import EngineMemory
+from mslime.planner.sync import (
+    Rates,
+    Receiving,
+    SenderSync,
+    SyncPrediction,
+    bounds,
+    near_ranks,
+    predict,
+    predict_relay,
+    relay_bounds,
+)
+from mslime.weights.plan import WeightPlan
+
+PREDICTED = {"broadcast": predict, "relay": predict_relay}
+"""By the transports whose syncs are predicted."""
+
+
+def buckets_held(config: RunConfig) -> float:
+    """Buckets that fit into what a weight update needs on an engine GPU.
+
+    With `relay` one is passed on while the next arrives. Ranks that hand on shares pack those that they give, and take
+    others into the memory of the one that is passed on.
+    """
+    if config.weights.transport != "relay":
+        return 1
+    alone = near_ranks(config.sglang.tp_size, config.cluster.gpus_per_node) == 1
+    return 2 if alone or not _records(config) else 1 + 2 * SHARES_AT_MOST
+
+
+def _records(config: RunConfig) -> bool:
+    """Whether engines load by recorded copies: those that mslime started (`backends/sglang/recorded.py`)."""
+    return config.weights.loader == "recorded" and not config.sglang.urls
+
+
+def receiving_of(config: RunConfig, sync: WeightPlan, engine: EngineMemory) -> Receiving:
+    """What a run's engines do with a bucket."""
+    return Receiving(
+        engines=config.sglang.gpus // config.sglang.tp_size,
+        share=min(1.0, engine.weights / max(1, sync.total_bytes)),
+        recorded=_records(config),
+        ranks=config.sglang.tp_size,
+    )
+
+
+def bounds_of(
+    config: RunConfig, syncs: tuple[SenderSync, ...], receiving: Receiving | None, rates: Rates
+) -> dict[str, float]:
+    """Lower bounds of a sync in seconds, by what it would be limited by: those of `relay`, or else of `broadcast`."""
+    if config.weights.transport == "relay" and receiving is not None:
+        return relay_bounds(syncs, rates, receiving, config.cluster.gpus_per_node)
+    return bounds(syncs, rates)
+
+
+def prediction_of(
+    config: RunConfig, sync: WeightPlan, receiving: Receiving | None, rates: Rates
+) -> SyncPrediction | None:
+    """Of a sync after engines have recorded how to load, where they do; None for a transport that is not predicted."""
+    follow = PREDICTED.get(config.weights.transport)
+    if receiving is None or follow is None:
+        return None
+    return follow(sync, rates, receiving, config.cluster.gpus_per_node)
