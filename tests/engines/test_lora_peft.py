@@ -80,3 +80,22 @@ def test_adapters_learn_what_peft_learns(name: str, tmp_path: Path) -> None:
             assert max(float(p.grad.abs().max()) for p in trained.values()) > 1e-3
         optimizer.step()
     assert max(float((p - kept["after"][n]).abs().max()) for n, p in trained.items()) < 1e-5
+
+
+def test_new_factors_are_drawn_as_peft_draws_them_and_by_their_names_alone() -> None:
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    from mslime.backends.megatron.model.adapters import new_factor
+
+    linear = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False))
+    theirs = get_peft_model(linear, PeftConfig(r=128, target_modules=["0"]))  # type: ignore[arg-type]
+    for name, drawn in theirs.named_parameters():
+        if "lora_" in name:
+            own = new_factor(name.replace(".default", ""), tuple(drawn.shape), seed=3)
+            assert torch.allclose(own.abs().max(), drawn.abs().max(), rtol=1e-3)
+            assert torch.allclose(own.std(), drawn.std(), rtol=0.03)
+    a = new_factor("x.lora_A.weight", (4, 8), seed=3)
+    assert torch.equal(a, new_factor("x.lora_A.weight", (4, 8), seed=3))
+    assert not torch.equal(a, new_factor("y.lora_A.weight", (4, 8), seed=3))
+    assert not torch.equal(a, new_factor("x.lora_A.weight", (4, 8), seed=4))

@@ -256,7 +256,8 @@ def new_factor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """A whole factor as peft draws it: A uniform in +-1/sqrt(in), B 0. The same in every layout: drawn by its name."""
     if name.endswith(f".{FACTORS[1]}.weight"):
         return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(seed << 32 | zlib.crc32(name.encode()))
+    # Torch's generator on CPUs reads 32 bits of a seed.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return (torch.rand(shape, generator=generator) * 2 - 1) / shape[1] ** 0.5
 
 
