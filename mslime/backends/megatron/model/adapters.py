@@ -23,9 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
@@ -106,15 +104,11 @@ class Adapter(torch.nn.Module):
 
     def _exchanged(self, h: Tensor) -> Tensor:
         """The features between A and B, brought to where B's rows are."""
-        if self._axis is None:
+        if self._axis is None or not self._sequence_parallel:  # TP without sequence parallelism is refused: one rank
             return h
         if self._axis == 0:
-            if self._sequence_parallel:
-                return gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True)
-            return copy_to_tensor_model_parallel_region(h)
-        if self._sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(h)
-        return reduce_from_tensor_model_parallel_region(h)
+            return gather_from_sequence_parallel_region(h, tensor_parallel_output_grad=True)
+        return reduce_scatter_to_sequence_parallel_region(h)
 
     def _by_part(self, b: Tensor) -> Tensor:
         """B [rows, rank] as [rows, parts * rank]: each row in the columns of the A that it belongs to."""
