@@ -17,11 +17,10 @@ import re
 import subprocess
 import sys
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.rehearsal.outcomes import Check, Outcome, at_most, finish, true
+from tests.rehearsal.outcomes import Check, at_most, attempt, finish, true
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,15 +137,6 @@ WORK: dict[str, Callable[[], list[Check]]] = {
 }
 
 
-def one(name: str, work: Callable[[], list[Check]]) -> Outcome:
-    """Run one case."""
-    begin = time.monotonic()
-    try:
-        return Outcome(name, work(), "", time.monotonic() - begin)
-    except Exception as error:
-        return Outcome(name, [], f"{type(error).__name__}: {error}", time.monotonic() - begin)
-
-
 def main() -> int:
     """Run what has not been run, and print all of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -159,7 +149,7 @@ def main() -> int:
     if given.sources is not None:
         work["Transformer Engine: signatures of its extension"] = lambda: signatures_of_the_extension(given.sources)
     chosen = {name: check for name, check in work.items() if given.only in name}
-    return finish(list(chosen), lambda name: one(name, chosen[name]), given.out / "outcomes", given.stamp)
+    return finish(list(chosen), lambda name: attempt(name, chosen[name]), given.out / "outcomes", given.stamp)
 
 
 if __name__ == "__main__":

@@ -103,6 +103,15 @@ def report(outcome: Outcome) -> None:
         print("      " + "\n      ".join(outcome.error.splitlines()[-12:]), flush=True)
 
 
+def attempt(name: str, work: Callable[[], list[Check]]) -> Outcome:
+    """Run one case: what it found, or what it raised."""
+    begin = time.monotonic()
+    try:
+        return Outcome(name, work(), "", time.monotonic() - begin)
+    except Exception as error:
+        return Outcome(name, [], f"{type(error).__name__}: {error}", time.monotonic() - begin)
+
+
 def finish(names: Sequence[str], work: Callable[[str], Outcome], directory: Path, stamp: str) -> int:
     """Run the cases that are not well yet, print all of them, and return an exit status."""
     outcomes: list[Outcome] = []

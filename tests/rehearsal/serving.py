@@ -16,9 +16,9 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from mslime.backends.sglang.flags import Part, command_line, environment, server
 from mslime.config.schema import RunConfig
 from mslime.config.serving import ServerSpec, engine_spec
 from tests.fixtures.launch_scripts import MODELS, launch
-from tests.rehearsal.outcomes import Check, Outcome, finish, true
+from tests.rehearsal.outcomes import Check, attempt, finish, true
 
 ROOT = Path(__file__).parents[2]
 ENGINE_MODULES = (
@@ -146,14 +146,10 @@ def engine_plug_ins(_: Path) -> list[Check]:
             true("that are not there", ", ".join(missing) or "none", not missing)]  # fmt: skip
 
 
-def one(name: str, work: Callable[[Path], list[Check]]) -> Outcome:
-    """Run one case."""
-    begin = time.monotonic()
+def in_a_directory(work: Callable[[Path], list[Check]]) -> list[Check]:
+    """What the work finds, with a directory of its own."""
     with tempfile.TemporaryDirectory() as root:
-        try:
-            return Outcome(name, work(Path(root)), "", time.monotonic() - begin)
-        except Exception as error:
-            return Outcome(name, [], f"{type(error).__name__}: {error}", time.monotonic() - begin)
+        return work(Path(root))
 
 
 def main() -> int:
@@ -168,8 +164,13 @@ def main() -> int:
         "engine: plug-ins": engine_plug_ins,
         **{f"engine of run-{script}.sh": lambda root, script=script: engine_of(script, root) for script in MODELS},
     }
-    chosen = {name: partial for name, partial in work.items() if given.only in name}
-    return finish(list(chosen), lambda name: one(name, chosen[name]), given.out / "outcomes", given.stamp)
+    chosen = {name: each for name, each in work.items() if given.only in name}
+    return finish(
+        list(chosen),
+        lambda name: attempt(name, partial(in_a_directory, chosen[name])),
+        given.out / "outcomes",
+        given.stamp,
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from mslime.weights.transport import TRANSPORTS
 from tests.engines.megatron_ranks import run_ranks
 from tests.fixtures.stand_in_engine import two_engines
 from tests.rehearsal.cases import Case
-from tests.rehearsal.outcomes import Check, Outcome, directory_name, finish, true
+from tests.rehearsal.outcomes import Check, attempt, directory_name, finish, true
 from tests.rehearsal.worker import send
 
 CASE = Case("weights", "qwen3-moe", {"tp": 2, "ep": 2}, {"params_dtype": "bfloat16"})
@@ -49,15 +49,6 @@ def arrived(transport: str, families: Path) -> list[Check]:
     ]
 
 
-def one(name: str, families: Path) -> Outcome:
-    """Run one case."""
-    begin = time.monotonic()
-    try:
-        return Outcome(name, arrived(name.split()[-1], families), "", time.monotonic() - begin)
-    except Exception as error:
-        return Outcome(name, [], f"{type(error).__name__}: {error}", time.monotonic() - begin)
-
-
 def main() -> int:
     """Run what has not been run, and print all of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,7 +57,9 @@ def main() -> int:
     parser.add_argument("--stamp", default="", help="what is rehearsed; outcomes of something else are made anew")
     given = parser.parse_args()
     names = [name for name in (f"weights by {transport}" for transport in TRANSPORTS) if given.only in name]
-    return finish(names, lambda name: one(name, given.out / "families"), given.out / "outcomes", given.stamp)
+    families = given.out / "families"
+    work = {name: partial(arrived, name.split()[-1], families) for name in names}
+    return finish(names, lambda name: attempt(name, work[name]), given.out / "outcomes", given.stamp)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from mslime.backends.sglang.recorded import (
     buckets_of,
     fitting,
     release,
-)  # fmt: skip
+)
 from mslime.backends.sglang.shares import Route, Share, Step, share_of
 from mslime.backends.sglang.siblings import Ranks, Siblings, ranks
 from mslime.config.choices import NOT_ARRIVED
