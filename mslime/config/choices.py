@@ -44,6 +44,9 @@ EngineTag = Literal["weights", "kv_cache", "cuda_graph"]
 AsleepIn = Literal["auto", "memory", "disk"]
 """Where a trainer that sleeps keeps its weights and optimizer."""
 
+Verify = Literal["probe", "first", "always", "never"]
+"""When engines are compared with the trainer: see `weights.verify`."""
+
 Kept = Literal["some", "all", "none"]
 """How many of the responses are written to files."""
 

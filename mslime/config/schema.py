@@ -12,26 +12,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from mslime.config.agents import AgentLimits, AgentServer
 from mslime.config.algorithm import AlgorithmConfig, CriticConfig
 from mslime.config.base import Section
 from mslime.config.choices import (
     TRANSPORT_NAMES,
-    OnError,
-    PauseMode,
     ReplayMode,
     Resume,
     SftLossOn,
+    Verify,
     check_choice,
 )
 from mslime.config.cluster import ClusterConfig
 from mslime.config.engines import SGLangConfig, TeacherConfig
-from mslime.config.environments import Credit, EnvironmentLimitsConfig, TurnsOf
 from mslime.config.layout import ParallelLayout
 from mslime.config.lora import LoraConfig
 from mslime.config.megatron import MegatronConfig
 from mslime.config.observing import ObserveConfig
 from mslime.config.reward import RewardConfig, ScoringConfig
+from mslime.config.rollout import RolloutConfig
 from mslime.config.rules import check_run
 
 
@@ -122,146 +120,6 @@ class DataConfig(Section):
     )
 
 
-class RolloutConfig(Section):
-    """Generation: how much, how far ahead, and what becomes of work in flight."""
-
-    groups_per_step: int = Field(default=32, le=1_000_000, ge=1, description="Prompt groups of one training step.")
-    group_size: int = Field(default=8, le=1_000_000, ge=1, description="Responses per prompt.")
-    function: Literal["single_turn", "environment"] | str = Field(
-        default="single_turn",
-        description="What a rollout does: one response to its prompt, an episode in `environment`, or an async "
-        "`module:function`(task, engine) of several turns, for training and evaluation (docs/rollout_functions.md).",
-    )
-    environment: str | None = Field(
-        default=None,
-        description="`module:Class` with reset(task) and step(action), sync or async, for function: environment "
-        "(docs/environments.md).",
-    )
-    environment_options: dict[str, Any] = Field(
-        default_factory=dict, description="What the constructor of that class is given."
-    )
-    environment_turns: TurnsOf = Field(
-        default="text",
-        description="How an episode goes on from turn to turn. text: one sequence, to which observations are added, in "
-        "the chat template with data.apply_chat_template. chat: messages, as with engine.chat; where the family's "
-        "template drops earlier thinking another sequence begins (not with rollout.thinking: keep).",
-    )
-    environment_limits: EnvironmentLimitsConfig = Field(default_factory=EnvironmentLimitsConfig)
-    environment_credit: Credit = Field(
-        default="auto",
-        description="Where an environment's rewards count. episode: the episode's reward alone. steps: each step's "
-        "where it ended, too (grpo: as process rewards beside the episode's; reinforce_pp and gae: in its place). "
-        "auto: steps for reinforce_pp and gae, else episode.",
-    )
-    on_error: OnError = Field(
-        default="fail",
-        description="What it means when a rollout function raises, or says that its rollout failed. fail: the run "
-        "ends, and at the second time, after a resume, the group is dropped. drop: this rollout does not count in "
-        "its group (rollout/failed_rollouts); in an evaluation it counts as wrong.",
-    )
-    renderer: str | None = Field(
-        default=None,
-        description="How rollout functions that chat turn messages into tokens and back: a renderer of the package "
-        "`renderers` by name, template (the checkpoint's chat template), harmony (gpt-oss), or "
-        "`module:function`(tokenizer, thinking). Default: the first of the model family's that writes as the "
-        "checkpoint's template does, else template (docs/agents.md).",
-    )
-    thinking: Literal["template", "keep"] = Field(
-        default="template",
-        description="Earlier reasoning in chats. template: as the chat template says; where it drops reasoning at a "
-        "new query, each query begins a sequence. keep: it stays, and a rollout is one sequence.",
-    )
-    limits: AgentLimits = Field(default_factory=AgentLimits, description="What one rollout that chats may take.")
-    server: AgentServer = Field(
-        default_factory=AgentServer, description="The server that agents of rollout functions speak to."
-    )
-    max_staleness: int = Field(
-        default=0,
-        le=1_000_000,
-        ge=0,
-        description="0: on-policy and synchronous. 1: one step ahead. k: asynchronous, at most k versions old.",
-    )
-    over_sampling: float = Field(
-        default=1.0,
-        le=1000,
-        ge=1,
-        description="Spare groups: 1.5 begins half a step more than is needed. Only where groups can be refused "
-        "(dynamic_filter) or max_staleness is 0, where those that finish last wait for the next step.",
-    )
-    partial: bool = Field(default=True, description="Keep the tokens of aborted responses and continue them later.")
-    on_stale: Literal["auto", "keep", "mask", "reroll", "drop"] = Field(
-        default="auto",
-        description="What happens to tokens older than max_staleness, which only responses have that take longer than "
-        "that many steps: they are trained under the off-policy correction (keep; `correction.max_age` still bounds "
-        "them), masked, their response generated again, or their group dropped. auto: keep with max_staleness > 0 and "
-        "a correction, else mask.",
-    )
-    dynamic_filter: Literal["none", "zero_variance"] | str = Field(
-        default="none",
-        description="zero_variance drops groups whose rewards are all equal; or `module:function`(Group) -> bool.",
-    )
-    mask_truncated: bool = Field(
-        default=False,
-        description="Responses cut at a length limit count in their group's advantages, and none of their tokens is "
-        "trained (DAPO's overlong filtering); ledger/masked/truncated_tokens counts them.",
-    )
-    max_response_tokens: int = Field(
-        default=1024, ge=1, description="Longest response; longer ones are truncated, and counted."
-    )
-    max_total_tokens: int | None = Field(
-        default=None, ge=1, description="Prompt + response limit; default: the model's."
-    )
-    temperature: float = Field(default=1.0, gt=0, description="Of sampling; log-probs are those at this temperature.")
-    top_p: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="Tokens are drawn from the likeliest ones that together have this probability, and trained under "
-        "the distribution over those alone. Below 1 it needs top_k.",
-    )
-    top_k: int = Field(
-        default=-1,
-        ge=-1,
-        description="Tokens are drawn from so many of the likeliest ones, 2 to 4096 (sglang.sampling_mask_max_tokens "
-        "raises that), and trained likewise. -1: off.",
-    )
-    min_p: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Tokens are drawn from those that have at least this share of the likeliest one's probability, and "
-        "trained likewise. 0: off; else it needs top_k.",
-    )
-    stop: list[str] = Field(default_factory=list, description="Texts that end a response.")
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
-        default_factory=list[int], description="Token ids that end a response, besides the model's own."
-    )
-    concurrency: int = Field(default=256, le=1_000_000, ge=1, description="Requests in flight per engine.")
-    managers: int = Field(
-        default=1,
-        le=1024,
-        ge=1,
-        description="Processes among which the engines are divided; each speaks to its own and scores their responses. "
-        "One core reads about 150,000 tokens/s: set more where that is not enough (docs/clusters.md). Each has its own "
-        "`reward.workers` and environments, and the next port after `rollout.server.port`.",
-    )
-    pause_mode: PauseMode = Field(
-        default="abort",
-        description="What running requests do during a weight update when max_staleness > 0. abort: they return what "
-        "they have and are continued under the new weights. retract and in_place: the engine continues them itself; "
-        "retract re-routes old tokens under new weights, in_place keeps a cache of old weights.",
-    )
-
-    def longest(self, max_positions: int) -> int:
-        """Tokens that prompt and response may have together; `max_positions` are the model's."""
-        return self.max_total_tokens or max_positions
-
-    @property
-    def truncated(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-
-
 class TrainConfig(Section):
     """The optimizer's side of a step."""
 
@@ -341,7 +199,7 @@ class WeightsConfig(Section):
         description="Trainer ranks that send, at most. A stage has one for every expert-parallel rank, or block, "
         "and at least one. Every engine GPU holds a connection to each.",
     )
-    verify: Literal["probe", "first", "always", "never"] = Field(
+    verify: Verify = Field(
         default="probe",
         description="What is checked after a sync. first: every bit of what engines hold in the first sync, and in "
         "the second, which is the first to use what weights.loader recorded. probe: the same, where an engine can say "

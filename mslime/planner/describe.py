@@ -9,9 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mslime.planner.activations import EXPERT_IMBALANCE
-from mslime.planner.plan import GIB, TIGHT, RunPlan, StagePlan
+from mslime.planner.plan import TIGHT, RunPlan
+from mslime.planner.problems import GIB
 from mslime.planner.receiving import PREDICTED
 from mslime.planner.rollouts import RolloutBytes, TokenBytes
+from mslime.planner.stages import StagePlan
 from mslime.planner.sync import lane_bytes
 from mslime.tables import facts_table
 

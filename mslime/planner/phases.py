@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mslime.planner.engine import EngineMemory
+from mslime.planner.stages import StagePlan
 from mslime.planner.trainer import CONTEXT_BYTES, TrainerMemory
-
-if TYPE_CHECKING:
-    from mslime.planner.plan import StagePlan
 
 TRAINER_ASLEEP_BYTES = CONTEXT_BYTES
 """What a trainer keeps on its GPU when its state is away: CUDA context and NCCL's buffers."""

@@ -11,7 +11,8 @@ from math import log
 
 import numpy as np
 
-from mslime.config.schema import RolloutConfig, RunConfig
+from mslime.config.rollout import RolloutConfig
+from mslime.config.schema import RunConfig
 from mslime.convert.families.family import ModelFields
 from mslime.data.routes import narrowest_dtype
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from mslime.config.cluster import WHOLE, Parts, check_machines
 from mslime.config.dtypes import engine_dtype, trainer_dtype
 from mslime.config.errors import CheckpointError, ConfigError, reading
-from mslime.config.rules import check_model
+from mslime.config.layout_rules import check_model
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields

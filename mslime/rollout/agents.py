@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from mslime.config.errors import UserError
-from mslime.config.schema import RolloutConfig
+from mslime.config.rollout import RolloutConfig
 from mslime.rollout.chat.choose import choose_renderer
 from mslime.rollout.chat.forest import Turn
 from mslime.rollout.chat.messages import Tools

@@ -28,7 +28,8 @@ from mslime.backends.sglang.generating import Finish, GenerateRequest, GenerateR
 from mslime.config.choices import ReplayMode
 from mslime.config.errors import EngineError, reading
 from mslime.config.model_facts import ModelFacts
-from mslime.config.schema import EvalSetConfig, RolloutConfig, RunConfig
+from mslime.config.rollout import RolloutConfig
+from mslime.config.schema import EvalSetConfig, RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer

@@ -10,9 +10,9 @@ import pytest
 
 from mslime.config.cluster import check_machines, claims, worker_environment
 from mslime.config.errors import ConfigError
+from mslime.config.layout_rules import check_model
 from mslime.config.loader import build, load_config
 from mslime.config.megatron import MegatronConfig
-from mslime.config.rules import check_model
 from mslime.config.schema import RunConfig
 from mslime.config.training import policy_spec
 from mslime.preflight.resolve import resolve

@@ -19,7 +19,8 @@ from mslime.config.training import asleep_directory
 from mslime.control.placement import Spot, gpus_of
 from mslime.control.sharing import PHASES, Shared
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
-from mslime.planner.plan import GIB, RunPlan
+from mslime.planner.plan import RunPlan
+from mslime.planner.problems import GIB
 from tests.unit.test_plan import planned
 
 COLOCATED = {"cluster": {"placement": "colocated"}, "weights": {"transport": "shm"}}

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from mslime.config.agents import AgentLimits
 from mslime.config.errors import RolloutError
-from mslime.config.schema import RolloutConfig
+from mslime.config.rollout import RolloutConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
 from mslime.rollout.agents import Agents

@@ -23,7 +23,8 @@ from mslime.planner.activations import chunks_in_flight, kept_elements, layer_el
 from mslime.planner.command import plan_config
 from mslime.planner.engine import static_fraction
 from mslime.planner.parameters import model_parameters, stage_parameters, work_per_token
-from mslime.planner.plan import GIB, RunPlan, make_plan
+from mslime.planner.plan import RunPlan, make_plan
+from mslime.planner.problems import GIB
 from mslime.planner.trainer import offloaded_bytes_per_parameter, optimizer_bytes_per_parameter
 from tests.fixtures.full_size import CONFIGS, published_config
 

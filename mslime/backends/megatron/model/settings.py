@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from mslime.config.choices import Device
 from mslime.config.dtypes import trainer_dtype
 from mslime.config.errors import ConfigError
+from mslime.config.layout_rules import check_model
 from mslime.config.megatron import MegatronConfig
-from mslime.config.rules import check_model
 from mslime.config.schema import TrainConfig
 from mslime.config.training import ModelSpec
 from mslime.convert.families import get_family
