@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
 from mslime.algorithms.advantages import (
@@ -29,6 +30,7 @@ from mslime.data.sample import Group, Sample, check_invariants
 from mslime.data.turns import SequenceTime, Turn, rollouts_in_time, sequence_times
 
 if TYPE_CHECKING:
+    from mslime.config.layout import ParallelLayout
     from mslime.data.shard import TrainShard
 
 
@@ -275,3 +277,27 @@ def _pack(
         version=version,
         times=times,
     )
+
+
+def references(
+    per_step: Sequence[Sequence[TrainShard]], layout: ParallelLayout, layers: Sequence[tuple[int, ...]]
+) -> list[list[ray.ObjectRef]]:
+    """[ranks][optimizer steps] of shards in Ray's store. Each (optimizer step, data-parallel rank, pipeline stage) is
+    stored once; ranks of a stage share it.
+
+    Args:
+        per_step: [optimizer steps][data-parallel ranks].
+        layers: global MoE layer ids of every rank's pipeline stage.
+    """
+    stored: dict[tuple[int, int, int], ray.ObjectRef] = {}
+    ranks: list[list[ray.ObjectRef]] = []
+    for rank in range(layout.world_size):
+        mine: list[ray.ObjectRef] = []
+        for index, shards in enumerate(per_step):
+            key = (index, layout.dp_rank(rank), layout.pp_rank(rank))
+            if key not in stored:
+                last = layout.pp_rank(rank) == layout.pp - 1
+                stored[key] = ray.put(shards[key[1]].stage_slice(layers[rank], has_logits=last))
+            mine.append(stored[key])
+        ranks.append(mine)
+    return ranks

@@ -24,11 +24,12 @@ from mslime.config.cluster import Parts
 from mslime.config.engines import TeacherConfig
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
-from mslime.control.assemble import SourceNames, assemble
+from mslime.control.assemble import SourceNames, assemble, references
 from mslime.control.cluster import resolved_device
 from mslime.control.engines import EngineGroup
 from mslime.control.export import export
-from mslime.control.rollouts import RolloutHandle, StepShards, references
+from mslime.control.results import StepShards
+from mslime.control.rollouts import RolloutHandle
 from mslime.control.run import only_run
 from mslime.control.run_directory import owned, write_resolved
 from mslime.control.session import Session

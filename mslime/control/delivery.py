@@ -41,6 +41,21 @@ class Delivered:
     repeats: int
     probed: Answered | None = None
 
+    def metrics(self) -> dict[str, float]:
+        """Named as in `metrics.jsonl`."""
+        sent, senders = self.report, self.report.phases.values()
+        return {
+            "weights/bytes": float(sent.bytes),
+            **({} if sent.changed is None else {"weights/changed": sent.changed}),
+            "weights/gb_per_s": sent.bytes / max(sent.seconds, 1e-9) / 1e9,
+            "weights/buckets": float(sent.buckets),
+            "weights/repeats": float(self.repeats),
+            "weights/fill_seconds": max(spent.fill for spent in senders),
+            "weights/turn_seconds": max(spent.turn for spent in senders),
+            "weights/send_seconds": max(spent.send for spent in senders),
+            **({} if self.probed is None else self.probed.metrics()),
+        }
+
 
 class Delivery:
     """Brings weights to paused engines, whose updates it begins and ends.

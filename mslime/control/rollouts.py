@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +22,7 @@ from mslime.config.errors import EngineError, RewardError
 from mslime.control.calls import call
 from mslime.control.cluster import beside_the_driver, redirect_output, remote_class
 from mslime.control.garbage import search_seldom
+from mslime.control.results import Evaluated, Evaluation, SavedState, Spans, StepShards
 from mslime.data.checksums import FileSum, check_sums
 from mslime.data.sample_log import Logged, SampleLog
 from mslime.logs import hide, log_process, phase
@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.pool import Serving
     from mslime.backends.sglang.server import EngineAddress
     from mslime.config.choices import EngineTag
-    from mslime.config.layout import ParallelLayout
     from mslime.data.probe import Probed
     from mslime.data.sample import Group, Sample
-    from mslime.data.shard import TrainShard
     from mslime.data.source import PromptStream
     from mslime.data.tokenizer import Tokenizer
     from mslime.preflight.resolve import ResolvedRun
@@ -47,69 +45,6 @@ _log = logging.getLogger(__name__)
 WHO = "rollout service"
 LAST_SAMPLES_S = 3.0
 """For what is still being written of the last responses when the run ends."""
-Spans = list[tuple[str, str, float, float, int]]
-
-
-@dataclass
-class StepShards:
-    """One step's work for the trainer.
-
-    Attributes:
-        shards: [ranks][optimizer steps] references to TrainShard.
-        metrics: of the rollout.
-        outline: small state file of the service after this step, should it be lost.
-        spans: (lane, name, start, end, step) of engines and service since the last step.
-        notes: lines for the person who watches the run.
-        watched: sequences whose log-probs at the trainer are to be told to `RolloutHandle.log_trained`.
-    """
-
-    shards: list[list[ray.ObjectRef]]
-    metrics: dict[str, float]
-    outline: bytes
-    spans: Spans = field(default_factory=list)
-    notes: list[str] = field(default_factory=list[str])
-    watched: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """The service's file in a checkpoint, which the service alone reads.
-
-    Attributes:
-        total: what the file must be.
-    """
-
-    directory: Path
-    name: str
-    total: FileSum
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """Scores on every held-out set.
-
-    Attributes:
-        version: weight version that sampled every response; None when nothing was sampled.
-        begin, end: Unix seconds.
-    """
-
-    metrics: dict[str, float]
-    version: int | None
-    begin: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """An evaluation that is running, of the weights after `step` steps."""
-
-    step: int
-    answer: ray.ObjectRef
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return bool(ray.wait([self.answer], timeout=0)[0])
 
 
 class Members(Protocol):
@@ -250,7 +185,7 @@ class RolloutActor:
         return StepShards(references, batch.metrics | metrics, outline, spans, notes, watched)
 
     def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float], Logged, list[Sample]]:
-        from mslime.control.assemble import assemble
+        from mslime.control.assemble import assemble, references
 
         work = assemble(batch.groups, self._config, batch.version, self._source_name)
         shards = references(work.shards, self._config.layout, self._layers)
@@ -395,30 +330,6 @@ class RolloutActor:
 
     def _on_span(self, lane: str, name: str, start: float, end: float, step: int) -> None:
         self._spans.append((lane, name, start, end, step + 1))
-
-
-def references(
-    per_step: Sequence[Sequence[TrainShard]], layout: ParallelLayout, layers: Sequence[tuple[int, ...]]
-) -> list[list[ray.ObjectRef]]:
-    """[ranks][optimizer steps] of shards in Ray's store. Each (optimizer step, data-parallel rank, pipeline stage) is
-    stored once; ranks of a stage share it.
-
-    Args:
-        per_step: [optimizer steps][data-parallel ranks].
-        layers: global MoE layer ids of every rank's pipeline stage.
-    """
-    stored: dict[tuple[int, int, int], ray.ObjectRef] = {}
-    ranks: list[list[ray.ObjectRef]] = []
-    for rank in range(layout.world_size):
-        mine: list[ray.ObjectRef] = []
-        for index, shards in enumerate(per_step):
-            key = (index, layout.dp_rank(rank), layout.pp_rank(rank))
-            if key not in stored:
-                last = layout.pp_rank(rank) == layout.pp - 1
-                stored[key] = ray.put(shards[key[1]].stage_slice(layers[rank], has_logits=last))
-            mine.append(stored[key])
-        ranks.append(mine)
-    return ranks
 
 
 def _write(directory: Path, batch: StepBatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mslime.config.errors import CheckpointError
 from mslime.config.schema import RunConfig
-from mslime.control.rollouts import SavedState
+from mslime.control.results import SavedState
 from mslime.data.checkpoints import Chosen, choose, critic_directory, prune, retained, rollouts_file, step_directory
 from mslime.data.manifest import read_manifest
 from mslime.observe.metrics import FILE_NAME, read_metrics

@@ -6,7 +6,6 @@ Every method is one verb of the loop. A failure anywhere leaves through `__exit_
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +20,9 @@ from mslime.control.endpoint import ControlEndpoint
 from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
 from mslime.control.probe import WeightProbe
-from mslime.control.rollouts import Evaluated, Evaluation, RolloutHandle, StepShards
+from mslime.control.publishing import Publisher
+from mslime.control.results import Evaluated, Evaluation, StepShards
+from mslime.control.rollouts import RolloutHandle
 from mslime.control.run_checkpoints import RunCheckpoints
 from mslime.control.sharing import Apart, Shared
 from mslime.control.started import Started
@@ -70,7 +71,6 @@ class Session(Started):
         self._trained = self._saved = self.first_step
         self._training = False  # inside a step of the trainer, whose weights are neither of one step nor of the next
         self._save_failed = False
-        self._verified = 0
         self._step = self.first_step
         self._open: tuple[float, dict[str, float]] | None = None  # begin and record of the step in progress
         self._last_row: dict[str, Any] | None = self.checkpoints.last_row
@@ -158,11 +158,12 @@ class Session(Started):
         self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress)
         if self.config.colocated:
             self._memory = Shared(self._rollouts, self._trainers, self._engines, self._tend, self._at_rest)
-        self._delivery = Delivery(
+        delivery = Delivery(
             self.config, self._rollouts, self._trainers, self._engines, self._fleet, self._at_rest, self._other_group,
             self.progress, self._memory, self._probe(),
         )  # fmt: skip
-        self._delivery.connect(group)
+        delivery.connect(group)
+        self._publisher = self._publishes_by(delivery)
         self._stack.enter_context(ControlEndpoint(self.config.run_dir, self._fleet.orders))
 
     def _start_and_sleep(self) -> None:
@@ -174,9 +175,11 @@ class Session(Started):
         self.progress.note("the trainer is ready and asleep")
 
     def _tend(self) -> None:
-        """See `Fleet.tend`. With engines that join, weights are compared as in the run's first syncs."""
-        if self._fleet.tend():
-            self._verified = 0
+        self._publisher.tend()
+
+    def _publishes_by(self, delivery: Delivery) -> Publisher:
+        verify = self.config.weights.verify
+        return Publisher(verify, self._rollouts, delivery, self._fleet, self._memory, self.progress, self._timeline)
 
     def _probe(self) -> WeightProbe | None:
         if self.config.weights.verify not in ("probe", "always"):
@@ -235,8 +238,8 @@ class Session(Started):
                 batch = self._rollouts.take(step, self.progress.rollout)
                 break
             except EngineError as error:  # what was finished waits for the next call
-                self._revive(error)
-                self._give_weights(step)
+                self._publisher.revive(error)
+                self._publish(step)
         end = self._timeline.now()
         self._timeline.record("driver", "wait for rollouts", begin, end, step + 1)
         for span in batch.spans:
@@ -269,74 +272,13 @@ class Session(Started):
         return over_optimizer_steps(found.metrics)
 
     def publish_weights(self, version: int) -> dict[str, float]:
-        """Give the engines the trainer's weights under a new version; generation goes on under it afterwards.
-
-        The rollout service has the engines: every step on their side is a call to it. No trainer rank enters a
-        collective before every engine has confirmed its pause. The version is stamped last, so an engine that was left
-        in the middle never claims the new one; the comparison comes before the end, while parameters lie as loaded.
-        """
+        """Give the engines the trainer's weights under a new version; see `Publisher.publish`."""
         self._at_rest()
         assert self._evaluating is None, "an evaluation still draws from the weights that would be replaced"
-        return self._give_weights(version)
-
-    def _give_weights(self, version: int) -> dict[str, float]:
-        """`publish_weights`, again when all engines die meanwhile and one comes back."""
-        while True:
-            try:
-                return self._publish(version)
-            except EngineError as error:
-                self._revive(error)
-
-    def _revive(self, error: EngineError) -> None:
-        """Where all engines are gone, wait until one can get weights; else, or when none comes back, raise `error`."""
-        if not self._rollouts.stranded():
-            raise error
-        self._memory.revive()
-        self._fleet.revive(error)
+        return self._publish(version)
 
     def _publish(self, version: int) -> dict[str, float]:
-        _log.info("sending weights of version %d", version)
-        begin = time.monotonic()
-        mode = self.config.weights.verify
-        self._memory.begin_sync()
-        self._rollouts.pause()
-        paused = time.monotonic()
-        self._memory.enter("send")
-        verify = mode == "always" or (mode in ("first", "probe") and self._verified < 2)
-        delivered = self._delivery.send(version, verify)
-        if (compared := delivered.compared) is not None:
-            self._verified += 1
-            equal = f"{compared} tensors in the engines equal the trainer's, bit for bit"
-            self.progress.note(f"version {version}: {equal if compared else 'no engine can say what it holds'}")
-        sent, probed = delivered.report, delivered.probed
-        self._memory.enter("generate")
-        self._rollouts.resume(version)
-        end = time.monotonic()
-        self._memory.end_sync()
-        self._fleet.lost(self._rollouts.dead())
-        self._fleet.settled()
-        self._record_ranks("send weights", delivered.spans)
-        for rank, spent in sent.phases.items():
-            for sent_from, sent_to in spent.sent:
-                self._timeline.record(f"sender {rank}", "send bucket", sent_from, sent_to, self._of_span(self._step))
-        if probed is not None:
-            self._record_ranks("probe", probed.spans)
-        senders = sent.phases.values()
-        return {
-            "weights/seconds": end - begin,
-            "weights/bytes": float(sent.bytes),
-            **({} if sent.changed is None else {"weights/changed": sent.changed}),
-            "weights/gb_per_s": sent.bytes / max(sent.seconds, 1e-9) / 1e9,
-            "weights/pause_seconds": end - paused,
-            "weights/buckets": float(sent.buckets),
-            "weights/engines": float(self._delivery.engines),
-            "weights/repeats": float(delivered.repeats),
-            "weights/fill_seconds": max(spent.fill for spent in senders),
-            "weights/turn_seconds": max(spent.turn for spent in senders),
-            "weights/send_seconds": max(spent.send for spent in senders),
-            **({} if probed is None else probed.metrics()),
-            **self._memory.metrics(),
-        }
+        return self._publisher.publish(version, self._of_span(self._step))
 
     def has_scores(self, step: int) -> bool:
         """Whether the run has recorded scores on held-out sets after `step` steps."""
@@ -390,7 +332,7 @@ class Session(Started):
             except EngineDied as error:
                 if self._rollouts.stranded():
                     self._fleet.revive(error)
-                    self._give_weights(running.step)
+                    self._publish(running.step)
                 self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left")
                 running = self._rollouts.begin_evaluation(running.step)
 
@@ -419,8 +361,7 @@ class Session(Started):
 
         def of_shards(shards: Shards) -> tuple[float, int]:
             found, spans = self._trainers.negative_log_likelihood(shards)
-            for rank, (start, end) in spans.items():
-                self._timeline.record(rank, "evaluate", start, end, step)
+            self._timeline.record_lanes("evaluate", spans, step)
             return found
 
         metrics = self._rows.evaluate(of_shards)
@@ -560,8 +501,7 @@ class Session(Started):
         self._at_rest()
 
     def _record_ranks(self, name: str, spans: Mapping[str, tuple[float, float]]) -> None:
-        for rank, (start, end) in spans.items():
-            self._timeline.record(rank, name, start, end, self._of_span(self._step))
+        self._timeline.record_lanes(name, spans, self._of_span(self._step))
 
     def _of_span(self, step: int) -> int:
         """The step of a span. All spans of a step are of one attempt (`timeline.read_spans`), so what a resumed session

@@ -13,7 +13,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -82,6 +82,11 @@ class Timeline:
                         "cannot be written",
                         "free some space, or choose an output_dir",
                     ) from error
+
+    def record_lanes(self, name: str, spans: Mapping[str, tuple[float, float]], step: int) -> None:
+        """Add the same work on several lanes: (start, end) by lane."""
+        for lane, (start, end) in spans.items():
+            self.record(lane, name, start, end, step)
 
     def _write(self) -> None:
         self._file.writelines(json.dumps(asdict(span)) + "\n" for span in merge_spans(self._pending))

@@ -20,7 +20,7 @@ from mslime.config.loader import build
 from mslime.control.delivery import Delivery
 from mslime.control.fleet import Fleet
 from mslime.control.loop import train_rl
-from mslime.control.rollouts import Evaluated, Evaluation, StepShards
+from mslime.control.results import Evaluated, Evaluation, StepShards
 from mslime.control.session import Session
 from mslime.control.stop import Stopped
 from mslime.control.trainers import Trained
@@ -166,10 +166,11 @@ class FakeParts(Session):
         self.back: dict[str, EngineAddress] = {}
         self._engines = cast("Any", FakeEngines(self))
         self._fleet = Fleet(self._rollouts, self._engines, cast("Any", None), lambda: None, self.progress)
-        self._delivery = Delivery(
+        delivery = Delivery(
             self.config, self._rollouts, self._trainers, self._engines, self._fleet, lambda: None, lambda: "other",
             self.progress, self._memory,
         )  # fmt: skip
+        self._publisher = self._publishes_by(delivery)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mslime.backends.megatron.step.batches import PADDING, RowLayout, build_micro_batch
 from mslime.config.layout import ParallelLayout
-from mslime.control import rollouts
+from mslime.control import assemble
 from mslime.data.packing import build_shards
 from mslime.data.sample import Sample, check_invariants
 from mslime.data.supports import Supports
@@ -135,8 +135,8 @@ def test_only_the_stage_with_the_logits_is_sent_supports(monkeypatch: pytest.Mon
     samples = [drawn(g, 0, 6) for g in range(2)]
     layout = ParallelLayout(pp=2)
     per_step = build_shards(samples, [1.0, -1.0], layout, token_budget=20)
-    monkeypatch.setattr(rollouts.ray, "put", lambda shard: shard)
-    first, last = (shards[0] for shards in rollouts.references(per_step, layout, [(), ()]))
+    monkeypatch.setattr(assemble.ray, "put", lambda shard: shard)
+    first, last = (shards[0] for shards in assemble.references(per_step, layout, [(), ()]))
     assert first.supports is None and rows_of(last.supports) == rows_of(per_step[0][0].supports)
     with pytest.raises(AssertionError, match="one row per token"):
         replace(last, supports=Supports.empty(3))

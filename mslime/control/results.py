@@ -1,0 +1,74 @@
+"""What the rollout service tells the driver, and is told by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import ray
+
+from mslime.data.checksums import FileSum
+
+Spans = list[tuple[str, str, float, float, int]]
+
+
+@dataclass
+class StepShards:
+    """One step's work for the trainer.
+
+    Attributes:
+        shards: [ranks][optimizer steps] references to TrainShard.
+        metrics: of the rollout.
+        outline: small state file of the service after this step, should it be lost.
+        spans: (lane, name, start, end, step) of engines and service since the last step.
+        notes: lines for the person who watches the run.
+        watched: sequences whose log-probs at the trainer are to be told to `RolloutHandle.log_trained`.
+    """
+
+    shards: list[list[ray.ObjectRef]]
+    metrics: dict[str, float]
+    outline: bytes
+    spans: Spans = field(default_factory=list)
+    notes: list[str] = field(default_factory=list[str])
+    watched: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The service's file in a checkpoint, which the service alone reads.
+
+    Attributes:
+        total: what the file must be.
+    """
+
+    directory: Path
+    name: str
+    total: FileSum
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Scores on every held-out set.
+
+    Attributes:
+        version: weight version that sampled every response; None when nothing was sampled.
+        begin, end: Unix seconds.
+    """
+
+    metrics: dict[str, float]
+    version: int | None
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation that is running, of the weights after `step` steps."""
+
+    step: int
+    answer: ray.ObjectRef
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return bool(ray.wait([self.answer], timeout=0)[0])
