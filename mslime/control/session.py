@@ -6,7 +6,7 @@ Every method is one verb of the loop. A failure anywhere leaves through `__exit_
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
 from mslime.control.probe import WeightProbe
 from mslime.control.publishing import Publisher
+from mslime.control.records import StepRecords
 from mslime.control.results import Evaluated, Evaluation, StepShards
 from mslime.control.rollouts import RolloutHandle
 from mslime.control.run_checkpoints import RunCheckpoints
@@ -31,11 +32,7 @@ from mslime.control.supervised import SupervisedRows
 from mslime.control.trainers import TrainerGroup
 from mslime.data.checkpoints import CRITIC, OUTLINE, ROLLOUTS, begin, critic_directory, saving_directory
 from mslime.data.checksums import FileSum, write_summed
-from mslime.observe.hooks import call_step_hook
-from mslime.observe.metrics import FILE_NAME, MetricsLogger, read_metrics
-from mslime.observe.progress import open_progress, summary_line
-from mslime.observe.rows import are_scores, over_optimizer_steps
-from mslime.observe.timeline import STEP, Timeline
+from mslime.observe.rows import over_optimizer_steps
 from mslime.preflight.resolve import ResolvedRun
 
 Shards = Sequence[Sequence[Any]]
@@ -71,12 +68,9 @@ class Session(Started):
         self._trained = self._saved = self.first_step
         self._training = False  # inside a step of the trainer, whose weights are neither of one step nor of the next
         self._save_failed = False
-        self._step = self.first_step
-        self._open: tuple[float, dict[str, float]] | None = None  # begin and record of the step in progress
-        self._last_row: dict[str, Any] | None = self.checkpoints.last_row
+        self._records = StepRecords(self.config, self.checkpoints)
         self._outlines: dict[int, bytes] = {}  # the rollout service's, by the step that a checkpoint would continue at
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
-        self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
         self._evaluating: Evaluation | None = None
         self._memory = Apart(self._tend)
 
@@ -104,6 +98,10 @@ class Session(Started):
                 self._rows.resume(self.checkpoints.loaded, self.checkpoints.extra)
             self._source_state = self._rows.source.state_dict()
 
+    def _open_records(self) -> None:
+        self._records.open(self._stack, self._quiet)
+        self._timeline, self.progress = self._records.timeline, self._records.progress
+
     def _load(self, checkpoint: Path) -> None:
         """Give the trainer, and the critic, what a checkpoint holds."""
         critic = self.config.critic
@@ -111,25 +109,6 @@ class Session(Started):
         self._trainers.load(checkpoint, new_run=not self.checkpoints.own)
         if self.config.has_critic and not critic_directory(checkpoint).is_dir():
             self.progress.note(f"no critic in {checkpoint}: it starts from {critic.path or self.config.model.path}")
-
-    def _open_records(self) -> None:
-        """Metrics, timeline and progress: what the run writes whatever it consists of."""
-        config = self.config
-        self._metrics = self._stack.enter_context(
-            MetricsLogger(
-                config.run_dir,
-                config.observe,
-                self.first_step + 1 if self.first_step else 0,
-                config.name,
-                config.as_dict(),
-                self._last_row,
-            )
-        )
-        self.checkpoints.read_scores()
-        self._timeline = self._stack.enter_context(Timeline(config.run_dir))
-        self.progress = self._stack.enter_context(
-            open_progress("off" if self._quiet else config.observe.progress, config.train.num_steps, self.first_step)
-        )
 
     def _start_generation(self, cluster: Cluster) -> None:
         """Engines and trainers start side by side, or on the same GPUs one after the other; the rollout service
@@ -203,31 +182,15 @@ class Session(Started):
     @contextmanager
     def step(self, step: int) -> Iterator[dict[str, float]]:
         """One step (0-based): times it, and logs what was recorded when it ends well."""
-        self._step = step + 1
-        record, self._carried = self._carried, {}
-        self._open = (self._timeline.now(), record)
-        yield record
+        yield self._records.begin(step + 1)
         self._close_row()
         self._at_rest()
 
     def _close_row(self, hook: bool = True) -> None:
-        """Log the row of the step in progress, if that was trained.
-
-        Args:
-            hook: call the user's hook first. When it raises, the row is logged without what it would have told.
-        """
-        row, self._open = self._open, None
-        if row is None or self._trained < self._step:
-            return
-        (begin, record), end = row, self._timeline.now()
-        record |= {"version": self._step, "perf/step_seconds": end - begin}
-        try:
-            record |= call_step_hook(self.config, self._step, record) if hook else {}
-        finally:
-            self._last_row = self._metrics.log(self._step, record)
-            self.checkpoints.score(self._step, record)
-            self._timeline.record("driver", STEP, begin, end, self._step)
-            self.progress.step_done(self._step, record)
+        """Log the row of the step in progress, if that was trained."""
+        if self._trained < self._records.step:
+            self._records.drop()
+        self._records.close(hook)
 
     def take(self, step: int) -> StepShards:
         """Finished groups of a step as shards; waits for them."""
@@ -257,18 +220,18 @@ class Session(Started):
             watched: sequences whose log-probs are written beside their responses.
         """
         self._memory.begin_training()
-        _log.info("step %d: training", self._step)
+        _log.info("step %d: training", self._records.step)
         # While the critic is warmed up, the policy stays what it is.
-        policy = not self.config.has_critic or self._step > self.config.critic.warmup_steps
+        policy = not self.config.has_critic or self._records.step > self.config.critic.warmup_steps
         self._training = True
-        found = self._trainers.train(shards, self.progress.train, policy, self._step, watched)
+        found = self._trainers.train(shards, self.progress.train, policy, self._records.step, watched)
         self._training = False
-        self._trained = self._step
+        self._trained = self._records.step
         if self.config.train.task == "sft":
             self._source_state = self._rows.source.state_dict()
-        self._record_ranks("train", found.spans)
+        self._records.record_lanes("train", found.spans)
         if found.log_probs:
-            self._rollouts.log_trained(self._step, found.log_probs)
+            self._rollouts.log_trained(self._records.step, found.log_probs)
         return over_optimizer_steps(found.metrics)
 
     def publish_weights(self, version: int) -> dict[str, float]:
@@ -278,12 +241,11 @@ class Session(Started):
         return self._publish(version)
 
     def _publish(self, version: int) -> dict[str, float]:
-        return self._publisher.publish(version, self._of_span(self._step))
+        return self._publisher.publish(version, self._records.of_span(self._records.step))
 
     def has_scores(self, step: int) -> bool:
         """Whether the run has recorded scores on held-out sets after `step` steps."""
-        rows = read_metrics(self.config.run_dir / FILE_NAME)
-        return any(row["step"] == step and are_scores(row) for row in rows)
+        return self._records.has_scores(step)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Scores on the held-out sets after `step` steps.
@@ -316,12 +278,13 @@ class Session(Started):
         self._evaluating = None
         assert found.version in (running.step, None), f"scores of version {found.version} for step {running.step}"
         for address in self._engines.addresses:
-            self._timeline.record(address.name, "evaluate", found.begin, found.end, self._of_span(running.step))
-        self._timeline.record("driver", "wait for evaluation", begin, end, self._of_span(self._step))
+            self._timeline.record(address.name, "evaluate", found.begin, found.end, self._records.of_span(running.step))
+        self._timeline.record("driver", "wait for evaluation", begin, end, self._records.of_span(self._records.step))
         waited = {"perf/eval_seconds": end - begin}
-        if self._open is not None and self._step == running.step:
+        in_step = self._records.record is not None
+        if in_step and self._records.step == running.step:
             return found.metrics | waited
-        self._log_scores(running.step, found.metrics if self._open else found.metrics | waited)
+        self._records.log_scores(running.step, found.metrics if in_step else found.metrics | waited)
         return waited
 
     def _scores(self, running: Evaluation) -> Evaluated:
@@ -335,14 +298,6 @@ class Session(Started):
                     self._publish(running.step)
                 self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left")
                 running = self._rollouts.begin_evaluation(running.step)
-
-    def _log_scores(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A row of its own for scores that come when the row of their step is written, or never will be (step 0)."""
-        self.checkpoints.score(step, self._metrics.log(step, {**metrics, "version": float(step)}))
-        if step:
-            self.progress.note(f"step {step}: {summary_line(metrics)}")
-        else:
-            self.progress.step_done(0, metrics)
 
     def supervised_batch(self) -> Shards:
         """The next `train.sft_batch_size` rows as shards for every rank."""
@@ -366,8 +321,8 @@ class Session(Started):
 
         metrics = self._rows.evaluate(of_shards)
         metrics["perf/eval_seconds"] = self._timeline.now() - begin
-        if self._open is None:
-            self._log_scores(step, metrics)
+        if self._records.record is None:
+            self._records.log_scores(step, metrics)
         return metrics
 
     def save(self, next_step: int) -> None:
@@ -384,7 +339,7 @@ class Session(Started):
         deadline = self.config.deadlines.rescue_s if rescue else self.config.deadlines.checkpoint_s
         directory = self.checkpoints.directory(next_step)
         extra: dict[str, Any] = {"next_step": next_step, "version": next_step, CRITIC: self.config.has_critic}
-        extra |= {"row": self._last_row, "config": self.config.as_dict()}
+        extra |= {"row": self._records.last_row, "config": self.config.as_dict()}
         _log.info("saving %s", directory)
         begin(directory)
         others: dict[str, FileSum] = {}
@@ -397,8 +352,10 @@ class Session(Started):
         self._saved = next_step
         self.checkpoints.prune()
         end = self._timeline.now()
-        self._carried["perf/checkpoint_seconds"] = end - begun_at
-        self._record_ranks("save", {f"trainer {r}": (begun_at, end) for r in range(self.config.layout.world_size)})
+        self._records.carry({"perf/checkpoint_seconds": end - begun_at})
+        self._records.record_lanes(
+            "save", {f"trainer {r}": (begun_at, end) for r in range(self.config.layout.world_size)}
+        )
         self.progress.note(f"saved {directory}")
 
     def _save_rollouts(self, saving: Path, next_step: int, deadline: float, rescue: bool) -> dict[str, FileSum]:
@@ -433,7 +390,7 @@ class Session(Started):
 
     def _describe_stop(self) -> str:
         """The answer to the first signal."""
-        step = self._step if self._training else self._trained
+        step = self._records.step if self._training else self._trained
         if step > self._saved:
             return f"stopping: saving step {step}; again to stop without saving"
         return f"stopping: {self._nothing_to_save()}; again to stop at once"
@@ -449,7 +406,7 @@ class Session(Started):
         self._keep_scores()
         if self._training:
             what = "step {} did not end in time" if isinstance(error, Stopped) else "the trainer failed within step {}"
-            return self._lost(what.format(self._step))
+            return self._lost(what.format(self._records.step))
         if self._trained <= self._saved:
             return self._nothing_to_save()
         if self._save_failed:
@@ -474,8 +431,8 @@ class Session(Started):
         with suppress(Exception):  # whatever it is: the first error is the one that ends the run
             if running.done:
                 found = self.evaluated(again=False)
-                if self._open is not None:
-                    self._open[1].update(found)
+                if (record := self._records.record) is not None:
+                    record.update(found)
                 return
         fate = "it begins again when the run continues" if running.step == self._trained else "its scores are lost"
         self.progress.note(f"the evaluation of step {running.step} has not ended: {fate}")
@@ -499,14 +456,6 @@ class Session(Started):
             self._trainers.export_hf(directory)
         self.progress.note(f"wrote {directory}")
         self._at_rest()
-
-    def _record_ranks(self, name: str, spans: Mapping[str, tuple[float, float]]) -> None:
-        self._timeline.record_lanes(name, spans, self._of_span(self._step))
-
-    def _of_span(self, step: int) -> int:
-        """The step of a span. All spans of a step are of one attempt (`timeline.read_spans`), so what a resumed session
-        does before its first step counts to that one."""
-        return step + 1 if step == self.first_step > 0 else step
 
 
 def _first_line(error: BaseException) -> str:
