@@ -79,15 +79,24 @@ def test_help_says_what_a_row_is() -> None:
     assert "#### 18" in prepare("--help").stdout
 
 
+TUTORIAL = (EXAMPLE.parents[1] / "docs/tutorial.md").read_text()
+
+
+@pytest.mark.parametrize("machine", ["two GPUs of 80 GB", "two GPUs of 24 GB", "one GPU of 80 GB"])
 def test_the_run_passes_check_on_prepared_rows_and_fits_by_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """On every machine that the tutorial names, with the flags that it names."""
     train = tmp_path / "train.jsonl"
     assert prepare(write(tmp_path / "rows.jsonl", ROWS), train).returncode == 0
     make_tokenizer(tmp_path / "tokenizer")
     flags = ["--model.path", str(make_hollow_checkpoint("qwen2.5-0.5B", tmp_path / "model"))]
     flags += ["--model.tokenizer-path", str(tmp_path / "tokenizer"), "--data.prompts", str(train)]
     flags += ["--data.eval-sets", f"[{{name: test, path: {train}}}]", "--output-dir", str(tmp_path / "outputs")]
+    begin = {"two GPUs of 24 GB": "--cluster.gpu-memory-gb", "one GPU of 80 GB": "--cluster.placement"}.get(machine)
+    flags += [word for line in TUTORIAL.splitlines() if begin and line.startswith(begin) for word in line.split()]
+    assert begin is None or begin in flags
     for command in ("check", "plan"):
         assert main([command, str(EXAMPLE / "run.yaml"), *flags]) == 0, capsys.readouterr()
-    assert "fits" in capsys.readouterr().out
+    verdict = capsys.readouterr().out.strip().splitlines()[-1]
+    assert verdict.startswith("fits: ") and (machine == "two GPUs of 24 GB" or f"`{verdict}`" in TUTORIAL)
