@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mslime import __version__
 from mslime.cli.convert import add_parser as add_convert
+from mslime.cli.doctor import add_parser as add_doctor
 from mslime.cli.scale import add_parser as add_scale
 from mslime.config.errors import ConfigError, UserError
 from mslime.control.stop import Stopped
@@ -95,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     models.set_defaults(run=_models)
     env = commands.add_parser("env", help="print versions and devices, for a bug report")
     env.set_defaults(run=_env)
+    add_doctor(commands)
     return parser
 
 

@@ -39,6 +39,7 @@ NOT_RUN = {
     r"mslime convert merge-lora": "parsed only; tests/unit/test_lora_convert.py merges",
     r"mslime train examples/quickstart/lora\.yaml": "needs the quickstart's warm start",
     r"mslime (rollout|eval|train .*--replay) ": "parsed only; tests/e2e/test_debug.py runs them",
+    r"mslime doctor": "parsed only; tests/unit/test_doctor.py and tests/e2e/test_doctor.py run it",
     r"mslime scale ": "parsed only; tests/e2e/test_engine_gone.py asks a run that trains",
     r"mslime .*\.\.\.$": "parsed only; more is to be filled in",
 }
