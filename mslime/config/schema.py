@@ -174,6 +174,13 @@ class TrainConfig(Section):
         ge=1,
         description="Tokens whose logits are held in fp32 at once, where Triton is missing; else none are.",
     )
+    logits_mib: float = Field(
+        default=1024,
+        gt=0,
+        description="Most memory for the logits of a micro-batch on a GPU. Larger ones are made a block of the "
+        "vocabulary at a time, and all blocks but one again in the backward pass: up to a third more work in the "
+        "output layer.",
+    )
     sft_batch_size: int = Field(default=64, ge=1, description="sft: rows of one step.")
     sft_loss_on: SftLossOn = Field(
         default="all",
@@ -185,6 +192,11 @@ class TrainConfig(Section):
         description="sft: what becomes of rows of more tokens than rollout.max_total_tokens (default: the model's "
         "positions). skip and cut are counted in data/skipped_rows and data/cut_rows.",
     )
+
+    @property
+    def logit_bytes(self) -> int:
+        """`logits_mib` in bytes."""
+        return int(self.logits_mib * 2**20)
 
 
 class WeightsConfig(Section):

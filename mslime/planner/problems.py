@@ -115,7 +115,8 @@ def _way_out(spec: PolicySpec, component: str) -> str:
         "optimizer": f"{sharing}; or {grid}",
         "activations": full or tokens,
         "working": f"{tokens}, or raise megatron.tensor_model_parallel_size ({layout.tp})",
-        "logits": f"{tokens}, or raise megatron.tensor_model_parallel_size ({layout.tp})",
+        "logits": f"lower train.logits_mib ({spec.train.logits_mib:g}), then {tokens}, or raise "
+        f"megatron.tensor_model_parallel_size ({layout.tp})",
         "critic": f"set critic.placement: separate ({layout.world_size} more GPUs)",
         "sync": f"lower weights.bucket_mib ({spec.weights.bucket_mib:g})",
     }[component]

@@ -13,7 +13,7 @@ from functools import partial
 
 from mslime.config.dtypes import trainer_dtype
 from mslime.config.schema import RunConfig, TrainConfig
-from mslime.config.training import ModelSpec, PolicySpec
+from mslime.config.training import ModelSpec, PolicySpec, TrainingSpec
 from mslime.planner.activations import Widths, chunks_in_flight, kept_elements, working_elements
 from mslime.planner.parameters import StageParameters
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
@@ -40,8 +40,8 @@ class TrainerMemory:
         optimizer: main weights and Adam's two moments, this rank's share.
         activations: kept by all micro-batches in flight.
         working: what one layer's backward pass adds.
-        logits: on the last stage, for one micro-batch: logits, what log-probs keep, and the inputs of the final norm
-            and the output layer.
+        logits: on the last stage, for one micro-batch: logits or a block of them, what log-probs keep, and the inputs
+            of the final norm and the output layer.
         sync: buffers of the weight sync; not at the same time as activations, working and logits.
         critic: on the same GPU: its weights, gradients and optimizer, and what its step takes beyond the policy's.
         reserve: CUDA context, communication buffers and fragmentation.
@@ -145,7 +145,7 @@ def micro_batch_tokens(train: TrainConfig, cp: int, longest: int) -> int:
 
 
 def trainer_memory(
-    spec: ModelSpec,
+    spec: TrainingSpec,
     widths: Widths,
     tokens: int,
     vocab_rows: int,
@@ -176,7 +176,7 @@ def trainer_memory(
         optimizer=optimizer_bytes(spec, trained),
         activations=int(kept * tokens * width),
         working=int(working_elements(widths, layout, held.layers, how) * tokens * width),
-        logits=_output_bytes(tokens, vocab_rows, widths.hidden, width) if held.stage == layout.pp - 1 else 0,
+        logits=_output_bytes(spec, tokens, vocab_rows, widths.hidden) if held.stage == layout.pp - 1 else 0,
         sync=max((_sync_bytes(bucket) for bucket in sync.stage_buckets(held.stage)), default=0),
         reserve=CONTEXT_BYTES + int(gpu_bytes * FRAGMENTATION),
     )
@@ -207,9 +207,18 @@ def _of_own_share(
     return int(each * usual + per_parameter(4, spec.megatron.extra) * held.float32 / dense_ranks)
 
 
-def _output_bytes(tokens: int, vocab_rows: int, hidden: int, width: int) -> int:
-    """Logits [T, V/TP], over which their gradient is written, what log-probs keep, and inputs of the last layers."""
-    return tokens * (vocab_rows * width + LOG_PROB_BYTES + 2 * hidden * width)
+def _output_bytes(spec: TrainingSpec, tokens: int, vocab_rows: int, hidden: int) -> int:
+    """Logits [T, V/TP], over which their gradient is written, what log-probs keep, and inputs of the last layers.
+
+    Logits above `train.logits_mib` are made block by block (`backends/megatron/log_probs/blocks.py`). The output layer
+    then keeps the hidden states of all tokens, also with sequence parallelism, and sums their gradient in float32; the
+    product of a block is added to it.
+    """
+    width = params_bytes(spec)
+    logits, inputs = tokens * vocab_rows * width, tokens * (LOG_PROB_BYTES + 2 * hidden * width)
+    if logits <= spec.train.logit_bytes:
+        return logits + inputs
+    return spec.train.logit_bytes + inputs + tokens * hidden * (4 + width)
 
 
 def _sync_bytes(bucket: Bucket) -> int:

@@ -256,7 +256,7 @@ def test_cuda_without_triton_says_once_what_it_misses(
             return 1
 
     with caplog.at_level(logging.WARNING):
-        found = [module._is_fused("auto", _FakeCudaLogits()) for _ in range(2)]  # type: ignore[arg-type]
+        found = [module.is_fused("auto", _FakeCudaLogits()) for _ in range(2)]  # type: ignore[arg-type]
     module._triton_is_installed.cache_clear()
     assert found == [False, False]
     assert [r.message for r in caplog.records] == [
@@ -264,13 +264,13 @@ def test_cuda_without_triton_says_once_what_it_misses(
     ]
 
 
-class _SaysCuda(Tensor):
+class SaysCuda(Tensor):
     """Labels that take the ways of CUDA, on a CPU."""
 
     is_cuda = True  # type: ignore[assignment]
 
 
-class _NothingIsRead(TorchDispatchMode):
+class NothingIsRead(TorchDispatchMode):
     """No value of a tensor may be asked for, nor a shape that depends on one: on CUDA either waits for the device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -285,10 +285,10 @@ def test_on_cuda_nothing_about_a_support_waits_for_the_device(reuse: bool) -> No
     logits, labels, up_log_probs, up_entropy = make_case()
     supports, support = make_supports(labels)
     ours = logits.clone().requires_grad_()
-    with _NothingIsRead():
+    with NothingIsRead():
         with pytest.raises(AssertionError, match="waits"):
             bool(support.is_unrestricted().all())
-        out = single(ours * 1, labels.as_subclass(_SaysCuda), with_entropy=True, support=support, reuse_logits=reuse)
+        out = single(ours * 1, labels.as_subclass(SaysCuda), with_entropy=True, support=support, reuse_logits=reuse)
         assert out.entropy is not None
         (out.log_probs * up_log_probs + out.entropy * up_entropy).sum().backward()
     want = exact(
@@ -298,7 +298,7 @@ def test_on_cuda_nothing_about_a_support_waits_for_the_device(reuse: bool) -> No
     wrong = labels.clone()
     wrong[4] = next(i for i in range(VOCAB) if i not in supports[4])
     with pytest.raises(RuntimeError, match="among the ids of its support"):
-        single(logits, wrong.as_subclass(_SaysCuda), support=support)
+        single(logits, wrong.as_subclass(SaysCuda), support=support)
 
 
 def _support_rank(rank: int, world: int, init_method: str) -> tuple[Tensor, Tensor, Tensor | None]:

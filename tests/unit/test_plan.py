@@ -340,7 +340,8 @@ def test_a_directory_with_config_json_is_enough(capsys: pytest.CaptureFixture[st
         (["--model.path", "qwen2.5-7B", "--gpus", "65", "--train.max-tokens-per-micro-batch", "65536"], "activations",
          "recompute_granularity: full"),
         (["--model.path", "qwen2.5-0.5B", "--gpus", "65", "--train.max-tokens-per-micro-batch", "240000",
-          "--megatron.recompute-granularity", "full"], "logits", "max_tokens_per_micro_batch"),
+          "--megatron.recompute-granularity", "full", "--train.logits-mib", "1e6"], "logits",
+         "max_tokens_per_micro_batch"),
         (["--model.path", "qwen2.5-7B", "--gpus", "65", "--weights.bucket-mib", "40000"], "bucket", "bucket_mib"),
         (["--model.path", "llama3.1-8B", "--gpus", "65", "--gpu-memory-gb", "24",
           "--sglang.mem-fraction-static", "0.6"], "weights", "sglang.tp_size"),
@@ -356,6 +357,21 @@ def test_what_does_not_fit_is_named_with_the_setting_to_change(
     problems = json.loads(out)["problems"]
     assert status == 1
     assert any(p["component"] == component and way_out in p["way_out"] for p in problems), problems
+
+
+def test_logits_above_their_limit_take_the_limit_and_hidden_states() -> None:
+    """Of Qwen2.5-0.5B: 151,936 logits, 896 hidden features, bfloat16."""
+    tokens, gpus = 240_000, {"trainer_ranks": 64}
+
+    def logits(**train: Any) -> int:
+        sections = {"train": {"max_tokens_per_micro_batch": tokens, "replay": "off", **train}, "cluster": gpus}
+        return planned("qwen2.5-0.5B", **sections).stages[0].memory.logits
+
+    inputs = tokens * (76 + 2 * 896 * 2)
+    whole = logits(logits_mib=80_000)
+    assert whole == tokens * 151_936 * 2 + inputs
+    assert logits() == 2**30 + inputs + tokens * 896 * (4 + 2)
+    assert logits(logits_mib=8) == 2**23 + inputs + tokens * 896 * (4 + 2)
 
 
 def test_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:

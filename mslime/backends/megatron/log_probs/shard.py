@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,10 @@ class Shard:
         ours = (column >= 0) & (column < self.columns)
         return column.masked_fill_(~ours, 0), ours
 
+    def part(self, first: int, last: int) -> Shard:
+        """The shard of its own columns [first, last)."""
+        return replace(self, start=self.start + first, columns=last - first)
+
 
 @dataclass
 class Sums:
@@ -54,6 +58,18 @@ class Sums:
         self.moment = (self.moment + shift * self.total) * factor
         self.total = self.total * factor
         self.top = top
+
+    def absorb(self, part: Sums, ours: Tensor, temperature: float) -> None:
+        """Add the sums of further columns of the same rank.
+
+        Args:
+            ours: [n] bool, whether the label is one of them.
+        """
+        top = torch.maximum(self.top, part.top)
+        for sums in (self, part):
+            sums.move_to(top, temperature)
+        self.total, self.moment = self.total + part.total, self.moment + part.moment
+        self.label = torch.where(ours, part.label, self.label)
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,17 @@ from mslime.backends.megatron.log_probs.shard import FAR, Gradients, Shard, Soft
 
 @dataclass(frozen=True)
 class SparseGradient:
-    """Values [k] float32 at (row, column) of the logits; 0 at column 0 for ids of another rank."""
+    """Values [k] float32 of the gradient with respect to the logits of `ids` [k] in the rows `row` [k]."""
 
     row: Tensor
-    column: Tensor
+    ids: Tensor
     value: Tensor
 
-    def add_to(self, out: Tensor) -> None:
-        """Add them to `out` [n, V_local], which is zero in rows that have a support."""
-        out.index_put_((self.row, self.column), self.value.to(out.dtype), accumulate=True)
+    def add_to(self, out: Tensor, shard: Shard) -> None:
+        """Add those of the shard's ids to `out` [n, columns or more], which is zero in rows that have a support."""
+        column, ours = shard.local(self.ids)
+        value = self.value.masked_fill(~ours, 0).to(out.dtype)  # at column 0 for other ids
+        out.index_put_((self.row, column), value, accumulate=True)
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,14 @@ class Support:
         """[n] bool: rows over the full vocabulary."""
         return self.offsets[1:] == self.offsets[:-1]
 
-    def replace(self, sums: Sums, logits: Tensor, shard: Shard) -> None:
-        """Put the sums over the support into the rows that have one."""
-        row, (column, ours) = self._row(), shard.local(self.ids)
-        x = logits[row, column].float().masked_fill_(~ours, -torch.inf)
+    def read(self, logits: Tensor, shard: Shard) -> Tensor:
+        """[k] float32: the logits of the ids; -inf for those that are not the shard's."""
+        column, ours = shard.local(self.ids)
+        return logits[self._row(), column].float().masked_fill_(~ours, -torch.inf)
+
+    def replace(self, sums: Sums, x: Tensor, shard: Shard) -> None:
+        """Put the sums over the support into the rows that have one, from its logits `x` (`read`)."""
+        row, (_, ours) = self._row(), shard.local(self.ids)
         top = self._reduce(x, "max", -torch.inf)
         d = ((x - top[row]) / shard.temperature).masked_fill_(~ours, -torch.inf)
         weight = d.exp()
@@ -73,11 +79,11 @@ class Support:
         sums.moment = torch.where(dense, sums.moment, moment)
 
     def gradient(
-        self, logits: Tensor, labels: Tensor, softmax: Softmax, upstream: Gradients, shard: Shard
+        self, x: Tensor, labels: Tensor, softmax: Softmax, upstream: Gradients, shard: Shard
     ) -> SparseGradient:
-        """With respect to the logits [n, V_local], of the rows that have a support."""
-        row, (column, ours) = self._row(), shard.local(self.ids)
-        log_p = (logits[row, column].float() - softmax.top[row]) / shard.temperature - softmax.log_total[row]
+        """With respect to the support's logits `x` (`read`), of the rows that have a support."""
+        row = self._row()
+        log_p = (x - softmax.top[row]) / shard.temperature - softmax.log_total[row]
         p = log_p.exp()
         grad = torch.zeros_like(p)
         if upstream.log_probs is not None:
@@ -85,7 +91,7 @@ class Support:
         if upstream.entropy is not None:
             assert softmax.entropy is not None
             grad -= upstream.entropy[row] * p * (log_p.clamp_(min=FAR) + softmax.entropy[row])
-        return SparseGradient(row, column, (grad / shard.temperature).masked_fill_(~ours, 0))
+        return SparseGradient(row, self.ids, grad / shard.temperature)
 
     def _row(self) -> Tensor:
         """[k] int64: the row of every id."""

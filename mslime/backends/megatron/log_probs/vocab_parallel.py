@@ -87,17 +87,17 @@ def vocab_parallel_log_probs(
     """
     assert logits.ndim == 2 and labels.shape == logits.shape[:1], (logits.shape, labels.shape)
     assert temperature > 0 and chunk > 0, (temperature, chunk)
-    _check_labels(labels, vocab_size)
+    check_labels(labels, vocab_size)
     if support is not None:
         support.check(labels)
     columns = min(max(vocab_size - vocab_start, 0), logits.shape[1])
-    shard = Shard(vocab_start, columns, temperature, chunk, tp_group, _is_fused(way, logits))
+    shard = Shard(vocab_start, columns, temperature, chunk, tp_group, is_fused(way, logits))
     assert not (reuse_logits and logits.is_leaf and logits.requires_grad), "the caller keeps a leaf's values"
     log_probs, entropy = _VocabParallelLogProbs.apply(logits, labels, shard, support, with_entropy, reuse_logits)
     return LogProbs(log_probs, entropy)
 
 
-def _check_labels(labels: Tensor, vocab_size: int) -> None:
+def check_labels(labels: Tensor, vocab_size: int) -> None:
     """On a CPU a message with the numbers; on CUDA an assertion in the stream, because reading them would wait."""
     if labels.is_cuda:
         inside = ((labels >= 0) & (labels < vocab_size)).all()
@@ -108,7 +108,7 @@ def _check_labels(labels: Tensor, vocab_size: int) -> None:
         assert low >= 0 and high < vocab_size, f"labels span [{low}, {high}], the vocabulary has {vocab_size} ids"
 
 
-def _is_fused(way: Way, logits: Tensor) -> bool:
+def is_fused(way: Way, logits: Tensor) -> bool:
     if way != "auto":
         return way == "fused"
     return logits.is_cuda and logits.stride(1) == 1 and _triton_is_installed()
@@ -123,7 +123,7 @@ def _triton_is_installed() -> bool:
     return found
 
 
-def _dense(shard: Shard) -> Any:
+def dense_way(shard: Shard) -> Any:
     """The module that reads whole rows: `row_sums` and `write_gradient`, the same signatures in both."""
     if not shard.fused:
         return chunked
@@ -132,7 +132,7 @@ def _dense(shard: Shard) -> Any:
     return fused
 
 
-def _softmax(sums: Sums, ours: Tensor, shard: Shard, *, with_entropy: bool) -> tuple[Tensor, Softmax]:
+def softmax_of(sums: Sums, ours: Tensor, shard: Shard, *, with_entropy: bool) -> tuple[Tensor, Softmax]:
     """Log-probs [n] and the softmax's description, from this rank's sums; the two collectives are here."""
     group, top = shard.group, sums.top
     if group is not None and group.size() > 1:
@@ -165,10 +165,10 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         reuse_logits: bool,
     ) -> tuple[Tensor, Tensor | None]:
         column, ours = shard.local(labels)
-        sums: Sums = _dense(shard).row_sums(logits, column, shard, with_entropy=with_entropy)
+        sums: Sums = dense_way(shard).row_sums(logits, column, shard, with_entropy=with_entropy)
         if support is not None:
-            support.replace(sums, logits, shard)
-        log_probs, softmax = _softmax(sums, ours, shard, with_entropy=with_entropy)
+            support.replace(sums, support.read(logits, shard), shard)
+        log_probs, softmax = softmax_of(sums, ours, shard, with_entropy=with_entropy)
         ctx.save_for_backward(logits, labels, softmax.top, softmax.log_total, softmax.entropy)
         ctx.shard, ctx.support, ctx.reuse_logits = shard, support, reuse_logits
         ctx.set_materialize_grads(False)
@@ -187,12 +187,13 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         column.masked_fill_(~ours, -1)
         out = logits.detach() if ctx.reuse_logits else torch.empty_like(logits)
         if support is None:
-            _dense(shard).write_gradient(out, logits, column, softmax, upstream, shard)
+            dense_way(shard).write_gradient(out, logits, column, softmax, upstream, shard)
         else:
-            sparse = support.gradient(logits, labels, softmax, upstream, shard)  # before `out`, which may be the logits
+            x = support.read(logits, shard)  # before `out`, which may be the logits
+            sparse = support.gradient(x, labels, softmax, upstream, shard)
             dense = support.is_unrestricted()
-            _dense(shard).write_gradient(out, logits, column, softmax.only(dense), upstream.only(dense), shard)
-            sparse.add_to(out)
+            dense_way(shard).write_gradient(out, logits, column, softmax.only(dense), upstream.only(dense), shard)
+            sparse.add_to(out, shard)
         if ctx.reuse_logits:
             torch.autograd.graph.increment_version(logits)  # a kernel's writes do not count themselves
         return (out,) + (None,) * 5

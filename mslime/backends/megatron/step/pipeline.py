@@ -23,8 +23,10 @@ from torch import Tensor
 
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, sft_loss
 from mslime.algorithms.statistics import LossStatistics
+from mslime.backends.megatron.log_probs.blocks import hidden_log_probs
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
 from mslime.backends.megatron.model.naming import unwrap
+from mslime.backends.megatron.model.output_layer import output_layer, output_weight
 from mslime.backends.megatron.model.routers import excludes_padding
 from mslime.backends.megatron.parallel import ParallelState
 from mslime.backends.megatron.step.batches import PADDING, MicroBatch, build_micro_batch
@@ -223,8 +225,8 @@ class StepRunner(Pipeline):
             temperature: None: the rollout's.
         """
 
-        def read(batch: MicroBatch, logits: Tensor) -> Tensor:
-            return self._token_log_probs(batch, logits, with_entropy=False, temperature=temperature).log_probs
+        def read(batch: MicroBatch, output: Tensor) -> Tensor:
+            return self._token_log_probs(batch, output, with_entropy=False, temperature=temperature).log_probs
 
         return self.per_token(shard, read, routes)
 
@@ -246,32 +248,36 @@ class StepRunner(Pipeline):
             This rank's share of the statistics: sum and maximise over all ranks.
         """
 
-        def loss(batch: MicroBatch, logits: Tensor) -> LossOutput:
-            return self._loss(batch, logits, weight_scale, seen)
+        def loss(batch: MicroBatch, output: Tensor) -> LossOutput:
+            return self._loss(batch, output, weight_scale, seen)
 
         return self.add_gradients(shard, loss, routes, progress)
 
     def _token_log_probs(
-        self, batch: MicroBatch, logits: Tensor, *, with_entropy: bool, temperature: float | None = None
+        self, batch: MicroBatch, output: Tensor, *, with_entropy: bool, temperature: float | None = None
     ) -> LogProbs:
-        return vocab_parallel_log_probs(
-            logits,
-            batch.labels,
-            tp_group=self.parallel.tp_group,
-            vocab_start=self.parallel.tp_rank * logits.shape[-1],
-            vocab_size=self.vocab_size,
-            temperature=self.spec.temperature if temperature is None else temperature,
-            with_entropy=with_entropy,
-            chunk=self.spec.train.log_prob_chunk_tokens,
-            support=batch.support,
-            reuse_logits=True,  # the pipeline hands them to the loss alone
-        )
+        """Of what the model's last chunk gave: logits [T, V / TP] or, of a large micro-batch, hidden states [T, H]."""
+        chunk = unwrap(self.chunks[-1])
+        layer = output_layer(chunk)
+        read: dict[str, Any] = {
+            "tp_group": self.parallel.tp_group,
+            "vocab_start": self.parallel.tp_rank * layer.output_size_per_partition,
+            "vocab_size": self.vocab_size,
+            "temperature": self.spec.temperature if temperature is None else temperature,
+            "with_entropy": with_entropy,
+            "chunk": self.spec.train.log_prob_chunk_tokens,
+            "support": batch.support,
+        }
+        if layer.makes_logits(len(batch.slicer)):
+            reuse = True  # the pipeline hands them to the loss alone
+            return vocab_parallel_log_probs(output, batch.labels, reuse_logits=reuse, **read)
+        return hidden_log_probs(output, output_weight(chunk), batch.labels, most_bytes=layer.most_bytes, **read)
 
-    def _loss(self, batch: MicroBatch, logits: Tensor, weight_scale: float, seen: Tensor | None) -> LossOutput:
+    def _loss(self, batch: MicroBatch, output: Tensor, weight_scale: float, seen: Tensor | None) -> LossOutput:
         if self.spec.train.task == "sft":
-            found = self._token_log_probs(batch, logits, with_entropy=False)
+            found = self._token_log_probs(batch, output, with_entropy=False)
             return sft_loss(found.log_probs, batch.weights, batch.loss_mask)
-        found = self._token_log_probs(batch, logits, with_entropy=True)
+        found = self._token_log_probs(batch, output, with_entropy=True)
         if seen is not None:
             batch.slicer.scatter_targets(found.log_probs.detach(), seen)
         entropy = found.entropy

@@ -33,6 +33,7 @@ from mslime.backends.megatron.model.adapters import (
 )
 from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
 from mslime.backends.megatron.model.naming import moe_layer_ids, named_factors, named_local_params
+from mslime.backends.megatron.model.output_layer import limit_logits
 from mslime.backends.megatron.model.settings import device_of, transformer_config
 from mslime.backends.megatron.parallel import ParallelState, start_process_groups, stop_process_groups
 from mslime.backends.megatron.replay.routing import Routing
@@ -90,6 +91,7 @@ class MegatronTrainer(TrainedModel):
             start_process_groups(spec, rank, world_size, init_method, device)
         with phase(_log, "building the model"):
             chunks = build_chunks(transformer, self.model, device, adapters=spec.lora.on)
+            limit_logits(chunks, spec.train.logit_bytes)
         self.moe_layer_ids = moe_layer_ids(chunks, self.model.moe_layer_ids)
         held = partial(ReferencePolicy, chunks, self.hf_config)
         self._reference = held(spec.reference) if spec.reference is not None and not spec.base_is_reference else None
