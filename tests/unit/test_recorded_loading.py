@@ -200,6 +200,27 @@ def test_copies_into_parameters_that_have_moved_are_recorded_again(buckets: Buck
     assert not copies.why_not and not copies.fit(model)
 
 
+def test_copies_are_repeated_where_only_other_parameters_have_moved(buckets: Buckets) -> None:
+    model = FakeModel()
+    copies = recorded(model, arrived(buckets, values(0, ["q"])))
+    model.scale.data = model.scale.data.clone()
+    assert copies.into and copies.fit(model)
+
+
+def test_copies_into_a_parameter_that_was_replaced_are_recorded_again(buckets: Buckets) -> None:
+    model = FakeModel()
+    copies = recorded(model, arrived(buckets, values(0)))
+    model.qk = torch.nn.Parameter(model.qk.data.clone(), requires_grad=False)
+    assert not copies.fit(model)
+
+
+def test_copies_belong_to_one_model(buckets: Buckets) -> None:
+    """They are known by its `id`, which another one may get later."""
+    model = FakeModel()
+    copies = recorded(model, arrived(buckets, values(0)))
+    assert copies.fit(model) and not copies.fit(FakeModel())
+
+
 class FakeUpdater:
     """SGLang's."""
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mslime.backends.sglang.recorded import Bucket, Copies
+from mslime.backends.sglang.recorded import Bucket, Copies, Homes
 from mslime.backends.sglang.shares import Part, Share, Step, share_of, steps
 from mslime.config.choices import SHARES_AT_MOST
 
@@ -64,7 +64,8 @@ def test_buckets_of_several_lanes_are_handed_on_at_once_up_to_what_is_larger_or_
 
 
 def copies(*views: torch.Tensor) -> Copies:
-    return Copies([torch.empty_like(view) for view in views], list(views), {})
+    into = [torch.empty_like(view) for view in views]
+    return Copies(into, list(views), Homes(torch.nn.Module(), into))
 
 
 def test_a_share_is_every_view_and_neighbours_are_one_part() -> None:

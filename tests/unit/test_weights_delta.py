@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mslime.backends.sglang.changes import changed, hold, put, read_changes, take_back
 from mslime.backends.sglang.digest import word_sum
 from mslime.backends.sglang.recorded import Bucket as EngineBucket
-from mslime.backends.sglang.recorded import Buckets, Copies, addresses
+from mslime.backends.sglang.recorded import Buckets, Copies, Homes
 from mslime.config.choices import version_name
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
@@ -243,7 +243,7 @@ def loaded(half: bool, version: Path) -> tuple[EngineBucket, Holding]:
     bucket = Buckets("cpu").of(["a", "b"], ["float32"] * 2, [[8], [3]])
     first, second = (tensor for _, tensor in bucket.named)
     into, out_of = [model.first.data, model.second.data], [first[4:] if half else first, second]
-    bucket.copies[id(model)] = Copies(into, out_of, addresses(model))
+    bucket.copies[id(model)] = Copies(into, out_of, Homes(model, into))
     bucket.flat.view(torch.float32).copy_(torch.arange(11.0))
     bucket.copies[id(model)].make()
     hold(bucket, model, version)

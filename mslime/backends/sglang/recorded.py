@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -133,27 +135,49 @@ class _Joined:
         return [(share, part.detach()) for share, part in zip(shares, self.parts, strict=True)]
 
 
+class Homes:
+    """Where those parameters lie that some copies fill. An engine asks at every bucket, so no others are looked at.
+
+    Args:
+        into: views of parameters and buffers of the model.
+    """
+
+    def __init__(self, model: torch.nn.Module, into: Iterable[torch.Tensor]) -> None:
+        filled = {_address(view) for view in into}
+        self._model = weakref.ref(model)  # another one may get its `id`
+        self._known = [
+            (module, name, tensor.data_ptr())
+            for module in model.modules()
+            for name, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+            if _address(tensor) in filled
+        ]
+
+    def are_in(self, model: torch.nn.Module) -> bool:
+        """Whether it is the same model, and they are still where they were."""
+        return self._model() is model and all(getattr(home, name).data_ptr() == at for home, name, at in self._known)
+
+
 @dataclass
 class Copies:
     """What loading one bucket into one model comes to.
 
     Attributes:
         into, out_of: views of the parameters and of the buffer, pairwise.
-        addresses: of the parameters when they were recorded, by name.
+        homes: of the parameters when they were recorded.
         why_not: why they cannot be repeated; empty where they can.
         places, apart: see `held`; None until it was asked.
     """
 
     into: list[torch.Tensor]
     out_of: list[torch.Tensor]
-    addresses: dict[str, int]
+    homes: Homes
     why_not: str = ""
     places: list[int] | None = None
     apart: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list[tuple[torch.Tensor, torch.Tensor]])
 
     def fit(self, model: torch.nn.Module) -> bool:
         """Whether the model's parameters are still where they were."""
-        return not self.why_not and addresses(model) == self.addresses
+        return not self.why_not and self.homes.are_in(model)
 
     def make(self, packed: list[torch.Tensor] | None = None) -> None:
         """Make them all.
@@ -308,14 +332,11 @@ def in_one_thread() -> Generator[None]:
 
 def fitting(model: torch.nn.Module, buckets: Iterable[Bucket]) -> list[Copies | None]:
     """Of each bucket, the recorded copies that can be repeated; None where there are none."""
-    where, found = addresses(model), list[Copies | None]()
-    for bucket in buckets:
-        known = bucket.copies.get(id(model))
-        found.append(known if known is not None and not known.why_not and known.addresses == where else None)
-    return found
+    known = (bucket.copies.get(id(model)) for bucket in buckets)
+    return [each if each is not None and each.fit(model) else None for each in known]
 
 
-def addresses(model: torch.nn.Module) -> dict[str, int]:
+def _addresses(model: torch.nn.Module) -> dict[str, int]:
     """Where each parameter lies, by name."""
     return {name: param.data_ptr() for name, param in model.named_parameters()}
 
@@ -332,15 +353,15 @@ def record(
     Returns:
         The copies, and what `load` returned.
     """
-    before = addresses(model)
+    before = _addresses(model)
     tensors = (*model.parameters(), *model.buffers())
     with in_one_thread(), Recorder(buffer.untyped_storage(), {_address(tensor) for tensor in tensors}) as recorder:
         loaded, message = load()
     why_not = recorder.other
-    if addresses(model) != before:
+    if _addresses(model) != before:
         why_not = f"{type(model).__name__} replaces parameters when it loads"
     into, out_of = ([pair[i] for pair in recorder.copies] for i in (0, 1))
-    return Copies(into, out_of, before, why_not), loaded, message
+    return Copies(into, out_of, Homes(model, into), why_not), loaded, message
 
 
 def _receive(original: Any, self: Any, *, names: Any, dtypes: Any, shapes: Any, group_name: str) -> Named:
