@@ -185,7 +185,16 @@ def _add_plan(parser: Any) -> None:
     parser.add_argument("--gpus", type=int, help="GPUs of the run, engines included (default: cluster.trainer_ranks)")
     parser.add_argument("--gpu-memory-gb", type=float, help="as sold: 80, 141 (default: cluster.gpu_memory_gb)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--strict", action="store_true", help="end with status 1 also when the plan is tight")
+    parser.add_argument("--strict", action="store_true", help="end with status 1, not 3, when the plan is tight")
+    parser.add_argument(
+        "--search", action="store_true",
+        help="find layouts of trainer and engines that fit --gpus, the fastest first; sizes that are set are kept",
+    )  # fmt: skip
+    parser.add_argument("--top", type=int, default=5, metavar="K", help="with --search: how many (default: 5)")
+    parser.add_argument(
+        "--gpu", default="", metavar="NAME",
+        help='with --search: the GPU, as "NVIDIA H100" (default: the usual one with so much memory)',
+    )  # fmt: skip
 
 
 def _add_convert_run(parser: Any) -> None:
@@ -278,8 +287,13 @@ def _try_functions(config: RunConfig) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from mslime.planner.command import run_plan
+    from mslime.planner.command import run_plan, run_search
 
+    if args.search:
+        return run_search(
+            _values(args), args.gpus, args.gpu_memory_gb, top=args.top, gpu=args.gpu, as_json=args.json,
+            strict=args.strict,
+        )  # fmt: skip
     return run_plan(_values(args), args.gpus, args.gpu_memory_gb, args.json, args.strict)
 
 

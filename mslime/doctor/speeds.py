@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from mslime.config.gpus import Nominal, nominal
 from mslime.doctor.findings import Finding, Node, fail, ok, unseen, warn
 from mslime.doctor.network import rdma_ports
-from mslime.doctor.nominal import ALL_REDUCE, ALL_TO_ALL, MATMUL, MEMORY, STRAGGLER, Nominal, Share, nominal
+from mslime.doctor.shares import ALL_REDUCE, ALL_TO_ALL, MATMUL, MEMORY, STRAGGLER, Share
 from mslime.network import free_port
 
 DEADLINE_S = 300

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from mslime.config.errors import ConfigError
+from mslime.config.gpus import usual_gpu
 from mslime.config.loader import build, merge
 from mslime.config.schema import RunConfig
 from mslime.convert.families import read_hf_config
 from mslime.planner.describe import describe
+from mslime.planner.describe_search import describe_found
 from mslime.planner.plan import RunPlan, make_plan
+from mslime.planner.problems import Verdict
+from mslime.planner.search import Found, NothingFits, search
 
 _WIDTH = 140
+TIGHT_STATUS = 3
+"""Exit status of a plan that fits, with less left than it may be wrong by."""
 
 
 def run_plan(
@@ -30,7 +38,7 @@ def run_plan(
         strict: a tight plan does not fit.
 
     Returns:
-        0 when everything fits, tightly or not, 1 when something does not.
+        0 when everything fits, 3 when it fits tightly (1 where `strict`), 1 when something does not.
 
     Raises:
         UserError: a mistake in the configuration or in config.json.
@@ -42,7 +50,60 @@ def run_plan(
         console = Console()
         # Tables are wide; where there is no terminal to fit into, they are not folded.
         Console(width=max(console.width, _WIDTH) if not console.is_terminal else None).print(describe(plan))
-    return 0 if plan.verdict in (("fits",) if strict else ("fits", "tight")) else 1
+    return status_of(plan.verdict, strict)
+
+
+def status_of(verdict: Verdict, strict: bool) -> int:
+    """Exit status of the command."""
+    return {"fits": 0, "tight": 1 if strict else TIGHT_STATUS, "does not fit": 1}[verdict]
+
+
+def run_search(
+    values: dict[str, Any], gpus: int | None, gpu_memory_gb: float | None, *, top: int, gpu: str = "",
+    as_json: bool = False, strict: bool = False,
+) -> int:  # fmt: skip
+    """Print the layouts that fit, the fastest first, and the settings of the first.
+
+    Args:
+        gpus: of the run; it must be said.
+        top: how many, at most.
+        gpu: its name, where the usual one with so much memory is another.
+
+    Returns:
+        Of the first: 0, or 3 where it fits tightly (1 where `strict`); 1 where nothing fits.
+
+    Raises:
+        UserError: a mistake in the configuration or in config.json.
+    """
+    try:
+        found, of = found_by(values, gpus, gpu_memory_gb, top, gpu)
+    except NothingFits as error:
+        print(error, file=sys.stderr)
+        return 1
+    if as_json:
+        print(json.dumps({"gpu": of, "found": [each.as_dict() for each in found]}, indent=2, default=str))
+    else:
+        console = Console()
+        wide = Console(width=max(console.width, _WIDTH) if not console.is_terminal else None)
+        wide.print(describe_found(found, of), soft_wrap=True)
+    return status_of(found[0].plan.verdict, strict)
+
+
+def found_by(
+    values: dict[str, Any], gpus: int | None, gpu_memory_gb: float | None, top: int, gpu: str = ""
+) -> tuple[list[Found], str]:
+    """What a search finds, and the name of the GPU that it reckons with. Raises NothingFits, UserError."""
+    if gpus is None or gpus < 1:
+        raise ConfigError("--gpus", gpus, "a search needs the size of the run", "say how many GPUs it may have")
+    if top < 1:
+        raise ConfigError("--top", top, "must be at least 1", "say how many layouts to show")
+    if "path" not in values.get("model", {}):
+        raise ConfigError("model.path", None, "is required", "give a directory with a config.json")
+    cluster = {} if gpu_memory_gb is None else {"gpu_memory_gb": gpu_memory_gb}
+    values = merge({"data": {"prompts": ["prompts are not read"]}}, merge(values, {"cluster": cluster}))
+    values = merge({"cluster": {"device": "cuda"}}, values)
+    of = gpu or usual_gpu(float(values["cluster"].get("gpu_memory_gb", 80)))
+    return search(values, gpus, read_hf_config(Path(values["model"]["path"])), top, of), of
 
 
 def plan_of(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunPlan:

@@ -9,13 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from mslime.planner.activations import EXPERT_IMBALANCE
-from mslime.planner.plan import TIGHT, RunPlan
-from mslime.planner.problems import GIB
+from mslime.planner.plan import RunPlan
+from mslime.planner.problems import GIB, TIGHT, Verdict, verdict_of
 from mslime.planner.receiving import PREDICTED
 from mslime.planner.rollouts import RolloutBytes, TokenBytes
 from mslime.planner.stages import StagePlan
 from mslime.planner.sync import lane_bytes
 from mslime.tables import facts_table
+
+_STYLES: dict[Verdict, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 
 def describe(plan: RunPlan) -> Group:
@@ -78,14 +80,17 @@ def _phases(plan: RunPlan) -> Table:
     for name in ("phase", "stage", "trainer", "engine", "both", "of the GPU"):
         table.add_column(name, justify="right" if name != "phase" else "left")
     for phase in plan.phases:
-        share = phase.total / plan.gpu_bytes
-        filled = phase.phase == "generate"  # by SGLang's choice
-        style = "red" if share > 1 else "yellow" if share > TIGHT and not filled else "green"
+        verdict = plan.phase_verdict(phase)
         table.add_row(
             phase.phase, str(phase.stage), _gib(phase.trainer), _gib(phase.engine), _gib(phase.total),
-            Text(f"{share:.0%}", style=style),
+            share_of(phase.total / plan.gpu_bytes, verdict),
         )  # fmt: skip
     return table
+
+
+def share_of(share: float, verdict: Verdict) -> Text:
+    """A share with its verdict; that it fits needs no word."""
+    return Text(f"{share:.0%}" + ("" if verdict == "fits" else f" {verdict}"), style=_STYLES[verdict])
 
 
 def _trainer(plan: RunPlan, stages: tuple[StagePlan, ...], who: str) -> Table:
@@ -98,12 +103,10 @@ def _trainer(plan: RunPlan, stages: tuple[StagePlan, ...], who: str) -> Table:
         table.add_column(name, justify="right")
     for first, last in _runs(stages):
         memory = first.memory
-        share = memory.peak / plan.gpu_bytes
-        style = "red" if share > 1 else "yellow" if share > TIGHT else "green"
         which = f"{first.held.stage}" if first is last else f"{first.held.stage} to {last.held.stage}"
         table.add_row(
             which, str(len(first.held.layers)), *(_cell(memory.components()[name]) for name in names),
-            _gib(memory.peak), Text(f"{share:.0%}", style=style),
+            _gib(memory.peak), share_of(memory.peak / plan.gpu_bytes, plan.verdict_of(memory.peak)),
         )  # fmt: skip
     return table
 
@@ -159,7 +162,9 @@ def _balance(plan: RunPlan) -> Table:
             ("a trainer that sleeps", plan.host.asleep),
         )
         whose = ", ".join(f"{_gib(size)} for {name}" for name, size in parts if size)
-        rows.append(("host memory", f"{_gib(plan.host.total)} GiB of a trainer machine: {whose}"))
+        of = f", {plan.host_share:.0%} of what a run can use" if plan.host_usable else ""
+        told = "" if (verdict := verdict_of(plan.host_share)) == "fits" else f" ({verdict})"
+        rows.append(("host memory", f"{_gib(plan.host.total)} GiB of a trainer machine{of}{told}: {whose}"))
     return facts_table("Balance", rows)
 
 
@@ -253,7 +258,9 @@ def _prediction(plan: RunPlan) -> list[tuple[str, str]]:
 def _verdict(plan: RunPlan) -> Text:
     free = f"{_gib(plan.gpu_bytes - plan.fullest)} GiB free on the fullest trainer GPU"
     if plan.verdict == "tight":
-        return Text(f"\ntight: {free}, less than a tenth of it; the plan may be wrong by as much", style="bold yellow")
+        host = f", {1 - plan.host_share:.0%} of a machine's memory" if verdict_of(plan.host_share) == "tight" else ""
+        rule = f"above {TIGHT:.0%} the plan may be wrong by as much as is left"
+        return Text(f"\ntight: {free}{host}; {rule}", style="bold yellow")
     if plan.verdict == "fits":
         return Text(f"\nfits: {free}", style="bold green")
     lines = [

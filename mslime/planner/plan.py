@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.engines import SGLangConfig, TeacherConfig
@@ -20,7 +20,18 @@ from mslime.planner.activations import read_widths
 from mslime.planner.engine import EngineMemory, engine_memory
 from mslime.planner.parameters import model_parameters
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, PhaseMemory, phases
-from mslime.planner.problems import GIB, Problem, engine_problems, host_problems, phase_problems, trainer_problems
+from mslime.planner.problems import (
+    GIB,
+    USABLE,
+    Problem,
+    Verdict,
+    engine_problems,
+    host_bytes,
+    host_problems,
+    phase_problems,
+    trainer_problems,
+    verdict_of,
+)
 from mslime.planner.receiving import bounds_of, buckets_held, prediction_of, receiving_of
 from mslime.planner.rollouts import RolloutBytes, rollout_bytes
 from mslime.planner.stages import StagePlan, make_stages, with_critic
@@ -32,11 +43,6 @@ from mslime.planner.trainer import (
 )
 from mslime.weights.plan import WeightPlan, build_plan
 from mslime.weights.senders import Senders
-
-USABLE = 0.99
-"""Of a GPU sold as N GB: N GiB less what the driver keeps (H100 80 GB: 79.6 GiB, H200 141 GB: 140.4 GiB)."""
-TIGHT = 0.9
-"""Share of a GPU above which a plan is tight: it does not know kernels' workspaces, nor how uneven routing is."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class RunPlan:
         problems: what does not fit.
         remarks: what is slow or left over, in sentences.
         phases: of a step, where trainer and engines share their GPUs; else none.
+        host_usable: bytes that a run can use of a machine's memory; None: nobody has said.
     """
 
     model: str
@@ -100,6 +107,7 @@ class RunPlan:
     problems: tuple[Problem, ...]
     remarks: tuple[str, ...]
     phases: tuple[PhaseMemory, ...] = ()
+    host_usable: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -115,11 +123,16 @@ class RunPlan:
         return max([*shared, *(stage.memory.peak for stage in apart)])
 
     @property
-    def verdict(self) -> Literal["fits", "tight", "does not fit"]:
+    def host_share(self) -> float:
+        """What the trainer machine that needs most takes of its memory; 0 where nobody has said how much there is."""
+        return self.host.total / self.host_usable if self.host_usable else 0.0
+
+    @property
+    def verdict(self) -> Verdict:
         """Tight: it fits by the numbers, with less left than they may be wrong by."""
         if not self.fits:
             return "does not fit"
-        return "tight" if self.fullest > TIGHT * self.gpu_bytes else "fits"
+        return verdict_of(max(self.fullest / self.gpu_bytes, self.host_share))
 
     @property
     def sync_bytes(self) -> int:
@@ -138,10 +151,25 @@ class RunPlan:
             summed["prediction"] = asdict(self.prediction) | {
                 "seconds": self.prediction.seconds, "limit": self.prediction.limit
             }  # fmt: skip
-        return asdict(self) | {"fits": self.fits, "verdict": self.verdict} | summed | {
-            name: [asdict(stage) | {"trained": stage.trained, "peak": stage.memory.peak} for stage in stages]
-            for name, stages in (("stages", self.stages), ("critic_stages", self.critic_stages))
-        } | {"phases": [asdict(phase) | {"total": phase.total} for phase in self.phases]}  # fmt: skip
+        told = {"fits": self.fits, "verdict": self.verdict, "host_verdict": verdict_of(self.host_share)} | summed
+        for name, stages in (("stages", self.stages), ("critic_stages", self.critic_stages)):
+            told[name] = [
+                asdict(stage)
+                | {"trained": stage.trained, "peak": stage.memory.peak, "verdict": self.verdict_of(stage.memory.peak)}
+                for stage in stages
+            ]
+        told["phases"] = [
+            asdict(phase) | {"total": phase.total, "verdict": self.phase_verdict(phase)} for phase in self.phases
+        ]
+        return asdict(self) | told
+
+    def verdict_of(self, size: int) -> Verdict:
+        """Of bytes on one GPU."""
+        return verdict_of(size / self.gpu_bytes)
+
+    def phase_verdict(self, phase: PhaseMemory) -> Verdict:
+        """While engines generate they fill the GPU on purpose."""
+        return "fits" if phase.phase == "generate" else self.verdict_of(phase.total)
 
 
 def make_plan(
@@ -222,6 +250,7 @@ def make_plan(
         ),
         remarks=tuple(_remarks(layout, model, per_node, idle, layout.world_size - engines if shared else 0)),
         phases=taking_turns,
+        host_usable=host_bytes(memory) if (memory := config.cluster.host_memory_gb) is not None else None,
     )
 
 

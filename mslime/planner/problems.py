@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from mslime.config.engines import SGLangConfig
 from mslime.config.rollout import RolloutConfig
@@ -14,9 +15,20 @@ from mslime.planner.rollouts import RolloutBytes
 from mslime.planner.stages import StagePlan
 from mslime.planner.trainer import HostMemory, offloaded_share
 
+Verdict = Literal["fits", "tight", "does not fit"]
 GIB = 2**30
+USABLE = 0.99
+"""Of a GPU sold as N GB: N GiB less what the driver keeps (H100 80 GB: 79.6 GiB, H200 141 GB: 140.4 GiB)."""
+TIGHT = 0.95
+"""Share of a GPU, or of a machine's memory, above which a plan is tight: it does not know kernels' workspaces, nor how
+uneven routing is."""
 HOST_USABLE = 0.9
 """Of a machine's memory: the system, Ray's object store and file caches take the rest. An assumption."""
+
+
+def verdict_of(share: float) -> Verdict:
+    """Of what is needed over what is there."""
+    return "does not fit" if share > 1 else "tight" if share > TIGHT else "fits"
 
 
 @dataclass(frozen=True)
@@ -52,13 +64,18 @@ def phase_problems(config: RunConfig, taking_turns: tuple[PhaseMemory, ...], gpu
     ]  # fmt: skip
 
 
+def host_bytes(memory: float) -> int:
+    """That a run can use of a machine with `memory` GiB."""
+    return int(memory * GIB * HOST_USABLE)
+
+
 def host_problems(
     spec: PolicySpec, memory: float | None, host: HostMemory, rollouts: RolloutBytes | None, settings: RolloutConfig
 ) -> list[Problem]:
     """`memory`: of a machine, in GiB."""
     if memory is None:
         return []
-    has, problems = int(memory * GIB * HOST_USABLE), list[Problem]()
+    has, problems = host_bytes(memory), list[Problem]()
     if host.total > has:
         component = host.largest
         more = f"spread it over more machines: raise cluster.trainer_ranks ({spec.layout.world_size})"

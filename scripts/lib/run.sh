@@ -52,7 +52,7 @@ run_model() {
   fi
   if [ "${PLAN_ONLY:-0}" != 1 ]; then mslime check "${settings[@]}" "$@"; fi
   if [ "${CHECK_ONLY:-0}" = 1 ]; then return; fi
-  mslime plan "${settings[@]}" "$@"
+  mslime plan "${settings[@]}" "$@" || [ $? = 3 ]  # 3: it fits, tightly
   if [ "${PLAN_ONLY:-0}" = 1 ]; then return; fi
   exec mslime train --restarts "${RESTARTS:-3}" "${settings[@]}" "$@"
 }

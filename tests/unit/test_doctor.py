@@ -14,10 +14,11 @@ import pytest
 
 from mslime.cli import main
 from mslime.config.errors import ConfigError
+from mslime.config.gpus import GPUS, nominal
 from mslime.doctor import command, gpus, host, network, packages, speeds, step
 from mslime.doctor.findings import Check, Finding, Gpu, Node, Options, fail, ok, unseen, warn
-from mslime.doctor.nominal import GPUS, MATMUL, nominal
 from mslime.doctor.nvml import REASONS, see_gpus
+from mslime.doctor.shares import MATMUL
 
 GIB = 2**30
 H100 = "NVIDIA H100 80GB HBM3"
