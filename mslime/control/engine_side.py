@@ -110,8 +110,8 @@ class EngineSide:
         self.pool.leave_out(urls, why)
 
     async def dead(self) -> dict[str, EngineError]:
-        """Dead engines by name, with what killed them."""
-        return self.pool.dead
+        """Dead engines by name, with what killed them; see `EnginePool.missing`."""
+        return self.pool.missing
 
     async def stranded(self) -> bool:
         """See `EnginePool.stranded`."""

@@ -122,7 +122,7 @@ def test_an_engine_dies_while_its_memory_is_the_trainers_and_the_run_goes_on_who
     run.process.terminate()
     assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     assert saved_step(run) == len(by_step(run.rows()))
-    assert_books_hold(run)
+    assert_books_hold(run, values["rollout"]["groups_per_step"])
     assert run.left_over() == []
 
 

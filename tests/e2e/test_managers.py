@@ -39,14 +39,14 @@ def saved(run: Run, file: str = ROLLOUTS) -> tuple[dict[str, Any], Sequence[Grou
         return state, held, Ledger.from_state(state["ledger"])
 
 
-def assert_books_hold(run: Run) -> None:
+def assert_books_hold(run: Run, groups: int = GROUPS) -> None:
     """Every generated token is accounted for in each step, and in the state that the run has saved."""
     rows = by_step(run.rows())
     assert_balanced(rows)
     state, held, ledger = saved(run)
     assert ledger.trained == sum(row["ledger/trained_tokens"] for row in rows)
     assert sum(s.trainable_tokens for g in held for s in g.samples) == ledger.pending
-    gone = len(rows) * GROUPS + state["counters"].get("stale_groups", 0)
+    gone = len(rows) * groups + state["counters"].get("stale_groups", 0)
     assert state["next_group_id"] == gone + len(held), "no prompt is lost or doubled"
 
 

@@ -388,6 +388,23 @@ def test_an_engine_that_is_back_gets_weights_and_then_requests_under_its_old_nam
     assert serving.gone == {} and engines == {"e0", "e1"} and dead == ["e1"] and live == 1
 
 
+def test_an_engine_that_is_back_is_not_taken_for_the_one_that_died_under_its_name() -> None:
+    """On shared GPUs whoever is dead is ended before the trainer wakes, which is before the next update."""
+
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
+        kill(pool, "e1", EngineError("e1", "exit status 1", "the server ended", "read its log"))
+        assert list(pool.missing) == ["e1"]
+        async with FakeEngine() as again:
+            await pool.admit(
+                EngineClient(again.url, "e1", model=model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K))
+            )
+            assert not pool.missing and list(pool.dead) == ["e1"], "it has no requests before it has weights"
+            await pool.begin_update()
+            assert not pool.missing and not pool.dead
+
+    with_pool(work)
+
+
 def test_a_new_engine_is_one_of_them_from_the_next_update_on() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
         async with FakeEngine() as third:

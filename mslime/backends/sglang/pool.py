@@ -118,6 +118,12 @@ class EnginePool:
         """Dead engines by name, with what killed them."""
         return {slot.client.name: slot.error for slot in self._slots if slot.error is not None}
 
+    @property
+    def missing(self) -> dict[str, EngineError]:
+        """Dead engines by name that nobody takes the place of: one that was admitted under the name of a dead one
+        lives."""
+        return {name: error for name, error in self.dead.items() if name not in self._admitted}
+
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Run a request on the engine of its session, or on the least busy one.
 
