@@ -65,13 +65,18 @@ class AgentServer(Section):
 
     @model_validator(mode="after")
     def _closed_to_others(self) -> Self:
-        if self.token is None and not _is_loopback(self.host):
-            raise ConfigError("rollout.server.token", None, f"the server would be reached by others, at {self.host}",
-                              "set a token (env:NAME), or leave rollout.server.host at 127.0.0.1")  # fmt: skip
-        if self.host in ("", "0.0.0.0", "::", "*"):
-            raise ConfigError("rollout.server.host", self.host, "is no address under which agents find the server",
-                              "give an address of this machine")  # fmt: skip
+        check_address("rollout.server", self.host, self.token is not None)
         return self
+
+
+def check_address(section: str, host: str, has_token: bool) -> None:
+    """Raise ConfigError for an address that others reach without a token, or that is none to be found under."""
+    if not has_token and not _is_loopback(host):
+        raise ConfigError(f"{section}.token", None, f"the server would be reached by others, at {host}",
+                          f"set a token (env:NAME), or leave {section}.host at 127.0.0.1")  # fmt: skip
+    if host in ("", "0.0.0.0", "::", "*"):
+        raise ConfigError(f"{section}.host", host, "is no address under which agents find the server",
+                          "give an address of this machine")  # fmt: skip
 
 
 def _is_loopback(host: str) -> bool:

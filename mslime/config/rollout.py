@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from mslime.config.agents import AgentLimits, AgentServer
+from mslime.config.atropos import AtroposConfig
 from mslime.config.base import Section
 from mslime.config.choices import OnError, PauseMode
 from mslime.config.environments import Credit, EnvironmentLimitsConfig, TurnsOf
@@ -17,10 +18,11 @@ class RolloutConfig(Section):
 
     groups_per_step: int = Field(default=32, le=1_000_000, ge=1, description="Prompt groups of one training step.")
     group_size: int = Field(default=8, le=1_000_000, ge=1, description="Responses per prompt.")
-    function: Literal["single_turn", "environment"] | str = Field(
+    function: Literal["single_turn", "environment", "atropos"] | str = Field(
         default="single_turn",
-        description="What a rollout does: one response to its prompt, an episode in `environment`, or an async "
-        "`module:function`(task, engine) of several turns, for training and evaluation (docs/rollout_functions.md).",
+        description="What a rollout does: one response to its prompt, an episode in `environment`, what Atropos' "
+        "environments hand in (docs/environments.md#atropos), or an async `module:function`(task, engine) of several "
+        "turns, for training and evaluation (docs/rollout_functions.md).",
     )
     environment: str | None = Field(
         default=None,
@@ -42,6 +44,9 @@ class RolloutConfig(Section):
         description="Where an environment's rewards count. episode: the episode's reward alone. steps: each step's "
         "where it ended, too (grpo: as process rewards beside the episode's; reinforce_pp and gae: in its place). "
         "auto: steps for reinforce_pp and gae, else episode.",
+    )
+    atropos: AtroposConfig = Field(
+        default_factory=AtroposConfig, description="Where environments find the run, for function: atropos."
     )
     on_error: OnError = Field(
         default="fail",

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mslime.config.algorithm import GROUP_RELATIVE
+from mslime.config.atropos import FUNCTION, check_atropos_settings
 from mslime.config.choices import check_choice
 from mslime.config.colocated import check_colocated
 from mslime.config.engines import MASK_LIMIT, check_teacher
@@ -131,7 +132,7 @@ def _sampling(config: RunConfig) -> None:
 
 def _named_functions(config: RunConfig) -> None:
     check_choice("rollout.dynamic_filter", config.rollout.dynamic_filter, ("none", "zero_variance"))
-    check_choice("rollout.function", config.rollout.function, ("single_turn", "environment"))
+    check_choice("rollout.function", config.rollout.function, ("single_turn", "environment", FUNCTION))
     for setting, named in (("data.source", config.data.source), ("hooks.step", config.hooks.step)):
         if named is not None:
             check_choice(setting, named, ())
@@ -162,7 +163,7 @@ def _steps(config: RunConfig) -> None:
 
 
 def _sets(config: RunConfig) -> None:
-    if not config.data.prompts and config.data.source is None:
+    if not config.data.prompts and config.data.source is None and config.rollout.function != FUNCTION:
         raise ConfigError(
             "data.prompts",
             [],
@@ -284,6 +285,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _named_functions,
     check_reward,
     check_environment_settings,
+    check_atropos_settings,
     _steps,
     _sets,
 )

@@ -242,6 +242,14 @@ class Sample:
         self.segments = [replace(s, trainable=False) if start <= s.start and s.end <= end else s for s in parts]
         return masked
 
+    def train_span(self, start: int, end: int) -> None:
+        """Let tokens [start, end) enter the loss, all of which a policy sampled."""
+        parts = [part for s in self.segments for part in _split(s, start, end)]
+        inside = [start <= s.start and s.end <= end for s in parts]
+        assert all(s.version is not None for s, i in zip(parts, inside, strict=True) if i), "a token nobody sampled"
+        self.segments = [replace(s, trainable=True) if i else s for s, i in zip(parts, inside, strict=True)]
+        self.loss_mask[start:end] = True
+
     def mask_all(self) -> int:
         """Take every token out of the loss; return how many."""
         newest = max((s.version for s in self.segments if s.version is not None), default=-1)

@@ -15,15 +15,51 @@ from mslime.extensions import calling, load_function
 SETTING = "data.source"
 KEYS = ("prompt", "label", "metadata")
 METHODS = ("__iter__", "state_dict", "load_state_dict")
+ENVIRONMENTS = "environments"
+"""In a state: the run had no prompts of its own."""
 MOST_TOO_LONG = 1000
 """Prompts in a row that may be too long, before none is taken to fit."""
 
 
 def open_prompts(data: DataConfig, seed: int, tokenizer: Tokenizer) -> PromptStream:
-    """What a run draws its training prompts from: the files of `data.prompts`, or `data.source`. Raises UserError."""
+    """What a run draws its training prompts from: the files of `data.prompts`, or `data.source`; nothing where
+    environments bring their own. Raises UserError."""
+    if data.source is None and not data.prompts:
+        return NoPrompts()
     if data.source is None:
         return PromptSource(data.prompts, data, tokenizer, seed)
     return UserSource(data.source, data, tokenizer, seed)
+
+
+class NoPrompts:
+    """For runs whose environments bring prompts of their own: groups are numbered, and their prompt says nothing.
+
+    Attributes:
+        drawn: groups so far. skipped: none.
+    """
+
+    skipped = 0
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def next(self) -> Prompt:
+        """A prompt of one token, which nobody is sent."""
+        self.drawn += 1
+        return Prompt([0], None, {}, f"environments:{self.drawn}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many were drawn."""
+        return {"source": ENVIRONMENTS, "drawn": self.drawn}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`. Raises ConfigError when it was of prompts."""
+        if state.get("source") != ENVIRONMENTS:
+            raise ConfigError(
+                SETTING, None, f"the run was saved with {state.get('source') or 'files of data.prompts'}, and its "
+                "prompts are those of environments now", "resume with the same, or start a run under another name",
+            )  # fmt: skip
+        self.drawn = int(state["drawn"])
 
 
 class UserSource:

@@ -152,6 +152,11 @@ METRICS: dict[str, Metric] = {
         "malformed_calls, unknown_tools, undelivered_turns, joined_retries, ignored_fields, limits_reached; mean",
         "rollouts that chat",
     ),
+    "rollout/atropos/{event}": Metric(
+        "",
+        "groups that environments handed in, and those that are not trained, by reason (docs/environments.md)",
+        "rollout.function: atropos",
+    ),
     "rollout/failed_groups": Metric("groups", "dropped: they could not be sent, scored or trained twice"),
     "rollout/filtered_groups": Metric("groups", "complete groups that the dynamic filter refused"),
     "rollout/truncated_groups": Metric("groups", "complete groups left out, as all responses were cut and masked"),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from mslime.config.atropos import FUNCTION as ATROPOS
 from mslime.config.errors import DataError
 from mslime.config.schema import RunConfig
 from mslime.data.conversation import wanted_turns
@@ -18,6 +19,7 @@ from mslime.data.supervised import SupervisedSource, refuse_unlabelled
 from mslime.data.tokenizer import Tokenizer
 from mslime.data.user_source import open_prompts
 from mslime.preflight.rewards import check_rewards
+from mslime.rollout.filters import load_filter
 
 Source = TypeVar("Source")
 TRIED = 2000
@@ -33,6 +35,9 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]
     Returns what a person should know of prompts, labels and the reward.
     """
 
+    if config.rollout.function == ATROPOS:
+        return [_told_to_environments(config)]
+
     def open_files(specs: list[str], shuffle: bool | None) -> PromptSource:
         return PromptSource(specs, config.data, tokenizer, config.seed, shuffle=shuffle)
 
@@ -44,6 +49,17 @@ def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]
         drawn = DrawnPrompts(config, tokenizer)
         return _check_drawn(config, drawn, limit) + check_rewards(config, {"": drawn, **sources}, tokenizer)
     return _check_prompts(config, sources[""], limit) + check_rewards(config, sources, tokenizer)
+
+
+def _told_to_environments(config: RunConfig) -> str:
+    """What Atropos' environments have to be started with. Raises ConfigError when a token or filter is not found."""
+    rollout, settings = config.rollout, config.rollout.atropos
+    settings.secret()
+    load_filter(rollout.dynamic_filter)
+    url = f"http://{settings.host}:{settings.port or 'PORT'}" + ("/TOKEN" if settings.token else "")
+    return (f"prompts: Atropos' environments bring their own; start each with rollout_server_url {url}, base_url "
+            f"{url}/v1, group_size {rollout.group_size}, max_batches_offpolicy {1 + rollout.max_staleness}, "
+            "total_steps -1")  # fmt: skip
 
 
 def check_supervised_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:

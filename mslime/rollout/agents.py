@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from mslime.config.agents import AgentLimits
 from mslime.config.errors import UserError
 from mslime.config.rollout import RolloutConfig
 from mslime.rollout.chat.choose import choose_renderer
@@ -46,12 +47,15 @@ class Agents:
         """
         return cls(config, lambda: choose_renderer(config.renderer, family, tokenizer(), config.thinking))
 
-    async def chat(self, engine: Sequences, on_expiry: Callable[[], bool]) -> ChatSession:
-        """The conversations of a rollout (see `ChatSession`). Raises ConfigError when there is no renderer for them."""
+    async def chat(
+        self, engine: Sequences, on_expiry: Callable[[], bool], limits: AgentLimits | None = None
+    ) -> ChatSession:
+        """The conversations of a rollout (see `ChatSession`), within `rollout.limits` or other limits. Raises
+        ConfigError when there is no renderer for them."""
         async with self._making:
             if self._rendering is None:
                 self._rendering = Rendering(await asyncio.to_thread(self._make))
-        return ChatSession(engine, self._rendering, self._config.limits, on_expiry)
+        return ChatSession(engine, self._rendering, limits or self._config.limits, on_expiry)
 
     async def serve(self, chat: ChatSession) -> tuple[ModelEndpoint, Session]:
         """Serve the conversations of a rollout. Raises ConfigError when the address cannot be listened on."""

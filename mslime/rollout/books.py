@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from mslime.config.atropos import FUNCTION as ATROPOS
 from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
+from mslime.rollout.atropos.pushed import COUNTED as HANDED_IN
 from mslime.rollout.filters import load_filter
 from mslime.rollout.kept import Begun, Kept, sound, trainable
 from mslime.rollout.state import Columns, Stored, begun_anew, check_stored, pack_begun, unpack_groups
@@ -114,6 +116,7 @@ class Books:
         self._gate = SubmitGate(config.rollout.groups_per_step, config.rollout.max_staleness, config.spare_groups)
         self._filter_name, self._keep = load_filter(config.rollout.dynamic_filter)
         self._counted = (*COUNTED, *(("truncated_groups",) if config.rollout.mask_truncated else ()))
+        self._counted += tuple(f"atropos/{name}" for name in HANDED_IN) if config.rollout.function == ATROPOS else ()
         self.version = self.next_group_id = 0
         self.running, self.partial, self.accepted = dict[int, Group](), list[Group](), list[Group]()
         self.ledger, self.counters = Ledger(), StepCounters()

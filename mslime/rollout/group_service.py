@@ -21,11 +21,13 @@ from mslime.data.sample import Group
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.agents import Agents
+from mslime.rollout.atropos.play import AtroposRollouts
 from mslime.rollout.books import Books, new_group
 from mslime.rollout.door import Door
 from mslime.rollout.environments.play import EnvironmentRollout, open_workflow
 from mslime.rollout.evaluate import answer
 from mslime.rollout.generation import Generator, Sampling, Traffic
+from mslime.rollout.guests import Guests
 from mslime.rollout.protocols import EngineLimits, Engines, ProgressHook, Scorer, SpanHook, Teacher, living
 from mslime.rollout.rewards.scoring import Scoring
 from mslime.rollout.runner import GroupRunner
@@ -103,6 +105,13 @@ class GroupService(ABC):
             self._report,
             self._pump,
         )
+        self._guests: Guests | None = None
+        if isinstance(self._workflow, AtroposRollouts):
+            self._guests = Guests(
+                config.rollout.function, self._generator, self._sampling, self._runner.traffic, self._agents,
+                self.books, self._runner.fail,
+            )  # fmt: skip
+            self._workflow.attach(self._guests)
         self._works_ahead = config.rollout.max_staleness > 0  # generates while the trainer works
         self._pause_mode: PauseMode = config.rollout.pause_mode if self._works_ahead else "abort"
         self._step = 0
@@ -200,7 +209,7 @@ class GroupService(ABC):
     async def close(self) -> None:
         """Stop generating, whatever it loses at the engines. What is held may still be saved."""
         await self._runner.close()
-        if isinstance(self._workflow, EnvironmentRollout):
+        if isinstance(self._workflow, EnvironmentRollout | AtroposRollouts):
             await self._workflow.close()
         await self._agents.close()
 
@@ -210,6 +219,8 @@ class GroupService(ABC):
         """Let groups be submitted and continued."""
         self.books.open_gate()
         self._runner.traffic.open = True
+        if self._guests is not None:
+            self._guests.admit()
         self._pump()
 
     def _pump(self) -> None:

@@ -40,6 +40,22 @@ class NoBooks:
         """Nobody counts."""
 
 
+@dataclass(frozen=True)
+class TakenTurn:
+    """A turn of a sequence that a rollout takes in.
+
+    Attributes:
+        start, end: of its tokens, all of which the model sampled.
+        finish: how it ended.
+        masked: (start, end) of tokens within it that are not trained.
+    """
+
+    start: int
+    end: int
+    finish: Finish
+    masked: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass(eq=False)
 class GrowingSample:
     """A sample that grows.

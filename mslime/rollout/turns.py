@@ -17,10 +17,10 @@ from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.chat.session import Reply
 from mslime.rollout.door import Door
 from mslime.rollout.generation import Generator, Sampling
-from mslime.rollout.growing import GrowingSample, NoBooks, TokenBooks, settle
+from mslime.rollout.growing import GrowingSample, NoBooks, TakenTurn, TokenBooks, settle
 from mslime.rollout.returned import Told, told_of
 from mslime.rollout.server.sessions import ModelEndpoint
-from mslime.rollout.workflow import SETTING, Episode, NoRoomError, Task, Turn, Workflow
+from mslime.rollout.workflow import SETTING, AbsentError, Episode, NoRoomError, Task, Turn, Workflow
 
 
 class Rollout:
@@ -178,20 +178,56 @@ class Rollout:
             g.messages, g.tools,
         )  # fmt: skip
 
+    @property
+    def whole_group(self) -> bool:
+        """Whether no rollout of the group has ended."""
+        return len(self._group.numbers) == self._group.size and not any(s.status.finished for s in self._group.samples)
+
+    def take_in(self, source: Sample, end: int, turns: Sequence[TakenTurn]) -> Sample:
+        """Add a sequence that was sampled for nobody's rollout: the first `end` tokens of `source`, with their
+        versions, log-probs, routes and supports. The model's turns among them that are not named are context.
+
+        Args:
+            turns: that are trained here, and nowhere else, in their order; the last one ends the sequence.
+        """
+        self._check_alive()
+        sample = source.branch(self._group.next_index(self.number), end)
+        sample.group_id, sample.rollout_id = self._group.group_id, None
+        first = self._grown[0].sample
+        sample.label, sample.metadata = first.label, copy.deepcopy(self._group.metadata)
+        for turn in turns:
+            sample.train_span(turn.start, turn.end)
+            self._books.generated(sample, turn.end - turn.start)
+        grown = GrowingSample(sample, end, turns[-1].finish if turns else "stop")
+        for turn in turns:
+            self._turns += 1
+            sample.turns.append((turn.start, self._turns))
+            grown.newest = self._turns
+            for start, stop in turn.masked:
+                self._books.masked(sample.mask_span(start, stop), "rollout")
+        grown.note()
+        return self._add(grown)
+
     async def play(self, function: Workflow, task: Task, on_error: OnError) -> bool:
         """`run`; whether the rollout counts. With `drop` one whose function fails is given up: what it generated is
         dropped, and it does not count in its group."""
         try:
             await self.run(function, task)
+        except AbsentError:
+            self._give_up()
         except RolloutError as error:
             if on_error == "fail":
                 raise
             print(f"a rollout is dropped (rollout.on_error): {error}", flush=True)
-            self._over = True
-            self._books.dropped(self._group.begin_again(self.number), "failed")
-            self.samples[0].status = SampleStatus.FAILED
+            self._give_up()
             return False
         return True
+
+    def _give_up(self) -> None:
+        """The rollout does not count in its group, and what it generated is dropped."""
+        self._over = True
+        self._books.dropped(self._group.begin_again(self.number), "failed")
+        self.samples[0].status = SampleStatus.FAILED
 
     async def run(self, function: Workflow, task: Task) -> None:
         """Call the function and finish its sequences.
@@ -240,7 +276,7 @@ class Rollout:
             return None
         except ChatError as error:
             raise self._error(f"sent the model what cannot be answered: {error}", "mend the messages") from error
-        except UserError:
+        except (UserError, AbsentError):
             raise
         except asyncio.CancelledError as error:
             current = asyncio.current_task()

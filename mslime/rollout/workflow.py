@@ -206,6 +206,11 @@ class NoRoomError(Exception):
     """What the environment said does not fit into the sample any more."""
 
 
+class AbsentError(Exception):
+    """The rollout is not there: its group is smaller than others, and that is nobody's failure. For functions of
+    mslime, whose rollouts come from elsewhere."""
+
+
 async def single_turn(task: Task, engine: Engine) -> Sample:
     """One response to the prompt."""
     sample = engine.new_sample()

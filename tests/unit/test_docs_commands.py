@@ -34,6 +34,7 @@ NOT_RUN = {
     r"ray start|sbatch ": "a cluster; tests/unit/test_deploy.py",
     r"python -m sglang\.launch_server": "a server; its flags are SGLang's",
     r"python -m pytest tests/gpu": "GPUs",
+    r"python gsm8k_server\.py": "Atropos' own environment; tests/engines/test_atropos.py runs one of its package",
     r"python examples/gsm8k/prepare\.py": "needs the download; tests/unit/test_gsm8k_example.py",
     r"mslime convert (to-|fp8|bf16|int4|compare|run)": "parsed only; tests/engines/test_convert_tools.py runs them",
     r"mslime convert merge-lora": "parsed only; tests/unit/test_lora_convert.py merges",

@@ -51,6 +51,11 @@ class Turn:
         """Whether the reply had an effect: it was received, or gone on from."""
         return self.delivered or bool(self.children)
 
+    @property
+    def alone(self) -> bool:
+        """Whether nothing follows it in its sequence."""
+        return len(self.sample) == self.end
+
     def path(self) -> list[Turn]:
         """The turns of its conversation up to this one."""
         turns: list[Turn] = []
@@ -110,7 +115,7 @@ class Forest:
         if not found:
             return Place(None, tuple(messages), self._why_alone(messages))
         names = echoes(messages)
-        depth, turn = max(found, key=lambda f: (f[0], _named(f[1], names), f[1].delivered, f[1].number))
+        depth, turn = max(found, key=lambda f: (f[0], _named(f[1], names), f[1].delivered, f[1].alone, f[1].number))
         rest = tuple(messages[depth:])
         if any(m.role == "assistant" for m in rest):
             return Place(turn, rest, "foreign_assistant_message")

@@ -343,7 +343,7 @@ class ChatSession:
         """Of a plain prompt: the reason for a new sequence or the turn that it goes on from, and the ids after that."""
         known = [t for t in reversed(self.completions.turns) if _begins(prompt, t)]
         if known:
-            turn = max(known, key=lambda t: t.end)  # of equals the first one, which is the newest
+            turn = max(known, key=lambda t: (t.end, t.alone))  # of equals the first one, which is the newest
             rest = prompt[len(turn.whole) :] if isinstance(prompt, str) else prompt[turn.end :]
             return "", turn, self._engine.encode(rest) if isinstance(rest, str) else list(rest)
         why = "new_conversation" if self.completions.turns or self.forest.turns else "first"
@@ -351,7 +351,7 @@ class ChatSession:
 
     def _extended(self, turn: Turn, asked: tuple[Message, ...], added: Sequence[int]) -> _Grown:
         """The turn's sequence with tokens after it; a branch of it where something else follows there already."""
-        alone = len(turn.sample) == turn.end
+        alone = turn.alone
         sample = turn.sample if alone else self._begin(lambda: self._engine.branch(turn.sample, turn.end))
         grown = _Grown(sample, turn.end, turn, asked, "extends" if alone else "sibling")
         try:

@@ -111,7 +111,7 @@ class ModelServer:
         runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
         try:
-            listening = _listen(self._host, self._port)
+            listening = listen(self._host, self._port)
             await web.SockSite(runner, listening, backlog=1024).start()
         except OSError as error:
             await runner.cleanup()
@@ -128,20 +128,10 @@ class ModelServer:
         """Answer a request for replies."""
         try:
             session, raw = await self._admit(http)
-            request = dialect.read(_object(raw), session.recorded)
+            request = dialect.read(body_of(raw), session.recorded)
         except Exception as error:  # told to the client, whatever it is
-            return _refusal(dialect, error)
-        marked = http.headers.get("x-stainless-retry-count", "0") != "0"
-        attempt = session.attempt(request, http.path.encode() + b"\0" + raw, marked)
-        response = await self._wait(http, attempt, request.stream)
-        try:
-            replies = await session.told(attempt.result(), request.logprobs)
-        except Exception as error:  # as above
-            return await _fail(http, dialect, response, error)
-        response = await _tell(http, dialect, request, replies, response)
-        for told in replies:
-            told.turn.delivered = True
-        return response
+            return refusal(dialect, error)
+        return await deliver(http, dialect, session, request, raw, self._patience)
 
     async def _admit(self, http: web.Request) -> tuple[Session, bytes]:
         """The session that a request is for, and its body."""
@@ -163,36 +153,58 @@ class ModelServer:
             rule = f"is larger than {self._max_body} bytes"
             raise _Refused(413, "body", rule, "send less, or raise rollout.server.max_request_mib") from None
 
-    async def _wait(
-        self, http: web.Request, attempt: asyncio.Task[list[Turn]], stream: bool
-    ) -> web.StreamResponse | None:
-        """Wait for the replies. An answer that was begun to keep the connection alive is returned."""
-        await asyncio.wait([attempt], timeout=self._patience.quiet)
-        if attempt.done():
-            return None
-        response = web.StreamResponse(headers={"Content-Type": _SSE if stream else "application/json"})
-        await response.prepare(http)
-        while not attempt.done():
-            await response.write(b": waiting\n\n" if stream else b" ")
-            await asyncio.wait([attempt], timeout=self._patience.beat)
-        return response
-
     async def _count(self, http: web.Request) -> web.Response:
         """Anthropic's count_tokens."""
         dialect = DIALECTS[-1]
         try:
             session, raw = await self._admit(http)
-            request = dialect.read(_object(raw), {})
+            request = dialect.read(body_of(raw), {})
             return _json({"input_tokens": await session.chat.count(request.messages, request.tools)})
         except Exception as error:  # told to the client, whatever it is
-            return _refusal(dialect, error)
+            return refusal(dialect, error)
 
     async def _models(self, http: web.Request) -> web.Response:
         try:
             await self._admit(http)
         except _Refused as error:
-            return _refusal(DIALECTS[0], error)
+            return refusal(DIALECTS[0], error)
         return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "mslime"}]})
+
+
+async def deliver(
+    http: web.Request, dialect: Dialect, session: Session, request: Request, raw: bytes, patience: Patience
+) -> web.StreamResponse:
+    """Answer a request for replies of a session.
+
+    Args:
+        raw: the request's body.
+    """
+    marked = http.headers.get("x-stainless-retry-count", "0") != "0"
+    attempt = session.attempt(request, http.path.encode() + b"\0" + raw, marked)
+    response = await _wait(http, attempt, request.stream, patience)
+    try:
+        replies = await session.told(attempt.result(), request.logprobs)
+    except Exception as error:  # told to the client, whatever it is
+        return await _fail(http, dialect, response, error)
+    response = await _tell(http, dialect, request, replies, response)
+    for told in replies:
+        told.turn.delivered = True
+    return response
+
+
+async def _wait(
+    http: web.Request, attempt: asyncio.Task[list[Turn]], stream: bool, patience: Patience
+) -> web.StreamResponse | None:
+    """Wait for the replies. An answer that was begun to keep the connection alive is returned."""
+    await asyncio.wait([attempt], timeout=patience.quiet)
+    if attempt.done():
+        return None
+    response = web.StreamResponse(headers={"Content-Type": _SSE if stream else "application/json"})
+    await response.prepare(http)
+    while not attempt.done():
+        await response.write(b": waiting\n\n" if stream else b" ")
+        await asyncio.wait([attempt], timeout=patience.beat)
+    return response
 
 
 class _Refused(Exception):
@@ -210,13 +222,15 @@ def _handler(server: ModelServer, dialect: Dialect) -> Any:
     return handle
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that is listened on; port 0: any. Raises OSError."""
     if port == 0:
         return network.listen(host)
     return socket.create_server((host, port), backlog=1024, family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
-def _object(raw: bytes) -> Mapping[str, Any]:
+def body_of(raw: bytes) -> Mapping[str, Any]:
+    """The JSON object of a request. Raises ChatError where it is none."""
     try:
         found = orjson.loads(raw)
     except ValueError as error:
@@ -241,7 +255,8 @@ def _described(error: BaseException) -> tuple[int, str, str]:
     return 503, "", "unavailable"
 
 
-def _refusal(dialect: Dialect, error: BaseException) -> web.Response:
+def refusal(dialect: Dialect, error: BaseException) -> web.Response:
+    """The answer to a request that cannot be answered, in the form of its API."""
     status, field, code = _described(error)
     if status == 503 and not isinstance(error, UserError):
         log.warning("a request failed", exc_info=error)
@@ -255,7 +270,7 @@ async def _fail(
     """Tell an error. In an answer that was begun with status 200, a stream can; else only the connection can be cut,
     upon which clients ask again and are told."""
     if begun is None:
-        return _refusal(dialect, error)
+        return refusal(dialect, error)
     if begun.content_type == _SSE:
         status, field, code = _described(error)
         await begun.write(_written("error", dialect.error(status, str(error), field, code)))

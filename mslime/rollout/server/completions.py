@@ -67,11 +67,12 @@ def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
         raise ChatError("prompt", f"{value!r:.80}", "must be a text, token ids, or an array of either", "send a prompt")
     items = cast("list[object]", value)
     if all(isinstance(item, int) for item in items):
-        return (_ids(items, "prompt"),)
-    return tuple(item if isinstance(item, str) else _ids(item, f"prompt[{i}]") for i, item in enumerate(items))
+        return (read_ids(items, "prompt"),)
+    return tuple(item if isinstance(item, str) else read_ids(item, f"prompt[{i}]") for i, item in enumerate(items))
 
 
-def _ids(value: object, where: str) -> tuple[int, ...]:
+def read_ids(value: object, where: str) -> tuple[int, ...]:
+    """Token ids. Raises ChatError for anything else."""
     good = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value)
     if not good or not value:
         raise ChatError(where, f"{value!r:.80}", "must be a text or token ids", "send a prompt")

@@ -88,7 +88,7 @@ class Dialect(Protocol):
         """
         ...
 
-    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any]:
+    def answer(self, request: Request, replies: Sequence[Told]) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
         """The JSON of a whole answer."""
         ...
 

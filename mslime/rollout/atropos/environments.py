@@ -1,0 +1,123 @@
+"""The environments that have registered, and what they are told of the run: Atropos' trainer API without its data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from mslime.config.schema import RunConfig
+from mslime.rollout.atropos.pushed import RefusedError
+
+LEAST_WEIGHT = 0.01
+"""Of an environment in the share of requests, as in Atropos."""
+NEVER = 10**9
+"""Steps after which an environment ends by itself: the run ends when it ends."""
+GONE_S = 60.0
+"""Without a question: environments ask every second or so."""
+
+
+@dataclass
+class Registered:
+    """An environment.
+
+    Attributes:
+        name: that it is told: the wanted one and a number.
+        length, weight: it asks for this share of all environments' requests: weight times its longest sequence.
+        connected: it has not said good-bye. heard: when it asked for its status last (`time.monotonic`).
+    """
+
+    name: str
+    length: int
+    weight: float
+    connected: bool = True
+    heard: float = field(default_factory=time.monotonic)
+
+
+class Registry:
+    """All environments.
+
+    Attributes:
+        last: when one asked for anything (`time.monotonic`).
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._all: list[Registered] = []
+        self.last = time.monotonic()
+
+    def heard(self) -> None:
+        """One asked for something."""
+        self.last = time.monotonic()
+
+    @property
+    def connected(self) -> list[Registered]:
+        """Those that have not said good-bye."""
+        return [e for e in self._all if e.connected]
+
+    def register(self, asked: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """What an environment is told that registers. A status that is no success lets it ask again, and log it."""
+        size, wanted = asked.get("group_size"), self._config.rollout.group_size
+        if not isinstance(size, int) or size > wanted:
+            return {"status": f"refused: group_size of the environment is {size}, rollout.group_size of the run is "
+                              f"{wanted}: set both alike"}  # fmt: skip
+        if asked.get("min_batch_allocation") is not None:
+            return {"status": "refused: min_batch_allocation is not kept, a step takes groups in the order in which "
+                              "they are ready: leave it out"}  # fmt: skip
+        base = str(asked.get("desired_name") or "environment")
+        number = sum(e.name.rpartition("_")[0] == base for e in self._all)
+        weight, length = asked.get("weight", 1.0), asked.get("max_token_length", 1)
+        self._all.append(Registered(f"{base}_{number}", int(length), max(0.0, float(weight))))
+        config = self._config
+        return {
+            "status": "success", "env_id": len(self._all) - 1, "wandb_name": self._all[-1].name,
+            "checkpoint_dir": str(config.run_dir), "starting_step": step,
+            "checkpoint_interval": config.checkpoint.save_every or -1, "num_steps": NEVER,
+        }  # fmt: skip
+
+    def disconnect(self, env_id: object) -> dict[str, Any]:
+        """An environment says good-bye."""
+        try:
+            self.named(env_id).connected = False
+        except RefusedError as error:
+            return {"status": "failure", "error": str(error)}
+        return {"status": "success"}
+
+    def named(self, env_id: object) -> Registered:
+        """An environment by its number; None stands for one that does not say it. Raises RefusedError."""
+        if env_id is None:
+            return Registered("environment", 1, 1.0)
+        if not isinstance(env_id, int) or isinstance(env_id, bool) or not 0 <= env_id < len(self._all):
+            raise RefusedError("unknown_environment", f"env_id = {env_id!r:.40} has not registered with this run",
+                               "start the environment again after the run was")  # fmt: skip
+        return self._all[env_id]
+
+    def name_of(self, given: object) -> str:
+        """Of the environment that handed something in, for messages."""
+        env_id = cast("Mapping[str, Any]", given).get("env_id") if isinstance(given, Mapping) else None
+        known = isinstance(env_id, int) and 0 <= env_id < len(self._all)
+        return f"environment {self._all[cast('int', env_id)].name if known else env_id}"
+
+    def status(self, env_id: object, step: int, waiting: int, spare: int) -> dict[str, Any]:
+        """What an environment is told before it begins new groups. Raises RefusedError for one that is not registered.
+
+        Args:
+            waiting, spare: see `AtroposRollouts.queue`.
+        """
+        asking = self.named(env_id)
+        now = asking.heard = time.monotonic()
+        total = sum(e.length * e.weight for e in self.connected if now - e.heard < GONE_S)
+        share = asking.length * asking.weight / total if total > 0 else 1.0
+        return {
+            "current_step": step, "queue_size": waiting + spare, "unallocated_fraction": 1.0,
+            "self_queue_size": waiting, "max_group_size": self._config.rollout.group_size,
+            "env_weight": max(LEAST_WEIGHT, share),
+        }  # fmt: skip
+
+    def info(self) -> dict[str, Any]:
+        """Sizes of the run: sequences of a step, and the length from which on one is too long for it."""
+        rollout = self._config.rollout
+        return {
+            "batch_size": rollout.groups_per_step * rollout.group_size, "max_token_len": rollout.max_total_tokens or -1,
+        }  # fmt: skip

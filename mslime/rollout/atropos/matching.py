@@ -1,0 +1,155 @@
+"""Which recorded tokens a group that was handed in consists of.
+
+A sequence is recognised by its tokens: they must begin with all that the model saw and said up to the end of one of its
+turns. What follows, and what lies between the turns, the model did not sample, so it is not trained. Each turn is
+trained once, in the first group that hands it in. Pure data: nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.data.sample import Sample
+from mslime.rollout.atropos.pushed import PushedSequence, RefusedError
+from mslime.rollout.chat.forest import Turn
+from mslime.rollout.growing import TakenTurn
+
+WHITE = 16
+"""Special tokens and white space in a row that a chat template may have written, and an environment counts as said."""
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """A sequence that was handed in, as it was recorded.
+
+    Attributes:
+        source, end: its tokens are the first `end` ones of `source`.
+        turns: that are trained in it. new: the same, as they are recorded.
+        steps: (position of a turn's last token, its advantage), where the environment gives advantages.
+        unsampled: tokens that the environment wanted trained, and the model did not sample: white space.
+        again: sampled tokens that the environment wanted trained, and another sequence trains.
+    """
+
+    source: Sample
+    end: int
+    turns: tuple[TakenTurn, ...]
+    new: tuple[Turn, ...]
+    score: float
+    steps: tuple[tuple[int, float], ...]
+    unsampled: int
+    again: int
+
+
+def recognise(
+    number: int, pushed: PushedSequence, recorded: Iterable[Turn], taken: Collection[Turn],
+    text: Callable[[list[int]], str],
+) -> Recognised:  # fmt: skip
+    """A sequence that was handed in.
+
+    Args:
+        number: of the sequence in its group, for messages.
+        recorded: turns, among which are all that may have led to it.
+        taken: turns that other sequences train already.
+        text: of token ids.
+
+    Raises:
+        RefusedError: it was not recorded so, or wants to train what the model did not say.
+    """
+    last = _longest(number, pushed.tokens, recorded, taken, text)
+    path, end = last.path(), last.end
+    sampled = np.zeros(len(pushed.tokens), np.bool_)
+    for turn in path:
+        sampled[turn.start : turn.end] = True
+    _check_unsampled(number, pushed, sampled, text)
+    turns, new, steps, again = list[TakenTurn](), list[Turn](), list[tuple[int, float]](), 0
+    for turn in path:
+        wanted = pushed.wanted[turn.start : turn.end]
+        if not wanted.any():
+            continue
+        if turn in taken:
+            again += int(wanted.sum())
+            continue
+        masked = ((turn.start, turn.end),) if pushed.zero else _runs(~wanted, turn.start)
+        turns.append(TakenTurn(turn.start, turn.end, "stop" if turn.finish == "stop" else "length", masked))
+        new.append(turn)
+        if pushed.advantages is not None:
+            steps.append((turn.end - 1, _one_advantage(number, pushed, turn)))
+    return Recognised(
+        last.sample, end, tuple(turns), tuple(new), pushed.score, tuple(steps), int((pushed.wanted & ~sampled).sum()),
+        again,
+    )  # fmt: skip
+
+
+def _longest(
+    number: int, tokens: NDArray[np.int32], recorded: Iterable[Turn], taken: Collection[Turn],
+    text: Callable[[list[int]], str],
+) -> Turn:  # fmt: skip
+    """The turn whose whole sequence the tokens begin with, the longest of them. A model may say the same several times:
+    of equals the one of which least was taken."""
+    whole, nearest, common = list[Turn](), None, 0
+    for turn in recorded:
+        shared = shared_length(tokens, turn.sample.tokens[: turn.end])
+        if shared == turn.end:
+            whole.append(turn)
+        elif shared > common:
+            nearest, common = turn, shared
+    if whole:
+        return max(whole, key=lambda turn: (turn.end, sum(t not in taken for t in turn.path())))
+    if nearest is None:
+        rule = f"the model was asked nothing that begins as its {len(tokens)} tokens do, {_shown(tokens, 0, text)}"
+        raise RefusedError("unknown_sequence", f"sequence {number}: {rule}, or it was too long ago", WAY_OUT)
+    theirs = _shown(tokens, common, text) if common < len(tokens) else "its end"
+    ours = _shown(nearest.sample.tokens[: nearest.end], common, text)
+    raise RefusedError("unknown_sequence", f"sequence {number}: it is not what the model saw and said: at token "
+                       f"{common} of {len(tokens)} it has {theirs}, recorded is {ours}", WAY_OUT)  # fmt: skip
+
+
+WAY_OUT = (
+    "hand in the tokens that the server told (server_type: sglang or vllm with managed_server), not a text that was "
+    "tokenised again; or raise rollout.atropos.keep_s"
+)
+
+
+def shared_length(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """With how many equal tokens two sequences begin."""
+    n = min(len(one), len(other))
+    differ = np.flatnonzero(one[:n] != other[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def _check_unsampled(
+    number: int, pushed: PushedSequence, sampled: NDArray[np.bool_], text: Callable[[list[int]], str]
+) -> None:
+    """What the environment wants trained and the model did not sample is white space of a template, or refused."""
+    for start, stop in _runs(pushed.wanted & ~sampled, 0):
+        ids = pushed.tokens[start:stop].tolist()
+        if len(ids) > WHITE or text(ids).strip():
+            raise RefusedError("not_sampled", f"sequence {number}: tokens {start} to {stop} are to be trained, and the "
+                               f"model did not say {text(ids)!r:.60}", "mask with -100 what the model did not "
+                               "say")  # fmt: skip
+
+
+def _one_advantage(number: int, pushed: PushedSequence, turn: Turn) -> float:
+    """Of a turn, which is one decision here."""
+    assert pushed.advantages is not None
+    wanted = pushed.wanted[turn.start : turn.end]
+    found = np.unique(pushed.advantages[turn.start : turn.end][wanted])
+    if len(found) > 1:
+        rule = f"the advantages of tokens {turn.start} to {turn.end}, one reply of the model, differ"
+        raise RefusedError("advantages", f"sequence {number}: {rule}: {found[:3].tolist()}", "give it one advantage")
+    return float(found[0])
+
+
+def _runs(flags: NDArray[np.bool_], offset: int) -> tuple[tuple[int, int], ...]:
+    """(start, end) of the stretches that are true."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
+    return tuple((int(a) + offset, int(b) + offset) for a, b in zip(edges[::2], edges[1::2], strict=True))
+
+
+def _shown(tokens: Sequence[int] | NDArray[np.int32], at: int, text: Callable[[list[int]], str]) -> str:
+    ids = np.asarray(tokens)[at : at + 8].tolist()
+    return f"{ids} ({text(ids)!r:.40})"

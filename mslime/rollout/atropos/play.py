@@ -1,0 +1,237 @@
+"""`rollout.function: atropos`: a rollout is a sequence of a group that an environment of Atropos hands in.
+
+Environments generate whenever they like, at a model server of ours that records every token; the run's gate says how
+many groups it waits for, and environments are told so. A group that is handed in is recognised in what was recorded.
+Its tokens, versions, log-probs, routes and supports are the recorded ones; masks and scores are the environment's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Any, cast
+
+from mslime.config.atropos import GIVEN
+from mslime.config.schema import RunConfig
+from mslime.rollout.atropos.environments import Registered, Registry
+from mslime.rollout.atropos.leases import HandedIn, Leases
+from mslime.rollout.atropos.matching import Recognised, recognise
+from mslime.rollout.atropos.pushed import Pushed, RefusedError, read_group
+from mslime.rollout.atropos.recorded import Conversation, Recorded
+from mslime.rollout.atropos.server import AtroposServer
+from mslime.rollout.chat.forest import Turn
+from mslime.rollout.guests import Guests
+from mslime.rollout.server.requests import Request
+from mslime.rollout.server.sessions import Session
+from mslime.rollout.turns import Rollout
+from mslime.rollout.workflow import AbsentError, Engine, Episode, Task
+
+log = logging.getLogger(__name__)
+REMEMBERED = 10_000
+"""Groups that were handed in, by which one that is handed in again is known."""
+LEFT_TO_TELL = 200
+"""Lines about groups that are not trained."""
+
+
+class AtroposRollouts:
+    """The rollout function of a run whose rollouts are those of Atropos' environments, and the two servers that they
+    ask. It listens from the first call on.
+
+    Attributes:
+        registry: the environments.
+        latest: the newest group as it was handed in.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._settings = config, config.rollout.atropos
+        self._own_advantages = config.algorithm.advantage == GIVEN
+        self._leases = Leases(self._settings.waiting)
+        self._handed_in: deque[bytes] = deque(maxlen=REMEMBERED)
+        self._guests: Guests | None = None
+        self._recorded = Recorded(self._settings.keep_s, self._drop)
+        self._server = AtroposServer(self._settings, config.rollout.server.max_request_mib << 20, self)
+        self._starting = asyncio.Lock()
+        self._told = 0
+        self.registry = Registry(config)
+        self.latest: dict[str, Any] = {}
+
+    def attach(self, guests: Guests) -> None:
+        """How its environments reach the engines."""
+        self._guests = guests
+
+    @property
+    def guests(self) -> Guests:
+        """See `attach`."""
+        assert self._guests is not None, "attach it to a service first"
+        return self._guests
+
+    async def __call__(self, task: Task, engine: Engine) -> Episode:
+        """See `mslime.rollout.workflow`."""
+        assert isinstance(engine, Rollout), "its sequences are sampled outside of rollouts, which only these take in"
+        await self._listen()
+        size = self._config.rollout.group_size
+        group = await self._ask(task, engine, size)
+        if isinstance(group, str) or group.failed:
+            return Episode(failed=group if isinstance(group, str) else group.failed)
+        if task.index >= len(group.sequences):
+            raise AbsentError(f"the environment's group has {len(group.sequences)} rollouts")
+        return _taken_in(engine, group.sequences[task.index], group.environment)
+
+    async def close(self) -> None:
+        """Stop serving. What nobody handed in is dropped."""
+        await self._server.close()
+        await self._recorded.close()
+
+    # ------------------------------------------------------------------------------------------- asked by the server
+
+    @property
+    def step(self) -> int:
+        """Steps that the run has trained."""
+        return self.guests.books.version
+
+    def wandb(self) -> dict[str, str]:
+        """Where environments log that use Weights & Biases."""
+        return {"group": self._config.name, "project": self._config.observe.wandb_project or "mslime"}
+
+    def status(self) -> dict[str, int]:
+        """What anybody is told."""
+        return {"current_step": self.step, "queue_size": self._leases.waiting}
+
+    def queue(self) -> tuple[int, int]:
+        """(groups that wait, groups that the run could have in flight and does not wait for). Environments begin new
+        ones as long as their own limit exceeds the sum."""
+        rollout = self._config.rollout
+        most = (1 + rollout.max_staleness) * rollout.groups_per_step
+        return self._leases.waiting, max(0, most - self._leases.wanted)
+
+    async def conversation(self, request: Request) -> Conversation:
+        """Where a request to the model belongs."""
+        found = self._recorded.continued(request)
+        return found or self._recorded.begin(Session(await self.guests.converse()), request)
+
+    def answered(self, conversation: Conversation) -> None:
+        """A request of a conversation has ended."""
+        self._recorded.noted(conversation)
+        if (failure := conversation.session.chat.failure) is not None:
+            self.guests.fail(failure)
+
+    def hand_in(self, given: object) -> RefusedError | None:
+        """A group that an environment hands in. Returns why it is not trained, if it is not."""
+        try:
+            self._accept(given)
+        except RefusedError as error:
+            self._refuse(error, given)
+            return error
+        self._count("groups")
+        self._recorded.settle()
+        return None
+
+    # -------------------------------------------------------------------------------------------------- the inside
+
+    def _accept(self, given: object) -> None:
+        pushed = read_group(given)
+        environment = self.registry.named(pushed.env_id)
+        self._check_size(pushed, environment)
+        self._check_advantages(pushed)
+        if self._leases.full:
+            raise RefusedError("no_room", f"{self._leases.waiting} groups wait already (rollout.atropos.waiting)",
+                               "set max_batches_offpolicy of the environment to 1 + rollout.max_staleness")  # fmt: skip
+        try:
+            sequences = self._recognised(pushed)
+        except RefusedError as error:
+            if pushed.digest not in self._handed_in:  # the model may say the same again, which is another group
+                raise
+            way_out = "nothing has to be done: it is trained once"
+            raise RefusedError("repeated", "the group was handed in before", way_out) from error
+        self._handed_in.append(pushed.digest)
+        self.latest = cast("dict[str, Any]", given)
+        self._leases.hand_in(HandedIn(environment.name, sequences))
+
+    def _check_size(self, pushed: Pushed, environment: Registered) -> None:
+        size, count = self._config.rollout.group_size, len(pushed.sequences)
+        told = f"{environment.name} handed in a group of {count} rollouts, rollout.group_size is {size}"
+        if count > size:
+            raise RefusedError("too_large", told, "raise rollout.group_size, or lower group_size of the environment")
+        if count < min(2, size):
+            raise RefusedError("too_small", told, "a group has at least two rollouts, which are compared")
+
+    def _check_advantages(self, pushed: Pushed) -> None:
+        with_some = sum(s.advantages is not None for s in pushed.sequences)
+        if with_some and not self._own_advantages:
+            raise RefusedError("advantages", "the environment gives advantages of its own, which "
+                               f"algorithm.advantage {self._config.algorithm.advantage} does not use",
+                               f"set algorithm.advantage: {GIVEN}, or give scores alone")  # fmt: skip
+        if self._own_advantages and with_some < len(pushed.sequences):
+            raise RefusedError("advantages", f"{GIVEN} takes the environment's advantages, and "
+                               f"{len(pushed.sequences) - with_some} of {len(pushed.sequences)} rollouts have none",
+                               "give each one, or use another algorithm.advantage")  # fmt: skip
+
+    def _recognised(self, pushed: Pushed) -> tuple[Recognised, ...]:
+        """The sequences of a group as they were recorded; their turns are taken then."""
+        found, new = list[Recognised](), dict[Turn, Conversation]()
+        for number, sequence in enumerate(pushed.sequences):
+            homes = {t: c for c in self._recorded.begun_with(sequence.tokens) for t in c.turns}
+            taken = {t for c in homes.values() for t in c.taken} | set(new)
+            one = recognise(number, sequence, homes, taken, self.guests.text)
+            new |= {turn: homes[turn] for turn in one.new}
+            found.append(one)
+        if not new:
+            raise RefusedError("nothing_new", "every reply in the group is trained already, or none is to be trained",
+                               "hand each reply in once, unmasked")  # fmt: skip
+        for turn, home in new.items():
+            home.taken.add(turn)
+        self._count("unsampled_tokens", sum(one.unsampled for one in found))
+        self._count("repeated_tokens", sum(one.again for one in found))
+        return tuple(found)
+
+    def _drop(self, tokens: int) -> None:
+        self.guests.drop(tokens)
+
+    def _refuse(self, error: RefusedError, given: object) -> None:
+        self._count(error.reason)
+        name = self.registry.name_of(given)
+        told = f"{name} handed in a group that is not trained ({error.reason}): {error}"
+        if self._told < LEFT_TO_TELL:
+            self._told += 1
+            log.warning("%s", told)
+        harmless = error.reason in ("repeated", "no_room")
+        if self._config.rollout.on_error == "fail" and not harmless:
+            self._leases.hand_in(HandedIn(name, failed=told))
+
+    def _count(self, name: str, n: int = 1) -> None:
+        self.guests.books.counters.add(f"atropos/{name}", n)
+
+    async def _listen(self) -> None:
+        async with self._starting:
+            if not self._server.address:
+                self.registry.heard()
+                await self._server.start()
+                for line in self._server.described():
+                    log.info("%s", line)
+                    print(line, flush=True)
+
+    async def _ask(self, task: Task, engine: Rollout, size: int) -> HandedIn | str:
+        """The group that a rollout is a part of, or why there is none."""
+        asking = asyncio.ensure_future(self._leases.ask(task.group_id, task.index, size, engine.whole_group))
+        try:
+            while not asking.done():
+                await asyncio.wait([asking], timeout=min(1.0, self._settings.silent_s))
+                if not asking.done() and (silence := time.monotonic() - self.registry.last) > self._settings.silent_s:
+                    return self._silent(silence)
+            return asking.result()
+        finally:
+            asking.cancel()
+
+    def _silent(self, seconds: float) -> str:
+        known = ", ".join(e.name for e in self.registry.connected)
+        who = f"none of {known}" if known else "no environment"
+        return (f"{who} has asked for anything for {seconds:.0f} s (rollout.atropos.silent_s): start it, with "
+                f"rollout_server_url {self._server.address} and base_url {self._server.address}/v1")  # fmt: skip
+
+
+def _taken_in(engine: Rollout, one: Recognised, environment: str) -> Episode:
+    sample = engine.take_in(one.source, one.end, one.turns)
+    sample.metadata["data_source"] = environment
+    return Episode([sample], one.score, [(sample, at, advantage) for at, advantage in one.steps])

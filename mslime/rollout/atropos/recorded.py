@@ -1,0 +1,190 @@
+"""What the model server has recorded and nobody has handed in yet: conversations, found by how they begin.
+
+Environments name no conversation: a request goes on from one if it begins with what was recorded there, and a group is
+recognised by its tokens. Each first request begins a conversation; its replies (`n`) are sequences of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.rollout.atropos.matching import shared_length
+from mslime.rollout.chat.forest import Turn, tools_key
+from mslime.rollout.chat.messages import Message
+from mslime.rollout.server.requests import Request
+from mslime.rollout.server.sessions import Session
+
+_EVERY_S = 5.0
+"""Between two looks for what is too old."""
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A first request, and what went on from it.
+
+    Attributes:
+        key: of its first messages, where it is a chat.
+        busy: requests under way. last: when the last one ended (`time.monotonic`).
+        taken: turns that a group was given.
+    """
+
+    session: Session
+    key: object
+    busy: int = 0
+    last: float = field(default_factory=time.monotonic)
+    taken: set[Turn] = field(default_factory=set[Turn])
+
+    @property
+    def turns(self) -> list[Turn]:
+        """All of them."""
+        return self.session.chat.turns
+
+    @property
+    def whole(self) -> bool:
+        """Whether every turn was taken."""
+        return not self.busy and len(self.taken) == len(self.turns)
+
+
+class Recorded:
+    """All conversations.
+
+    Args:
+        keep_s: for which one is kept after its last reply.
+        drop: told how many sampled tokens nobody took, of each that is let go.
+    """
+
+    def __init__(self, keep_s: float, drop: Callable[[int], None]) -> None:
+        self._keep_s, self._drop = keep_s, drop
+        self._all: dict[Conversation, None] = {}
+        self._by_key: defaultdict[object, dict[Conversation, None]] = defaultdict(dict)
+        self._by_prompt: dict[int, dict[int, dict[Conversation, None]]] = {}
+        self._sweeping: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def begin(self, session: Session, request: Request) -> Conversation:
+        """A conversation with its first request."""
+        found = Conversation(session, _key(request))
+        self._all[found] = None
+        self._by_key[found.key][found] = None
+        if self._sweeping is None:
+            self._sweeping = asyncio.create_task(self._sweep(), name="conversations that nobody hands in")
+        return found
+
+    def continued(self, request: Request) -> Conversation | None:
+        """The conversation that a request goes on from: the one with the longest of the turns that it repeats."""
+        longest = 0
+        best: Conversation | None = None
+        for conversation in self._candidates(request):
+            if (length := self._repeated(conversation, request)) > longest:
+                longest, best = length, conversation
+        return best
+
+    def noted(self, conversation: Conversation) -> None:
+        """A request of it has ended: its sequences can be recognised."""
+        conversation.last = time.monotonic()
+        for sample in {id(t.sample): t.sample for t in conversation.turns}.values():
+            n = sample.prompt_length
+            self._by_prompt.setdefault(n, {}).setdefault(_hash(sample.tokens[:n]), {})[conversation] = None
+
+    def begun_with(self, tokens: NDArray[np.int32]) -> list[Conversation]:
+        """Conversations of which a sequence's prompt is the beginning of these tokens."""
+        found: dict[Conversation, None] = {}
+        for n, by_hash in self._by_prompt.items():
+            if n <= len(tokens):
+                found |= by_hash.get(_hash(tokens[:n]), {})
+        return list(found)
+
+    def settle(self) -> None:
+        """Let go of what was taken whole."""
+        for conversation in [c for c in self._all if c.whole]:
+            self._forget(conversation)
+
+    async def close(self) -> None:
+        """Let go of everything."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for conversation in list(self._all):
+            await conversation.session.chat.stop()
+            self._forget(conversation)
+
+    def _candidates(self, request: Request) -> list[Conversation]:
+        if not request.prompts:
+            return list(self._by_key.get(_key(request), ()))
+        prompt, *others = request.prompts
+        if others:
+            return []
+        if isinstance(prompt, str):
+            return list(self._by_key.get("text", ()))
+        return self.begun_with(np.asarray(prompt, np.int32))
+
+    def _repeated(self, conversation: Conversation, request: Request) -> int:
+        """Tokens of the longest turn of a conversation that a request repeats; 0 for none."""
+        chat = conversation.session.chat
+        if not request.prompts:
+            turn = chat.forest.place(request.messages, tools_key(request.tools)).turn
+            return 0 if turn is None else turn.end
+        prompt = request.prompts[0]
+        if isinstance(prompt, str):
+            return max((t.end for t in chat.completions.turns if t.whole and prompt.startswith(t.whole)), default=0)
+        ids = np.asarray(prompt, np.int32)
+        ends = (t.end for t in chat.completions.turns if shared_length(ids, t.sample.tokens[: t.end]) == t.end)
+        return max(ends, default=0)
+
+    def _forget(self, conversation: Conversation) -> None:
+        del self._all[conversation]
+        self._by_key[conversation.key].pop(conversation)
+        if not self._by_key[conversation.key]:
+            del self._by_key[conversation.key]
+        for n, key in {(t.sample.prompt_length, _hash(t.sample.tokens[: t.sample.prompt_length]))
+                       for t in conversation.turns}:  # fmt: skip
+            holders = self._by_prompt[n][key]
+            holders.pop(conversation)
+            if not holders:
+                del self._by_prompt[n][key]
+            if not self._by_prompt[n]:
+                del self._by_prompt[n]
+        left = sum(t.end - t.start for t in conversation.turns if t not in conversation.taken)
+        if left:
+            self._drop(left)
+        conversation.session.chat.forget()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(min(_EVERY_S, self._keep_s))
+            self.let_go(time.monotonic() - self._keep_s)
+
+    def let_go(self, before: float) -> None:
+        """Let go of conversations whose last request ended before that (`time.monotonic`)."""
+        for conversation in [c for c in self._all if not c.busy and c.last < before]:
+            self._forget(conversation)
+
+
+def _key(request: Request) -> object:
+    """By which a chat's later requests find it: its tools, and its messages before the first reply."""
+    if request.prompts:
+        return "text" if isinstance(request.prompts[0], str) else "tokens"
+    return tools_key(request.tools), tuple(_spelled(m) for m in _before_reply(request.messages))
+
+
+def _before_reply(messages: Sequence[Message]) -> Iterator[Message]:
+    for message in messages:
+        if message.role == "assistant":
+            return
+        yield message
+
+
+def _spelled(message: Message) -> tuple[str, str, str]:
+    return message.role, message.text, message.answers
+
+
+def _hash(tokens: NDArray[np.int32]) -> int:
+    return hash(np.ascontiguousarray(tokens).tobytes())

@@ -1,0 +1,193 @@
+"""The HTTP server that Atropos' environments ask: the model below /v1 and at /generate, the trainer beside it.
+
+Their requests for the model have no session, and those for the trainer no key: whoever reaches the address is believed.
+So it is loopback, or a token is the first part of every path.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from mslime.config.atropos import AtroposConfig
+from mslime.config.errors import ConfigError
+from mslime.rollout.atropos.native import PATH, generate_dialect
+from mslime.rollout.atropos.pushed import RefusedError
+from mslime.rollout.chat.errors import ChatError
+from mslime.rollout.server.app import Patience, body_of, deliver, listen, refusal
+from mslime.rollout.server.completions import Completions
+from mslime.rollout.server.openai_chat import ChatCompletions
+from mslime.rollout.server.requests import MODEL, Dialect
+
+if TYPE_CHECKING:
+    from mslime.rollout.atropos.play import AtroposRollouts
+
+log = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+HEALTH = "hi"
+"""What Atropos' clients say every second, with one token for the answer, to see whether a server is there."""
+MINE = ("/register", "/batch", "/reset_data")
+"""What a trainer of Atropos asks."""
+
+
+class AtroposServer:
+    """Both servers at one address.
+
+    Args:
+        max_body: largest request, bytes.
+
+    Attributes:
+        address: URL of the trainer, once it listens; the model's is below it, at /v1.
+    """
+
+    def __init__(self, settings: AtroposConfig, max_body: int, rollouts: AtroposRollouts) -> None:
+        self._settings, self._max_body, self._rollouts = settings, max_body, rollouts
+        self._patience = Patience()
+        self._runner: web.AppRunner | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError when the address cannot be listened on."""
+        s, secret = self._settings, self._settings.secret()
+        prefix = f"/{secret}" if secret else ""
+        app = web.Application(client_max_size=self._max_body)
+        for method, path, handler in self._routes():
+            app.router.add_route(method, prefix + path, handler)
+        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            listening = listen(s.host, s.port)
+            await web.SockSite(runner, listening, backlog=1024).start()
+        except OSError as error:
+            await runner.cleanup()
+            raise ConfigError("rollout.atropos", f"{s.host}:{s.port}", f"cannot be listened on ({error})",
+                              "give an address of this machine and a free port") from error  # fmt: skip
+        host = f"[{s.host}]" if ":" in s.host else s.host
+        self._runner, self.address = runner, f"http://{host}:{listening.getsockname()[1]}{prefix}"
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            await runner.cleanup()
+
+    def described(self) -> list[str]:
+        """How an environment is started, for the log. A token is not told."""
+        shown = self.address.replace(self._settings.secret(), "TOKEN") if self._settings.token else self.address
+        return [f"Atropos' environments find the trainer at {shown} (rollout_server_url), the model at {shown}/v1 "
+                "(base_url)"]  # fmt: skip
+
+    def _routes(self) -> list[tuple[str, str, Handler]]:
+        told: list[tuple[str, str, Callable[[Mapping[str, Any]], Any]]] = [
+            ("GET", "/", lambda _: {"message": "mslime, as a trainer of Atropos"}),
+            ("GET", "/info", lambda _: self._rollouts.registry.info()),
+            ("GET", "/wandb_info", lambda _: self._rollouts.wandb()),
+            ("GET", "/status", lambda _: self._rollouts.status()),
+            ("GET", "/status-env", self._status),
+            ("GET", "/latest_example", lambda _: self._rollouts.latest),
+            ("POST", "/register-env", lambda body: self._rollouts.registry.register(body, self._rollouts.step)),
+            ("POST", "/disconnect-env", lambda body: self._rollouts.registry.disconnect(body.get("env_id"))),
+        ]  # fmt: skip
+        return [
+            *((method, path, self._answering(tell)) for method, path, tell in told),
+            ("POST", "/scored_data", self._scored),
+            ("POST", "/scored_data_list", self._scored),
+            *((method, path, _not_mine) for path in MINE for method in ("GET", "POST")),
+            ("POST", PATH, self._generate),
+            *(("POST", dialect.path, self._chatting(dialect)) for dialect in (ChatCompletions(), Completions())),
+            ("GET", "/health", self._answering(lambda _: {})),
+            ("GET", "/v1/models", self._answering(lambda _: {"object": "list", "data": [
+                {"id": MODEL, "object": "model", "created": 0, "owned_by": "mslime"}]})),
+        ]  # fmt: skip
+
+    # -------------------------------------------------------------------------------------------------- the trainer
+
+    def _answering(self, tell: Callable[[Mapping[str, Any]], Any]) -> Handler:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            self._rollouts.registry.heard()
+            try:
+                raw = await http.read()
+                return web.json_response(tell(body_of(raw) if raw else {}))
+            except (RefusedError, ChatError, TypeError, ValueError) as error:
+                return _unprocessable(str(error))
+
+        return handle
+
+    def _status(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        waiting, spare = self._rollouts.queue()
+        return self._rollouts.registry.status(body.get("env_id"), self._rollouts.step, waiting, spare)
+
+    async def _scored(self, http: web.Request) -> web.StreamResponse:
+        """Groups: one, or a list of them. A group that is not trained does not keep the others from it."""
+        self._rollouts.registry.heard()
+        try:
+            given = await http.json()
+        except ValueError as error:
+            return _unprocessable(f"the body is not valid JSON ({error})")
+        groups: list[Any] = given if isinstance(given, list) else [given]
+        errors = [error for group in groups if (error := self._rollouts.hand_in(group)) is not None]
+        wrong = [e for e in errors if e.reason != "repeated"]  # those are in good hands
+        if wrong and len(errors) == len(groups):
+            return _unprocessable(str(wrong[0]))
+        told = {"groups_processed": len(groups), "refused": [str(e) for e in wrong]} if isinstance(given, list) else {}
+        return web.json_response({"status": "received", **told})
+
+    # ---------------------------------------------------------------------------------------------------- the model
+
+    def _chatting(self, dialect: Dialect) -> Handler:
+        async def handle(http: web.Request) -> web.StreamResponse:
+            return await self._reply(http, lambda _: dialect)
+
+        return handle
+
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        return await self._reply(http, generate_dialect)
+
+    async def _reply(self, http: web.Request, choose: Callable[[Mapping[str, Any]], Dialect]) -> web.StreamResponse:
+        self._rollouts.registry.heard()
+        try:
+            raw = await http.read()
+            body = body_of(raw)
+            dialect = choose(body)
+            if is_health_check(body):
+                return web.json_response(_alive(dialect))
+            request = dialect.read(body, {})
+            conversation = await self._rollouts.conversation(request)
+        except Exception as error:  # told to the client, whatever it is
+            return refusal(ChatCompletions(), error)
+        conversation.busy += 1
+        try:
+            return await deliver(http, dialect, conversation.session, request, raw, self._patience)
+        finally:
+            conversation.busy -= 1
+            self._rollouts.answered(conversation)
+
+
+def is_health_check(body: Mapping[str, Any]) -> bool:
+    """Whether a request is what Atropos' clients ask to see whether a server is there. Nothing is sampled for it."""
+    if body.get("max_tokens") != 1:
+        return False
+    return body.get("prompt") == HEALTH or body.get("messages") == [{"role": "user", "content": HEALTH}]
+
+
+def _alive(dialect: Dialect) -> dict[str, Any]:
+    """An answer without a token, so that nobody can hand it in."""
+    usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "logprobs": None}
+    if isinstance(dialect, ChatCompletions):
+        kind, choice = "chat.completion", {**choice, "message": {"role": "assistant", "content": ""}}
+    else:
+        kind, choice = "text_completion", {**choice, "text": ""}
+    return {"id": "alive", "object": kind, "created": 0, "model": MODEL, "choices": [choice], "usage": usage}
+
+
+async def _not_mine(http: web.Request) -> web.StreamResponse:
+    return web.json_response({"detail": "mslime is the trainer here: it takes no other"}, status=409)
+
+
+def _unprocessable(detail: str) -> web.Response:
+    """A status with which environments log the text, and do not ask again."""
+    return web.json_response({"detail": detail}, status=422)
