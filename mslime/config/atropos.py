@@ -89,6 +89,8 @@ def check_atropos_settings(config: RunConfig) -> None:
          "handed in at one address", "set it to 1"),
         ("rollout.on_stale", rollout.on_stale if rollout.on_stale == "reroll" else None, "an environment cannot be "
          "asked for a single rollout again", "use keep, mask or drop"),
+        ("reward", "" if config.reward == type(config.reward)() else config.reward.kind, "Atropos' environments score "
+         "by themselves", "leave it out"),
         ("train.task", config.train.task if config.train.task == "sft" else None, "supervised training reads files",
          "use train.task: rl"),
     ):  # fmt: skip

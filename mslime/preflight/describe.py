@@ -8,6 +8,7 @@ from rich.console import Group as RichGroup
 from rich.table import Table
 from rich.text import Text
 
+from mslime.config.atropos import FUNCTION as ATROPOS
 from mslime.config.layout import ParallelLayout
 from mslime.config.reward import RewardPartConfig
 from mslime.config.schema import RunConfig
@@ -165,6 +166,8 @@ def _weight_check(run: ResolvedRun) -> str:
 
 
 def _reward(config: RunConfig) -> str:
+    if config.rollout.function == ATROPOS:
+        return "the environments' scores"
     graders = [(f"{p.weight:g} x {p.name}: " if config.reward.parts else "", p) for p in config.reward.graders]
     said = "; ".join(f"{head}{p.function or _served(p) or p.kind}" for head, p in graders)
     overlong, repetition = config.reward.overlong, config.reward.repetition

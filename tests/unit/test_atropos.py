@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -503,6 +504,17 @@ def test_both_servers_speak_as_those_of_atropos(tmp_path: Path) -> None:
         assert (await env.ask("POST", "/generate", {"input_ids": ["x"]}))[0] == 400
         assert (await env.ask("POST", "/generate", {"input_ids": [1], "stream": True}))[0] == 400
         assert (await env.send("/scored_data", 5))[0] == 422
+        for headers, body, said in (
+            ({"Content-Encoding": "gzip"}, b"no gzip", "cannot be read"), ({}, b"{", "not valid JSON"),
+            ({}, b" " * (2 << 20), "larger than"),
+        ):  # fmt: skip
+            async with (
+                aiohttp.ClientSession() as http,  # each of its own, as `BaseEnv` has them
+                http.post(f"{env.url}/scored_data", data=body, headers=headers) as response,
+            ):
+                assert response.status == 422 and said in (await response.json())["detail"]
+        async with env._http.post(f"{env.url}/generate", data=b" " * (2 << 20)) as response:
+            assert response.status == 400
         said = {"messages": [{"role": "user", "content": "2 + 3?"}], "n": 2, "logprobs": True}
         status, found = await env.ask("POST", "/v1/chat/completions", said)
         prompt = [ord(c) for c in "user: 2 + 3?\n"]
@@ -517,7 +529,7 @@ def test_both_servers_speak_as_those_of_atropos(tmp_path: Path) -> None:
         assert (await env.ask("POST", "/disconnect-env", {"env_id": 0}))[1] == {"status": "success"}
         assert (await env.ask("POST", "/disconnect-env", {"env_id": 7}))[1]["status"] == "failure"
 
-    batch = trained_step(tmp_path, play, on_error="drop")
+    batch = trained_step(tmp_path, play, on_error="drop", server={"max_request_mib": 1})
     assert [s.trainable_tokens for s in batch.samples] == [2 * LENGTH, LENGTH]
     for sample in batch.samples:
         assert_whole(sample)
@@ -547,6 +559,8 @@ def test_a_token_is_a_part_of_every_path(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(("sections", "field"), [
     ({"data": {"prompts": ["p.jsonl"]}}, "data.prompts"),
     ({"data": {"source": "m:f"}}, "data.source"),
+    ({"reward": {"kind": "math"}}, "reward"),
+    ({"reward": {"overlong": {"buffer_tokens": 8}}}, "reward"),
     ({"data": {"eval_sets": [{"name": "a", "path": "p.jsonl"}]}}, "data.eval_sets"),
     ({"rollout": {"function": "atropos", "managers": 2}, "sglang": {"num_engines": 2}}, "rollout.managers"),
     ({"rollout": {"function": "atropos", "on_stale": "reroll"}}, "rollout.on_stale"),

@@ -6,11 +6,14 @@ So it is loopback, or a token is the first part of every path.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
+import orjson
+from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from mslime.config.atropos import AtroposConfig
 from mslime.config.errors import ConfigError
@@ -103,13 +106,26 @@ class AtroposServer:
                 {"id": MODEL, "object": "model", "created": 0, "owned_by": "mslime"}]})),
         ]  # fmt: skip
 
+    async def _body(self, http: web.Request) -> bytes:
+        """Of a request, unpacked. Raises ChatError when it is too large, too slow, or cannot be unpacked."""
+        try:
+            async with asyncio.timeout(self._patience.body):
+                return await http.read()
+        except TimeoutError:
+            rule, way_out = f"did not arrive within {self._patience.body:g} s", "send it faster"
+        except web.HTTPRequestEntityTooLarge:
+            rule, way_out = f"is larger than {self._max_body} bytes", "raise rollout.server.max_request_mib"
+        except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
+            rule, way_out = f"cannot be read ({error})", "mend the request"
+        raise ChatError("body", http.headers.get("content-length", "?"), rule, way_out)
+
     # -------------------------------------------------------------------------------------------------- the trainer
 
     def _answering(self, tell: Callable[[Mapping[str, Any]], Any]) -> Handler:
         async def handle(http: web.Request) -> web.StreamResponse:
             self._rollouts.registry.heard()
             try:
-                raw = await http.read()
+                raw = await self._body(http)
                 return web.json_response(tell(body_of(raw) if raw else {}))
             except (RefusedError, ChatError, TypeError, ValueError) as error:
                 return _unprocessable(str(error))
@@ -124,8 +140,8 @@ class AtroposServer:
         """Groups: one, or a list of them. A group that is not trained does not keep the others from it."""
         self._rollouts.registry.heard()
         try:
-            given = await http.json()
-        except ValueError as error:
+            given = orjson.loads(await self._body(http))
+        except (ChatError, ValueError) as error:
             return _unprocessable(f"the body is not valid JSON ({error})")
         groups: list[Any] = given if isinstance(given, list) else [given]
         errors = [error for group in groups if (error := self._rollouts.hand_in(group)) is not None]
@@ -149,7 +165,7 @@ class AtroposServer:
     async def _reply(self, http: web.Request, choose: Callable[[Mapping[str, Any]], Dialect]) -> web.StreamResponse:
         self._rollouts.registry.heard()
         try:
-            raw = await http.read()
+            raw = await self._body(http)
             body = body_of(raw)
             dialect = choose(body)
             if is_health_check(body):
