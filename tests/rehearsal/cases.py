@@ -30,6 +30,8 @@ RECURRENT = ("qwen3-next", "qwen3.5-moe")
 """Their recurrence grows differences: on the CPU, layouts of them are held to 1e-5 (test_hybrid_families.py)."""
 LIKE = {
     "deepseek-r1": "deepseek-v3", "deepseek-v3": "deepseek-v3", "glm4.5-355B-A32B": "glm-4.5",
+    "deepseek-r1-128gpus": "deepseek-v3", "deepseek-v3-128gpus": "deepseek-v3", "glm4.5-355B-A32B-64gpus": "glm-4.5",
+    "qwen3-30B-A3B-8gpus": "qwen3-moe",
     "glm4.5-air-106B-A12B": "glm-4.5-air", "glm4.7-355B-A32B": "glm-4.5", "gpt-oss-20b": "gpt-oss",
     "kimi-k2": "kimi-k2", "llama3.1-8B": "llama-3", "minimax-m2": "minimax-m2", "mixtral-8x7B": "mixtral",
     "moonlight-16B-A3B": "moonlight", "olmoe-1B-7B": "olmoe", "qwen2.5-0.5B": "qwen2, tied",
@@ -132,14 +134,10 @@ def launched() -> Iterator[Case]:
 
 
 def script_flags(script: str) -> list[str]:
-    """What scripts/models/SCRIPT.sh says of the cluster and the trainer, with the two settings without a default."""
+    """What scripts/models/SCRIPT.sh says, with the two settings without a default."""
     command = f'source scripts/models/{script}.sh; printf "%s\\n" "${{MODEL_ARGS[@]}}"'
     said = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    kept, flags = False, ["--model.path", "unused", "--data.prompts", "unused.jsonl"]
-    for word in said.splitlines():
-        kept = word.startswith(("--megatron.", "--cluster.")) if word.startswith("--") else kept
-        flags += [word] if kept else []
-    return flags
+    return ["--model.path", "unused", "--data.prompts", "unused.jsonl", *said.splitlines()]
 
 
 def judge(case: Case, ranks: Sequence[Mapping[str, Any]]) -> list[Check]:

@@ -18,6 +18,7 @@ from tests.fixtures.launch_scripts import snapshot as snapshot_of
 NAMED = [
     "deepseek-r1", "deepseek-v3", "glm4.5-355B-A32B", "glm4.5-air-106B-A12B", "glm4.7-355B-A32B", "gpt-oss-20b",
     "kimi-k2",
+    "deepseek-r1-128gpus", "deepseek-v3-128gpus", "glm4.5-355B-A32B-64gpus", "qwen3-30B-A3B-8gpus",
     "llama3.1-8B", "minimax-m2", "mixtral-8x7B", "moonlight-16B-A3B", "olmoe-1B-7B", "qwen2.5-0.5B", "qwen3-235B-A22B",
     "qwen3-30B-A3B", "qwen3-4B", "qwen3-next-80B-A3B", "qwen3.5-35B-A3B",
 ]  # fmt: skip
@@ -49,6 +50,8 @@ def test_a_launch_script_passes_check_and_fits_by_plan(model: str, root: Path, l
     plan = launch_once(launched, model, root).plan
     assert plan.fits, plan.problems
     assert max(stage.memory.peak for stage in plan.stages) < 0.9 * plan.gpu_bytes, "no room for what is not foreseen"
+    assert plan.verdict == "fits" and plan.fullest < 0.9 * plan.gpu_bytes
+    assert plan.host_usable is None or plan.host_share < 0.9
     assert plan.engine is not None and plan.engine.tokens >= 16 * 8192, "an engine that runs few requests at once"
 
 
@@ -69,6 +72,18 @@ def test_a_script_names_the_cluster_that_it_plans_for(model: str, root: Path, la
     assert re.search(rf"H[12]00 {config.cluster.gpu_memory_gb:g} GB", first)
 
 
+@pytest.mark.parametrize(("model", "gpus"), [
+    ("qwen3-30B-A3B-8gpus", 8), ("glm4.5-355B-A32B-64gpus", 64), ("deepseek-v3-128gpus", 128),
+    ("deepseek-r1-128gpus", 128),
+])  # fmt: skip
+def test_shared_gpus_are_as_many_as_the_script_says_and_experts_stay_on_a_machine(
+    model: str, gpus: int, root: Path, launched: dict[str, Launch]
+) -> None:
+    config, plan = launch_once(launched, model, root).config, launch_once(launched, model, root).plan
+    assert config.colocated and plan.trainer_gpus == plan.engine_gpus == gpus == 8 * plan.nodes
+    assert plan.gpu_bytes < 80 * 2**30 and plan.layout.expert_size <= 8 and not plan.remarks
+
+
 def test_a_run_is_checked_then_planned_then_started(tmp_path: Path) -> None:
     variables = {"MODEL": "m", "PROMPTS": "p.jsonl"}
     done = run_script("qwen3-4B", make_fake_mslime(tmp_path), "--train.lr", "2e-6", **variables)
@@ -86,6 +101,12 @@ def test_a_run_that_does_not_fit_is_not_started(tmp_path: Path) -> None:
     variables = {"MODEL": "m", "PROMPTS": "p.jsonl", "FAKE_PLAN_STATUS": "1"}
     done = run_script("qwen3-4B", make_fake_mslime(tmp_path), **variables)
     assert done.returncode == 1 and [call[0] for call in calls(done)] == ["check", "plan"]
+
+
+def test_a_run_that_fits_tightly_is_started(tmp_path: Path) -> None:
+    variables = {"MODEL": "m", "PROMPTS": "p.jsonl", "FAKE_PLAN_STATUS": "3"}
+    done = run_script("qwen3-4B", make_fake_mslime(tmp_path), **variables)
+    assert done.returncode == 0 and [call[0] for call in calls(done)] == ["check", "plan", "train"]
 
 
 def test_a_run_on_several_machines_takes_the_ray_cluster_of_the_environment(
