@@ -1,12 +1,14 @@
 """Tokens per second of mslime's trainer against a plain transformers training loop, same model, batch and threads.
 
-    python benchmarks/train_step.py [--model DIR] [--sequences 64] [--length 48] [--steps 8] [--threads 1]
+    python benchmarks/train_step.py [--model DIR] [--short 64 48] [--long 16 768] [--steps 8] [--threads 1]
 
-Both run supervised AdamW steps in fp32 in one process, one step of each in turn, and the ratio is what counts: that of
-CPU seconds, which neighbours on the machine disturb least. With several threads OpenMP spins while it waits, so that
-walls and CPU seconds both follow the neighbours' load; one thread is the default. The trainer packs sequences without
-padding; the transformers loop pads them to the longest, as a plain loop does. The floor is printed too: 6 x active
-parameters x tokens operations over the rate of a large matrix product on the same threads. Ends with a line of JSON.
+Both run supervised AdamW steps in fp32 in one process, one step of each in turn, on many short sequences and on a few
+long ones. What counts are `ratio_short` and `ratio_long`: the median, over the pairs of steps, of CPU seconds of the
+transformers loop over those of mslime, which neighbours on the machine disturb least. With several threads OpenMP spins
+while it waits, so that walls and CPU seconds both follow the neighbours' load; one thread is the default. The trainer
+packs sequences without padding; the transformers loop pads them to the longest, as a plain loop does. The floor is
+printed too: 6 x active parameters x tokens operations over the rate of a large matrix product on the same threads. So
+is how often each calls an operation of torch, with --calls. Ends with a line of JSON.
 """
 
 from __future__ import annotations
@@ -28,30 +30,60 @@ Times = list[tuple[float, float]]
 
 
 def main() -> None:
-    """Parse, run both, print the ratio."""
+    """Parse, run both on both batches, print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="Hugging Face checkpoint (default: a tiny random Qwen3-MoE)")
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument(
-        "--length", type=int, default=48, help="longest sequence; lengths are uniform in [length/4, length]"
-    )
+    for name, sizes in (("short", (64, 48)), ("long", (16, 768))):
+        parser.add_argument(
+            f"--{name}", type=int, nargs=2, default=sizes, metavar=("SEQUENCES", "LENGTH"),
+            help="LENGTH is the longest one's; lengths are uniform in [LENGTH/4, LENGTH]",
+        )  # fmt: skip
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--calls", action="store_true", help="also count calls of torch's operations in a step")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    figures: dict[str, float] = {"threads": args.threads, "steps": args.steps}
     with TemporaryDirectory() as scratch:
         model = args.model or _tiny_model(Path(scratch) / "model")
-        rng = np.random.default_rng(0)
-        lengths = rng.integers(args.length // 4, args.length + 1, args.sequences)
-        vocab = _config(model)["vocab_size"]
-        sequences = [rng.integers(3, vocab, n).astype(np.int32) for n in lengths]
-        tokens = int(lengths.sum())
         # mslime first: its CPU platform must be in place before anything imports megatron.core.
-        step, close = _mslime(model, sequences, args.threads)
-        ours, theirs = _in_turn(step, _transformers(model, sequences), args.steps)
+        begin, close = _mslime(model, args.threads)
+        rate = _matmul_rate()
+        for name in ("short", "long"):
+            sequences = _sequences(*vars(args)[name], _config(model)["vocab_size"])
+            tokens = sum(map(len, sequences))
+            floor = 6 * _active_parameters(_config(model)) * tokens / rate
+            ours, theirs = begin(sequences), _transformers(model, sequences)
+            times = _in_turn(ours, theirs, args.steps)
+            found = _figures(times, tokens, floor) | (
+                {"mslime_calls": _calls(ours), "transformers_calls": _calls(theirs)} if args.calls else {}
+            )
+            _print(name, found, args)
+            figures |= {f"{key}_{name}": value for key, value in found.items()}
         close()
-        floor = 6 * _active_parameters(_config(model)) * tokens / _matmul_rate()
-    _print(tokens, ours, theirs, floor, args)
+    print(json.dumps(figures))
+
+
+def _sequences(count: int, longest: int, vocab: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, vocab, n).astype(np.int32) for n in rng.integers(longest // 4, longest + 1, count)]
+
+
+def _figures(times: tuple[Times, Times], tokens: int, floor: float) -> dict[str, float]:
+    ours, theirs = (np.array(rows) for rows in times)
+    (cpu, wall), (other_cpu, other_wall) = np.median(ours, axis=0), np.median(theirs, axis=0)
+    ratio, ratio_wall = np.median(theirs / ours, axis=0)
+    return {
+        "tokens": tokens, "mslime_cpu_s": cpu, "transformers_cpu_s": other_cpu, "mslime_wall_s": wall,
+        "transformers_wall_s": other_wall, "floor_s": floor, "ratio": ratio, "ratio_wall": ratio_wall,
+    }  # fmt: skip
+
+
+def _calls(step: Step) -> int:
+    """Calls of torch's operations in a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    return sum(row.count for row in profile.key_averages() if row.key.startswith("aten::"))
 
 
 def _tiny_model(path: Path) -> Path:
@@ -100,8 +132,8 @@ def _in_turn(ours: Step, theirs: Step, steps: int) -> tuple[Times, Times]:
     return found[0][1:], found[1][1:]
 
 
-def _mslime(model: Path, sequences: list[np.ndarray], threads: int) -> tuple[Step, Step]:
-    """A training step, and what ends the trainer."""
+def _mslime(model: Path, threads: int) -> tuple[Callable[[list[np.ndarray]], Step], Step]:
+    """What makes a training step on given sequences, and what ends the trainer."""
     from mslime.backends.megatron.step.trainer import MegatronTrainer
     from mslime.config.loader import build
     from mslime.config.training import policy_spec
@@ -116,14 +148,18 @@ def _mslime(model: Path, sequences: list[np.ndarray], threads: int) -> tuple[Ste
     })  # fmt: skip
     trainer = MegatronTrainer(policy_spec(config), 0, 1, f"tcp://127.0.0.1:{free_port()}")
     torch.set_num_threads(threads)
-    samples = []
-    for i, tokens in enumerate(sequences):
-        sample = Sample.from_prompt(i, 0, tokens[:1])
-        rest = len(tokens) - 1
-        sample.extend(tokens[1:], log_probs=np.zeros(rest, np.float32), versions=[(0, 0, rest)], engine="none")
-        samples.append(sample)
-    shards = [step[0] for step in build_shards(samples, [0.0] * len(samples), config.layout, 4096)]
-    return lambda: trainer.train(shards), trainer.close
+
+    def begin(sequences: list[np.ndarray]) -> Step:
+        samples = []
+        for i, tokens in enumerate(sequences):
+            sample = Sample.from_prompt(i, 0, tokens[:1])
+            rest = len(tokens) - 1
+            sample.extend(tokens[1:], log_probs=np.zeros(rest, np.float32), versions=[(0, 0, rest)], engine="none")
+            samples.append(sample)
+        shards = [step[0] for step in build_shards(samples, [0.0] * len(samples), config.layout, 4096)]
+        return lambda: trainer.train(shards)
+
+    return begin, trainer.close
 
 
 def _transformers(model: Path, sequences: list[np.ndarray]) -> Step:
@@ -148,27 +184,28 @@ def _transformers(model: Path, sequences: list[np.ndarray]) -> Step:
     return step
 
 
-def _print(tokens: int, ours: Times, theirs: Times, floor: float, args: argparse.Namespace) -> None:
-    (a, a_wall), (b, b_wall) = np.median(ours, axis=0), np.median(theirs, axis=0)
-    table = Table(
-        title=f"{tokens} tokens in {args.sequences} sequences, {args.threads} threads, median of {args.steps} steps"
+def _print(name: str, found: dict[str, float], args: argparse.Namespace) -> None:
+    count, longest = vars(args)[name]
+    tokens, floor = found["tokens"], found["floor_s"]
+    title = f"{name}: {tokens} tokens in {count} sequences of at most {longest}, {args.threads} threads"
+    table = Table(title=f"{title}, median of {args.steps} steps")
+    for head in ("", "CPU ms a step", "wall ms a step", "tokens per CPU second"):
+        table.add_column(head, justify="right")
+    rows = (
+        ("mslime trainer", found["mslime_cpu_s"], found["mslime_wall_s"]),
+        ("transformers loop", found["transformers_cpu_s"], found["transformers_wall_s"]),
+        ("operations floor", floor, floor),
     )
-    for name in ("", "CPU ms a step", "wall ms a step", "tokens per CPU second"):
-        table.add_column(name, justify="right")
-    rows = (("mslime trainer", a, a_wall), ("transformers loop", b, b_wall), ("operations floor", floor, floor))
-    for name, cpu, wall in rows:
-        table.add_row(name, f"{cpu * 1e3:.0f}", f"{wall * 1e3:.0f}", f"{tokens / cpu:,.0f}")
-    console = Console()
+    for who, cpu, wall in rows:
+        table.add_row(who, f"{cpu * 1e3:.0f}", f"{wall * 1e3:.0f}", f"{tokens / cpu:,.0f}")
+    console = Console(width=120)
     console.print(table)
     console.print(
-        f"mslime / transformers = {b / a:.2f} x tokens per CPU second; mslime takes {a / floor:.1f} x the floor"
+        f"mslime / transformers = {found['ratio']:.2f} x tokens per CPU second; "
+        f"mslime takes {found['mslime_cpu_s'] / floor:.1f} x the floor"
     )
-    figures = {
-        "tokens": tokens, "threads": args.threads, "steps": args.steps, "mslime_cpu_s": a, "transformers_cpu_s": b,
-        "mslime_wall_s": a_wall, "transformers_wall_s": b_wall, "floor_s": floor, "ratio_cpu": b / a,
-        "ratio_wall": b_wall / a_wall,
-    }  # fmt: skip
-    print(json.dumps(figures))
+    if "mslime_calls" in found:
+        console.print(f"calls: mslime {found['mslime_calls']:,}, transformers {found['transformers_calls']:,}")
 
 
 if __name__ == "__main__":

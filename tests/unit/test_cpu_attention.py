@@ -132,6 +132,45 @@ def test_packed_sequences_do_not_see_each_other_and_gradients_stay_inside() -> N
         assert not touched[:5].any() and not touched[6:].any()
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"window_size": (3, 0), "softmax_type": "learnable"}], ids=["", "window, sinks"]
+)
+def test_short_sequences_that_share_calls_are_what_each_is_alone(fields: dict[str, object]) -> None:
+    lengths = [5, 1, 40, 16, 9, 17, 33, 256, 3, 16]
+    module = attention(**fields)
+    x = [t.requires_grad_() for t in tensors(sum(lengths), sum(lengths), 4, 2, 8, 5)]
+    upstream = torch.randn(sum(lengths), 4 * 5)
+    together = module(*x, None, packed_seq_params=packed_params(lengths))
+    of_together = torch.autograd.grad(together, x, upstream)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        own = [t[rows].detach().requires_grad_() for t in x]
+        alone = module(*own, None, packed_seq_params=packed_params([length]))
+        np.testing.assert_allclose(together[rows].detach(), alone.detach(), rtol=0, atol=2e-6)
+        for mine, theirs in zip(torch.autograd.grad(alone, own, upstream[rows]), of_together, strict=True):
+            np.testing.assert_allclose(theirs[rows], mine, rtol=0, atol=3e-6)
+        start += length
+
+
+def test_one_call_is_made_for_all_sequences_of_about_the_same_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.Size] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+        calls.append(query.shape)
+        return real(query, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    lengths = [30, 17, 32, 20, 5, 16]
+    q, k, v = tensors(sum(lengths), sum(lengths), 4, 2, 8, 8)
+    attention()(q, k, v, None, packed_seq_params=packed_params(lengths))
+    assert calls == [(2, 4, 16, 8), (4, 4, 32, 8)]
+    calls.clear()
+    attention()(q, k, v, None, packed_seq_params=packed_params([sum(lengths)]))
+    assert calls == [(1, 4, sum(lengths), 8)]
+
+
 def test_unpacked_input_is_sequence_first() -> None:
     q, k, v = tensors(6, 6, 4, 2, 8, 8)
     out = attention()(q[:, None], k[:, None], v[:, None], None, AttnMaskType.causal)

@@ -52,6 +52,20 @@ def test_torch_adam_gets_the_step_count_of_0_that_the_file_leaves_out(kind: type
     assert taken[0]["optimizer"]["state"]["common_step"] == 0
 
 
+def test_adam_without_a_loop_over_parameters_changes_no_bit() -> None:
+    def trained(foreach: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in ((5, 7), (3,), (1, 1))]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, foreach=foreach)
+        for _ in range(5):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+        return [*parameters, *(state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))]
+
+    assert all(torch.equal(a, b) for a, b in zip(trained(foreach=True), trained(foreach=False), strict=True))
+
+
 def test_a_sharded_tensor_in_a_message_does_not_read_its_numbers() -> None:
     tensor = ShardedTensor.from_rank_offsets("decoder.weight", torch.full((3,), 7.0))
     assert f"{tensor}" == "ShardedTensor(decoder.weight)"

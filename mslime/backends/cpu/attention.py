@@ -2,13 +2,16 @@
 
 Megatron-core's own non-TE attention refuses packed sequences (thd), context parallelism and multi-latent attention.
 This module does all three with torch's scaled-dot-product attention: one call per sequence (per half sequence under
-context parallelism), so that no mask over the whole packed batch is ever built. Causal attention only, with sliding
-windows and attention sinks; anything else is an assertion. To be imported after `backends.cpu.megatron.install()`.
+context parallelism), so that no mask over the whole packed batch is ever built; short sequences of about the same
+length share a call. Causal attention only, with sliding windows and attention sinks; anything else is an assertion. To
+be imported after `backends.cpu.megatron.install()`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,6 +24,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+
+SHORT = 256
+"""Sequences of at most so many tokens share calls: what a call costs is more than what it computes for one of them."""
+STEP = 16
+"""Lengths of sequences that share a call differ by less; the shorter ones are filled up."""
 
 
 def causal_attention(
@@ -51,9 +59,6 @@ def causal_attention(
         first = max(key.shape[0] - query.shape[0] - window, 0)  # what no row sees
         key, value = key[first:], value[first:]
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    repeats = q.shape[1] // k.shape[1]
-    if repeats > 1:
-        k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     mask = None
     if q.shape[2] != k.shape[2] or window is not None or sinks is not None:
         columns = torch.arange(k.shape[2], device=q.device)
@@ -67,7 +72,9 @@ def causal_attention(
     value_size = v.shape[-1]
     # torch's CPU flash kernel wants equal head sizes (MLA's differ); zero columns change nothing.
     v = F.pad(v, (0, q.shape[-1] - value_size))
-    out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=mask is None, scale=scale)
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, dropout_p=dropout, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out[..., :value_size].permute(2, 0, 1, 3)
 
 
@@ -81,6 +88,7 @@ def _with_sinks(
     dropout: float,
 ) -> torch.Tensor:
     """[b, heads, q, dv]; the softmax is taken in float32 over the keys and the sink."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = (q.float() @ k.float().mT * factor).masked_fill(~mask, float("-inf"))
     sink = sinks.float()[None, :, None, None].expand(*scores.shape[:3], 1)
@@ -172,6 +180,8 @@ class CpuCoreAttention(MegatronModule):
             sinks=self.softmax_offset,
         )
         rank = self.cp_group.rank()
+        if size == 1 and len(lengths) > 1 and max(lengths) <= SHORT:
+            return [_attend_together(attend, query, key, value, lengths)]
         # Split once: a slice a sequence would each fill a gradient as large as the whole micro-batch.
         queries = query.split([length // size for length in lengths])
         keys, values = (_in_sequence_order(x, lengths, size).split(lengths) for x in (key, value))
@@ -200,6 +210,86 @@ class CpuCoreAttention(MegatronModule):
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
+
+
+def _attend_together(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+) -> torch.Tensor:
+    """[t, 1, heads, dv]: short sequences [t, 1, heads or groups, d] as the rows of a few batches.
+
+    What lies behind a sequence's end sees and is seen by nobody that counts: attention is causal.
+    """
+    plan = _batches_of(tuple(lengths))
+    sizes = [sequences * length for sequences, length in plan.shapes]
+    q, k, v = (_Filled.apply(x.squeeze(1), plan.rows, plan.places).split(sizes) for x in (query, key, value))
+    outputs = []
+    for batch, shape in zip(zip(q, k, v, strict=True), plan.shapes, strict=True):
+        out = attend(*(x.unflatten(0, shape).transpose(0, 1) for x in batch))
+        outputs.append(out.transpose(0, 1).flatten(0, 1))
+    return _Taken.apply(torch.cat(outputs), plan.places).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """How short sequences of t tokens lie in batches of r rows in all.
+
+    Attributes:
+        shapes: (sequences, rows of each) of every batch.
+        rows: [r], the token that each row holds; any behind a sequence's end.
+        places: [t], the row of each token.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    rows: torch.Tensor
+    places: torch.Tensor
+
+
+@functools.lru_cache(maxsize=16)  # all layers of a micro-batch ask for the same
+def _batches_of(lengths: tuple[int, ...]) -> _Batches:
+    sizes = torch.tensor(lengths)
+    starts, padded = sizes.cumsum(0) - sizes, (sizes + STEP - 1) // STEP * STEP
+    shapes, rows, places, begin = [], [], torch.empty(int(sizes.sum()), dtype=torch.int64), 0
+    for length in padded.unique().tolist():
+        members = (padded == length).nonzero()[:, 0]
+        offset = torch.arange(length).clamp(max=sizes[members, None] - 1)  # what lies behind the end repeats the last
+        token = starts[members, None] + offset
+        places[token] = begin + torch.arange(len(members))[:, None] * length + offset
+        shapes.append((len(members), length))
+        rows.append(token.flatten())
+        begin += token.numel()
+    return _Batches(tuple(shapes), torch.cat(rows), places)
+
+
+class _Filled(torch.autograd.Function):
+    """Rows of x [t, ...]; the gradient of a token is that of its place alone, what repeats it gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+class _Taken(torch.autograd.Function):
+    """The rows at distinct places, whose gradient is therefore a copy and no sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.length = len(x)
+        return x.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        return grads[0].new_zeros(ctx.length, *grads[0].shape[1:]).index_copy_(0, places, grads[0]), None
 
 
 def _padded_lengths(packed: PackedSeqParams) -> list[int]:

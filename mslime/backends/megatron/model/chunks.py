@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mslime.backends.megatron.model.naming import named_local_params
 from mslime.backends.megatron.model.norms import use_joint_qk_norms, use_post_norms
+from mslime.backends.megatron.model.rotary import use_packed_rotary
 from mslime.backends.megatron.model.routers import use_own_routers
 from mslime.backends.megatron.model.specs import block_spec
 from mslime.backends.megatron.model.value_head import ValueHead, is_value_head
@@ -84,6 +85,7 @@ def _build_chunk(
     adapters: bool,
 ) -> GPTModel:
     layers = block_spec(config, device, stage, adapters)
+    use_packed_rotary()
     use_own_routers(layers, config)
     if model.joint_qk_norm:
         use_joint_qk_norms(layers, config)

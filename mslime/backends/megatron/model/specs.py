@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -94,13 +95,17 @@ def _cuda_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
 
 def _cpu_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     from mslime.backends.cpu.attention import CpuCoreAttention, DuplicatedLinear
+    from mslime.backends.cpu.experts import CpuExperts
 
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     for layer in spec.layer_specs or []:
-        attention = cast("Any", layer.submodules).self_attention.submodules
+        modules = cast("Any", layer.submodules)
+        attention = modules.self_attention.submodules
         attention.core_attention = CpuCoreAttention
+        if modules.mlp.module is MoELayer:
+            modules.mlp.submodules.experts.module = CpuExperts
         if config.multi_latent_attention:
             attention.linear_q_down_proj = attention.linear_kv_down_proj = DuplicatedLinear
     if config.experimental_attention_variant is None:

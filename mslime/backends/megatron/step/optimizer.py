@@ -35,6 +35,9 @@ def build_optimizer(
     for part in parts_of(optimizer):
         if isinstance(part, DistributedOptimizer):
             _number_as_held(part)
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                group["foreach"] = True  # the same operations, without a loop in Python over parameters
     schedule = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
