@@ -206,6 +206,42 @@ def test_a_softmax_over_supports_is_that_of_the_cpu(dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_log_probs_from_hidden_states_are_those_of_whole_logits(dtype: torch.dtype) -> None:
+    """Values and gradients in seven blocks of a vocabulary of 150,000, which are smaller than the logits in memory."""
+    from mslime.backends.megatron.log_probs.blocks import hidden_log_probs
+    from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
+
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(n, 256, device="cuda").to(dtype) for n in (512, 150_016))
+    labels = torch.randint(0, 150_000, (512,), device="cuda")
+    options: dict[str, Any] = {"tp_group": None, "vocab_start": 0, "vocab_size": 150_000, "with_entropy": True}
+    limit = 512 * 150_016 * hidden.element_size() // 6
+
+    def whole(h: torch.Tensor, w: torch.Tensor) -> LogProbs:
+        return vocab_parallel_log_probs(h @ w.t(), labels, reuse_logits=True, temperature=8.0, **options)
+
+    def blocks(h: torch.Tensor, w: torch.Tensor) -> LogProbs:
+        return hidden_log_probs(h, w, labels, most_bytes=limit, temperature=8.0, **options)
+
+    found, peaks = [], []
+    for way in (whole, blocks):
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = way(*inputs)
+        assert out.entropy is not None
+        (out.log_probs + out.entropy).sum().backward()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before - weight.numel() * weight.element_size())
+        found.append([out.log_probs.detach(), out.entropy.detach(), *(x.grad.float() for x in inputs)])
+    rtol = 1e-4 if dtype == torch.float32 else 1 / 32
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3 if dtype == torch.float32 else 2e-2, rtol=rtol)
+    assert peaks[1] < 1.3 * limit < peaks[0]
+
+
 @two_gpus
 @pytest.mark.parametrize("sizes", [{"tp": 2, "ep": 2}, {"pp": 2}, {"ep": 2}], ids=str)
 @pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3", "gpt-oss"])

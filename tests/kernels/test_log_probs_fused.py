@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mslime.backends.megatron.log_probs.blocks import hidden_log_probs
 from mslime.backends.megatron.log_probs.support import Support
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
 from tests.fixtures.log_probs import exact, peak_bytes
@@ -76,6 +77,31 @@ def compare(
         x.grad.double(), want.gradient, atol=ABSOLUTE[logits.dtype] * 4, rtol=RELATIVE[logits.dtype]
     )
     assert (x.grad[:, vocab:] == 0).all(), "padding columns get no gradient"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_blocks_of_hidden_states_use_the_kernels_as_they_use_chunks(dtype: torch.dtype) -> None:
+    """Three blocks of 128 ids or fewer, with padding behind the last; a third of the rows has a support."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(9, 16, generator=generator).to(dtype)
+    weight = torch.randn(320, 16, generator=generator).to(dtype)
+    labels = torch.randint(0, 300, (9,), generator=generator)
+    rows = [[] if t % 3 else sorted({int(label), 5, 140, 290}) for t, label in enumerate(labels)]
+    offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    support = Support(torch.tensor([i for row in rows for i in row]), offsets)
+    ups = torch.randn(2, 9, generator=generator)
+    found = []
+    for way in ("fused", "chunked"):
+        inputs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = hidden_log_probs(
+            *inputs, labels, tp_group=None, vocab_start=0, vocab_size=300, most_bytes=1, temperature=0.7,
+            with_entropy=True, support=support, way=way,
+        )  # fmt: skip
+        assert out.entropy is not None
+        torch.autograd.backward([out.log_probs, out.entropy], [ups[0], ups[1]])
+        found.append([out.log_probs.detach(), out.entropy.detach(), *(x.grad for x in inputs)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5 if dtype == torch.float32 else 1e-2, rtol=RELATIVE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
