@@ -133,9 +133,14 @@ def _sampling(config: RunConfig) -> None:
 def _named_functions(config: RunConfig) -> None:
     check_choice("rollout.dynamic_filter", config.rollout.dynamic_filter, ("none", "zero_variance"))
     check_choice("rollout.function", config.rollout.function, ("single_turn", "environment", FUNCTION))
-    for setting, named in (("data.source", config.data.source), ("hooks.step", config.hooks.step)):
+    for setting, named in (
+        ("data.source", config.data.source), ("hooks.step", config.hooks.step), ("hooks.sample", config.hooks.sample),
+    ):  # fmt: skip
         if named is not None:
             check_choice(setting, named, ())
+    if config.hooks.sample is not None and config.train.task == "sft":
+        raise ConfigError("hooks.sample", config.hooks.sample, "supervised training generates no samples",
+                          "use hooks.step, or leave it out")  # fmt: skip
     if config.data.source is not None and config.train.task == "sft":
         raise ConfigError("data.source", config.data.source, "supervised training reads files",
                           "write the rows to a file, and name it in data.prompts")  # fmt: skip

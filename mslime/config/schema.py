@@ -315,6 +315,11 @@ class HooksConfig(Section):
         default=None,
         description="`module:function`(StepRecord) -> metrics or None, called in the driver after every step.",
     )
+    sample: str | None = Field(
+        default=None,
+        description="rl: `module:function`(Sample) -> metrics or None, called in the rollout service for every sample "
+        "of a group that was generated and scored.",
+    )
 
 
 class RunConfig(Section):

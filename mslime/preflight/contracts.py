@@ -53,6 +53,7 @@ from mslime.preflight.seams import seams_of
 from mslime.rollout.books import new_group
 from mslime.rollout.contract import check_workflow
 from mslime.rollout.filters import load_filter
+from mslime.rollout.sample_hook import load_sample_hook
 
 LENGTHS = (7, 1, 12, 5)
 """Tokens of the made-up sequences."""
@@ -350,6 +351,14 @@ def check_hook(function: str, metrics: Mapping[str, float] | None = None) -> lis
     return [f"told: {names}", *([f"wrote {', '.join(written)}"] if written else [])]
 
 
+def check_sample_hook(function: str, prompt: Prompt) -> list[str]:
+    """Try a hook for samples, on two made-up responses to a prompt. It is really called, whatever it does."""
+    group = _group(prompt, [0.0, 1.0])
+    load_sample_hook(function)(group)
+    names = ", ".join(f"{name} {value:.4g}" for name, value in group.samples[-1].scores.items()) or "nothing"
+    return [f"told of one of two responses: {names}"]
+
+
 # All that a run names
 
 
@@ -369,6 +378,7 @@ def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> li
         "algorithm.loss": lambda f: check_loss(f, algorithm),
         "algorithm.correction.function": lambda f: check_correction(f, algorithm),
         "hooks.step": check_hook,
+        "hooks.sample": lambda f: check_sample_hook(f, prompt),
     }
     return [_tried(seam.setting, seam.function, contracts.get(seam.setting)) for seam in seams_of(config)]
 

@@ -43,6 +43,7 @@ def seams_of(config: RunConfig) -> list[Seam]:
         ("rollout.function", config.rollout.function, ("task", "engine"), "rollout service"),
         (ENVIRONMENT, config.rollout.environment, tuple(config.rollout.environment_options), "rollout service"),
         ("rollout.dynamic_filter", config.rollout.dynamic_filter, ("group",), "rollout service"),
+        ("hooks.sample", config.hooks.sample, ("sample",), "rollout service"),
         ("algorithm.advantage", algorithm.advantage, ("rewards",), "rollout service"),
         ("algorithm.loss", algorithm.loss, ("batch", "algorithm"), "trainer"),
         ("algorithm.correction.function", algorithm.correction.function, ("log_ratio", "batch"), "trainer"),

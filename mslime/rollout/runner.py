@@ -22,6 +22,7 @@ from mslime.rollout.books import Books
 from mslime.rollout.door import Door
 from mslime.rollout.generation import Generator, Sampling, Traffic
 from mslime.rollout.rewards.scoring import Scoring
+from mslime.rollout.sample_hook import load_sample_hook
 from mslime.rollout.turns import Rollout
 from mslime.rollout.workflow import Workflow, single_turn
 
@@ -105,6 +106,7 @@ class GroupRunner:
         self._limit_s = config.deadlines.rollout_function_s
         self._books, self._generator, self._sampling, self._scoring = books, generator, sampling, scoring
         self._on_response, self._on_end = on_response, on_end
+        self._hook = load_sample_hook(config.hooks.sample)
         self._live: dict[int, _LiveGroup] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.traffic, self.moved = Traffic(), asyncio.Event()
@@ -248,10 +250,11 @@ class GroupRunner:
         self.moved.set()
 
     def _complete(self, group: Group) -> None:
-        """Accept a scored group, or drop it."""
+        """Tell the hook of a scored group, and accept it, or drop it."""
         try:
+            self._hook(group)
             self._books.complete(group)
-        except UserError as error:  # of the dynamic filter
+        except UserError as error:  # of the hook, or of the dynamic filter
             if not self._books.blame(group, str(error)):
                 self._books.put_back(group)
                 self.fail(error)

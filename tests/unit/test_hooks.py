@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build
-from mslime.config.schema import RunConfig
+from mslime.config.schema import HooksConfig, RunConfig
+from mslime.data.source import Prompt
 from mslime.observe.hooks import call_step_hook
+from mslime.rollout.books import new_group
+from mslime.rollout.sample_hook import load_sample_hook
+from tests.unit.rollout_fakes import FakeSlowEngine, make_service, run_config
 
 USER = "tests.unit.user_functions"
 METRICS = {"reward/mean": 0.5, "user/kl": 0.1}
@@ -57,3 +62,50 @@ def test_names_are_checked_with_the_settings() -> None:
 
 def test_the_directory_is_the_runs() -> None:
     assert config("share_of_steps").run_dir == Path("out/r")
+
+
+def finished(directory: Path, function: str) -> dict[str, float]:
+    """The metrics of a step whose samples were told to a hook."""
+
+    async def work() -> dict[str, float]:
+        config = run_config(directory).model_copy(update={"hooks": HooksConfig(sample=f"{USER}:{function}")})
+        service = make_service(config, FakeSlowEngine(lambda group, index: 3))
+        try:
+            return (await service.take(0)).metrics
+        finally:
+            await service.close()
+
+    return asyncio.run(work())
+
+
+def test_a_hook_for_samples_is_told_of_each_with_its_reward(tmp_path: Path) -> None:
+    assert finished(tmp_path, "ages")["user/half"] == 0.25, "rewards are 0 and 1"
+    assert "user/half" not in finished(tmp_path, "says_nothing")
+
+
+@pytest.mark.parametrize(("function", "said"), [
+    ("cuts", r"changed sample \d of group \d"), ("pays", r"changed sample \d of group \d"),
+    ("breaks", r"raised KeyError: 'no such sample' for sample \d of group \d .*user_functions.py:\d+"),
+    ("tells_a_text", r"the metric half = 'x', which is not a finite number \(sample \d of group \d\)"),
+])  # fmt: skip
+def test_its_mistakes_end_the_run_with_the_sample(tmp_path: Path, function: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)hooks.sample = .*{function}.*{said}"):
+        finished(tmp_path, function)
+
+
+def test_a_number_that_the_reward_told_is_not_told_again_by_the_hook_but_its_own_may_be() -> None:
+    group = new_group(0, Prompt([1], None, {}, "p:1"), 2)
+    hook = load_sample_hook(f"{USER}:ages")
+    hook(group)
+    hook(group)
+    other = new_group(1, Prompt([1], None, {}, "p:1"), 1)
+    other.samples[0].scores["user/half"] = 1.0
+    with pytest.raises(ConfigError, match="returned user/half, which the reward or the rollout told already"):
+        load_sample_hook(f"{USER}:ages")(other)
+
+
+def test_supervised_training_has_no_samples_to_tell_of() -> None:
+    with pytest.raises(ConfigError, match="generates no samples"):
+        build(
+            {"model": {"path": "m"}, "data": {"prompts": ["p"]}, "train": {"task": "sft"}, "hooks": {"sample": "m:f"}}
+        )

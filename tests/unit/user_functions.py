@@ -14,6 +14,7 @@ from mslime.algorithms.policies import TokenLoss
 from mslime.algorithms.token_batch import TokenBatch
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.schema import DataConfig
+from mslime.data.sample import Sample
 from mslime.observe.hooks import StepRecord
 
 
@@ -138,3 +139,30 @@ def tells_text(record: StepRecord) -> str:
 
 def tells_of_kl(record: StepRecord) -> dict[str, float]:
     return {"kl": float("nan")}
+
+
+def ages(sample: Sample) -> dict[str, float]:
+    """A hook for samples that tells."""
+    return {"half": (sample.reward or 0.0) / 2}
+
+
+def says_nothing(sample: Sample) -> None:
+    """One that does not."""
+
+
+def cuts(sample: Sample) -> None:
+    """One that changes what is trained."""
+    sample.loss_mask[-1] = False
+
+
+def pays(sample: Sample) -> None:
+    """One that changes the reward."""
+    sample.reward = 7.0
+
+
+def breaks(sample: Sample) -> None:
+    raise KeyError("no such sample")
+
+
+def tells_a_text(sample: Sample) -> dict[str, str]:
+    return {"half": "x"}
