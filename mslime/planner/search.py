@@ -340,7 +340,7 @@ class Search:
         usable, machines = self.gpu_bytes - ENGINE_ASLEEP_BYTES, -(-self.gpus // self.base.cluster.gpus_per_node)
         ranks = self.space.given("cluster", "trainer_ranks") or self.gpus
         transport = self.space.given("weights", "transport") or ("shm" if machines == 1 else "delta")
-        weights = {"transport": transport} | ({} if machines == 1 else {"directory": self._directory()})
+        weights = {"transport": transport}  # files lie below output_dir, unless weights.directory is set
         total = model_parameters(self.table) * 2
         engines, asleep_in = self.engines(ranks, shared=True), self.space.given("cluster", "asleep_in") or "memory"
         for trainer in self.trainers(ranks, usable, sleeps=asleep_in != "disk"):
@@ -356,9 +356,6 @@ class Search:
             cluster = {"placement": "colocated", "trainer_ranks": ranks}
             chosen = {"cluster": cluster, "weights": weights, "rollout": {"max_staleness": 0}}
             yield self._joined(trainer, kind, seconds, False, usable, chosen)
-
-    def _directory(self) -> str:
-        return str(self.space.given("weights", "directory") or "/shared/weights")
 
     def _takes_turns(self, trainer: _Trainer, engines: _Engines) -> bool:
         """Whether both fit in every phase."""

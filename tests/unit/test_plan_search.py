@@ -57,6 +57,7 @@ def test_what_is_found_is_what_the_plan_says_of_its_settings(case: str, tmp_path
     given = values(model, **sections)
     found, gpu = found_by(given, gpus, memory, 2)
     assert found and gpu == "NVIDIA H100"
+    assert (found[0].plan.fields.num_experts > 0) == any(each.plan.layout.ep > 1 for each in found)
     keys = [(each.plan.verdict != "fits", each.seconds["step"]) for each in found]
     assert keys == sorted(keys) and len({str(each.settings) for each in found}) == len(found)
     for each in found:
@@ -84,6 +85,8 @@ def test_the_flags_that_are_printed_are_the_settings(capsys: pytest.CaptureFixtu
     told = json.loads(capsys.readouterr().out)
     assert told["gpu"] == "NVIDIA H100" and len(told["found"]) == 2
     for each in told["found"]:
+        assert "--megatron.use-precision-aware-optimizer" in as_flags(each["settings"])
+        assert not {"True", "False"} & set(as_flags(each["settings"])), "a switch is a word of its own"
         assert main([*words, *as_flags(each["settings"]), "--json"]) == 0
         planned = json.loads(capsys.readouterr().out)
         assert planned["verdict"] == each["verdict"] == "fits"
@@ -188,10 +191,10 @@ def test_a_plan_is_tight_where_the_host_is(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_what_is_tight_comes_last() -> None:
-    found = found_by(values("qwen3-30B-A3B", cluster={"placement": "colocated"}), 8, 64, 5)[0]
+    found = found_by(values("qwen3-30B-A3B", cluster={"placement": "colocated"}), 8, 60, 5)[0]
     verdicts = [each.plan.verdict for each in found]
-    assert verdicts == ["fits"] * 4 + ["tight"]
-    given = values("qwen3-30B-A3B", cluster={"device": "cuda", "gpu_memory_gb": 64.0})
+    assert verdicts == sorted(verdicts, key=("fits", "tight").index) and set(verdicts) == {"fits", "tight"}
+    given = values("qwen3-30B-A3B", cluster={"device": "cuda", "gpu_memory_gb": 60.0})
     weighed = Search(given, 8, read_hf_config(CONFIGS / "qwen3-30B-A3B"), "NVIDIA H100").weighed()
     tight, roomy = ([each.seconds["step"] for each in weighed if each.tight is which] for which in (True, False))
     assert [each.tight for each in weighed] == [False] * len(roomy) + [True] * len(tight)
