@@ -38,6 +38,9 @@ Placement = Literal["separate", "colocated"]
 TrainerPart = Literal["weights", "optimizer", "gradients"]
 """What a trained model holds on its device."""
 
+LoraSync = Literal["merged", "adapter"]
+"""What engines are given of adapters: weights with them in, or the adapters alone."""
+
 EngineTag = Literal["weights", "kv_cache", "cuda_graph"]
 """What an engine can give back, by SGLang's tags."""
 
@@ -85,6 +88,11 @@ CHANGES = ("sums", "index", "value")
 def version_name(version: int) -> str:
     """The directory of a version of the weights, for transports by files."""
     return f"version_{version:06d}"
+
+
+def adapter_directory(version: int) -> str:
+    """The directory of a version of the adapters that engines read."""
+    return f"adapter_{version:06d}"
 
 
 def is_function(value: str) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, model_validator
 
 from mslime.config.base import Section
+from mslime.config.choices import LoraSync
 from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +43,12 @@ class LoraConfig(Section):
         "is drawn as peft draws it, B is 0.",
     )
 
+    sync: LoraSync = Field(
+        default="merged",
+        description="What engines are given after a step. merged: weights with adapters in them, all of them, while "
+        "generation rests. adapter: adapters alone, beside those that requests still use; nothing rests.",
+    )
+
     @property
     def on(self) -> bool:
         """Whether adapters are trained."""
@@ -71,15 +78,56 @@ class LoraConfig(Section):
         return self
 
 
+_SERVER_FIELDS = (
+    "enable_lora", "lora_paths", "lora_target_modules", "max_lora_rank", "max_loaded_loras", "max_loras_per_batch",
+    "lora_strict_loading", "enable_lora_overlap_loading", "experts_shared_outer_loras",
+)  # fmt: skip
+"""ServerArgs that follow from the run's adapters."""
+
+
 def check_lora(config: RunConfig) -> None:
     """What adapters cannot be combined with. Raises ConfigError."""
     if not config.lora.on:
         if config.lora.init is not None:
             raise ConfigError("lora.init", str(config.lora.init), "adapters are off", "set lora.rank to its rank")
+        if config.lora.sync == "adapter":
+            raise ConfigError("lora.sync", "adapter", "adapters are off", "set lora.rank, or remove it")
         return
+    if config.syncs_adapters:
+        _check_adapter_sync(config)
     for name in ("moe_shared_expert_overlap", "fp8", "fp4", "delay_wgrad_compute"):
         if config.megatron.extra.get(name):
             raise ConfigError(
                 f"megatron.{name}", config.megatron.extra[name], "adapters are not built for layers that compute so",
                 "remove it, or train without lora",
+            )  # fmt: skip
+
+
+def _check_adapter_sync(config: RunConfig) -> None:
+    """What engines that are given adapters alone cannot be combined with. Raises ConfigError."""
+    if config.rollout.pause_mode == "retract":
+        raise ConfigError(
+            "rollout.pause_mode", "retract", "a request keeps its adapter as long as it runs (lora.sync: adapter)",
+            "set abort, so that it goes on under the new one, or in_place, so that it ends under its own",
+        )  # fmt: skip
+    if config.weights.transport != "broadcast":
+        raise ConfigError(
+            "weights.transport", config.weights.transport,
+            "no weights are sent: engines read adapters from weights.directory (lora.sync: adapter)",
+            "remove it, or set lora.sync: merged",
+        )  # fmt: skip
+    if config.sglang.ep_size > 1:
+        raise ConfigError(
+            "sglang.ep_size", config.sglang.ep_size,
+            "engines whose ranks share experts out were never run with adapters (lora.sync: adapter)",
+            "set it to 1, or set lora.sync: merged",
+        )  # fmt: skip
+    for name in (*_SERVER_FIELDS, "quantization", "speculative_algorithm"):
+        if name in config.sglang.extra:
+            follows = name in _SERVER_FIELDS
+            raise ConfigError(
+                f"sglang.{name}", config.sglang.extra[name],
+                "it follows from the section lora (lora.sync: adapter)" if follows
+                else "it was never run with adapters (lora.sync: adapter)",
+                "remove it" if follows else "remove it, or set lora.sync: merged",
             )  # fmt: skip

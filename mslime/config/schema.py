@@ -369,9 +369,20 @@ class RunConfig(Section):
         return self.cluster.placement == "colocated"
 
     @property
+    def syncs_adapters(self) -> bool:
+        """Whether engines are given adapters, and no weights."""
+        return self.train.task == "rl" and self.lora.on and self.lora.sync == "adapter"
+
+    @property
+    def adapters_alive(self) -> int:
+        """Versions of the adapters that an engine serves at once, at most (`syncs_adapters`): the newest, and those
+        that running requests have."""
+        return 2 if self.rollout.pause_mode == "abort" else self.rollout.max_staleness + 2
+
+    @property
     def compares_weights(self) -> bool:
         """Whether engines may be able to say what they hold: by what they recorded; attached ones are asked."""
-        return self.weights.loader == "recorded" or bool(self.sglang.urls)
+        return self.syncs_adapters or self.weights.loader == "recorded" or bool(self.sglang.urls)
 
     @property
     def has_critic(self) -> bool:

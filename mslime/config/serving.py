@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,21 @@ from mslime.config.schema import RunConfig
 
 Role = Literal["engine", "teacher"]
 """What a server is for: generating with the policy's weights, or scoring with a teacher's."""
+
+
+@dataclass(frozen=True)
+class ServedLora:
+    """Adapters that a server makes room for.
+
+    Attributes:
+        rank: of every one.
+        modules: ends of the names of the modules that have one.
+        alive: how many it serves at once.
+    """
+
+    rank: int
+    modules: tuple[str, ...]
+    alive: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +45,7 @@ class ServerSpec:
         mask_tokens: most ids of a sampling mask that they return; None: SGLang's default.
         recorded: they load buckets of weights by recorded copies.
         gives_back: they give their memory back while a trainer works on their GPUs.
+        lora: adapters that they serve; None: none.
     """
 
     role: Role
@@ -42,6 +59,7 @@ class ServerSpec:
     mask_tokens: int | None = None
     recorded: bool = False
     gives_back: bool = False
+    lora: ServedLora | None = None
 
     def dtype(self, hf_config: dict[str, Any]) -> str:
         """The dtype that the servers hold weights in (`config.dtypes.served_dtype`). Raises ConfigError."""
@@ -51,14 +69,29 @@ class ServerSpec:
         )  # fmt: skip
 
 
-def engine_spec(config: RunConfig) -> ServerSpec:
-    """The engines of a run."""
+def engine_spec(config: RunConfig, adapted: Sequence[str] = ()) -> ServerSpec:
+    """The engines of a run.
+
+    Args:
+        adapted: ends of the names of modules with an adapter, where engines are given adapters.
+    """
     model = config.model
     spec = _spec(config, "engine", config.sglang, model.path, model.tokenizer)
     # Where the draw's last tokens tie in probability, SGLang's GPU kernels keep all of them, also beyond top-k.
     mask_tokens = 2 * config.rollout.top_k if config.rollout.truncated else None
     recorded = config.weights.loader == "recorded"
-    return replace(spec, mask_tokens=mask_tokens, recorded=recorded, gives_back=config.colocated)
+    return replace(
+        spec, mask_tokens=mask_tokens, recorded=recorded, gives_back=config.colocated, lora=served_lora(config, adapted)
+    )
+
+
+def served_lora(config: RunConfig, adapted: Sequence[str]) -> ServedLora | None:
+    """What engines are told of the adapters that they are given; None where they are given weights.
+
+    Args:
+        adapted: ends of the names of modules with an adapter.
+    """
+    return ServedLora(config.lora.rank, tuple(adapted), config.adapters_alive) if adapted else None
 
 
 def teacher_spec(config: RunConfig) -> ServerSpec:

@@ -136,10 +136,14 @@ def asleep_directory(config: RunConfig) -> Path | None:
 
 
 def _with_directory(config: RunConfig) -> WeightsConfig:
-    """How weights are sent, with the directory of this run's alone: absolute, for engines read it too."""
+    """How weights are sent, with the directory of this run's alone."""
+    return config.weights.model_copy(update={"directory": weights_directory(config)})
+
+
+def weights_directory(config: RunConfig) -> Path:
+    """Where weights and adapters lie in files, of this run's alone: absolute, for engines read it too."""
     given = config.weights.directory
-    directory = given / config.name if given is not None else config.run_dir / "weights"
-    return config.weights.model_copy(update={"directory": directory.absolute()})
+    return (given / config.name if given is not None else config.run_dir / "weights").absolute()
 
 
 def critic_spec(config: RunConfig) -> CriticSpec:

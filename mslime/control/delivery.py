@@ -88,6 +88,9 @@ class Delivery:
         self._met = frozenset(address.url for address in engines.addresses)
         self._proven: frozenset[str] = frozenset()  # engines that have taken weights once
 
+    pauses = True
+    """Engines rest while it sends."""
+
     @property
     def engines(self) -> int:
         """How many share groups with the trainer."""
@@ -138,7 +141,7 @@ class Delivery:
             serving = self._rollouts.begin_again()
             if serving.urls != tried:
                 return serving
-            new, named = set(tried) - self._proven, {url for url in tried if _names(error, url)}
+            new, named = set(tried) - self._proven, {url for url in tried if names_engine(error, url)}
             if new:  # where all are, it is the run's first sync: what is wrong then is not mended by sending it again
                 if new != set(tried):
                     self._fleet.reject(new, error)
@@ -172,6 +175,6 @@ class Delivery:
         self._trainers.disconnect()
 
 
-def _names(error: WeightSyncError, url: str) -> bool:
+def names_engine(error: WeightSyncError, url: str) -> bool:
     """Whether an error says that it is this engine's."""
     return re.search(rf"{re.escape(url)}(?![\w.-]|:\d)", str(error)) is not None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mslime.config.dtypes import engine_dtype
 from mslime.config.hf_config import checkpoint_dtype
+from mslime.config.serving import served_lora
 from mslime.logs import hide
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class EngineSide:
         self._needs = Needs(
             bool(run.replayed_layers), architectures=(run.family.architecture,),
             dtype=engine_dtype(self._config, run.hf_config), checkpoint_dtype=checkpoint_dtype(run.hf_config),
-            memory=self._config.colocated,
+            memory=self._config.colocated, lora=served_lora(self._config, run.adapted_modules),
             truncation={"top_p": r.top_p, "top_k": r.top_k, "min_p": r.min_p} if r.truncated else {},
         )  # fmt: skip
         refused_input = await handshake_all(clients, self._needs)

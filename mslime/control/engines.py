@@ -157,7 +157,7 @@ class EngineGroup:
         config, routes = run.config, role == "engine" and bool(run.replayed_layers)
         settings = config.teacher if role == "teacher" else config.sglang
         count = config.teacher.launched if role == "teacher" else config.sglang.num_engines
-        self._config, self._urls = config, settings.urls
+        self._config, self._urls, self._adapted = config, settings.urls, run.adapted_modules
         self._role: Role = role
         self._keys = settings.keys() or (NO_KEYS if settings.urls else EngineKeys.random())
         hide(self._keys.api, self._keys.admin)
@@ -180,7 +180,8 @@ class EngineGroup:
         """Processes for one more server, one on each of its machines; its name."""
         name, index = f"{self._role}{self._made}", self._made
         self._made += 1
-        spec = teacher_spec(self._config) if self._role == "teacher" else engine_spec(self._config)
+        of_teacher = self._role == "teacher"
+        spec = teacher_spec(self._config) if of_teacher else engine_spec(self._config, self._adapted)
         logs = str(self._log_dir)
         self._parts[name] = parts = [
             remote_class(PartActor).options(**each.options).remote(

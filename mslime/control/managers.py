@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.comparison import Sums
     from mslime.backends.sglang.probing import ProbeRequest
     from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.serving_adapters import AdapterVersion
     from mslime.config.choices import EngineTag
     from mslime.config.schema import EvalSetConfig
     from mslime.data.probe import Probed
@@ -255,13 +256,18 @@ class ManagerGroup:
     async def begin_again(self) -> Serving:
         return await self._begun("begin_again")
 
-    async def _begun(self, verb: str) -> Serving:
-        found: list[Serving] = await self._all_engines(verb)
-        urls = tuple(url for each in found for url in each.urls)
-        return Serving(urls, {name: why for each in found for name, why in each.gone.items()})
+    async def load_adapter(self, adapter: AdapterVersion, alive: int) -> Serving:
+        """See `EnginePool`."""
+        return await self._begun("load_adapter", adapter, alive)
 
-    async def compare(self, expected: Sums, strict: bool = False) -> int:
-        return sum(await self._all_engines("compare", expected, strict))
+    async def _begun(self, verb: str, *args: Any) -> Serving:
+        found: list[Serving] = await self._all_engines(verb, *args)
+        urls = tuple(url for each in found for url in each.urls)
+        gone = {name: why for each in found for name, why in each.gone.items()}
+        return Serving(urls, gone, frozenset().union(*(each.adapters for each in found)))
+
+    async def compare(self, expected: Sums, strict: bool = False, adapter: int | None = None) -> int:
+        return sum(await self._all_engines("compare", expected, strict, adapter))
 
     async def end_update(self) -> None:
         await self._all_engines("end_update")

@@ -7,6 +7,7 @@ import time
 
 from mslime.config.choices import Verify
 from mslime.config.errors import EngineError
+from mslime.control.adapter_delivery import AdapterDelivery
 from mslime.control.delivery import Delivered, Delivery
 from mslime.control.fleet import Fleet
 from mslime.control.rollouts import RolloutHandle
@@ -26,7 +27,7 @@ class Publisher:
     """
 
     def __init__(
-        self, verify: Verify, rollouts: RolloutHandle, delivery: Delivery, fleet: Fleet, memory: Apart,
+        self, verify: Verify, rollouts: RolloutHandle, delivery: Delivery | AdapterDelivery, fleet: Fleet, memory: Apart,
         progress: Progress, timeline: Timeline,
     ) -> None:  # fmt: skip
         self._verify, self._rollouts, self._delivery, self._fleet = verify, rollouts, delivery, fleet
@@ -80,7 +81,7 @@ class Publisher:
         self._fleet.lost(self._rollouts.dead())
         self._fleet.settled()
         self._tell(delivered, version, step)
-        seconds = {"weights/seconds": end - begin, "weights/pause_seconds": end - paused}
+        seconds = {"weights/seconds": end - begin, "weights/pause_seconds": end - paused if self._delivery.pauses else 0.0}
         return (
             seconds | delivered.metrics() | {"weights/engines": float(self._delivery.engines)} | self._memory.metrics()
         )

@@ -32,6 +32,7 @@ from mslime.observe.progress import RolloutCounts, summary_line
 if TYPE_CHECKING:
     from mslime.backends.sglang.pool import Serving
     from mslime.backends.sglang.server import EngineAddress
+    from mslime.backends.sglang.serving_adapters import AdapterVersion
     from mslime.config.choices import EngineTag
     from mslime.data.probe import Probed
     from mslime.data.sample import Group, Sample
@@ -256,10 +257,15 @@ class RolloutActor:
         """The same after an update that broke off."""
         return _told(await self._pool.begin_again())
 
-    async def compare(self, expected: Mapping[str, str], strict: bool) -> int:
+    async def load_adapter(self, adapter: AdapterVersion, alive: int) -> Serving:
+        """Let the engines have an adapter, while they generate; see `EnginePool`."""
+        with phase(_log, f"loading {adapter.name}"):
+            return _told(await self._pool.load_adapter(adapter, alive))
+
+    async def compare(self, expected: Mapping[str, str], strict: bool, adapter: int | None = None) -> int:
         """How many tensors in all engines were compared with what the trainer sent."""
         with phase(_log, "comparing the engines' weights with the trainer's"):
-            return await self._pool.compare(expected, strict)
+            return await self._pool.compare(expected, strict, adapter)
 
     async def end_update(self) -> None:
         """All weights are there."""
@@ -432,9 +438,13 @@ class RolloutHandle:
         """See `RolloutActor.begin_again`."""
         return self._update("begin again", self._actor.begin_again.remote())
 
-    def compare(self, expected: Mapping[str, str], strict: bool) -> int:
+    def load_adapter(self, adapter: AdapterVersion, alive: int) -> Serving:
+        """See `RolloutActor.load_adapter`."""
+        return self._update("load adapter", self._actor.load_adapter.remote(adapter, alive))
+
+    def compare(self, expected: Mapping[str, str], strict: bool, adapter: int | None = None) -> int:
         """See `RolloutActor.compare`."""
-        return self._update("compare", self._actor.compare.remote(expected, strict))
+        return self._update("compare", self._actor.compare.remote(expected, strict, adapter))
 
     def end_update(self) -> None:
         """See `RolloutActor.end_update`."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.cluster import WHOLE, Parts
 from mslime.config.errors import CheckpointError, EngineError, TrainerError
+from mslime.control.adapter_delivery import AdapterDelivery
 from mslime.control.cluster import Cluster
 from mslime.control.delivery import Delivery
 from mslime.control.endpoint import ControlEndpoint
@@ -137,13 +138,20 @@ class Session(Started):
         self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress)
         if self.config.colocated:
             self._memory = Shared(self._rollouts, self._trainers, self._engines, self._tend, self._at_rest)
-        delivery = Delivery(
-            self.config, self._rollouts, self._trainers, self._engines, self._fleet, self._at_rest, self._other_group,
-            self.progress, self._memory, self._probe(),
-        )  # fmt: skip
+        delivery = self._make_delivery()
         delivery.connect(group)
         self._publisher = self._publishes_by(delivery)
         self._stack.enter_context(ControlEndpoint(self.config.run_dir, self._fleet.orders))
+
+    def _make_delivery(self) -> Delivery | AdapterDelivery:
+        """What brings the engines the weights, or the adapters."""
+        parts = (self._rollouts, self._trainers)
+        if self.config.syncs_adapters:
+            return AdapterDelivery(self.config, *parts, self._fleet, self._at_rest, self._probe())
+        return Delivery(
+            self.config, *parts, self._engines, self._fleet, self._at_rest, self._other_group, self.progress,
+            self._memory, self._probe(),
+        )  # fmt: skip
 
     def _start_and_sleep(self) -> None:
         """Engines measure the memory of their GPUs when they start: so the trainer is there first, and asleep."""

@@ -154,6 +154,13 @@ class TrainerActor(RankActor):
             report = self._sender.send(version, verify)
         return report, (begin, time.time())
 
+    def write_adapter(self, directory: str, verify: bool) -> tuple[dict[str, str], Span]:
+        """Write the adapters for engines; see `MegatronTrainer.write_adapter`. And the span of time of it."""
+        begin = time.time()
+        with phase(_log, f"writing adapters to {directory}"):
+            expected = self._trainer.write_adapter(Path(directory), verify)
+        return expected, (begin, time.time())
+
     def probe(self, sequences: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.float32], RoutedRows | None, Span]:
         """What the current weights say of sequences, see `MegatronTrainer.probe`; of the experts only what one of
         several copies of the model chose."""
@@ -339,6 +346,14 @@ class TrainerGroup:
             "weight sync: send", self._sync_deadline, lambda a, _: a.send_weights.remote(version, verify), poll
         )
         return results[0][0], {f"trainer {rank}": span for rank, (_, span) in enumerate(results)}
+
+    def write_adapter(self, directory: Path, verify: bool) -> tuple[dict[str, str], dict[str, Span]]:
+        """Write the adapters for engines to read; (what they must say of the tensors, every rank's busy span)."""
+        found = self._trainers.all(
+            "weight sync: write", self._sync_deadline, lambda a, _: a.write_adapter.remote(str(directory), verify),
+            self._check,
+        )  # fmt: skip
+        return found[0][0], {f"trainer {rank}": span for rank, (_, span) in enumerate(found)}
 
     def probe(
         self, sequences: Sequence[NDArray[np.int32]]

@@ -169,6 +169,11 @@ class Adapters:
                 found[base.name] = BoundAdapter(rule, base, a, b)
         return found
 
+    def with_plain_scale(self) -> Adapters:
+        """The same adapters scaled by alpha / rank, for who knows no other scale."""
+        plain = self.lora.model_copy(update={"alpha": self.lora.scale * self.lora.rank, "rs_lora": False})
+        return replace(self, lora=plain)
+
     def check_stages(self, stages: Sequence[Sequence[Sequence[int]]]) -> None:
         """Every pipeline stage has something to train: megatron-core's optimizer needs that.
 

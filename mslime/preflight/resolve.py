@@ -13,10 +13,12 @@ from mslime.config.dtypes import engine_dtype, trainer_dtype
 from mslime.config.errors import CheckpointError, ConfigError, reading
 from mslime.config.layout_rules import check_model
 from mslime.config.schema import RunConfig
+from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.peft import adapters_of_run
+from mslime.convert.served_adapters import check_served, served_modules
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 from mslime.planner.flops import quadratic_tokens
 from mslime.preflight.data import check_data, check_supervised_data
@@ -47,6 +49,13 @@ class ResolvedRun:
         return self.model.moe_layer_ids if self.config.train.replay == "r3" else ()
 
     @property
+    def adapted_modules(self) -> tuple[str, ...]:
+        """Ends of the names of modules with an adapter, where engines are given adapters; else none."""
+        if not self.config.syncs_adapters:
+            return ()
+        return served_modules(make_adapters(self.family.rules(self.hf_config), self.config.lora))
+
+    @property
     def probe_tolerance(self) -> float:
         """`weights.probe_tolerance`, or its default for the dtypes of this run."""
         if (asked := self.config.weights.probe_tolerance) is not None:
@@ -73,7 +82,9 @@ def resolve(config: RunConfig, parts: Parts = WHOLE) -> ResolvedRun:
         config.teacher.keys()
     if config.lora.on:
         stages = config.megatron.stage_layers(model.num_layers)
-        adapters_of_run(family.rules(hf_config), config.lora, config.layout, stages)
+        adapters, _ = adapters_of_run(family.rules(hf_config), config.lora, config.layout, stages)
+        if config.syncs_adapters:
+            check_served(adapters, family)
     _check_lengths(config, model)
     _check_critic(config, model)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":

@@ -118,6 +118,8 @@ class _Script:
 
     async def flush_cache(self) -> None: ...
 
+    async def switch(self, version: int, interrupt: bool) -> None: ...
+
 
 def check_workflow(
     function: str,

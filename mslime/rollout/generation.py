@@ -274,7 +274,7 @@ class Generator:
     def _reused_older(self, result: GenerateResult, sent: int) -> bool:
         """Whether an answer to a request of version `sent` is the work of newer weights on a prefix of older ones: it
         was on its way, or waited at the engine, while the weights changed beneath a cache that was kept."""
-        kept = self._config.rollout.pause_mode == "in_place"
+        kept = self._config.rollout.pause_mode == "in_place" and not self._config.syncs_adapters
         return kept and result.cached_tokens > 0 and bool(result.versions) and result.versions[0][0] > sent
 
     def _absorb(self, sample: Sample, result: GenerateResult, oldest: int) -> Step:

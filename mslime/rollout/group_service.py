@@ -132,7 +132,9 @@ class GroupService(ABC):
 
     async def pause_for_update(self) -> None:
         """Hold the engines for a weight update. With `pause_mode: abort` running responses are interrupted and kept;
-        otherwise the engines keep them and go on with the new weights."""
+        otherwise the engines keep them and go on with the new weights. For adapters alone nothing is held."""
+        if self._config.syncs_adapters:
+            return
         mode = self._pause_mode
         if mode == "abort":
             await self.drain()
@@ -145,11 +147,24 @@ class GroupService(ABC):
         `in_place`, which keeps the caches of running responses by its nature; new requests do not find them
         (`Generator`)."""
         self.books.published(version)
+        if self._config.syncs_adapters:
+            await self._switch(version)
+            return
         if self._pause_mode != "in_place":
             await self._everywhere(self._engines.flush_cache)
         await self._everywhere(self._engines.resume)
         self._runner.forget_deaths()
         self._generator.ready.set()
+        if self._works_ahead:
+            self._go_on()
+
+    async def _switch(self, version: int) -> None:
+        """Go on with the adapters of `version`, which the engines have loaded. Responses that run under older ones are
+        interrupted, and go on at once under these; with `pause_mode: in_place` each request ends under its own.
+        Prefixes are an adapter's own in the engines' caches."""
+        self._runner.forget_deaths()
+        interrupt = self._pause_mode == "abort"
+        await self._everywhere(lambda: self._engines.switch(version, interrupt))
         if self._works_ahead:
             self._go_on()
 

@@ -360,6 +360,10 @@ class WeightSender:
             publish(directory)
         self._exchange(None)
 
+    def sums(self) -> dict[str, str]:
+        """What engines must say of every tensor that is sent or exported (`Receivers.digest`). Collective."""
+        return self._sums(self._values(dict(self._params())))
+
     @property
     def _export_dtype(self) -> str:
         return self._options.export_dtype or self._options.dtype

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mslime.backends.cpu import lora
 from mslime.config.errors import EngineError
 
 SGLANG_VERSION = "0.5.23"
@@ -250,6 +251,24 @@ PATCHES: tuple[Patch, ...] = (
         "sglang.kernels.ops.sampling.murmur_hash",
         "seeded sampling hashes (seed, position, column) with an op of sgl_kernel; the same arithmetic in numpy",
         _murmur_hash,
+    ),
+    Patch(
+        "adapters_unpinned",
+        "sglang.srt.lora.layers",
+        "layers with adapters keep their offsets in pinned memory",
+        lora.unpinned,
+    ),
+    Patch(
+        "adapter_batches_unpinned",
+        "sglang.srt.lora.backend.torch_backend",
+        "so does what says which tokens have which adapter",
+        lora.unpinned,
+    ),
+    Patch(
+        "expert_adapters",
+        "sglang.srt.lora.layers",
+        "experts with adapters exist as Triton and Marlin kernels only",
+        lora.expert_adapters,
     ),
 )
 

@@ -25,18 +25,20 @@ import tenacity
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.answers import load_answer
-from mslime.backends.sglang.comparison import HELD, UNKNOWN
+from mslime.backends.sglang.comparison import HELD, HELD_ADAPTER, UNKNOWN
 from mslime.backends.sglang.generating import (
     GenerateRequest,
     GenerateResult,
     answer_limit,
     format_version,
+    of_version,
     parse_generation,
     parse_version,
 )
 from mslime.backends.sglang.probing import ProbeRequest, parse_probe
 from mslime.backends.sglang.released import RELEASED, Released
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
+from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
 from mslime.config.choices import EngineTag, PauseMode
 from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
@@ -83,6 +85,9 @@ class EngineClient:
         log_path: the server's log, named in errors; None for servers that somebody else started.
         keys: what the server asks of its clients.
         identity: the name under which it must serve its model, which the handshake compares; empty for any.
+
+    Attributes:
+        adapters: that it has loaded.
     """
 
     def __init__(
@@ -98,6 +103,7 @@ class EngineClient:
         self.url, self.name, self.model, self.log_path = url.rstrip("/"), name, model, log_path
         self.keys, self.identity = keys, identity
         self.deadlines = deadlines or DeadlineConfig()
+        self.adapters = ServingAdapters(self._unload_adapter)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -124,9 +130,12 @@ class EngineClient:
         """
         self._check_ids(request)
         limit = answer_limit(request, self.model)
-        answer = await self._call("POST", "/generate", request.payload(), self.deadlines.engine_request_s, limit)
+        with self.adapters.used(request.rid) as adapter:
+            body = request.payload() | _with(adapter)
+            answer = await self._call("POST", "/generate", body, self.deadlines.engine_request_s, limit)
         with self.reading(f"request {request.rid}"):
-            return parse_generation(request, answer, self.name, self.model)
+            result = parse_generation(request, answer, self.name, self.model)
+            return result if adapter is None else of_version(result, adapter.version)
 
     async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
         """[n] float32 log-probs of given tokens, see `scoring.parse_scores`; tried again when the connection fails.
@@ -145,9 +154,11 @@ class EngineClient:
         """
         assert self.model is not None, "a probe is of a client that knows the model"
         self._check_ids(request.generation)
-        answer = await self._retrying("POST", "/generate", request.payload(), self.deadlines.weight_sync_s)
+        adapter = self.adapters.of_version(request.version)
+        body = request.payload() | _with(adapter)
+        answer = await self._retrying("POST", "/generate", body, self.deadlines.weight_sync_s)
         with self.reading(f"request {request.rid}"):
-            return parse_probe(request, answer, self.name, self.model)
+            return parse_probe(request, answer, self.name, self.model, adapter is not None)
 
     def _check_ids(self, request: GenerateRequest | ScoreRequest) -> None:
         """Raise EngineError for a token id that would kill the server."""
@@ -222,11 +233,33 @@ class EngineClient:
         """Let the engine's ranks leave a process group."""
         await self._once("/destroy_weights_update_group", {"group_name": name})
 
+    async def load_adapter(self, adapter: AdapterVersion) -> None:
+        """Let the engine have an adapter beside those that it has, while its requests go on.
+
+        Raises:
+            EngineError: it refuses, or cannot read it. EngineDied: it died meanwhile.
+        """
+        if adapter in self.adapters.loaded:
+            return
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.directory)}
+        await self._control("/load_lora_adapter", body, self.deadlines.weight_sync_s)
+        self.adapters.add(adapter)
+
+    async def _unload_adapter(self, name: str) -> None:
+        await self._control("/unload_lora_adapter", {"lora_name": name}, self.deadlines.weight_sync_s)
+
     async def held_weights(self) -> list[dict[str, Any]] | None:
         """What every rank holds of the tensors that it was sent, for `comparison`; None where the server lacks the
         plug-in that can say."""
+        return await self._held(HELD)
+
+    async def held_adapter(self, adapter: AdapterVersion) -> list[dict[str, Any]] | None:
+        """What every rank holds of an adapter's tensors; see `held_weights`."""
+        return await self._held(HELD_ADAPTER + adapter.name)
+
+    async def _held(self, action: str) -> list[dict[str, Any]] | None:
         try:
-            answer = await self._control("/weights_checker", {"action": HELD}, self.deadlines.weight_sync_s, True)
+            answer = await self._control("/weights_checker", {"action": action}, self.deadlines.weight_sync_s, True)
         except EngineError as error:
             if UNKNOWN in error.rule:
                 return None
@@ -424,6 +457,11 @@ class EngineClient:
             raise self.error(path, f"HTTP {status}: {_message(content)}", kind)
         with self.reading(path):
             return load_answer(content)
+
+
+def _with(adapter: AdapterVersion | None) -> dict[str, Any]:
+    """What a request for /generate says of its adapter."""
+    return {} if adapter is None else {"lora_path": adapter.name}
 
 
 def bucket_description(names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], group: str) -> bytes:

@@ -15,6 +15,8 @@ from mslime.config.errors import sync_error
 
 HELD = "mslime-held"
 """Action of `/weights_checker` that asks for the sums: of mslime's plug-in (`held`)."""
+HELD_ADAPTER = "mslime-held-adapter "
+"""The same of an adapter, whose name follows (`held_adapters`)."""
 UNKNOWN = "Unsupported action"
 """What a server without it answers."""
 CANNOT = ""

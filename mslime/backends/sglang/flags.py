@@ -12,7 +12,7 @@ from typing import Any
 
 from mslime.backends.cpu.sglang import SITE_DIR
 from mslime.config.hf_config import read_hf_config
-from mslime.config.serving import ServerSpec
+from mslime.config.serving import ServedLora, ServerSpec
 
 PLUGINS_DIR = Path(__file__).with_name("plugins")
 """A directory for each of our plug-ins of SGLang, which lies there as if it were an installed package."""
@@ -92,9 +92,24 @@ def server_fields(
         "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
         "enable_memory_saver": spec.gives_back and not cpu,  # on a CPU our plug-in does it (`memory`)
     }
+    if spec.lora is not None:
+        fields |= _lora_fields(spec.lora, cpu)
     if part is not None:
         fields |= {"nnodes": engine.nnodes, "node_rank": part.rank, "dist_init_addr": part.meeting}
     return fields | engine.extra
+
+
+def _lora_fields(lora: ServedLora, cpu: bool) -> dict[str, Any]:
+    """What makes a server serve adapters. It keeps one more than are served: the newest is loaded before the oldest is
+    gone."""
+    return {
+        "enable_lora": True,
+        "lora_backend": "torch_native" if cpu else None,
+        "max_lora_rank": lora.rank,
+        "lora_target_modules": list(lora.modules),
+        "max_loras_per_batch": lora.alive,
+        "max_loaded_loras": lora.alive + 1,
+    }
 
 
 def command_line(fields: Mapping[str, Any]) -> list[str]:
@@ -117,7 +132,7 @@ def command_line(fields: Mapping[str, Any]) -> list[str]:
 
 def environment(
     base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None, recorded: bool = False,
-    files: bool = False, gives_back: bool = False,
+    files: bool = False, gives_back: bool = False, adapters: bool = False,
 ) -> dict[str, str]:  # fmt: skip
     """The server's environment variables.
 
@@ -128,6 +143,7 @@ def environment(
         recorded: it loads buckets of weights by recorded copies (see `recorded`).
         files: it takes them in files (see `files`), or its ranks pass them on (see `relay`).
         gives_back: it gives its memory back when asked (see `memory`).
+        adapters: it says what it holds of adapters (see `held_adapters`).
     """
     env = dict(base)
     env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would cost a timeout
@@ -136,7 +152,7 @@ def environment(
     env["PYTHONUNBUFFERED"] = "1"
     # mslime itself must be importable, for the guard and for the CPU platform, also when it is not installed.
     plugins = ["routes", *(["receiver"] if recorded else []), *(["files", "relay"] if files else [])]
-    plugins += ["memory"] if gives_back else []
+    plugins += [*(["memory"] if gives_back else []), *(["adapters"] if adapters else [])]
     own = [Path(__file__).resolve().parents[3], *(PLUGINS_DIR / plugin for plugin in plugins)]
     paths = [*map(str, own), env.get("PYTHONPATH")]
     if cpu:

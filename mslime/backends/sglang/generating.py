@@ -12,7 +12,7 @@ which is renormalised over them. Greedy requests (temperature 0) report log soft
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -229,6 +229,11 @@ def parse_generation(
         engine,
         int(meta.get("num_retractions") or 0),
     )
+
+
+def of_version(result: GenerateResult, version: int) -> GenerateResult:
+    """A result all of whose tokens are of one version, whatever the engine calls its weights: of its adapter's."""
+    return replace(result, versions=((version, 0, n),) if (n := len(result.output_ids)) else ())
 
 
 def _integers(values: Sequence[Any]) -> NDArray[np.int64]:

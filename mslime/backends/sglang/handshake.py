@@ -19,6 +19,7 @@ from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.config.choices import PauseMode
 from mslime.config.errors import EngineError
+from mslime.config.serving import ServedLora
 
 PROBE_PROMPT = (1, 2, 3)
 PROBE_TOKENS = 2
@@ -33,6 +34,7 @@ class Needs:
         architectures: of the trained checkpoint's config.json; empty when unknown.
         dtype: in which weights will be sent, as torch names it; empty for any.
         checkpoint_dtype: what the checkpoint's config.json names, which the server's `auto` goes by.
+        lora: adapters that they serve, each read from a directory; None: none.
         memory: that they give their memory back (`cluster.placement: colocated`).
         truncation: top_p, top_k and min_p of draws whose sampling masks are trained; empty for unrestricted ones.
     """
@@ -42,6 +44,7 @@ class Needs:
     dtype: str = ""
     checkpoint_dtype: str | None = None
     memory: bool = False
+    lora: ServedLora | None = None
     truncation: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -116,6 +119,8 @@ async def _handshake(client: EngineClient, needs: Needs) -> int:
         if needs.truncation.get("min_p") and info.get("enable_deterministic_inference"):
             raise _missing(client, "min-p draws", "it was started with --enable-deterministic-inference")
         await _probe(client, "sampling mask", partial(_probe_supports, truncation=needs.truncation))
+    if needs.lora is not None and (lacks := _lacks_adapters(needs.lora, info)):
+        raise _missing(client, "adapters", lacks)
     if needs.memory:
         await _probe(client, "memory that is given back", _probe_memory)
     await _probe(client, "weight-update sessions", _probe_session)
@@ -129,6 +134,20 @@ async def _handshake(client: EngineClient, needs: Needs) -> int:
 async def handshake_all(clients: list[EngineClient], needs: Needs) -> int:
     """`handshake` with every engine at once; the input that one of them refuses: of so many tokens, or more."""
     return min(await asyncio.gather(*(handshake(client, needs) for client in clients)))
+
+
+def _lacks_adapters(lora: ServedLora, info: Mapping[str, Any]) -> str:
+    """What a server was started without that these adapters need; empty when nothing."""
+    if not info.get("enable_lora"):
+        return "it was started without --enable-lora"
+    if (info.get("max_lora_rank") or 0) < lora.rank:
+        return f"it was started with --max-lora-rank {info.get('max_lora_rank')}, and they have rank {lora.rank}"
+    targets = set(info.get("lora_target_modules") or ())
+    if "all" not in targets and (absent := sorted({*lora.modules} - targets)):
+        return f"its --lora-target-modules lack {', '.join(absent)}"
+    if (most := info.get("max_loaded_loras")) is not None and most <= lora.alive:
+        return f"it was started with --max-loaded-loras {most}, and {lora.alive + 1} are loaded at once"
+    return ""
 
 
 def _served_dtype(setting: str, checkpoint: str | None) -> str:

@@ -21,20 +21,24 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mslime.backends.sglang import adapter_update
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.comparison import Sums, compare, why_not
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.heartbeat import Heartbeats
 from mslime.backends.sglang.probing import ProbeRequest
 from mslime.backends.sglang.scoring import ScoreRequest
+from mslime.backends.sglang.serving_adapters import AdapterVersion
 from mslime.config.choices import EngineTag, PauseMode
 from mslime.config.errors import EngineError, WeightSyncError, sync_error
 from mslime.data.probe import Probed
 
 T = TypeVar("T")
 MAX_SESSIONS = 65536
+INTERRUPT_S = 5.0
+"""For requests to return what they have; who does not goes on under its adapter."""
 _CANNOT_SAY = "weights are not compared, since it cannot say what it holds"
-_NO_PLUG_IN = "it was started without mslime/backends/sglang/plugins/receiver on its PYTHONPATH"
+_NO_PLUG_IN = "it was started without mslime/backends/sglang/plugins/{} on its PYTHONPATH"
 _log = logging.getLogger(__name__)
 
 
@@ -45,10 +49,12 @@ class Serving:
     Attributes:
         urls: of the engines that do.
         gone: by name, what the engines died of that are dead.
+        adapters: versions of adapters that requests have, or that were loaded just now.
     """
 
     urls: tuple[str, ...]
     gone: Mapping[str, str]
+    adapters: frozenset[int] = frozenset()
 
 
 class _Slot:
@@ -243,6 +249,40 @@ class EnginePool:
         urls = await self.broadcast(begin, spare=True)
         return Serving(tuple(urls), {name: error.brief for name, error in self.dead.items()})
 
+    # -> load_adapter -> [compare] -> [probe] -> switch, where engines are given adapters alone, while they generate.
+
+    async def load_adapter(self, adapter: AdapterVersion, alive: int) -> Serving:
+        """Let every engine that lives, the admitted ones among them, have an adapter beside those that its requests
+        have; `switch` makes it the one of new requests. An engine that fails keeps what it had, and is taken for dead,
+        unless all do.
+
+        Args:
+            alive: adapters that an engine serves at once.
+
+        Raises:
+            EngineError: all refuse.
+            EngineDied: all are gone: what the first one died of.
+        """
+        await self._change()
+        urls = await self.broadcast(lambda client: adapter_update.load(client, adapter, alive), spare=True)
+        held = frozenset(each.version for client in self.clients for each in client.adapters.loaded)
+        return Serving(tuple(urls), {name: error.brief for name, error in self.dead.items()}, held)
+
+    async def switch(self, version: int, interrupt: bool) -> None:
+        """Give new requests the adapter of a version that is loaded.
+
+        Args:
+            interrupt: requests with an older one return what they have; else they end under it.
+        """
+        live = [slot.client for slot in self._slots if slot.error is None]
+        for client in live:
+            if (adapter := client.adapters.of_version(version)) is not None:
+                client.adapters.switch(adapter)
+        if self._heartbeats is not None:
+            self._heartbeats.start()
+        if interrupt:
+            await self.broadcast(lambda client: adapter_update.interrupt_older(client, INTERRUPT_S))
+
     async def begin_again(self) -> Serving:
         """`begin_update` after an update that broke off. The engines hold a mixture, and are to get all weights anew.
         The trainer must have left its groups with them, for until then they may wait for a bucket. Raises like that.
@@ -259,12 +299,13 @@ class EnginePool:
         await asyncio.gather(*(end(slot) for slot in self._slots if slot.error is None))
         return await self.begin_update()
 
-    async def compare(self, expected: Sums, strict: bool = False) -> int:
+    async def compare(self, expected: Sums, strict: bool = False, adapter: int | None = None) -> int:
         """Compare every bit of what the engines hold with what the trainer sent.
 
         Args:
             expected: of all tensors.
             strict: an engine that cannot say what it holds is one that differs; else it is left alone.
+            adapter: version of the adapter that these are the tensors of; None: they are weights.
 
         Returns:
             Number of tensors compared, over all engines.
@@ -275,9 +316,9 @@ class EnginePool:
         wrong: list[WeightSyncError] = []
 
         async def one(client: EngineClient) -> int:
-            reported = await client.held_weights()
+            reported, plug_in = await _held(client, adapter)
             with client.reading("sums of its weights"):
-                cannot = _NO_PLUG_IN if reported is None else why_not(reported)
+                cannot = _NO_PLUG_IN.format(plug_in) if reported is None else why_not(reported)
                 if cannot:
                     _log.warning("%s: %s: %s", client.url, _CANNOT_SAY, cannot)
                 try:
@@ -324,12 +365,15 @@ class EnginePool:
         is not asked: they would go on, and the text might wait until the first of them has ended."""
 
         async def one(client: EngineClient) -> tuple[str, Probed]:
+            if client.adapters.of_version(request.version) is not None:  # it generates meanwhile
+                return client.url, await client.probe(request)
             await client.resume()
             found = await client.probe(request)
             await client.pause(self._paused)
             return client.url, found
 
-        return dict(await self.broadcast(one, spare=True, idle=True))
+        adapters = any(client.adapters.loaded for client in self.clients)
+        return dict(await self.broadcast(one, spare=True, idle=not adapters))
 
     async def broadcast(
         self, call: Callable[[EngineClient], Coroutine[Any, Any, T]], spare: bool = False, idle: bool = False
@@ -419,6 +463,15 @@ class EnginePool:
             raise
         finally:
             task.cancel()
+
+
+async def _held(client: EngineClient, adapter: int | None) -> tuple[list[dict[str, Any]] | None, str]:
+    """(what an engine says that it holds, the plug-in that lets it say so)."""
+    if adapter is None:
+        return await client.held_weights(), "receiver"
+    loaded = client.adapters.of_version(adapter)
+    assert loaded is not None, f"{client.url} has no adapter of version {adapter}"
+    return await client.held_adapter(loaded), "adapters"
 
 
 def all_or_first_failure(answers: Sequence[T | BaseException]) -> list[T]:

@@ -47,13 +47,19 @@ class ProbeRequest:
         return self.generation.payload() | {"logprob_start_len": 0}
 
 
-def parse_probe(request: ProbeRequest, answer: dict[str, Any], engine: str, model: ModelFacts) -> Probed:
-    """What a probe found. Raises one of MALFORMED, also for an answer of another weight version."""
+def parse_probe(
+    request: ProbeRequest, answer: dict[str, Any], engine: str, model: ModelFacts, adapter: bool = False
+) -> Probed:
+    """What a probe found. Raises one of MALFORMED, also for an answer of another weight version.
+
+    Args:
+        adapter: it was answered with the adapter of its version, of which the engine says nothing.
+    """
     text = parse_scores(ScoreRequest(request.rid, request.input_ids), answer, model.vocab_size)
     new = parse_generation(request.generation, answer, engine, model)
     assert len(new.output_ids) == NEW_TOKENS, f"{len(new.output_ids)} tokens of {NEW_TOKENS}, finished by {new.finish}"
     versions = {version for version, _, _ in new.versions}
-    assert versions == {request.version}, f"weights of version {versions}, and {request.version} was asked"
+    assert adapter or versions == {request.version}, f"weights of version {versions}, and {request.version} was asked"
     return Probed(
         np.concatenate([np.asarray(request.input_ids, np.int32), new.output_ids]),
         len(text),

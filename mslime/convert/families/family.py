@@ -61,6 +61,7 @@ class Support:
         not_served: why the engine is refused or not tested; empty when generation was compared with transformers.
         largest_engine_tp: largest `sglang.tp_size` at which SGLang computes this family; None: any that divides it.
         renderers: that may know how the family's checkpoints chat; each is compared with the checkpoint's template.
+        served_adapters: whether engines with adapters were compared with merged weights (`lora.sync: adapter`).
         notes: what a user should know, one sentence each.
     """
 
@@ -69,6 +70,7 @@ class Support:
     not_served: str = ""
     largest_engine_tp: int | None = None
     renderers: tuple[str, ...] = ()
+    served_adapters: bool = False
     notes: tuple[str, ...] = ()
 
 

@@ -15,7 +15,7 @@ class Qwen3Moe(Qwen3):
     """The MoE family."""
 
     architecture = "Qwen3MoeForCausalLM"
-    support = Support(("Qwen3-30B-A3B", "Qwen3-235B-A22B"), renderers=("qwen3",))
+    support = Support(("Qwen3-30B-A3B", "Qwen3-235B-A22B"), renderers=("qwen3",), served_adapters=True)
 
     def experts(self, hf_config: HFConfig) -> Experts:
         return Experts(

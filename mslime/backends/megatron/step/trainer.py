@@ -241,11 +241,34 @@ class MegatronTrainer(TrainedModel):
             rules, groups, self.named_local_params, options, receivers, on_bucket, values=self._as_served
         )
         self._export = sender.export
-        if self.adapters is not None:
+        if (adapters := self.adapters) is not None:
             own = replace(options, dtype=trainer_dtype(spec.megatron, cpu=self.device.type == "cpu"), export_dtype=None)
-            finish = partial(write_adapter, self.adapters)
-            self._export = WeightSender(self.adapters.table, groups, self.named_factors, own, finish=finish).export
+            finish = partial(write_adapter, adapters)
+            self._export = WeightSender(adapters.table, groups, self.named_factors, own, finish=finish).export
+            # SGLang divides alpha by the rank, whatever the file says of rank-stabilised scaling.
+            finish = partial(write_adapter, adapters.with_plain_scale())
+            served = replace(options, export_dtype=None)
+            self.adapter_sender = WeightSender(
+                adapters.table, groups, self.named_factors, served, receivers, finish=finish
+            )
         return sender
+
+    def write_adapter(self, directory: Path, verify: bool) -> dict[str, str]:
+        """Write the adapters for engines to read, in their dtype; a collective.
+
+        `weight_sender` comes first.
+
+        Args:
+            verify: also work out what the engines must say of the tensors.
+
+        Returns:
+            That, by name of the tensor; nothing without `verify`.
+
+        Raises:
+            WeightSyncError: on every rank, when it cannot be written.
+        """
+        self.adapter_sender.export(directory, self.spec.checkpoint)
+        return self.adapter_sender.sums() if verify else {}
 
     def export(self, directory: Path) -> None:
         """Write what was trained: a Hugging Face checkpoint, or an adapter in peft's format; a collective.

@@ -1,0 +1,117 @@
+"""Adapters that one engine has loaded: which is the newest, and which requests each has.
+
+Every version of the adapters has a name of its own at the engine. A request has one adapter from its first token to its
+last, so its tokens are of that version: SGLang's own spans name the version of the weights alone, which never change.
+An adapter is unloaded when it is not the newest and its last request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mslime.config.errors import EngineError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """One version of the adapters.
+
+    Attributes:
+        name: under which engines have it, unique among runs.
+        version: of the weights.
+        directory: that engines read it from, in peft's format.
+    """
+
+    name: str
+    version: int
+    directory: Path
+
+
+class ServingAdapters:
+    """The adapters of one engine. Belongs to one event loop.
+
+    Args:
+        unload: lets the engine forget the adapter of a name.
+
+    Attributes:
+        current: that new requests have; None: none was switched to yet, and they have the base alone.
+    """
+
+    def __init__(self, unload: Callable[[str], Awaitable[None]]) -> None:
+        self._unload = unload
+        self._loaded: dict[AdapterVersion, set[str]] = {}
+        self._unloading = set[asyncio.Task[None]]()
+        self.current: AdapterVersion | None = None
+
+    @property
+    def loaded(self) -> tuple[AdapterVersion, ...]:
+        """From the oldest to the newest."""
+        return tuple(self._loaded)
+
+    def requests_of_older(self) -> list[str]:
+        """Ids of requests that have another adapter than the current one, of the oldest first."""
+        return [rid for adapter, rids in self._loaded.items() if adapter != self.current for rid in rids]
+
+    def requests_of(self, adapter: AdapterVersion) -> list[str]:
+        """Ids of requests that have this one."""
+        return list(self._loaded.get(adapter, ()))
+
+    def add(self, adapter: AdapterVersion) -> None:
+        """The engine has loaded it."""
+        self._loaded[adapter] = set()
+
+    def switch(self, adapter: AdapterVersion) -> None:
+        """Give it to new requests; those that nobody uses any more are unloaded."""
+        assert adapter in self._loaded, f"{adapter.name} is not loaded"
+        self.current = adapter
+        for other in self.loaded:
+            self._forget_unused(other)
+
+    def drop(self, adapter: AdapterVersion) -> None:
+        """It was loaded in vain: no request had it."""
+        if adapter in self._loaded:
+            self._forget_unused(adapter)
+
+    def of_version(self, version: int) -> AdapterVersion | None:
+        """The loaded one of a version."""
+        return next((adapter for adapter in self._loaded if adapter.version == version), None)
+
+    @contextmanager
+    def used(self, rid: str) -> Iterator[AdapterVersion | None]:
+        """A request is at the engine inside; with the adapter that is current now."""
+        adapter = self.current
+        if adapter is None:
+            yield None
+            return
+        self._loaded[adapter].add(rid)
+        try:
+            yield adapter
+        finally:
+            self._loaded[adapter].discard(rid)
+            self._forget_unused(adapter)
+
+    async def settled(self) -> None:
+        """Return when what is being unloaded is gone."""
+        while self._unloading:
+            await asyncio.gather(*self._unloading)
+
+    def _forget_unused(self, adapter: AdapterVersion) -> None:
+        if adapter == self.current or self._loaded.get(adapter, True):
+            return
+        del self._loaded[adapter]
+        task = asyncio.create_task(self._unload_one(adapter), name=f"unload {adapter.name}")
+        self._unloading.add(task)
+        task.add_done_callback(self._unloading.discard)
+
+    async def _unload_one(self, adapter: AdapterVersion) -> None:
+        try:
+            await self._unload(adapter.name)
+        except EngineError as error:  # it takes memory, and nothing else: SGLang unloads the oldest by itself
+            _log.warning("%s is not unloaded: %s", adapter.name, error.brief)
