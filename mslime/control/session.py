@@ -164,7 +164,7 @@ class Session(Started):
     def _tend(self) -> None:
         self._publisher.tend()
 
-    def _publishes_by(self, delivery: Delivery) -> Publisher:
+    def _publishes_by(self, delivery: Delivery | AdapterDelivery) -> Publisher:
         verify = self.config.weights.verify
         return Publisher(verify, self._rollouts, delivery, self._fleet, self._memory, self.progress, self._timeline)
 

@@ -12,12 +12,8 @@ from mslime.config.errors import ConfigError
 from mslime.convert.adapters import Adapters
 from mslime.convert.families.family import Family
 
-_SERVED = {
-    "q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "o_proj": "o_proj",
-    "gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj",
-    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj",
-}  # fmt: skip
-"""Ends of the names of modules, and what SGLang calls them."""
+_SERVED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Ends of the names of modules that were run."""
 _TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
 """(module, another that a layer with an adapter on the first must have one on): SGLang joins them."""
 _EXPERTS = (("gate_proj", "down_proj"), ("down_proj", "gate_proj"))
@@ -26,8 +22,8 @@ _MERGED = "set lora.sync: merged"
 
 
 def served_modules(adapters: Adapters) -> tuple[str, ...]:
-    """What SGLang calls the modules that have an adapter."""
-    return tuple(dict.fromkeys(_SERVED[name.rsplit(".", 1)[-1]] for name in _adapted(adapters)))
+    """Ends of the names of the modules that have an adapter."""
+    return tuple(dict.fromkeys(name.rsplit(".", 1)[-1] for name in _adapted(adapters)))
 
 
 def check_served(adapters: Adapters, family: Family) -> None:
@@ -43,12 +39,12 @@ def check_served(adapters: Adapters, family: Family) -> None:
     beside = defaultdict[str, set[str]](set)
     for name in _adapted(adapters):
         layer, _, end = name.rpartition(".")
-        if end not in _SERVED or ".shared_expert" in name:
+        if end not in _SERVED:
             raise ConfigError(
                 "lora.sync", "adapter", f"engines were never run with an adapter on {name}",
                 f"{_MERGED}, or leave it out of lora.targets",
             )  # fmt: skip
-        beside[layer].add(_SERVED[end])
+        beside[layer].add(end)
     for layer, ends in beside.items():
         for end, other in _TOGETHER + (_EXPERTS if ".experts." in layer else ()):
             if end in ends and other not in ends:

@@ -177,6 +177,8 @@ def _engine(plan: RunPlan) -> Table:
         ("cache", f"{_gib(engine.cache)} GiB: {engine.tokens:,} tokens of {engine.token_bytes / 1024:.1f} KiB"),
         ("outside", f"{_gib(engine.runtime)} GiB, {_gib(engine.bucket)} of it for {held} of the weight update"),
     ]
+    if engine.adapters:
+        rows.insert(1, ("adapters", f"{_mib(engine.adapters)} MiB of those that are served at once"))
     if engine.state:
         per_request = f"{engine.state_bytes / 2**20:.0f} MiB a request"
         rows.insert(2, ("linear attention", f"{_gib(engine.state)} GiB of states, {per_request}"))
@@ -196,12 +198,24 @@ def _rollouts(found: RolloutBytes) -> Table:
     return facts_table("Rollouts, when all responses are as long as they may be", rows)
 
 
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f}"
+
+
 def _of_parts(size: TokenBytes) -> str:
     parts = [f"{_gib(part)} of {name}" for name, part in (("routes", size.routes), ("supports", size.supports)) if part]
     return f"{_gib(size.total)} GiB" + (f", {' and '.join(parts)}" if parts else "")
 
 
 def _sync(plan: RunPlan) -> Table:
+    if plan.engine is not None and plan.engine.adapters:
+        return facts_table(
+            "Sync of adapters",
+            [
+                ("written by the trainer", f"{_mib(plan.sync_bytes)} MiB, in a file"),
+                ("read by every engine rank", f"{_mib(plan.sync_bytes)} MiB, while it generates"),
+            ],
+        )
     gathered = sum(sender.gathered_near + sender.gathered_far for sender in plan.syncs)
     far, count = sum(sender.gathered_far for sender in plan.syncs), len(plan.syncs)
     from_others = f", {_gib(far)} of it from other machines" if far else ""

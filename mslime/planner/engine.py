@@ -35,6 +35,7 @@ class EngineMemory:
         token_bytes: of one token in the cache.
         state_bytes: of one request in the linear-attention layers.
         tokens: that fit into the cache of the engine.
+        adapters: all versions of the adapters that it serves at once.
     """
 
     weights: int
@@ -45,11 +46,12 @@ class EngineMemory:
     token_bytes: int
     state_bytes: int
     tokens: int
+    adapters: int = 0
 
 
 def engine_memory(
     engine: SGLangConfig, table: RuleTable, widths: Widths, num_layers: int, dtype: str, bucket: int, gpu_bytes: int,
-    taken: int = 0,
+    taken: int = 0, adapters: int = 0,
 ) -> EngineMemory:  # fmt: skip
     """Memory of one GPU of an engine of `engine.tp_size`.
 
@@ -57,6 +59,7 @@ def engine_memory(
         dtype: of the engine's weights, as torch names it.
         bucket: bytes that a weight update holds at once.
         gpu_bytes: of one GPU.
+        adapters: bytes of those that it serves (`adapter_bytes`).
         taken: of it when the engine starts, by a trainer that sleeps: SGLang takes a share of what is free.
     """
     tp, width = engine.tp_size, DTYPE_BYTES[dtype]
@@ -64,15 +67,30 @@ def engine_memory(
     static = int(static_fraction(engine, gpu_bytes) * (gpu_bytes - taken))
     token_bytes = cache_bytes_per_token(engine, widths, num_layers, width)
     state_bytes = _state_bytes(widths, tp, width)
-    left = max(static - weights, 0)
+    left = max(static - weights - adapters, 0)
     # Hybrid models share the rest between states and cache (SGLang's mamba_full_memory_ratio, default 0.9).
     ratio = float(str(engine.extra.get("mamba_full_memory_ratio") or 0.9)) if state_bytes else 0.0
     cache = int(left / (1 + ratio))
     tokens = min(cache // token_bytes, engine.max_total_tokens or cache // token_bytes)
     return EngineMemory(
         weights, tokens * token_bytes, left - cache if state_bytes else 0, gpu_bytes - taken - static, bucket,
-        token_bytes, state_bytes, tokens,
+        token_bytes, state_bytes, tokens, adapters,
     )  # fmt: skip
+
+
+def adapter_bytes(factors: RuleTable, alive: int, tp: int, dtype: str) -> int:
+    """Of the adapters that an engine makes room for, on one of its GPUs: a factor whose weight is not shared out along
+    it is whole on each (SGLang's LoRAMemoryPool).
+
+    Args:
+        factors: rules of A and B.
+        alive: how many versions it serves at once.
+    """
+    elements = (
+        copies(rule) * math.prod(rule.kind.full_shape) // (1 if rule.kind.tp_axis is None else tp)
+        for rule in factors.rules
+    )
+    return alive * sum(elements) * DTYPE_BYTES[dtype]
 
 
 def _held(rule: Rule, tp: int) -> int:

@@ -14,10 +14,11 @@ from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
 from mslime.config.training import PolicySpec, TrainingSpec, policy_spec
+from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.families.family import ModelFields
 from mslime.planner.activations import read_widths
-from mslime.planner.engine import EngineMemory, engine_memory
+from mslime.planner.engine import EngineMemory, adapter_bytes, engine_memory
 from mslime.planner.parameters import model_parameters
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, PhaseMemory, phases
 from mslime.planner.problems import (
@@ -65,7 +66,7 @@ class RunPlan:
         responses: of a step on the data-parallel rank that has fewest, and most.
         micro_batches: of an optimizer step at most, when every response is as long as it may be.
         bubble: share of a step that a stage waits, with that many micro-batches (arXiv:2104.04473, section 2.2).
-        transport: of the weight sync.
+        transport: of the weight sync; `adapters in files` where engines are given adapters alone.
         syncs: weight-sync traffic by sender.
         host: memory of the trainer machine that needs most.
         rollouts: bytes of a step's responses; None for supervised training.
@@ -194,7 +195,9 @@ def make_plan(
     bucket = int(config.weights.bucket_mib * 2**20)
     flat = [[layer for chunk in stage for layer in chunk] for stage in config.megatron.stage_layers(model.num_layers)]
     senders = Senders.at_most(layout, config.weights.senders)
-    sync = build_plan(table, senders, flat, wire, bucket) if serves else WeightPlan(senders, ())
+    factors = make_adapters(table, spec.lora).table if config.syncs_adapters else None
+    senders = Senders(layout) if factors is not None else senders  # one rank of each stage writes
+    sync = build_plan(factors or table, senders, flat, wire, bucket) if serves else WeightPlan(senders, ())
     stages = make_stages(spec, hf_config, limit, sync, gpu_bytes, values=False)
     stages, apart, beside = with_critic(config, stages, critic or hf_config, senders, gpu_bytes)
     per_node = config.cluster.gpus_per_node
@@ -202,12 +205,13 @@ def make_plan(
     rollouts = rollout_bytes(config, model, longest) if serves else None
     shared = serves and config.colocated
     host = _host(config, spec, stages, beside, sync, rollouts.machine if rollouts is not None else 0)
-    held = int(max((each.hf_bytes for each in sync.buckets), default=0) * buckets_held(config))
+    held = 0 if factors else int(max((each.hf_bytes for each in sync.buckets), default=0) * buckets_held(config))
     widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
     engine = None
     if serves:
         taken = TRAINER_ASLEEP_BYTES if shared else 0
-        engine = engine_memory(config.sglang, table, widths, model.num_layers, wire, held, gpu_bytes, taken)
+        served = adapter_bytes(factors, config.adapters_alive, config.sglang.tp_size, wire) if factors else 0
+        engine = engine_memory(config.sglang, table, widths, model.num_layers, wire, held, gpu_bytes, taken, served)
     taking_turns = phases(stages, engine) if shared and engine is not None else ()
     engines = config.sglang.gpus if serves else 0
     beyond = 0 if shared else engines  # GPUs beside the trainer's
@@ -234,7 +238,7 @@ def make_plan(
         responses=responses,
         micro_batches=micro_batches,
         bubble=(layout.pp - 1) / (micro_batches * layout.vpp + layout.pp - 1),
-        transport=config.weights.transport,
+        transport="adapters in files" if factors else config.weights.transport,
         syncs=syncs,
         host=host,
         rollouts=rollouts,

@@ -61,8 +61,9 @@ def bounds_of(
 def prediction_of(
     config: RunConfig, sync: WeightPlan, receiving: Receiving | None, rates: Rates
 ) -> SyncPrediction | None:
-    """Of a sync after engines have recorded how to load, where they do; None for a transport that is not predicted."""
-    follow = PREDICTED.get(config.weights.transport)
+    """Of a sync after engines have recorded how to load, where they do; None for a transport that is not predicted, and
+    for adapters, which go through files."""
+    follow = None if config.syncs_adapters else PREDICTED.get(config.weights.transport)
     if receiving is None or follow is None:
         return None
     return follow(sync, rates, receiving, config.cluster.gpus_per_node)

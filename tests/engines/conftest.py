@@ -23,7 +23,9 @@ from mslime.config.keys import Endpoint
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import DeadlineConfig, RunConfig
 from mslime.config.serving import engine_spec
+from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
+from mslime.convert.served_adapters import served_modules
 from tests.fixtures.engine_calls import load_from_disk
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
@@ -99,9 +101,11 @@ def serve(checkpoint: Path, log_dir: Path, **sections: Mapping[str, Any]) -> Sha
     run, config = cpu_run(checkpoint, **sections), json.loads((checkpoint / "config.json").read_text())
     model = get_family(config).model_fields(config)
     routes = run.train.replay == "r3" and bool(model.moe_layer_ids)
+    table = get_family(config).rules(config)
+    adapted = served_modules(make_adapters(table, run.lora)) if run.syncs_adapters else ()
 
     def start() -> tuple[ServerProcess, EngineAddress]:
-        process = ServerProcess(engine_spec(run), 0, log_dir, routes=routes)
+        process = ServerProcess(engine_spec(run, adapted), 0, log_dir, routes=routes)
         return process, process.start()
 
     process, address = start()

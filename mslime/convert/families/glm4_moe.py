@@ -24,6 +24,7 @@ class Glm4Moe(Decoder):
     support = Support(
         ("GLM-4.5", "GLM-4.5-Air", "GLM-4.7"),
         renderers=("glm-4.5", "glm-5"),
+        served_adapters=True,
         notes=("The layer of multi-token prediction is not trained; exports copy it from the source checkpoint.",),
     )
     partial_rotary = 0.5

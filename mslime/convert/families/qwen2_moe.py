@@ -18,7 +18,7 @@ class Qwen2Moe(Qwen2):
     """The MoE family."""
 
     architecture = "Qwen2MoeForCausalLM"
-    support = Support(("Qwen1.5-MoE-A2.7B", "Qwen2-57B-A14B"))
+    support = Support(("Qwen1.5-MoE-A2.7B", "Qwen2-57B-A14B"), served_adapters=True)
 
     def attention(self, hf_config: HFConfig) -> Attention:
         refuse_unless(hf_config, "qkv_bias", (None, True))

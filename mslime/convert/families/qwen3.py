@@ -13,7 +13,7 @@ class Qwen3(Decoder):
     """The dense family; the MoE family has the same attention."""
 
     architecture = "Qwen3ForCausalLM"
-    support = Support(("Qwen3-4B",), renderers=("qwen3",))
+    support = Support(("Qwen3-4B",), renderers=("qwen3",), served_adapters=True)
     harmless = frozenset({"max_window_layers", "sliding_window"})
 
     def attention(self, hf_config: HFConfig) -> Attention:
