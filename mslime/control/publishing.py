@@ -27,8 +27,8 @@ class Publisher:
     """
 
     def __init__(
-        self, verify: Verify, rollouts: RolloutHandle, delivery: Delivery | AdapterDelivery, fleet: Fleet, memory: Apart,
-        progress: Progress, timeline: Timeline,
+        self, verify: Verify, rollouts: RolloutHandle, delivery: Delivery | AdapterDelivery, fleet: Fleet,
+        memory: Apart, progress: Progress, timeline: Timeline,
     ) -> None:  # fmt: skip
         self._verify, self._rollouts, self._delivery, self._fleet = verify, rollouts, delivery, fleet
         self._memory, self._progress, self._timeline = memory, progress, timeline
@@ -81,7 +81,10 @@ class Publisher:
         self._fleet.lost(self._rollouts.dead())
         self._fleet.settled()
         self._tell(delivered, version, step)
-        seconds = {"weights/seconds": end - begin, "weights/pause_seconds": end - paused if self._delivery.pauses else 0.0}
+        seconds = {
+            "weights/seconds": end - begin,
+            "weights/pause_seconds": end - paused if self._delivery.pauses else 0.0,
+        }
         return (
             seconds | delivered.metrics() | {"weights/engines": float(self._delivery.engines)} | self._memory.metrics()
         )
