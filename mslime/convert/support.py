@@ -14,7 +14,7 @@ from mslime.convert.families import FAMILIES, Family
 if TYPE_CHECKING:
     from rich.table import Table
 
-_HEADINGS = ("Architecture in config.json", "Published checkpoints", "Train", "CPU engine")
+_HEADINGS = ("Architecture in config.json", "Published checkpoints", "Train", "CPU engine", "Adapters")
 _INTRODUCTION = """\
 # Models
 
@@ -27,6 +27,8 @@ This page is written by `mslime models --markdown`; a test keeps it equal to the
 - **Train**: a tiny model of the family gives transformers' logits within 1e-5 in fp32 on one process, TP2 EP2 PP2 and
   PP2 VPP2, and comes back to disk bit for bit in fp32 and bf16 (`tests/engines/test_families.py`).
 - **CPU engine**: after a weight sync from real Megatron ranks, a real SGLang server gives transformers' log-probs.
+- **Adapters**: a real SGLang server with an adapter beside the weights (`lora.sync: adapter`) gave the log-probs of
+  merged weights. Adapters merged into what is sent work with every family.
 - Every family reads FP8 block-quantised checkpoints (`quantization_config`), dequantised while they are read.
 - Multi-token-prediction layers are converted, and carried through an export; training neither builds nor changes them.
 
@@ -41,6 +43,7 @@ class SupportRow:
     models: str
     train: str
     engine: str
+    adapters: str
     notes: tuple[str, ...]
 
 
@@ -57,6 +60,7 @@ def _row(family: Family) -> SupportRow:
         ", ".join(support.models),
         "no" if support.not_trained else "yes",
         "no" if support.not_served else "yes",
+        "yes" if support.served_adapters else "no",
         tuple(f"{what}: {why}" for what, why in reasons.items() if why) + support.notes,
     )
 
@@ -65,7 +69,7 @@ def as_markdown(rows: Iterable[SupportRow]) -> str:
     """The page `docs/models.md`."""
     rows = list(rows)
     lines = [" | ".join(_HEADINGS), " | ".join("---" for _ in _HEADINGS)]
-    lines += [" | ".join((f"`{row.architecture}`", row.models, row.train, row.engine)) for row in rows]
+    lines += [" | ".join((f"`{row.architecture}`", row.models, row.train, row.engine, row.adapters)) for row in rows]
     notes = [f"- `{row.architecture}`: {note.removesuffix('.')}." for row in rows for note in row.notes]
     table = "\n".join(f"| {line} |" for line in lines)
     return _INTRODUCTION + table + "\n\n## Notes\n\n" + "\n".join(notes) + "\n"
@@ -84,5 +88,5 @@ def as_table(rows: Iterable[SupportRow]) -> Table:
         table.add_column(heading)
     for row in rows:
         named = Text.assemble((row.architecture, "bold"), "\n", (row.models, "dim"))
-        table.add_row(named, row.train, row.engine)
+        table.add_row(named, row.train, row.engine, row.adapters)
     return table

@@ -178,12 +178,16 @@ METRICS: dict[str, Metric] = {
     "weights/buckets": Metric("buckets", "sent in the sync"),
     "weights/engines": Metric("engines", "that took the weights; fewer than at the start when some are gone"),
     "weights/repeats": Metric("", "attempts that failed, after which everything was sent again"),
-    "weights/fill_seconds": Metric("s", "packing, gathering and converting, on the slowest sender"),
+    "weights/fill_seconds": Metric(
+        "s", "packing, gathering and converting, on the slowest sender; writing, of adapters"
+    ),
     "weights/turn_seconds": Metric("s", "waiting for other senders' buckets, on the sender that waited longest"),
     "weights/probe_seconds": Metric("s", "asking the engines for a fixed text after the sync"),
     "weights/probe_log_probs": Metric("nats", "engine against trainer on that text, median; the worst engine"),
     "weights/probe_routes": Metric("", "share of its (token, layer) pairs with the same experts; the worst engine"),
-    "weights/send_seconds": Metric("s", "broadcasts, and loading in the engines, on the slowest sender"),
+    "weights/send_seconds": Metric(
+        "s", "broadcasts, and loading in the engines, on the slowest sender; loading, of adapters"
+    ),
     "perf/step_seconds": Metric("s", "wall time of the step"),
     "perf/wait_seconds": Metric("s", "trainer waits for samples"),
     "perf/log_prob_seconds": Metric("s", "before the first gradient: passes for log-probs, token advantages"),

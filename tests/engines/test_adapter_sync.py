@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.client import EngineClient
-from mslime.backends.sglang.comparison import CANNOT
+from mslime.backends.sglang.comparison import CANNOT, HELD_ADAPTER
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.probing import ProbeRequest
@@ -206,7 +206,7 @@ def test_a_running_request_keeps_its_adapter_which_is_unloaded_when_it_has_ended
         await client.adapters.settled()
         assert client.adapters.loaded == (two,)
         for adapter, is_there in ((one, False), (two, True)):
-            (rank,) = await client.held_adapter(adapter) or ()
+            (rank,) = await client._held(HELD_ADAPTER + adapter.name) or ()
             assert (CANNOT not in rank["checksums"]) == is_there, "the engine has forgotten the older one"
 
     with_engine(server, work)
@@ -287,7 +287,7 @@ def test_a_response_across_versions_holds_what_each_made(
                 await unload_all(pool)
             samples = [sample for batch in batches for sample in batch.samples]
             for sample in samples:
-                assert_scored(sample, references)
+                assert_scored(sample, references, atol=1e-4)
             versions = [[s.version for s in sample.segments[1:]] for sample in samples]
             assert [1] in versions and any(2 in each for each in versions)
             crossed.extend(sample for sample, each in zip(samples, versions, strict=True) if each == [1, 2])

@@ -113,11 +113,14 @@ async def publish(service: RolloutService, pool: EnginePool, version: int, weigh
     await service.resume_after_update(version)
 
 
-def assert_scored(sample: Sample, by_version: dict[int, Reference], routes_before: int | None = None) -> None:
+def assert_scored(
+    sample: Sample, by_version: dict[int, Reference], routes_before: int | None = None, atol: float = 2e-5
+) -> None:
     """Each segment's log-probs and routes are those of the weights of its version, read over the whole sequence.
 
     Args:
         routes_before: version whose weights made the routes of older segments, where that is not the segment's own.
+        atol: nats by which log-probs may differ.
     """
     check_invariants(sample)
     assert sample.routes is not None and len(sample.routes) == len(sample) - 1 and sample.routes.mask.all()
@@ -125,7 +128,7 @@ def assert_scored(sample: Sample, by_version: dict[int, Reference], routes_befor
     for version in sorted(set(versions.tolist()) - {-1}):
         at, made = np.flatnonzero(versions == version), makers == version
         log_probs, routes = as_told(by_version[version], sample, made, at, scores)
-        np.testing.assert_allclose(sample.log_probs[at], log_probs[at], atol=2e-5, err_msg=f"version {version}")
+        np.testing.assert_allclose(sample.log_probs[at], log_probs[at], atol=atol, err_msg=f"version {version}")
         held = np.sort(sample.routes.experts.astype(np.int64), -1)
         np.testing.assert_array_equal(held[made], np.sort(routes, -1)[:-1][made], err_msg=f"version {version}")
 

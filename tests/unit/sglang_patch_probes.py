@@ -148,6 +148,59 @@ def _murmur3(words: list[int]) -> int:
     return h ^ h >> 16
 
 
+def adapters_unpinned() -> None:
+    from sglang.srt.lora import layers
+
+    assert layers.torch.tensor([0, 3], pin_memory=True).tolist() == [0, 3]
+    assert layers.torch.arange(3).pin_memory().tolist() == [0, 1, 2]
+
+
+def adapter_batches_unpinned() -> None:
+    from sglang.srt.lora.backend import torch_backend
+
+    assert torch_backend.torch.zeros((2,), pin_memory=True).tolist() == [0, 0]
+    assert torch_backend.torch.empty((2,), pin_memory=True).shape == (2,)
+
+
+def expert_adapters() -> None:
+    """Three tokens of two adapters and one of none, each on two of three experts."""
+    import torch
+    from sglang.srt.lora.layers import FusedMoEWithLoRA
+
+    torch.manual_seed(0)
+    rank, hidden, inner, experts = 2, 8, 6, 3
+    w13, w2 = torch.randn(experts, 2 * inner, hidden), torch.randn(experts, hidden, inner)
+    up_a, up_b = torch.randn(2, experts, 2 * rank, hidden), torch.randn(2, experts, 2 * inner, rank)
+    down_a, down_b = torch.randn(2, experts, rank, inner), torch.randn(2, experts, hidden, rank)
+    x, ids = torch.randn(4, hidden), torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2]])
+    weights, slots = torch.rand(4, 2), [0, 1, -1, 1]
+
+    class Dispatcher:
+        def dispatch(self, hidden_states: Any, topk_output: Any) -> Any:
+            return SimpleNamespace(hidden_states=hidden_states, topk_output=topk_output)
+
+        def combine(self, combine_input: Any) -> Any:
+            return combine_input.hidden_states
+
+    layer = SimpleNamespace(base_layer=SimpleNamespace(w13_weight=w13, w2_weight=w2, dispatcher=Dispatcher()))
+    info = SimpleNamespace(
+        max_lora_rank=rank, token_lora_mapping=torch.tensor(slots), has_active_lora=True, gate_up_lora_a_weights=up_a,
+        gate_up_lora_b_weights=up_b, down_lora_a_weights=down_a, down_lora_b_weights=down_b,
+    )  # fmt: skip
+    got = FusedMoEWithLoRA._forward_with_lora(layer, x, (weights, ids, None), info)
+    expected = torch.zeros(4, hidden, dtype=torch.float64)
+    for token, slot in enumerate(slots):
+        for choice, e in enumerate(ids[token].tolist()):
+            gate, up, down = w13[e][:inner].double(), w13[e][inner:].double(), w2[e].double()
+            if slot >= 0:
+                gate = gate + up_b[slot, e][:inner].double() @ up_a[slot, e][:rank].double()
+                up = up + up_b[slot, e][inner:].double() @ up_a[slot, e][rank:].double()
+                down = down + down_b[slot, e].double() @ down_a[slot, e].double()
+            g = gate @ x[token].double()
+            expected[token] += weights[token, choice] * (down @ (g / (1 + torch.exp(-g)) * (up @ x[token].double())))
+    torch.testing.assert_close(got.double(), expected, atol=1e-3, rtol=1e-4)
+
+
 def sgl_kernel() -> None:
     import sgl_kernel
 
@@ -187,6 +240,9 @@ PROBES: dict[str, Callable[[], None]] = {
         deterministic_choices,
         no_triton_matmuls,
         murmur_hash,
+        adapters_unpinned,
+        adapter_batches_unpinned,
+        expert_adapters,
     )
 }
 

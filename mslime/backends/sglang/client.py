@@ -253,8 +253,10 @@ class EngineClient:
         plug-in that can say."""
         return await self._held(HELD)
 
-    async def held_adapter(self, adapter: AdapterVersion) -> list[dict[str, Any]] | None:
-        """What every rank holds of an adapter's tensors; see `held_weights`."""
+    async def held_adapter(self, version: int) -> list[dict[str, Any]] | None:
+        """What every rank holds of the tensors of the loaded adapter of a version; see `held_weights`."""
+        adapter = self.adapters.of_version(version)
+        assert adapter is not None, f"{self.url} has no adapter of version {version}"
         return await self._held(HELD_ADAPTER + adapter.name)
 
     async def _held(self, action: str) -> list[dict[str, Any]] | None:

@@ -316,7 +316,10 @@ class EnginePool:
         wrong: list[WeightSyncError] = []
 
         async def one(client: EngineClient) -> int:
-            reported, plug_in = await _held(client, adapter)
+            if adapter is None:
+                reported, plug_in = await client.held_weights(), "receiver"
+            else:
+                reported, plug_in = await client.held_adapter(adapter), "adapters"
             with client.reading("sums of its weights"):
                 cannot = _NO_PLUG_IN.format(plug_in) if reported is None else why_not(reported)
                 if cannot:
@@ -463,15 +466,6 @@ class EnginePool:
             raise
         finally:
             task.cancel()
-
-
-async def _held(client: EngineClient, adapter: int | None) -> tuple[list[dict[str, Any]] | None, str]:
-    """(what an engine says that it holds, the plug-in that lets it say so)."""
-    if adapter is None:
-        return await client.held_weights(), "receiver"
-    loaded = client.adapters.of_version(adapter)
-    assert loaded is not None, f"{client.url} has no adapter of version {adapter}"
-    return await client.held_adapter(loaded), "adapters"
 
 
 def all_or_first_failure(answers: Sequence[T | BaseException]) -> list[T]:

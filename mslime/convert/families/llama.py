@@ -14,7 +14,7 @@ class Llama(Decoder):
     """The dense family."""
 
     architecture = "LlamaForCausalLM"
-    support = Support(("Llama-3.1-8B",), renderers=("llama-3",))
+    support = Support(("Llama-3.1-8B",), renderers=("llama-3",), served_adapters=True)
     rope_kinds = ("default", "llama3")
 
     def attention(self, hf_config: HFConfig) -> Attention:

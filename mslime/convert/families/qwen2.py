@@ -13,7 +13,7 @@ class Qwen2(Decoder):
     """The dense family; the MoE family has the same attention."""
 
     architecture = "Qwen2ForCausalLM"
-    support = Support(("Qwen2.5-0.5B", "Qwen2.5-7B"))
+    support = Support(("Qwen2.5-0.5B", "Qwen2.5-7B"), served_adapters=True)
     harmless = frozenset({"max_window_layers", "sliding_window"})
 
     def attention(self, hf_config: HFConfig) -> Attention:

@@ -1,0 +1,209 @@
+"""A sync of adapters alone against one of merged weights: bytes, time, and whether engines rest.
+
+    python benchmarks/lora_sync.py                    # adapters on attention, and on all linear layers
+    python benchmarks/lora_sync.py --hidden 1024 --rounds 9 --rank 16
+
+One real trainer rank and two real SGLang servers on CPUs, one for each way, with the same synthetic Qwen3-MoE in
+float32. While a sync is on its way, each server generates long responses. Both ways are timed in turn, from the
+trainer's adapters to the moment from which new requests have them: merged with `weights.transport: broadcast` (pause,
+buckets, end, stamp, resume), adapters by `lora.sync: adapter` (write, load, switch). Neither is compared or probed.
+
+The last line is JSON. For each choice of layers: `merged_bytes`, `adapter_bytes` and their ratio `ratio_bytes`;
+`merged_s`, `adapter_s` (medians) and `ratio_seconds`, the median of the rounds' own ratios; `merged_pause_s` and
+`adapter_pause_s`: how long the engine was told to rest; `kept`: responses that ran through all adapter syncs without an
+interruption, of how many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.generating import GenerateRequest
+from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.backends.sglang.server import EngineAddress, ServerProcess
+from mslime.backends.sglang.serving_adapters import AdapterVersion
+from mslime.config.loader import build
+from mslime.config.schema import RunConfig
+from mslime.config.serving import engine_spec
+from mslime.config.training import policy_spec
+from mslime.convert.adapters import make_adapters
+from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.peft import WEIGHTS
+from mslime.convert.served_adapters import served_modules
+from mslime.network import free_port
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
+
+TARGETS = {"attention": ["attention"], "all": ["attention", "experts"]}
+RESPONSES, TOKENS = 4, 4000
+
+
+def configured(model: Path, root: Path, targets: list[str], rank: int, sync: str) -> RunConfig:
+    """A run of one trainer rank."""
+    return build(
+        {
+            "model": {"path": str(model)},
+            "data": {"prompts": ["unused.jsonl"]},
+            "output_dir": str(root),
+            "cluster": {"device": "cpu"},
+            "megatron": {"use_distributed_optimizer": False},
+            "lora": {"rank": rank, "alpha": 2 * rank, "targets": targets, "sync": sync},
+            "rollout": {"max_staleness": 1, "pause_mode": "in_place"},
+            "sglang": {"max_total_tokens": 32768},
+            "deadlines": {"weight_sync_s": 120, "engine_start_s": 300},
+        }
+    )
+
+
+class Engine:
+    """A server, with one client and its pool on an event loop of the caller's."""
+
+    def __init__(self, config: RunConfig, root: Path, adapted: tuple[str, ...]) -> None:
+        self.process = ServerProcess(engine_spec(config, adapted), 0, root)
+        self.address: EngineAddress = self.process.start()
+        self.pool = EnginePool([self.client()], 64)
+        self.kept = 0
+
+    def client(self) -> EngineClient:
+        a = self.address
+        return EngineClient(a.url, a.name, None, None, a.log_path, a.keys)
+
+    def begin_responses(self, number: int) -> list[asyncio.Task[Any]]:
+        requests = (
+            GenerateRequest(f"{number}-{i}", list(range(3, 30)), TOKENS, ignore_eos=True) for i in range(RESPONSES)
+        )
+        return [asyncio.create_task(self.pool.generate(request)) for request in requests]
+
+
+async def merged(engine: Engine, sender: Any, version: int) -> tuple[float, float, int]:
+    """Seconds of a sync and of the engine's rest, and bytes."""
+    begin = time.perf_counter()
+    await engine.pool.pause("in_place")
+    paused = time.perf_counter()
+    await engine.pool.begin_update()
+    report = await asyncio.to_thread(sender.send, version)
+    await engine.pool.end_update()
+    await engine.pool.stamp(version)
+    await engine.pool.resume()
+    end = time.perf_counter()
+    return end - begin, end - paused, report.bytes
+
+
+async def alone(engine: Engine, trainer: MegatronTrainer, root: Path, version: int) -> tuple[float, int]:
+    """Seconds of a sync, and bytes."""
+    begin, directory = time.perf_counter(), root / f"adapter{version}"
+    await asyncio.to_thread(trainer.write_adapter, directory, False)
+    await engine.pool.load_adapter(AdapterVersion(f"v{version}", version, directory), 3)
+    await engine.pool.switch(version, interrupt=False)
+    return time.perf_counter() - begin, (directory / WEIGHTS).stat().st_size
+
+
+async def measure(
+    engines: tuple[Engine, Engine], trainer: MegatronTrainer, sender: Any, root: Path, rounds: int
+) -> dict[str, Any]:
+    """Both ways in turn, with responses under way; the first round of each is not counted."""
+    whole, beside = engines
+    found: list[tuple[float, float, float]] = []
+    bytes_of = (0, 0)
+    await alone(beside, trainer, root, 1)
+    running = whole.begin_responses(0) + beside.begin_responses(0)
+    await asyncio.sleep(0.5)
+    for version in range(2, rounds + 3):
+        merged_s, pause_s, merged_bytes = await merged(whole, sender, version)
+        adapter_s, adapter_bytes = await alone(beside, trainer, root, version)
+        found.append((merged_s, adapter_s, pause_s))
+        bytes_of = (merged_bytes, adapter_bytes)
+    under_way = [not task.done() for task in running[RESPONSES:]]
+    for engine in engines:
+        await engine.pool.abort()
+    results = await asyncio.gather(*running)
+    kept = sum(
+        went and {version for version, _, _ in result.versions} == {1} and not result.retractions
+        for went, result in zip(under_way, results[RESPONSES:], strict=True)
+    )
+    counted = found[1:]
+    return {
+        "merged_bytes": bytes_of[0],
+        "adapter_bytes": bytes_of[1],
+        "ratio_bytes": bytes_of[0] / bytes_of[1],
+        "merged_s": statistics.median(each[0] for each in counted),
+        "adapter_s": statistics.median(each[1] for each in counted),
+        "ratio_seconds": statistics.median(each[1] / each[0] for each in counted),
+        "merged_pause_s": statistics.median(each[2] for each in counted),
+        "adapter_pause_s": 0.0,
+        "kept": [kept, RESPONSES],
+    }
+
+
+async def case(name: str, model: Path, root: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One choice of layers: a trainer, a server for each way, and what they take."""
+    config = configured(model, root, TARGETS[name], arguments.rank, "adapter")
+    hf_config = read_hf_config(model)
+    adapted = served_modules(make_adapters(get_family(hf_config).rules(hf_config), config.lora))
+    engines: list[Engine] = []
+    trainer = MegatronTrainer(policy_spec(config), 0, 1, f"tcp://127.0.0.1:{free_port('127.0.0.1')}")
+    try:
+        for modules in ((), adapted):
+            engines.append(await asyncio.to_thread(Engine, config, root / f"logs{len(engines)}", modules))
+        sender = trainer.weight_sender(SGLangReceivers(config.deadlines))
+        await asyncio.to_thread(sender.connect, [engines[0].address.endpoint])
+        return await measure((engines[0], engines[1]), trainer, sender, root, arguments.rounds)
+    finally:
+        for engine in engines:
+            await engine.pool.close()
+            engine.process.stop()
+        trainer.close()
+
+
+def run(coroutine: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Its result, on an event loop of its own."""
+    return asyncio.run(coroutine)
+
+
+def main() -> None:
+    """Measure, and print a table and a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--rank", type=int, default=8, help="of the adapters")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    with TemporaryDirectory() as directory:
+        root = Path(directory)
+        model = make_tiny_qwen3_moe(
+            root / "model", hidden_size=arguments.hidden, moe_intermediate_size=arguments.hidden // 2,
+            num_hidden_layers=arguments.layers, num_experts=arguments.experts,
+        )  # fmt: skip
+        for name in arguments.targets:
+            found[name] = run(case(name, model, root / name, arguments))
+    table = Table(title="Adapters alone against merged weights", title_justify="left")
+    for heading in ("layers", "MB merged", "MB adapters", "ratio", "s merged", "s adapters", "ratio", "kept"):
+        table.add_column(heading, justify="right")
+    for name, each in found.items():
+        table.add_row(
+            name, f"{each['merged_bytes'] / 1e6:.1f}", f"{each['adapter_bytes'] / 1e6:.2f}",
+            f"{each['ratio_bytes']:.0f}", f"{each['merged_s']:.3f}", f"{each['adapter_s']:.3f}",
+            f"{each['ratio_seconds']:.2f}", f"{each['kept'][0]} of {each['kept'][1]}",
+        )  # fmt: skip
+    Console().print(table)
+    print(json.dumps({"hidden": arguments.hidden, "rank": arguments.rank, **found}))
+
+
+if __name__ == "__main__":
+    main()
