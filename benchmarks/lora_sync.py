@@ -48,7 +48,7 @@ from mslime.network import free_port
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 TARGETS = {"attention": ["attention"], "all": ["attention", "experts"]}
-RESPONSES, TOKENS = 4, 4000
+RESPONSES, TOKENS = 4, 1900
 
 
 def configured(model: Path, root: Path, targets: list[str], rank: int, sync: str) -> RunConfig:
