@@ -162,6 +162,16 @@ def adapter_batches_unpinned() -> None:
     assert torch_backend.torch.empty((2,), pin_memory=True).shape == (2,)
 
 
+def merged_segments() -> None:
+    """Ten requests of 60 tokens, six of one adapter and four of none."""
+    import torch
+    from sglang.srt.lora.backend import base_backend
+
+    bounds, slots, ranks = torch.tensor([0, 360, 600]), torch.tensor([1, 0]), torch.tensor([0, 4], dtype=torch.int32)
+    enabled, mapping = base_backend._compute_moe_lora_info(600, bounds, ranks, slots, None, None, 60)
+    assert enabled.tolist() == [0, 1] and mapping.tolist() == [1] * 360 + [-1] * 240
+
+
 def expert_adapters() -> None:
     """Three tokens of two adapters and one of none, each on two of three experts."""
     import torch
@@ -242,6 +252,7 @@ PROBES: dict[str, Callable[[], None]] = {
         murmur_hash,
         adapters_unpinned,
         adapter_batches_unpinned,
+        merged_segments,
         expert_adapters,
     )
 }

@@ -35,6 +35,19 @@ class _Unpinned(ModuleType):
         return self._torch.empty(*args, **options)
 
 
+def merged_segments(module: Any) -> None:
+    """Let neighbouring requests of one adapter be one segment that is longer than each of them, as the CPU backend
+    makes them: a check that is for the grid of a GPU kernel ends the server there."""
+    original = module._compute_token_lora_mapping
+
+    def compute(
+        num_tokens: int, indptr: Any, ranks: Any, indices: Any, mapping: Any, max_len: int, **options: Any
+    ) -> Any:
+        return original(num_tokens, indptr, ranks, indices, mapping, max(max_len, num_tokens), **options)
+
+    module._compute_token_lora_mapping = compute
+
+
 def expert_adapters(module: Any) -> None:
     """Experts with adapters expert by expert: SGLang has them for GPU kernels alone."""
     module.FusedMoEWithLoRA._forward_with_lora = _forward_with_lora

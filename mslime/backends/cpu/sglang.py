@@ -265,6 +265,12 @@ PATCHES: tuple[Patch, ...] = (
         lora.unpinned,
     ),
     Patch(
+        "merged_segments",
+        "sglang.srt.lora.backend.base_backend",
+        "a check for a GPU kernel ends the server when requests of one adapter have more than 256 tokens together",
+        lora.merged_segments,
+    ),
+    Patch(
         "expert_adapters",
         "sglang.srt.lora.layers",
         "experts with adapters exist as Triton and Marlin kernels only",
