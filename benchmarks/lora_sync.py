@@ -156,8 +156,8 @@ async def case(name: str, model: Path, root: Path, arguments: argparse.Namespace
     engines: list[Engine] = []
     trainer = MegatronTrainer(policy_spec(config), 0, 1, f"tcp://127.0.0.1:{free_port('127.0.0.1')}")
     try:
-        for modules in ((), adapted):
-            engines.append(await asyncio.to_thread(Engine, config, root / f"logs{len(engines)}", modules))
+        starts = (asyncio.to_thread(Engine, config, root / f"logs{i}", m) for i, m in enumerate(((), adapted)))
+        engines += await asyncio.gather(*starts)
         sender = trainer.weight_sender(SGLangReceivers(config.deadlines))
         await asyncio.to_thread(sender.connect, [engines[0].address.endpoint])
         return await measure((engines[0], engines[1]), trainer, sender, root, arguments.rounds)

@@ -87,7 +87,7 @@ ALONE: dict[str, Any] = {
     "lora": {"rank": 4, "alpha": 8, "sync": "adapter"},
     "train": {"num_steps": 4, "lr": 1e-2},
     "rollout": {"max_staleness": 1, "max_response_tokens": 300, "groups_per_step": 2},
-    "algorithm": {"correction": {"kind": "tis"}},
+    "algorithm": {"correction": {"preset": "tis"}},
     "checkpoint": {"save_every": 1},
 }
 
