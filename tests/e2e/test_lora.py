@@ -85,11 +85,16 @@ def test_a_run_with_adapters_goes_on_from_its_checkpoint(trained: tuple[Run, Any
 
 ALONE: dict[str, Any] = {
     "lora": {"rank": 4, "alpha": 8, "sync": "adapter"},
-    "train": {"num_steps": 4, "lr": 1e-2},
+    "train": {"num_steps": 4, "lr": 1e-2, "replay_max_age": 0},
     "rollout": {"max_staleness": 1, "max_response_tokens": 300, "groups_per_step": 2},
     "algorithm": {"correction": {"preset": "tis"}},
     "checkpoint": {"save_every": 1},
 }
+
+
+def newest_agree(row: dict[str, Any]) -> bool:
+    """Whether engine and trainer say the same of all tokens of the newest version, of which a step may have none."""
+    return row.get("mismatch/kl_age_0", 0.0) < 1e-6
 
 
 def adapter_of(directory: Path) -> dict[str, Any]:
@@ -116,15 +121,16 @@ def test_engines_that_are_given_adapters_alone_go_on_while_they_load(
     before = run.rows()
     assert_balanced(before)
     assert "tensors in the engines equal the trainer's, bit for bit" in run.text()
-    assert all(row["weights/pause_seconds"] == 0 and row["mismatch/kl_age_0"] < 1e-6 for row in before)
+    assert all(row["weights/pause_seconds"] == 0 and newest_agree(row) for row in before)
     assert sum(row["staleness/mean"] for row in before) > 0, "nothing was sampled by an older version"
+    assert any("mismatch/kl_age_0" in row for row in before)
     saved = max(int(path.name.split("_")[1]) for path in (run.directory / "checkpoints").glob("step_*"))
     config = RunConfig.model_validate({**values, "name": "run", "output_dir": str(tmp_path)})
     export(config, None, tmp_path / "saved")
     again = start_run({**values, "train": {**values["train"], "num_steps": saved + 2}}, tmp_path)
     rows = [row for row in finish(again, 2) if row["step"] > saved]
     assert [row["step"] for row in rows] == [saved + 1, saved + 2]
-    assert all(row["mismatch/kl_age_0"] < 1e-6 and row["weights/probe_log_probs"] < 1e-4 for row in rows)
+    assert all(newest_agree(row) and row["weights/probe_log_probs"] < 1e-4 for row in rows)
     assert f"version {saved}: 224 tensors in the engines equal the trainer's, bit for bit" in again.text()
     held = adapter_of(again.directory / "weights" / adapter_directory(saved + 2))
     exported = adapter_of(again.directory / "hf")
@@ -138,7 +144,7 @@ def test_an_engine_that_is_killed_comes_back_with_the_newest_adapters(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path
 ) -> None:
     values = settings(tiny_qwen3_moe, prompts, **ALONE)
-    values |= {"sglang": {"num_engines": 2, "max_total_tokens": 16384}, "train": {"num_steps": 60, "lr": 1e-2}}
+    values |= {"sglang": {"num_engines": 2, "max_total_tokens": 16384}, "train": {**values["train"], "num_steps": 60}}
     run = start_run(values, tmp_path)
     try:
         run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
@@ -151,4 +157,4 @@ def test_an_engine_that_is_killed_comes_back_with_the_newest_adapters(
         run.stop()
     rows = run.rows()
     assert_balanced(rows)
-    assert all(row["mismatch/kl_age_0"] < 1e-6 and row["weights/probe_log_probs"] < 1e-4 for row in rows)
+    assert all(newest_agree(row) and row["weights/probe_log_probs"] < 1e-4 for row in rows)
