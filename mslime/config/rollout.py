@@ -137,7 +137,7 @@ class RolloutConfig(Section):
         le=1024,
         ge=1,
         description="Processes among which the engines are divided; each speaks to its own and scores their responses. "
-        "One core reads about 150,000 tokens/s: set more where that is not enough (docs/clusters.md). Each has its own "
+        "A core reads 200,000 tokens/s or more: set more where that is not enough (docs/clusters.md). Each has its own "
         "`reward.workers` and environments, and the next port after `rollout.server.port`.",
     )
     pause_mode: PauseMode = Field(
