@@ -17,6 +17,7 @@ from mslime.config.training import PolicySpec, TrainingSpec, policy_spec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.families.family import ModelFields
+from mslime.convert.table import RuleTable
 from mslime.planner.activations import read_widths
 from mslime.planner.engine import EngineMemory, adapter_bytes, engine_memory
 from mslime.planner.parameters import model_parameters
@@ -192,14 +193,10 @@ def make_plan(
     layout, limit, serves = spec.layout, longest_sequence(config), spec.train.task == "rl"
     table.check_layout(layout)
     wire = engine_dtype(config, hf_config) if serves else export_dtype(hf_config)
-    bucket = int(config.weights.bucket_mib * 2**20)
-    flat = [[layer for chunk in stage for layer in chunk] for stage in config.megatron.stage_layers(model.num_layers)]
-    senders = Senders.at_most(layout, config.weights.senders)
     factors = make_adapters(table, spec.lora).table if config.syncs_adapters else None
-    senders = Senders(layout) if factors is not None else senders  # one rank of each stage writes
-    sync = build_plan(factors or table, senders, flat, wire, bucket) if serves else WeightPlan(senders, ())
+    sync = _sync(config, layout, table if factors is None else factors, model.num_layers, wire)
     stages = make_stages(spec, hf_config, limit, sync, gpu_bytes, values=False)
-    stages, apart, beside = with_critic(config, stages, critic or hf_config, senders, gpu_bytes)
+    stages, apart, beside = with_critic(config, stages, critic or hf_config, sync.senders, gpu_bytes)
     per_node = config.cluster.gpus_per_node
     longest = min(model.max_positions, limit)
     rollouts = rollout_bytes(config, model, longest) if serves else None
@@ -256,6 +253,16 @@ def make_plan(
         phases=taking_turns,
         host_usable=host_bytes(memory) if (memory := config.cluster.host_memory_gb) is not None else None,
     )
+
+
+def _sync(config: RunConfig, layout: ParallelLayout, table: RuleTable, num_layers: int, wire: str) -> WeightPlan:
+    """What is sent after a step, by whom; nothing where no engine generates."""
+    # Of adapters alone, one rank of each stage writes them.
+    senders = Senders(layout) if config.syncs_adapters else Senders.at_most(layout, config.weights.senders)
+    if config.train.task != "rl":
+        return WeightPlan(senders, ())
+    flat = [[layer for chunk in stage for layer in chunk] for stage in config.megatron.stage_layers(num_layers)]
+    return build_plan(table, senders, flat, wire, int(config.weights.bucket_mib * 2**20))
 
 
 def _host(

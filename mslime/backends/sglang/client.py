@@ -222,7 +222,7 @@ class EngineClient:
         await self._once("/init_weights_update_group", body)
 
     async def receive_bucket(self, description: bytes) -> str:
-        """Let the engine take part in a broadcast (see `bucket_description`).
+        """Let the engine take part in a broadcast (see `receivers.bucket_description`).
 
         Returns:
             When it has loaded the bucket, what it says of that.
@@ -464,29 +464,6 @@ class EngineClient:
 def _with(adapter: AdapterVersion | None) -> dict[str, Any]:
     """What a request for /generate says of its adapter."""
     return {} if adapter is None else {"lora_path": adapter.name}
-
-
-def bucket_description(names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], group: str) -> bytes:
-    """The request for a bucket: one flat buffer that holds these tensors, in order, broadcast in a group.
-
-    Args:
-        dtype: of all of them, as torch names it.
-    """
-    return update_request(names, [dtype] * len(names), shapes, group)
-
-
-def update_request(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str) -> bytes:
-    """The body of `/update_weights_from_distributed`: tensors, one after the other in flat buffers."""
-    return orjson.dumps(
-        {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
-        }
-    )
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes | None:

@@ -15,9 +15,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+import orjson
 import torch
 
-from mslime.backends.sglang.client import EngineClient, bucket_description, update_request
+from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.digest import whole_sum, word_sum
 from mslime.backends.sglang.files import NO_SUCH_GROUP, REFUSED, UNSEEN, group_of, group_to_forget, group_to_see
 from mslime.backends.sglang.recorded import OWN_LOADER, RECORDED
@@ -234,3 +235,26 @@ def use_plug_in(name: str) -> str:
 def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
+
+
+def bucket_description(names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], group: str) -> bytes:
+    """The request for a bucket: one flat buffer that holds these tensors, in order, broadcast in a group.
+
+    Args:
+        dtype: of all of them, as torch names it.
+    """
+    return update_request(names, [dtype] * len(names), shapes, group)
+
+
+def update_request(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str) -> bytes:
+    """The body of `/update_weights_from_distributed`: tensors, one after the other in flat buffers."""
+    return orjson.dumps(
+        {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause
+        }
+    )
