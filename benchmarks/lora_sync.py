@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -45,6 +46,8 @@ from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.peft import WEIGHTS
 from mslime.convert.served_adapters import served_modules
 from mslime.network import free_port
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 TARGETS = {"attention": ["attention"], "all": ["attention", "experts"]}

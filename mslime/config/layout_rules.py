@@ -182,6 +182,31 @@ def _overlap(config: RunConfig) -> None:
         )
 
 
+def _float32_offload(config: RunConfig) -> None:
+    """megatron-core 0.16.1 hands its offloading optimizer views of float32 parameters, which torch refuses as no leaves
+    (distrib_optimizer.py); of 16-bit ones it makes copies."""
+    m = config.megatron
+    if config.cluster.device == "cpu" or not _offloads(m):
+        return
+    if m.params_dtype == "float32":
+        raise ConfigError(
+            "megatron.optimizer_cpu_offload", True, f"{_OFFLOADED}, and megatron.params_dtype is float32",
+            "set megatron.params_dtype: bfloat16, or remove it",
+        )  # fmt: skip
+    if config.has_critic:
+        raise ConfigError(
+            "megatron.optimizer_cpu_offload", True, f"{_OFFLOADED}, and a critic's value head is float32",
+            "remove it, or choose an algorithm.advantage without a critic",
+        )  # fmt: skip
+
+
+_OFFLOADED = "megatron-core offloads the optimizer of 16-bit parameters alone"
+
+
+def _offloads(megatron: MegatronConfig) -> bool:
+    return bool(megatron.extra.get("optimizer_cpu_offload")) and megatron.use_distributed_optimizer
+
+
 def _engine_on_its_machines(config: RunConfig) -> None:
     engine, cluster = config.sglang, config.cluster
     if not engine.urls:
@@ -236,6 +261,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _recompute,
     _cpu_limits,
     _overlap,
+    _float32_offload,
     _engine_on_its_machines,
     _shared_memory_on_one_node,
     _tensor_parallel_on_one_node,
@@ -259,6 +285,11 @@ def check_model(megatron: MegatronConfig, device: Device, derived: Mapping[str, 
                 "remove it; the architecture comes from the checkpoint",
             )
     _context_parallel_attention(megatron, device, derived)
+    if device != "cpu" and _offloads(megatron) and derived.get("experimental_attention_variant"):
+        raise ConfigError(
+            "megatron.optimizer_cpu_offload", True, f"{_OFFLOADED}, and this model's delta-nets have float32 ones",
+            "remove it; megatron.use_precision_aware_optimizer with 16-bit moments takes less memory, too",
+        )  # fmt: skip
     if derived.get("rotary_interleaved") and megatron.extra.get("apply_rope_fusion"):
         raise ConfigError(
             "megatron.apply_rope_fusion",

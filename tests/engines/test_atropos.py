@@ -44,6 +44,7 @@ def of_atropos(config: RunConfig) -> RunConfig:
     """The same run with rollouts of Atropos' environments."""
     values = config.model_dump(mode="json", exclude_unset=True)
     values["data"] = {}
+    values.pop("reward", None)  # the environments score
     values["rollout"] |= {"function": "atropos", "atropos": {"port": free_port()}}
     return build(values)
 

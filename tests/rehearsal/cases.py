@@ -126,6 +126,8 @@ def launched() -> Iterator[Case]:
         layout = {key: min(settings.pop(long), 2) for key, long in PARALLEL.items() if settings.get(long)}
         settings = {k: v for k, v in settings.items() if not k.startswith("num_layers_in_")}
         layout = {key: size for key, size in layout.items() if size > 1}
+        if settings.get("optimizer_cpu_offload"):  # megatron-core offloads copies of 16-bit parameters alone
+            settings["params_dtype"] = "bfloat16"
         if layout.get("ep") == 2 and not {"tp", "cp"} & layout.keys():
             layout["dp"] = 2
         if (family, layout, settings) not in seen:

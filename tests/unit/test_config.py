@@ -161,6 +161,14 @@ SILENT_CORRUPTIONS = {
         "rollout.min_p",
     ),
     "engine without routes": (["--sglang.no-enable-return-routed-experts"], "sglang.enable_return_routed_experts"),
+    "offloaded float32 parameters": (
+        ["--cluster.device", "cuda", "--megatron.optimizer-cpu-offload", "--megatron.params-dtype", "float32"],
+        "megatron.optimizer_cpu_offload",
+    ),
+    "an offloaded value head": (
+        ["--cluster.device", "cuda", "--megatron.optimizer-cpu-offload", "--algorithm.advantage", "gae"],
+        "megatron.optimizer_cpu_offload",
+    ),
     "param gather without its parts": (["--megatron.overlap-param-gather"], "megatron.overlap_param_gather"),
 }
 
@@ -308,6 +316,18 @@ def test_a_fused_rotation_of_interleaved_pairs_is_refused() -> None:
     check_model(fused.megatron, "cpu", derived | {"rotary_interleaved": False})
     with pytest.raises(ConfigError, match="interleaved pairs"):
         check_model(fused.megatron, "cpu", derived | {"rotary_interleaved": True})
+
+
+def test_an_offloaded_optimizer_takes_16_bit_parameters_alone() -> None:
+    derived, off = {"hidden_size": 64, "num_layers": 4}, load("--megatron.optimizer-cpu-offload").megatron
+    nets = derived | {"experimental_attention_variant": "gated_delta_net"}
+    for device, fields in (("cuda", derived), ("cpu", nets)):
+        check_model(off, device, fields)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="delta-nets have float32"):
+        check_model(off, "cuda", nets)
+    assert load("--cluster.device", "cuda", "--megatron.optimizer-cpu-offload").megatron.extra["optimizer_cpu_offload"]
+    plain = ["--megatron.params-dtype", "float32", "--megatron.no-use-distributed-optimizer"]
+    load("--cluster.device", "cuda", "--megatron.optimizer-cpu-offload", *plain)
 
 
 def test_a_layout_that_divides_the_model_is_accepted() -> None:
