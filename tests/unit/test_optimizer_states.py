@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
 
-from mslime.backends.megatron.step.optimizer import load_states  # noqa: E402
+from mslime.backends.megatron.step.optimizer import load_states, without_classes  # noqa: E402
 
 
 class FakeFusedAdam(torch.optim.Optimizer):
@@ -71,3 +71,29 @@ def test_a_sharded_tensor_in_a_message_does_not_read_its_numbers() -> None:
     assert f"{tensor}" == "ShardedTensor(decoder.weight)"
     factory = ShardedTensorFactory("decoder.gated", tensor.data, build_fn=list, merge_fn=list)
     assert f"{factory}" == "ShardedTensorFactory(decoder.gated)"
+
+
+class FakeOffloaded:
+    """As megatron-core's distributed optimizer with `HybridDeviceOptimizer`: classes are among a group's numbers."""
+
+    def __init__(self) -> None:
+        self.optimizer = SimpleNamespace(
+            param_groups=[{"lr": 0.1, "cpu_optimizer_cls": torch.optim.AdamW}],
+            defaults={"lr": 0.1, "cpu_optimizer_cls": torch.optim.AdamW},
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.param_groups = [dict(group) for group in state["optimizer"]["param_groups"]]
+
+
+def test_a_saved_state_has_no_classes_and_a_loaded_one_has_them_again() -> None:
+    held = FakeOffloaded()
+    moments = torch.ones(2)
+    state = {"optimizer": {"param_groups": held.optimizer.param_groups, "state": {0: {"exp_avg": moments}}}}
+    saved = without_classes(state)
+    assert saved == {"optimizer": {"param_groups": [{"lr": 0.1}], "state": {0: {"exp_avg": moments}}}}
+    assert saved["optimizer"]["state"][0]["exp_avg"] is moments
+    assert "cpu_optimizer_cls" in held.optimizer.param_groups[0], "what is held stays as it is"
+    saved["optimizer"]["param_groups"][0]["lr"] = 0.2
+    load_states(cast("Any", held), saved)
+    assert held.optimizer.param_groups == [{"lr": 0.2, "cpu_optimizer_cls": torch.optim.AdamW}]

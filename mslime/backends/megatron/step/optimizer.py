@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedBase
@@ -78,6 +78,23 @@ def load_states(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     if any(isinstance(part.optimizer, torch.optim.Adam) for part in parts_of(optimizer)):
         _count_from_0(state)
     optimizer.load_state_dict(state)
+    for inner in (part.optimizer for part in parts_of(optimizer)):
+        for group in inner.param_groups:
+            for name, value in inner.defaults.items():
+                if isinstance(value, type):
+                    group.setdefault(name, value)
+
+
+def without_classes(state: Any) -> Any:
+    """A state without the classes of optimizers that megatron-core's offloading one keeps among a group's numbers.
+
+    Checkpoints hold no code: torch refuses to read it back. `load_states` puts them back.
+    """
+    if isinstance(state, dict):
+        return {k: without_classes(v) for k, v in cast("dict[Any, Any]", state).items() if not isinstance(v, type)}
+    if isinstance(state, list):
+        return [without_classes(each) for each in cast("list[Any]", state)]
+    return state
 
 
 def _count_from_0(state: dict[Any, Any]) -> None:
