@@ -171,7 +171,9 @@ class Session(Started):
     def _probe(self) -> WeightProbe | None:
         if self.config.weights.verify not in ("probe", "always"):
             return None
-        return WeightProbe(self._rollouts, self._trainers, self._run.probe_tolerance, self._memory)
+        tolerance, model = self._run.probe_tolerance, self._run.model
+        follows = model.sends_routes(self.config.train.replay)
+        return WeightProbe(self._rollouts, self._trainers, tolerance, self._memory, model, follows=follows)
 
     def _worth_waiting(self) -> None:
         """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mslime.backends.megatron.step.critic import MegatronCritic
     from mslime.config.layout import ParallelLayout
     from mslime.data.probe import RoutedRows
+    from mslime.data.routes import Routes
     from mslime.data.shard import TrainShard
     from mslime.weights.sync import SendReport
 
@@ -161,12 +162,14 @@ class TrainerActor(RankActor):
             expected = self._trainer.write_adapter(Path(directory), verify)
         return expected, (begin, time.time())
 
-    def probe(self, sequences: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.float32], RoutedRows | None, Span]:
+    def probe(
+        self, sequences: Sequence[NDArray[np.int32]], routes: Routes | None
+    ) -> tuple[NDArray[np.float32], RoutedRows | None, Span]:
         """What the current weights say of sequences, see `MegatronTrainer.probe`; of the experts only what one of
         several copies of the model chose."""
         begin = time.time()
         with phase(_log, f"log-probs of {len(sequences)} probe(s)"):
-            log_probs, chosen = self._trainer.probe(sequences)
+            log_probs, chosen = self._trainer.probe(sequences, routes)
         first = self._config.layout.dp_rank(self._rank) == 0
         return log_probs, chosen if first else None, (begin, time.time())
 
@@ -356,17 +359,21 @@ class TrainerGroup:
         return found[0][0], {f"trainer {rank}": span for rank, (_, span) in enumerate(found)}
 
     def probe(
-        self, sequences: Sequence[NDArray[np.int32]]
+        self, sequences: Sequence[NDArray[np.int32]], routes: Routes | None = None
     ) -> tuple[list[tuple[NDArray[np.float32], NDArray[np.int16] | None]], dict[str, Span]]:
         """(what the weights say of each sequence: [T] log-probs, [T, MoE layers, top-k] experts; when each rank was
-        busy with it)."""
+        busy with it).
+
+        Args:
+            routes: of all sequences, which the routers are to follow; nothing is said of experts then.
+        """
         found = self._trainers.all(
-            "weight sync: probe", self._sync_deadline, lambda a, _: a.probe.remote(sequences), self._check
+            "weight sync: probe", self._sync_deadline, lambda a, _: a.probe.remote(sequences, routes), self._check
         )
         ends = np.cumsum([len(tokens) for tokens in sequences])
-        routes = joined_routes([part for _, part, _ in found if part is not None], int(ends[-1]))
+        chosen = joined_routes([part for _, part, _ in found if part is not None], int(ends[-1]))
         log_probs = np.split(found[0][0], ends[:-1])
-        experts = [None] * len(sequences) if routes is None else np.split(routes, ends[:-1])
+        experts = [None] * len(sequences) if chosen is None else np.split(chosen, ends[:-1])
         spans = {f"trainer {rank}": span for rank, (_, _, span) in enumerate(found)}
         return list(zip(log_probs, experts, strict=True)), spans
 

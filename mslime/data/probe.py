@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from mslime.data.routes import Routes, narrowest_dtype
 from mslime.data.shard import TrainShard
 
 TEXT = (
@@ -44,6 +45,13 @@ class Probed:
     given: int
     log_probs: NDArray[np.float32]
     routes: NDArray[np.integer] | None = None
+
+    def may_be_followed(self, num_experts: int) -> bool:
+        """Whether there are routes, and each names experts that exist, none of them twice."""
+        if self.routes is None or not self.routes.size:
+            return False
+        experts = np.sort(self.routes.astype(np.int64), axis=-1)
+        return bool(experts.min() >= 0 and experts.max() < num_experts and (np.diff(experts) > 0).all())
 
 
 @dataclass(frozen=True)
@@ -117,8 +125,12 @@ def joined_routes(parts: Sequence[RoutedRows], tokens: int) -> NDArray[np.int16]
     return whole
 
 
-def shard_of(sequences: Sequence[NDArray[np.int32]]) -> TrainShard:
-    """Sequences of which nothing is trained, as each rank takes them for a forward pass, one a micro-batch."""
+def shard_of(sequences: Sequence[NDArray[np.int32]], routes: Routes | None = None) -> TrainShard:
+    """Sequences of which nothing is trained, as each rank takes them for a forward pass, one a micro-batch.
+
+    Args:
+        routes: of all their tokens.
+    """
     lengths = np.asarray([len(tokens) for tokens in sequences], np.int64)
     zeros = np.zeros(int(lengths.sum()), np.float32)
     return TrainShard(
@@ -130,4 +142,18 @@ def shard_of(sequences: Sequence[NDArray[np.int32]]) -> TrainShard:
         advantages=zeros,
         behaviour_log_probs=zeros,
         micro_batches=tuple((index,) for index in range(len(sequences))),
+        routes=routes,
+        segment_ages=None if routes is None else np.zeros(len(zeros), np.int32),
     )
+
+
+def routes_of(probes: Sequence[Probed], layer_ids: Sequence[int], num_experts: int) -> Routes:
+    """The routes of texts that engines answered, laid end to end; tokens that have none are left to the routers."""
+    rows, masks = list[NDArray[np.integer]](), list[NDArray[np.bool_]]()
+    for each in probes:
+        assert each.routes is not None, "no routes were asked for"
+        known, total = min(len(each.routes), len(each.tokens)), len(each.tokens)
+        rows.append(np.concatenate([each.routes[:known], np.zeros((total - known, *each.routes.shape[1:]), np.int64)]))
+        masks.append(np.arange(total) < known)
+    experts = np.concatenate(rows).astype(narrowest_dtype(num_experts))
+    return Routes(experts, np.concatenate(masks), tuple(layer_ids))

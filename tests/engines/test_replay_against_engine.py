@@ -17,7 +17,7 @@ from mslime.backends.sglang.generating import GenerateRequest
 from mslime.backends.sglang.probing import ProbeRequest
 from mslime.config.layout import ParallelLayout
 from mslime.data.packing import build_shards
-from mslime.data.probe import Differences, Probed, joined_routes
+from mslime.data.probe import Differences, Probed, joined_routes, routes_of
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample, check_invariants
 from mslime.data.shard import TrainShard
@@ -97,9 +97,10 @@ def test_log_probs_match_the_engine_on_every_generated_token(
         assert result["metrics"]["replay/coverage"] == result["metrics"]["replay/agreement"] == 1.0
 
 
-def _probed(trainer: MegatronTrainer, sequences: list[NDArray[np.int32]]) -> Any:
+def _probed(trainer: MegatronTrainer, sequences: list[NDArray[np.int32]], routes: Routes, other: Routes) -> Any:
     before = [parameter.detach().clone() for _, parameter in trainer.named_local_params()]
-    found = trainer.probe(sequences)
+    followed = [trainer.probe(sequences, given)[0] for given in (routes, other)]
+    found = (*trainer.probe(sequences), *followed)
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.named_local_params(), strict=True))
     return found, trainer.routing.replay is None or all(
         layer.router_replay_action is None for layer in trainer.routing.replay.layers
@@ -125,12 +126,18 @@ def test_engine_and_trainer_say_the_same_of_a_probe(
     answers = asyncio.run(asyncio.wait_for(ask(), 120))
     sequences = [answer.tokens for answer in answers]
     config = make_config(sglang_server.checkpoint, tmp_path, rollout={"temperature": TEMPERATURE}, **sizes)
-    found = run_trainers(_probed, config, sequences)
+    theirs = routes_of(answers, range(4), 8)
+    first = np.arange(len(theirs))[:, None, None] == 0
+    flipped = replace(theirs, experts=np.where(first, (theirs.experts + 1) % 8, theirs.experts).astype(np.uint8))
+    found = run_trainers(_probed, config, sequences, theirs, flipped)
     assert all(stopped for _, stopped in found)
     ends = np.cumsum([len(tokens) for tokens in sequences])
-    routes = joined_routes([part for (_, part), _ in found if part is not None], int(ends[-1]))
+    routes = joined_routes([part for (_, part, _, _), _ in found if part is not None], int(ends[-1]))
     assert routes is not None
-    for (log_probs, _), _ in found:
+    for (log_probs, _, by_theirs, by_others), _ in found:
+        assert np.abs(by_theirs - log_probs).max() < 1e-5, "the engine's routes are the trainer's"
+        apart = np.abs(by_others - log_probs)[: ends[0]]
+        assert np.median(apart[1:]) > 5e-4, "other experts of the first token reach the tokens after it"
         of_ranks = zip(answers, np.split(log_probs, ends[:-1]), np.split(routes, ends[:-1]), strict=True)
         for answer, mine, chosen in of_ranks:
             trainers = Probed(answer.tokens, answer.given, mine, chosen)

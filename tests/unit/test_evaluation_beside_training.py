@@ -30,6 +30,7 @@ from mslime.observe.metrics import read_metrics
 from mslime.observe.rows import by_step
 from mslime.observe.timeline import read_spans
 from mslime.preflight.resolve import ResolvedRun
+from tests.fixtures.model_facts import model_facts
 
 ENGINE = EngineAddress("engine 0", "http://127.0.0.1:1")
 
@@ -233,7 +234,7 @@ def session(
         "rollout": {"max_staleness": staleness}, "train": {"num_steps": 4}, "checkpoint": {"save_hf": False},
         "observe": {"eval_every": 2, "progress": "off"}, "weights": {"verify": "never"}, **sections,
     }  # fmt: skip
-    made = FakeParts(cast("Any", SimpleNamespace(config=build(values), probe_tolerance=1.0)), hook)
+    made = FakeParts(cast("Any", SimpleNamespace(config=build(values), probe_tolerance=1.0, model=model_facts())), hook)
     made.fake.done = done
     return made
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from mslime.config.loader import build
 from mslime.control.probe import WeightProbe
 from mslime.control.sharing import Apart
 from mslime.data.probe import NEW_TOKENS, TEXT, Differences, Probed, RoutedRows, fitted, joined_routes, shard_of
+from mslime.data.routes import Routes
 from mslime.data.tokenizer import load_tokenizer
 from mslime.preflight.resolve import resolve
 from tests.fixtures.model_facts import model_facts
@@ -187,20 +189,65 @@ def test_no_engine_is_asked_where_all_have_requests() -> None:
 
 
 class Model:
-    """The trainer: it knows the right answer to two texts."""
+    """The trainer: it knows the right answer to two texts, and what it says where its routers follow others."""
 
-    def __init__(self) -> None:
+    def __init__(self, following: Any) -> None:
         self.asked: list[int] = []
+        self.followed: list[Routes] = []
+        self.following = following
 
-    def probe(self, sequences: Any) -> Any:
+    def probe(self, sequences: Any, routes: Routes | None = None) -> Any:
         self.asked.append(len(sequences))
+        if routes is not None:
+            self.followed.append(routes)
+            return [(self.following, None) for _ in sequences], {"trainer 0": (1.0, 2.0)}
         return [(LOG_PROBS, ROUTES) for _ in sequences], {"trainer 0": (1.0, 2.0)}
 
 
-def ask(found: dict[str, Probed]) -> tuple[Any, Model]:
-    trainers: Any = Model()
+def ask(found: dict[str, Probed], trainers: Model | None = None, follows: bool = True) -> tuple[Any, Model]:
     rollouts: Any = SimpleNamespace(probe=lambda version: found)
-    return WeightProbe(rollouts, trainers, 0.01, Apart(lambda: None)).ask(3), trainers
+    asked = trainers or Model(LOG_PROBS)
+    facts = model_facts(moe_layer_ids=(3, 5), num_experts=8, top_k=2)
+    probe = WeightProbe(rollouts, cast("Any", asked), 0.01, Apart(lambda: None), facts, follows=follows)
+    return probe.ask(3), asked
+
+
+def flipped(by: float = 0.02) -> Probed:
+    """An engine for which rounding chose another expert of the first token: all tokens after it differ."""
+    routes = ROUTES[:11].copy()
+    routes[0, 0, 0] = next(expert for expert in range(8) if expert not in routes[0, 0])
+    return probed(off(slice(1, 12), by).log_probs, routes)
+
+
+def test_an_engine_with_another_expert_is_compared_by_its_own_routes() -> None:
+    engine = flipped()
+    answered, trainers = ask({"a": engine, "b": probed(routes=ROUTES[:11])}, Model(engine.log_probs + 0.001))
+    assert answered.metrics()["weights/probe_log_probs"] == pytest.approx(0.001, rel=1e-2)
+    assert answered.metrics()["weights/probe_routes"] == pytest.approx(1 - 1 / 22)
+    (routes,) = trainers.followed
+    assert np.array_equal(routes.experts[:11], engine.routes) and routes.layer_ids == (3, 5)
+    assert routes.mask.tolist() == [True] * 11 + [False], "the newest token has no route yet"
+    assert trainers.asked == [1, 1], "those that agree are not asked about again"
+
+
+@pytest.mark.parametrize(
+    ("engine", "follows", "asked"),
+    [
+        (flipped(), True, [1, 1]),  # by its own routes it differs, too
+        (flipped(), False, [1]),  # the trainer routes by itself
+        (off(slice(1, 12), 0.02), True, [1]),  # the same experts: nothing is explained
+        (replace(flipped(), routes=(ROUTES[:11] + 1) % 8), True, [1]),  # other experts altogether
+        (replace(flipped(), routes=np.where(np.arange(11)[:, None, None] < 1, 9, ROUTES[:11])), True, [1]),  # no expert
+        (replace(flipped(), routes=np.where(np.arange(11)[:, None, None] < 1, 7, ROUTES[:11])), True, [1]),  # one twice
+    ],
+)
+def test_no_routes_excuse_an_engine_that_computes_something_else(
+    engine: Probed, follows: bool, asked: list[int]
+) -> None:
+    trainers = Model(LOG_PROBS)
+    with pytest.raises(WeightSyncError, match="http://a: log-probs off by 0.0"):
+        ask({"http://a": engine}, trainers, follows=follows)
+    assert trainers.asked == asked
 
 
 def test_the_worst_engine_is_told_and_each_text_is_scored_once() -> None:

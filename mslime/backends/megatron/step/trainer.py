@@ -50,6 +50,7 @@ from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.peft import write_adapter
 from mslime.data.checksums import FileSum
 from mslime.data.probe import RoutedRows, shard_of
+from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
 from mslime.logs import phase
 from mslime.weights.groups import make_groups
@@ -194,9 +195,20 @@ class MegatronTrainer(TrainedModel):
         found = [(-self.log_probs(shard).double()[torch.from_numpy(shard.loss_mask.copy())]) for shard in shards]
         return float(sum(part.sum() for part in found)), sum(len(part) for part in found)
 
-    def probe(self, sequences: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.float32], RoutedRows | None]:
+    def probe(
+        self, sequences: Sequence[NDArray[np.int32]], routes: Routes | None = None
+    ) -> tuple[NDArray[np.float32], RoutedRows | None]:
         """([N] float32 log-probs of all tokens at temperature 1, routed naturally; the experts that this rank's routers
-        chose for the tokens that they saw, None where routes are not replayed)."""
+        chose for the tokens that they saw, None where routes are not replayed).
+
+        Args:
+            routes: of all tokens and layers, which the routers follow instead (r3); nothing is said of experts then.
+        """
+        if routes is not None:
+            assert self.routing.mode == "r3", f"train.replay is {self.routing.mode}"
+            shard = shard_of(sequences, routes)
+            with self.weights_in_place(), self.routing.old_log_prob_pass(shard, -1) as replayed:
+                return self.runner.log_probs(shard, replayed, temperature=1.0).numpy(), None
         with self.weights_in_place(), self.routing.observed_pass() as (hooks, chosen):
             log_probs = self.runner.log_probs(shard_of(sequences), hooks, temperature=1.0)
             return log_probs.numpy(), chosen()
