@@ -144,6 +144,12 @@ class TrainConfig(Section):
     packed: bool = Field(
         default=True, description="Pack sequences without padding (thd). False: one sequence a micro-batch."
     )
+    balance_experts: bool = Field(
+        default=True,
+        description="With expert parallelism and routes of the rollout (replay r3): exchange sequences of about the "
+        "same length between micro-batches, so that ranks wait less for each other's experts. Changes which sequences "
+        "meet in a micro-batch, and no token's weight.",
+    )
     lr: float = Field(default=1e-6, le=1, gt=0, description="Peak learning rate.")
     min_lr: float = Field(default=0.0, le=1, ge=0, description="Where the learning rate decays to.")
     lr_warmup_steps: int = Field(

@@ -24,8 +24,10 @@ from mslime.algorithms.advantages_tokens import advantage_metrics, is_token_leve
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.choices import is_function
 from mslime.config.errors import RewardError
+from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
-from mslime.data.packing import build_shards, chunks_per_group, packing_metrics
+from mslime.data.expert_balance import loads_of
+from mslime.data.packing import build_shards, chunks_per_group, expert_metrics, packing_metrics
 from mslime.data.sample import Group, Sample, check_invariants
 from mslime.data.turns import SequenceTime, Turn, rollouts_in_time, sequence_times
 
@@ -73,7 +75,11 @@ class SourceNames:
 
 
 def assemble(
-    groups: Sequence[Group], config: RunConfig, version: int, source_name: Callable[[str], str] = str
+    groups: Sequence[Group],
+    config: RunConfig,
+    version: int,
+    source_name: Callable[[str], str] = str,
+    model: ModelFacts | None = None,
 ) -> Assembled:
     """The shards of the groups of one rollout step, about to be trained by weights of `version`.
 
@@ -82,6 +88,8 @@ def assemble(
 
     Args:
         source_name: under which name a data source is reported.
+        model: that is trained. Where trainer ranks share out its experts, and samples have routes, micro-batches are
+            made so that these ranks have about the same work (`train.balance_experts`).
 
     Raises:
         RewardError: parts of one rollout have different rewards, or the advantage has no meaning for these rewards.
@@ -95,9 +103,15 @@ def assemble(
     trained = [i for i, sample in enumerate(samples) if sample.trainable_tokens]
     chosen, their_advantages = [samples[i] for i in trained], [advantages[i] for i in trained]
     times = sequence_times(samples) if config.algorithm.credit == "turns" else None
-    shards = _pack(chosen, their_advantages, config, version, None if times is None else [times[i] for i in trained])
+    loads = _expert_loads(chosen, config.layout, model)
+    shards = _pack(
+        chosen, their_advantages, config, version, None if times is None else [times[i] for i in trained],
+        loads if config.train.balance_experts else None,
+    )  # fmt: skip
     sources = [source_name(data_source(group, sample)) for group in groups for sample in group.samples]
     metrics = reward_metrics(grouped, sources) | _packing_metrics(shards, config)
+    if loads is not None:
+        metrics |= expert_metrics(shards, loads, config.layout)
     if is_token_level(config.algorithm):  # the trainer reports what became of them
         return Assembled(shards, metrics, None, chosen)
     every = [shard for step in shards for shard in step]
@@ -261,6 +275,7 @@ def _pack(
     config: RunConfig,
     version: int | None,
     times: Sequence[SequenceTime] | None = None,
+    loads: NDArray[np.float32] | None = None,
 ) -> list[list[TrainShard]]:
     layout, train = config.layout, config.train
     return build_shards(
@@ -276,7 +291,17 @@ def _pack(
         quadratic_tokens=_quadratic_tokens(config),
         version=version,
         times=times,
+        loads=loads,
     )
+
+
+def _expert_loads(
+    samples: Sequence[Sample], layout: ParallelLayout, model: ModelFacts | None
+) -> NDArray[np.float32] | None:
+    """See `loads_of`; None where nothing is to be spread, or is known."""
+    if layout.ep == 1 or model is None or not samples or samples[0].routes is None:
+        return None
+    return loads_of([s.routes for s in samples], [len(s) for s in samples], model.num_experts, layout.ep)
 
 
 def references(

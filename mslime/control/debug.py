@@ -182,7 +182,7 @@ class Replay(Session):
         begin, path, model, config = self._timeline.now(), self._files[step + 1], self._run.model, self.config
         stored = read_groups(path)
         groups = fitted(stored, path, config.train, config.teacher.serves, model)
-        work = assemble(groups, config, stored.version, self._source_name)
+        work = assemble(groups, config, stored.version, self._source_name, model)
         shards = references(work.shards, config.layout, self._layers)
         end = self._timeline.now()
         self._timeline.record("driver", "read groups", begin, end, step + 1)

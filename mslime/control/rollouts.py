@@ -188,7 +188,7 @@ class RolloutActor:
     def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float], Logged, list[Sample]]:
         from mslime.control.assemble import assemble, references
 
-        work = assemble(batch.groups, self._config, batch.version, self._source_name)
+        work = assemble(batch.groups, self._config, batch.version, self._source_name, self._run.model)
         shards = references(work.shards, self._config.layout, self._layers)
         return shards, work.metrics, Logged(batch.groups, batch.version, work.advantages), work.trained
 

@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 
 from mslime.config.algorithm import LossAggregation
 from mslime.config.layout import ParallelLayout
+from mslime.data.expert_balance import Plan, expert_imbalance, least_imbalance, ranks_together, spread_experts
 from mslime.data.sample import Sample
 from mslime.data.shard import PackedSequence, TrainShard, shards_of, token_weights
 from mslime.data.turns import SequenceTime
-
-Plan = list[list[list[int]]]
-"""[data-parallel ranks][micro-batches] lists of sequence indices."""
 
 
 def build_shards(
@@ -40,6 +38,7 @@ def build_shards(
     quadratic_tokens: float | None = None,
     version: int | None = None,
     times: Sequence[SequenceTime] | None = None,
+    loads: NDArray[np.float32] | None = None,
 ) -> list[list[TrainShard]]:
     """One shard per optimizer step and data-parallel rank.
 
@@ -55,6 +54,8 @@ def build_shards(
             balances by tokens.
         version: the weights that are about to be trained, for the ages of tokens.
         times: of each sample, where the time of a rollout runs through all its sequences.
+        loads: what each sample asks of each expert-parallel rank (`expert_balance.loads_of`), to be spread evenly; None
+            packs by lengths alone.
 
     Returns:
         [steps][dp] shards. `sequence_ids` are indices into `samples`.
@@ -68,6 +69,9 @@ def build_shards(
         weights = token_weights(chosen, loss_aggregation, max_response_tokens)
         lengths = np.asarray([len(s) for s in chosen], np.int64)
         plan = packer.pack(lengths) if packed else packer.one_each(lengths)
+        if loads is not None:
+            costs, together = packer.cost(lengths), ranks_together(layout)
+            plan = spread_experts(plan, loads[members], lengths, costs, packer.budget, together)
         columns = [
             PackedSequence(
                 i, samples[i], weights[j], np.asarray(advantages[i], np.float32), version, times[i] if times else None
@@ -267,6 +271,18 @@ def packing_metrics(
         "packing/padding": 1 - tokens / rows,
         "packing/imbalance": waited / worked - 1,
         "packing/rank_imbalance": rank_excess,
+    }
+
+
+def expert_metrics(
+    steps: Sequence[Sequence[TrainShard]], loads: NDArray[np.float32], layout: ParallelLayout
+) -> dict[str, float]:
+    """`packing/expert_*` of the shards of a rollout, whose sequence ids are rows of `loads`; the worst step's."""
+    plans = [[[list(s.sequence_ids[list(m)]) for m in s.micro_batches] for s in shards] for shards in steps]
+    members = [[i for rank in plan for m in rank for i in m] for plan in plans]
+    return {
+        "packing/expert_imbalance": max(expert_imbalance(plan, loads, ranks_together(layout)) for plan in plans),
+        "packing/expert_imbalance_least": max(least_imbalance(loads[m]) for m in members),
     }
 
 

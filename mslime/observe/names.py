@@ -169,6 +169,16 @@ METRICS: dict[str, Metric] = {
     "packing/fill": Metric("", "share that tokens fill", "token budgets of all micro-batches"),
     "packing/padding": Metric("", "share that is padding", "rows of the model"),
     "packing/imbalance": Metric("", "time that ranks wait for each other's micro-batches (estimated)", "time at work"),
+    "packing/expert_imbalance": Metric(
+        "",
+        "tokens of the busiest expert-parallel ranks, less 1: what ranks wait for each other's experts",
+        "mean tokens",
+    ),
+    "packing/expert_imbalance_least": Metric(
+        "",
+        "the same, were every micro-batch a mixture of all sequences: experts that are popular everywhere",
+        "mean tokens",
+    ),
     "packing/rank_imbalance": Metric("", "work of the busiest rank, less 1 (estimated); worst step", "mean work"),
     "weights/seconds": Metric("s", "duration of the weight sync"),
     "weights/bytes": Metric("bytes", "sent to each engine"),

@@ -10,10 +10,14 @@ import pytest
 from mslime.config.errors import RewardError
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble, assemble_supervised
+from mslime.data.routes import Routes
 from mslime.data.sample import Group, Sample
 from mslime.data.shard import TrainShard
 from mslime.observe.names import is_known
 from mslime.rollout.state import pack_groups, unpack_groups
+from tests.fixtures.model_facts import model_facts
+
+EIGHT_EXPERTS = model_facts(num_experts=8)
 
 
 def make_config(**sections: dict[str, object]) -> RunConfig:
@@ -30,6 +34,14 @@ def make_group(group: int, rewards: list[float], source: str = "data/math.jsonl:
         sample.reward = reward
         samples.append(sample)
     return Group(group, samples, source)
+
+
+def with_routes(group: Group, expert: int = 0) -> Group:
+    """The group as one whose tokens all went to this expert of eight and to its neighbour, in each of three layers."""
+    for sample in group.samples:
+        rows = np.tile(np.asarray([expert, expert + 1], np.uint8), (len(sample) - 1, 3, 1))
+        sample.routes = Routes(rows, np.ones(len(rows), np.bool_), (0, 1, 2))
+    return group
 
 
 def only_shard(groups: list[Group], config: RunConfig) -> TrainShard:
@@ -167,3 +179,33 @@ def test_reinforce_pp_takes_groups_of_one_and_distillation_takes_no_reward(tmp_p
         model={"path": "unused", "teacher_path": str(tmp_path)}, algorithm={"advantage": "none", "opd_coef": 1.0}
     )
     assert not taught.algorithm.whitens
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("balanced", [True, False])
+def test_samples_of_other_experts_meet_where_ranks_share_experts_out(balanced: bool, steps: int) -> None:
+    """Two prompts whose tokens go to the experts of one rank each: mixed, both ranks have work all the time."""
+    kinds = [0, 0, 4, 4, 0, 4, 0, 4]  # in each half of the groups, two of each kind
+    groups = [with_routes(make_group(g, [1.0] * 4), expert) for g, expert in enumerate(kinds)]
+    config = make_config(
+        cluster={"trainer_ranks": 2}, megatron={"expert_model_parallel_size": 2},
+        train={"max_tokens_per_micro_batch": 14, "balance_experts": balanced, "optimizer_steps_per_rollout": steps},
+    )  # fmt: skip
+    lengths = [len(s) for g in groups for s in g.samples]
+    work = assemble(groups, config, 3, model=EIGHT_EXPERTS)
+    shards = [shard for step in work.shards for shard in step]
+    assert len(shards) == 2 * steps
+    assert all(shard.lengths[list(m)].sum() <= 14 for shard in shards for m in shard.micro_batches)
+    assert sorted(int(i) for shard in shards for i in shard.sequence_ids) == list(range(len(lengths)))
+    assert work.metrics["packing/expert_imbalance_least"] == pytest.approx(0, abs=1e-6)
+    found = work.metrics["packing/expert_imbalance"]
+    assert found < 0.05 if balanced else found > 0.08
+
+
+def test_nothing_is_spread_where_nothing_is_known_of_experts() -> None:
+    config = make_config(cluster={"trainer_ranks": 2}, megatron={"expert_model_parallel_size": 2})
+    without = assemble([make_group(0, [1.0, 0.0])], config, 1, model=EIGHT_EXPERTS)
+    one_rank = assemble([with_routes(make_group(0, [1.0, 0.0]))], make_config(), 1, model=EIGHT_EXPERTS)
+    unknown = assemble([with_routes(make_group(0, [1.0, 0.0]))], config, 1)
+    for work in (without, one_rank, unknown):
+        assert not any(name.startswith("packing/expert") for name in work.metrics)

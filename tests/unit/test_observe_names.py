@@ -103,15 +103,16 @@ def test_a_rollout_step_reports_exactly_what_is_listed_for_it() -> None:
     from mslime.rollout.evaluate import summarise
     from mslime.rollout.statistics import batch_metrics
 
-    from .test_assemble import make_config, make_group
+    from .test_assemble import EIGHT_EXPERTS, make_config, make_group, with_routes
 
-    groups = [make_group(0, [1.0, 0.0])]
+    groups = [with_routes(make_group(0, [1.0, 0.0]))]
+    config = make_config(cluster={"trainer_ranks": 2}, megatron={"expert_model_parallel_size": 2})
     ledger = Ledger()
     ledger.generate(9)
     ledger.train(3)
     ledger.mask(3)
     ledger.drop(3, "stale")
-    reported = templates_of(assemble(groups, make_config(), version=1).metrics | batch_metrics(groups, 1))
+    reported = templates_of(assemble(groups, config, 1, model=EIGHT_EXPERTS).metrics | batch_metrics(groups, 1))
     reported |= templates_of({f"ledger/{name}": 0.0 for name in ledger.settle(0)})
     reported |= templates_of(summarise("held_out", groups[:1], 1.0).metrics())
     rooms = ("reward/", "advantage/", "packing/", "staleness/", "ledger/", "eval/")

@@ -39,7 +39,7 @@ def test_responses_go_on_while_a_step_is_assembled(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(rollouts, "redirect_output", lambda path: None)
     monkeypatch.setattr(assembly, "assemble", slow_assemble)
     config = make_config()
-    actor = rollouts.RolloutActor(SimpleNamespace(config=config), "unused.log")  # type: ignore[arg-type]
+    actor = rollouts.RolloutActor(SimpleNamespace(config=config, model=None), "unused.log")  # type: ignore[arg-type]
     actor._service = FakeService()  # type: ignore[assignment]
     actor._layers = []
     actor._source_name, actor._samples = str, SampleLog("none", None)  # type: ignore[assignment, arg-type]

@@ -1,0 +1,214 @@
+"""A trainer step with and without `train.balance_experts`, where several kinds of prompts use experts of their own.
+
+    python benchmarks/expert_balance.py [--ep 2 4] [--kinds 4] [--sequences 96] [--budget 512] [--rounds 7]
+
+The model is a synthetic Qwen3-MoE as balanced training leaves them: all experts are used equally by all kinds together,
+and each kind has favourites among them, which lie anywhere. Routes are those that transformers chooses for every token,
+and are replayed (r3), as those of a rollout.
+First it prints how much more the busiest expert-parallel ranks have than the mean, packed by lengths alone and
+balanced, and the least that any packing can give. Then real ranks over gloo train the same samples both ways in turn,
+one step each a round. What counts is `ratio`: the median, over the rounds, of the step by lengths alone over the
+balanced one, in wall seconds; and `loss_difference`, of the two losses. Ranks have one thread each: with more
+ranks than cores, those that wait leave their core to the busy ones, and less is to be gained. Ends with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.config.layout import ParallelLayout
+from mslime.data.expert_balance import loads_of
+from mslime.data.packing import build_shards, expert_metrics, packing_metrics
+from mslime.data.routes import Routes
+from mslime.data.sample import Sample
+from mslime.data.shard import TrainShard
+from tests.engines.trainer_ranks import make_config, run_trainers
+
+LAYERS, EXPERTS, TOP_K, VOCAB = 4, 16, 2, 512
+
+
+def main() -> None:
+    """Make the model and its samples, print the balance, time the steps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ep", type=int, nargs="+", default=[2, 4], help="expert-parallel ranks, all data-parallel")
+    parser.add_argument("--kinds", type=int, default=4, help="kinds of prompts")
+    parser.add_argument("--sequences", type=int, default=128)
+    parser.add_argument("--longest", type=int, default=240, help="lengths are uniform in [this/4, this]")
+    parser.add_argument("--budget", type=int, default=512, help="tokens of a micro-batch")
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    figures: dict[str, object] = {"sequences": args.sequences, "budget": args.budget, "kinds": args.kinds}
+    with TemporaryDirectory() as scratch:
+        model = make_model(Path(scratch) / "model", args.kinds)
+        samples = make_samples(model, args)
+        for ep in args.ep:
+            figures[f"ep{ep}"] = measure(model, samples, ep, args, Path(scratch))
+    print(json.dumps(figures))
+
+
+def make_model(path: Path, kinds: int) -> Path:
+    """Random, but tokens of one kind have a part of their embedding in common, which some experts' routers look for."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=128, intermediate_size=256, moe_intermediate_size=512, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
+        norm_topk_prob=True, decoder_sparse_step=1, max_position_embeddings=2048, tie_word_embeddings=False,
+    )  # fmt: skip
+    network = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        rows = network.model.embed_tokens.weight
+        common = torch.randn(kinds, rows.shape[1])
+        rows += 0.03 * common[torch.arange(VOCAB) % kinds]
+        for layer in network.model.layers:
+            layer.mlp.gate.weight += 0.02 * common[torch.randperm(EXPERTS) % kinds]
+    _balance(network, kinds)
+    network.save_pretrained(path)
+    return path
+
+
+def _balance(network: PreTrainedModel, kinds: int) -> None:
+    """Move routers towards equal use of all experts by tokens of all kinds, as a load-balancing bias is moved in
+    training (DeepSeek-V3, section 2.1.2): here along a direction that all tokens share."""
+    rng = np.random.default_rng(1)
+    shared = torch.randn(network.config.hidden_size)
+    with torch.no_grad():
+        network.model.embed_tokens.weight += 0.03 * shared
+        for step in range(150):
+            tokens = torch.stack([torch.from_numpy(tokens_of(rng, i, kinds, 256)) for i in range(16)])
+            for layer, logits in zip(
+                network.model.layers, network(input_ids=tokens, output_router_logits=True).router_logits, strict=True
+            ):
+                used = torch.bincount(logits.topk(TOP_K).indices.flatten(), minlength=EXPERTS).float()
+                wrong = (used.mean() - used) / used.mean()
+                layer.mlp.gate.weight += 0.01 * 0.98**step * wrong[:, None] * shared / shared.norm()
+
+
+def tokens_of(rng: np.random.Generator, index: int, kinds: int, length: int) -> NDArray[np.int64]:
+    """Sequence `index`, of tokens of its kind."""
+    return rng.integers(0, VOCAB // kinds, length) * kinds + index % kinds
+
+
+def make_samples(model: Path, args: argparse.Namespace) -> list[Sample]:
+    """Sequences of one kind's tokens each, with the routes that transformers chooses."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    rng = np.random.default_rng(0)
+    samples = list[Sample]()
+    for index, length in enumerate(rng.integers(args.longest // 4, args.longest + 1, args.sequences)):
+        tokens = tokens_of(rng, index, args.kinds, int(length))
+        with torch.no_grad():
+            found = network(input_ids=torch.from_numpy(tokens)[None], output_router_logits=True).router_logits
+        experts = torch.stack([logits.topk(TOP_K).indices for logits in found], dim=1).numpy()[:-1]
+        sample = Sample.from_prompt(index, 0, tokens[:4])
+        sample.routes = Routes.empty(range(LAYERS), TOP_K, EXPERTS)
+        rest = int(length) - 4
+        sample.extend(
+            tokens[4:], log_probs=np.full(rest, -6.0, np.float32), versions=[(0, 0, rest)], engine="none",
+            routes=experts.astype(np.uint8),
+        )  # fmt: skip
+        sample.reward = float(rng.random())
+        samples.append(sample)
+    return samples
+
+
+def measure(model: Path, samples: list[Sample], ep: int, args: argparse.Namespace, scratch: Path) -> dict[str, float]:
+    """Balance, loss and time of both ways on so many ranks."""
+    layout = ParallelLayout(dp=ep, ep=ep)
+    loads = loads_of([s.routes for s in samples], [len(s) for s in samples], EXPERTS, ep)
+    begin = time.perf_counter()
+    ways = [shards_of(samples, layout, args.budget, chosen) for chosen in (None, loads)]
+    took = time.perf_counter() - begin
+    plain, balanced = (expert_metrics([shards], loads, layout) for shards in ways)
+    config = make_config(
+        model, scratch / f"run{ep}", dp=ep, ep=ep,
+        train={"lr": 1e-12, "max_tokens_per_micro_batch": args.budget, "quadratic_tokens": None},
+    )  # fmt: skip
+    ranks = run_trainers(in_turn, config, ways, args.rounds, deadline_s=1800)
+    seconds, losses = np.asarray([r[0] for r in ranks]).max(axis=0), ranks[0][1]
+    figures = {
+        "imbalance": plain["packing/expert_imbalance"] + 1,
+        "imbalance_balanced": balanced["packing/expert_imbalance"] + 1,
+        "imbalance_least": balanced["packing/expert_imbalance_least"] + 1,
+        "dense_imbalance": packing_metrics([ways[0]], layout, args.budget, None)["packing/imbalance"] + 1,
+        "dense_imbalance_balanced": packing_metrics([ways[1]], layout, args.budget, None)["packing/imbalance"] + 1,
+        "pack_both_s": took,
+        "step_s": float(np.median(seconds[:, 0])), "step_balanced_s": float(np.median(seconds[:, 1])),
+        "ratio": statistics.median(seconds[:, 0] / seconds[:, 1]),
+        "loss_difference": abs(losses[0] - losses[1]),
+    }  # fmt: skip
+    show(ep, figures, len(ways[0][0].micro_batches))
+    return figures
+
+
+def shards_of(
+    samples: list[Sample], layout: ParallelLayout, budget: int, loads: NDArray[np.float32] | None
+) -> list[TrainShard]:
+    """One optimizer step's, packed by lengths alone or balanced."""
+    advantages = [float(s.reward or 0) - 0.5 for s in samples]
+    (shards,) = build_shards(samples, advantages, layout, budget, version=0, loads=loads)
+    return shards
+
+
+def in_turn(
+    trainer: MegatronTrainer, ways: list[list[TrainShard]], rounds: int
+) -> tuple[list[list[float]], list[float]]:
+    """([rounds][ways] wall seconds of this rank's steps, loss of each way), after a round to warm up."""
+    mine = [shards[trainer.spec.layout.dp_rank(trainer.parallel.rank)] for shards in ways]
+    times, losses = list[list[float]](), [0.0, 0.0]
+    for number in range(rounds + 1):
+        times.append([])
+        for index, shard in enumerate(mine):
+            dist.barrier()
+            begin = time.perf_counter()
+            (metrics,) = trainer.train([shard])
+            times[-1].append(time.perf_counter() - begin)
+            if number == 0:
+                losses[index] = metrics["loss/total"]
+    return times[1:], losses
+
+
+def show(ep: int, figures: dict[str, float], micro_batches: int) -> None:
+    """A table for people."""
+    table = Table(title=f"EP{ep} DP{ep}, {micro_batches} micro-batches a rank")
+    for head in ("", "by lengths alone", "balanced", "least"):
+        table.add_column(head, justify="right")
+    table.add_row(
+        "tokens of the busiest expert ranks / mean",
+        *(f"{figures[k]:.3f}" for k in ("imbalance", "imbalance_balanced", "imbalance_least")),
+    )
+    table.add_row(
+        "the same of dense work", *(f"{figures[k]:.3f}" for k in ("dense_imbalance", "dense_imbalance_balanced"))
+    )
+    table.add_row("seconds of a step", f"{figures['step_s']:.2f}", f"{figures['step_balanced_s']:.2f}")
+    console = Console(width=110)
+    console.print(table)
+    console.print(
+        f"{figures['ratio']:.2f} times as fast; losses differ by {figures['loss_difference']:.1e}; "
+        f"packing both took {figures['pack_both_s']:.2f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
