@@ -96,7 +96,7 @@ OMP_NUM_THREADS=1 "$cpu_venv/bin/python" -W ignore -m tests.rehearsal.reference 
   fail "the CPU trainer's numbers could not be made: $(tail -n 1 "$out/reference.log") (log: $out/reference.log)" \
     "bash scripts/install.sh --cpu --dev into $cpu_venv, and run this again"
 status=0
-for part in run weights kernels serving; do
+for part in run adapters weights kernels serving; do
   extra=()
   [ "$part" != kernels ] || extra=(--sources "$venv/sources")
   "${believing[@]}" -m "tests.rehearsal.$part" "$out" --only "$only" --stamp "$state" ${extra[@]+"${extra[@]}"} || status=1

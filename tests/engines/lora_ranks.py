@@ -66,9 +66,10 @@ def worst(trainer: MegatronTrainer, whole: dict[str, Tensor], grads: bool = Fals
     return max(differences)
 
 
-def lora_config(checkpoint: Path, case: Case, lora: dict[str, Any]) -> RunConfig:
+def lora_config(checkpoint: Path, case: Case, lora: dict[str, Any], device: str = "cpu") -> RunConfig:
     """`run_config` with adapters; Adam does not divide gradients that are noise by themselves."""
     plain = run_config(checkpoint, replace(case, train={"adam_eps": 1e-4, **case.train})).model_dump()
+    plain["cluster"]["device"] = device
     return RunConfig.model_validate(plain | {"lora": {**LORA, **lora}})
 
 
@@ -107,11 +108,12 @@ def record(rank: int, world: int, init: str, checkpoint: Path, case: Case, lora:
 
 
 def compare(
-    rank: int, world: int, init: str, checkpoint: Path, case: Case, lora: dict[str, Any], path: Path
-) -> dict[str, Any]:
+    rank: int, world: int, init: str, checkpoint: Path, case: Case, lora: dict[str, Any], path: Path,
+    device: str = "cpu",
+) -> dict[str, Any]:  # fmt: skip
     """Run `case` on this rank; its differences from the record."""
     kept = torch.load(path, weights_only=False)
-    config = lora_config(checkpoint, case, lora)
+    config = lora_config(checkpoint, case, lora, device)
     trainer = trainer_of(config, rank, world, init)
     shards = make_shards(case, config.layout.dp, config.layout.dp_rank(rank), kept["behaviour"])
     rows = np.concatenate([rows_of_sequence(case.lengths, i) for i in shards[0].sequence_ids])

@@ -19,6 +19,8 @@ from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.config.keys import Endpoint
 from mslime.config.training import policy_spec
 from mslime.convert.hf import HFCheckpoint
+from tests.engines import lora_ranks
+from tests.engines.megatron_parity import Case as ParityCase
 from tests.engines.trainer_ranks import (
     largest_difference,
     make_shard,
@@ -53,6 +55,15 @@ def rehearse(rank: int, world_size: int, init_method: str, case: Case, family: P
         found |= go_on(trainer, family / "checkpoint", out, expected)
         trainer.close()
     return found | {"calls": dict(CALLS)}
+
+
+def adapt(
+    rank: int, world_size: int, init_method: str, checkpoint: Path, case: ParityCase, record: Path
+) -> dict[str, Any]:
+    """Adapters of this rank against the record of one process on the CPU path, for `adapters.judge`."""
+    resource.setrlimit(resource.RLIMIT_DATA, (LARGEST, LARGEST))
+    with OnHost():
+        return lora_ranks.compare(rank, world_size, init_method, checkpoint, case, {}, record, "cuda")
 
 
 def layers_of(trainer: MegatronTrainer) -> list[str]:

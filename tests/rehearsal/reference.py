@@ -3,7 +3,8 @@
     python -m tests.rehearsal.reference OUT [--stamp STAMP]
 
 For each: the tiny checkpoint, transformers' logits in float32, and what the trainer of the CPU path says of one
-process: log-probs, gradients under the rollout's routes, the norm and the weights after a step.
+process: log-probs, gradients under the rollout's routes, the norm and the weights after a step. Of some families also
+what it says of a trainer with adapters (`adapters.pt`).
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ import torch
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
+from tests.engines import lora_ranks, megatron_parity
+from tests.engines.megatron_ranks import run_ranks
 from tests.engines.trainer_ranks import PARALLEL, make_shard, metrics_and_gradients, run_trainers, shard_of, to_hf
 from tests.fixtures.families import CASES
 from tests.rehearsal.outcomes import directory_name
+
+ADAPTED = ("qwen3-moe", "deepseek-v3")
+"""Families whose adapters are rehearsed: grouped and latent attention, dense, shared and routed experts."""
 
 
 def make_run(
@@ -70,6 +76,8 @@ def make(root: Path, name: str, stamp: str) -> None:
         logits = torch.cat([model(tokens[None]).logits[0] for tokens in sequences])
     config = make_run(checkpoint, root / "run", "cpu", {}, {"use_distributed_optimizer": False})
     (found,) = run_trainers(one_step, config)
+    if name in ADAPTED:
+        run_ranks(lora_ranks.record, 1, checkpoint, megatron_parity.Case(), {}, root / "adapters.pt")
     torch.save({"stamp": stamp, "logits": logits, **found}, root / "reference.new")
     (root / "reference.new").rename(root / "reference.pt")
 

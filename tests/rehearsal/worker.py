@@ -16,6 +16,13 @@ def rehearse(*args: Any) -> dict[str, Any]:
     return ranks.rehearse(*args)
 
 
+def adapt(*args: Any) -> dict[str, Any]:
+    """`ranks.adapt`, likewise."""
+    from tests.rehearsal import ranks
+
+    return ranks.adapt(*args)
+
+
 def send(*args: Any) -> int:
     """`ranks.send`, likewise."""
     from tests.rehearsal import ranks

@@ -14,7 +14,7 @@ import torch
 from tests.engines.trainer_ranks import PARALLEL
 from tests.fixtures.families import CASES as FAMILIES
 from tests.fixtures.launch_scripts import MODELS
-from tests.rehearsal import extension
+from tests.rehearsal import adapters, extension
 from tests.rehearsal.cases import LIKE, Case, cases, judge
 from tests.rehearsal.cuda.build import HERE, with_stubs, written_in
 from tests.rehearsal.extension import attention, context_parallel
@@ -76,6 +76,24 @@ def test_every_family_and_every_launch_script_is_rehearsed() -> None:
     assert {case.family for case in launched} == set(LIKE.values())
     assert any(case.settings.get("moe_permute_fusion") and case.layout.get("pp") == 2 for case in launched)
     assert all(set(case.sizes) <= set(PARALLEL) and case.ranks <= 4 for case in found)
+
+
+ADAPTED = {
+    "begin": 0.0, "log_probs": 1e-7, "loss": 0.0, "after": 1e-7, "moved": 1e-2, "factors": 100, "buffers": 128,
+    "not_frozen": [], "gradients": 1e-7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "bad"),
+    [
+        ("begin", 1e-3), ("log_probs", 1e-4), ("log_probs", math.nan), ("loss", 1e-4), ("after", 1e-4), ("moved", 0.0),
+        ("factors", 0), ("buffers", 50), ("buffers", 5000), ("not_frozen", ["x"]), ("gradients", 1e-4),
+    ],
+)  # fmt: skip
+def test_one_bad_number_of_adapters_on_one_rank_is_not_well(key: str, bad: object) -> None:
+    assert all(check.well for check in adapters.judge([ADAPTED, {**ADAPTED, "gradients": None}]))
+    assert not all(check.well for check in adapters.judge([{**ADAPTED, key: bad}, {**ADAPTED, key: bad}]))
 
 
 @pytest.mark.parametrize(
