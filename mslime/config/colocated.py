@@ -46,17 +46,30 @@ def _check_task(config: RunConfig) -> None:
         raise _placement("supervised training has no engines that could share GPUs", "remove it")
     if config.lora.on:
         raise _placement("a trainer of adapters (lora.rank) was never put to sleep", "set separate, or remove lora")
-    if config.rollout.max_staleness > 0:
-        raise ConfigError(
-            "rollout.max_staleness", config.rollout.max_staleness,
-            "with cluster.placement: colocated nothing is generated while the trainer works, so nothing can be ahead",
-            "set it to 0, or give engines GPUs of their own (cluster.placement: separate)",
-        )  # fmt: skip
+    _check_turns(config)
     if config.weights.transport in BY_COLLECTIVE:
         raise ConfigError(
             "weights.transport", config.weights.transport,
             "trainer rank and engine would be two members of one process group on one GPU, which NCCL refuses",
             "set shm on one machine, or disk or delta with a weights.directory that all machines share",
+        )  # fmt: skip
+
+
+def _check_turns(config: RunConfig) -> None:
+    """What is generated for later steps is interrupted at the end of each turn, and goes on in the next."""
+    rollout = config.rollout
+    if rollout.max_staleness > 1:
+        raise ConfigError(
+            "rollout.max_staleness", rollout.max_staleness,
+            "with cluster.placement: colocated nothing is generated while the trainer works; one step ahead keeps the "
+            "engines full to the end of their turn, and more only makes tokens older",
+            "set it to 1 or 0, or give engines GPUs of their own (cluster.placement: separate)",
+        )  # fmt: skip
+    if rollout.max_staleness and rollout.pause_mode != "abort":
+        raise ConfigError(
+            "rollout.pause_mode", rollout.pause_mode,
+            "engines that give their memory to the trainer can keep no request, and with rollout.max_staleness 1 some "
+            "are under way at the end of each turn", "set pause_mode abort, which is the default, or max_staleness 0",
         )  # fmt: skip
 
 

@@ -43,7 +43,7 @@ class ObserveConfig(Section):
         default=10,
         ge=0,
         description="Steps between evaluations; there is also one after the last step. 0: none, not even that one. "
-        "With rollout.max_staleness above 0 the trainer goes on meanwhile.",
+        "With rollout.max_staleness above 0, and GPUs of its own, the trainer goes on meanwhile.",
     )
     eval_at_start: bool = Field(
         default=True, description="Evaluate before the first step too, whatever eval_every says; logged as step 0."

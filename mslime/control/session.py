@@ -260,15 +260,16 @@ class Session(Started):
     def evaluate(self, step: int) -> dict[str, float]:
         """Scores on the held-out sets after `step` steps.
 
-        With `rollout.max_staleness` above 0 the engines draw them while the trainer goes on, and `evaluated` waits for
-        them; after the last step there is nothing to go on with. Otherwise returns what `evaluated` does.
+        With `rollout.max_staleness` above 0, on GPUs of their own, the engines draw them while the trainer goes on, and
+        `evaluated` waits for them; after the last step there is nothing to go on with. Otherwise returns what
+        `evaluated` does.
         """
         if not self.config.data.eval_sets:
             return {}
         self._at_rest()
         self._evaluating = self._rollouts.begin_evaluation(step)
-        beside = self.config.rollout.max_staleness > 0 and step < self.config.train.num_steps
-        return {} if beside else self.evaluated()
+        beside = self.config.rollout.max_staleness > 0 and not self.config.colocated
+        return {} if beside and step < self.config.train.num_steps else self.evaluated()
 
     def evaluated(self, again: bool = True) -> dict[str, float]:
         """Wait for the evaluation that is running, if there is one, and record its scores with the step that they are

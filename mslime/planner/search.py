@@ -335,7 +335,8 @@ class Search:
 
     def _colocated(self) -> Iterator[_Weighed]:
         wanted = self.space.given("cluster", "placement")
-        if wanted == "separate" or (self.space.given("rollout", "max_staleness") or 0) > 0:
+        ahead = self.space.given("rollout", "max_staleness")
+        if wanted == "separate" or (ahead or 0) > 1:
             return
         usable, machines = self.gpu_bytes - ENGINE_ASLEEP_BYTES, -(-self.gpus // self.base.cluster.gpus_per_node)
         ranks = self.space.given("cluster", "trainer_ranks") or self.gpus
@@ -354,7 +355,7 @@ class Search:
                 "sleep": sleep_seconds(moved, max(memory.weights for memory in trainer.memory), asleep_in == "disk"),
             }  # fmt: skip
             cluster = {"placement": "colocated", "trainer_ranks": ranks}
-            chosen = {"cluster": cluster, "weights": weights, "rollout": {"max_staleness": 0}}
+            chosen = {"cluster": cluster, "weights": weights, "rollout": {"max_staleness": ahead or 0}}
             yield self._joined(trainer, kind, seconds, False, usable, chosen)
 
     def _takes_turns(self, trainer: _Trainer, engines: _Engines) -> bool:

@@ -12,6 +12,8 @@ import pytest
 
 from mslime.observe.names import is_known
 from mslime.observe.rows import by_step
+from mslime.observe.samples import file_of, recorded_steps, telling, versions_of
+from mslime.observe.timeline import read_spans
 from tests.e2e.functions import WAITS_AT
 from tests.e2e.harness import Run, start_run
 from tests.e2e.test_engine_gone import engines_of, kill_engine, more_steps, scale
@@ -122,6 +124,44 @@ def test_an_engine_dies_while_its_memory_is_the_trainers_and_the_run_goes_on_who
     run.process.terminate()
     assert run.finish(120) == 128 + signal.SIGTERM, run.text()
     assert saved_step(run) == len(by_step(run.rows()))
+    assert_books_hold(run, values["rollout"]["groups_per_step"])
+    assert run.left_over() == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_one_step_ahead_responses_go_on_across_the_trainers_turns(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    """Engines begin the next step's responses in their turn, the trainer interrupts them, and they go on after it; in
+    mid-run all is killed, and resumed. Evaluations have engines that are there."""
+    values = settings(
+        tiny_qwen3_moe, prompts, **SHARED, megatron=TP2_EP2, train={"num_steps": 6}, checkpoint={"save_every": 1},
+        rollout={"max_staleness": 1, "max_response_tokens": 160, "groups_per_step": 2},
+        algorithm={"correction": {"preset": "tis"}}, observe={"eval_every": 2, "eval_at_start": False},
+        data={"eval_sets": [{"name": "held_out", "path": f"{prompts}@[:4]", "max_response_tokens": 16}]},
+    )  # fmt: skip
+    run = start_run(values, tmp_path)
+    runs.append(run)
+    run.wait_for((run.directory / "checkpoints" / "step_3").is_dir, START_S + 3 * STEP_S)
+    run.process.kill()
+    run.process.wait()
+    assert run.left_over(60) == []
+    run = start_run(values, tmp_path)
+    runs.append(run)
+    assert run.finish(START_S + 3 * STEP_S) == 0, run.text()
+    rows = by_step(run.rows())
+    assert [row["step"] for row in rows] == [*range(1, 7)]
+    assert [row["step"] for row in rows if "eval/held_out/accuracy" in row] == [2, 4, 6]
+    assert max(row["staleness/max"] for row in rows) == 1 and all(row["replay/coverage"] == 1.0 for row in rows)
+    assert sum(row["rollout/recycled"] for row in rows) > 0, "responses went on across a sleep"
+    spans = read_spans(run.directory)
+    trained = [span for span in spans if span.name == "train" and span.lane.startswith("trainer")]
+    evaluated = [span for span in spans if span.name == "evaluate" and span.lane.startswith("engine")]
+    assert trained and evaluated
+    assert not any(t.start < e.end and e.start < t.end for t in trained for e in evaluated)
+    kept = [sample for step in recorded_steps(run.directory) for sample in telling(file_of(run.directory, step))]
+    assert any(len(versions_of(sample)) > 1 for sample in kept)
     assert_books_hold(run, values["rollout"]["groups_per_step"])
     assert run.left_over() == []
 

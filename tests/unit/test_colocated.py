@@ -44,7 +44,9 @@ EIGHT = {"cluster": {"trainer_ranks": 8, "device": "cuda"}}
         ({"weights": {"transport": "relay"}}, "weights.transport", "one process group on one GPU"),
         ({"train": {"task": "sft"}}, "cluster.placement", "supervised"),
         ({"lora": {"rank": 8}}, "cluster.placement", "adapters"),
-        ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness", "nothing can be ahead"),
+        ({"rollout": {"max_staleness": 2}}, "rollout.max_staleness", "only makes tokens older"),
+        ({"rollout": {"max_staleness": 1, "pause_mode": "in_place"}}, "rollout.pause_mode", "can keep no request"),
+        ({"rollout": {"max_staleness": 1, "pause_mode": "retract"}}, "rollout.pause_mode", "can keep no request"),
         ({"sglang": {"urls": ["http://h:1"]}}, "cluster.placement", "somebody else"),
         ({"sglang": {"tp_size": 2}}, "sglang.tp_size", "does not fit on the trainer's 1 GPUs"),
         ({"sglang": {"num_engines": 2}}, "sglang.num_engines", "do not fit on the trainer's 1"),
@@ -70,7 +72,8 @@ def test_what_cannot_share_gpus_is_refused_by_name(sections: dict[str, Any], fie
 
 
 @pytest.mark.parametrize("sections", [
-    {}, {"weights": {"transport": "disk"}}, {"weights": {"transport": "delta"}}, {"weights": {"transport": "m:f"}},
+    {}, {"rollout": {"max_staleness": 1}}, {"rollout": {"pause_mode": "in_place"}},
+    {"weights": {"transport": "disk"}}, {"weights": {"transport": "delta"}}, {"weights": {"transport": "m:f"}},
     {"algorithm": {"advantage": "gae"}}, {"algorithm": {"kl_coef": 0.1}}, EIGHT | {"sglang": {"num_engines": 8}},
     EIGHT | {"sglang": {"num_engines": 2, "tp_size": 4}}, {"megatron": {"cuda_graph_impl": "none"}},
     {"algorithm": {"advantage": "gae"}, "critic": {"placement": "separate"}}, {"cluster": {"asleep_in": "disk"}},

@@ -164,6 +164,8 @@ def test_what_the_user_has_set_is_kept() -> None:
         assert each.settings["cluster"]["placement"] == "colocated" and each.measures == "as set"
     ahead = merge(values("qwen3-4B"), {"rollout": {"max_staleness": 2}})
     assert {each.settings["cluster"]["placement"] for each in found_by(ahead, 8, 80, 5)[0]} == {"separate"}
+    by_one = merge(given, {"rollout": {"max_staleness": 1}})
+    assert all(each.plan.engine_ranks == 8 for each in found_by(by_one, 8, 80, 5)[0])
 
 
 def test_host_memory_is_counted_by_machine_and_bounds_what_is_found() -> None:
