@@ -78,13 +78,17 @@ def enter_broadcast(flat: torch.Tensor, group: dist.ProcessGroup, stream: torch.
 
 
 def meet(
-    link: Link, engines: Sequence[EngineInfo], joining: Sequence[int], lane: int | None = None
+    link: Link,
+    engines: Sequence[EngineInfo],
+    joining: Sequence[int],
+    lane: int | None = None,
+    machine: int | None = None,
 ) -> tuple[dist.ProcessGroup, Store]:
     """Make a process group of this rank, its rank 0, with ranks of engines.
 
     Args:
         joining: how many ranks of each engine are in it.
-        lane: see `Receivers.join`.
+        lane, machine: see `Receivers.join`.
 
     Returns:
         The group, and the store that it needs as long as it lives.
@@ -97,7 +101,7 @@ def meet(
     store = open_store(host, world_size, timeout)
     joins = [
         link.receivers.join(engine, host=host, port=store.port, rank=rank, world_size=world_size, name=link.name,
-                            backend=link.backend, lane=lane)
+                            backend=link.backend, lane=lane, machine=machine)
         for engine, rank in zip(engines, accumulate(joining, initial=1), strict=False)
     ]  # fmt: skip
     # In a thread of its own, so that an engine's refusal is heard while this rank still waits for it.

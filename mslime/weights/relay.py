@@ -6,6 +6,10 @@ engine's machines, and all senders send at the same time: as many adapters of a 
 senders. Engines put the buckets into the order of the plan, and are asked once for a whole sync; how they do it, their
 plug-in says.
 
+Engines that lie on several machines say in their answers what each of these keeps of every bucket, once they have
+recorded how they load. From then on a sender sends to the machines of one number, one of each engine, what they keep,
+packed, on a lane to these alone. All senders hear the same answers, so that they do the same in the next sync.
+
 Engines wait for every bucket of the plan. So a sender that cannot fill one sends zeros for it (`skip`), and the sync,
 which has failed, is over soon.
 """
@@ -15,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +30,7 @@ from torch._C._distributed_c10d import Store
 from mslime.config.choices import NOT_ARRIVED
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.config.keys import AnnouncedBucket, EngineInfo
+from mslime.config.pieces import Cut, Cuts, machine_lane
 from mslime.threads import in_thread
 from mslime.weights.broadcast import enter_broadcast, meet
 from mslime.weights.buckets import wire_dtype
@@ -46,14 +51,18 @@ class RelayTransport:
         self._numbers = {rank: number for number, rank in enumerate(self._names)}
         self._engines: tuple[EngineInfo, ...] = ()
         self._group: dist.ProcessGroup | None = None
-        self._store: Store | None = None
+        self._machines: list[dist.ProcessGroup] = []  # lanes to one machine of each engine
+        self._stores: list[Store] = []
         self._device = torch.device("cpu")
-        self._answers: list[Future[None]] = []
+        self._answers: list[Future[Cuts | None]] = []
+        self._told: dict[str, Cuts] = {}  # by engines' URLs
+        self._cuts: Cuts | None = None  # by which this sync is sent
         self._known: tuple[Bucket, ...] = ()  # to the engines, under the name `_plan`
         self._syncs, self._plan, self._broken, self._under_way = 0, "", False, False
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Make the lanes: one process group of this rank with one rank of each engine, on each of its machines.
+        """Make the lanes: one process group of this rank with one rank of each engine, on each of its machines; where
+        there are several, also one for the first machine of each engine, the second, and so on.
 
         Raises:
             WeightSyncError: an engine refused, has not the plug-in, or did not come before the deadline.
@@ -62,8 +71,14 @@ class RelayTransport:
         self._engines, link = tuple(engines), self._link
         able = [link.receivers.can_relay(engine) for engine in engines]
         all_done(able, "connect", f"{len(engines)} engines", link.deadline_s)
-        machines = [engine.machines for engine in engines]
-        self._group, self._store = meet(link, engines, machines, lane=self._numbers[link.rank])
+        machines, lane = [engine.machines for engine in engines], self._numbers[link.rank]
+        self._group, store = meet(link, engines, machines, lane=lane)
+        self._stores.append(store)
+        for machine in range(machines[0]) if set(machines) == {machines[0]} != {1} else ():
+            named = replace(link, name=machine_lane(link.name, machine))
+            group, store = meet(named, engines, [1] * len(engines), lane=lane, machine=machine)
+            self._machines.append(group)
+            self._stores.append(store)
         # Of this thread: the one that sends has none of its own.
         self._device = torch.device("cuda", torch.cuda.current_device()) if link.backend == "nccl" else self._device
 
@@ -74,8 +89,17 @@ class RelayTransport:
         if self._known != tuple(buckets):
             self._known, self._plan = tuple(buckets), _name(buckets)
             news = [self._announced(bucket) for bucket in buckets]
-        announcement = receivers.announce_relay(f"{names[0]}-{self._syncs}", names, self._plan, news)
-        self._answers = [receivers.receive(engine, announcement) for engine in self._engines]
+            self._told.clear()
+        self._cuts = self._agreed()
+        cuts = self._cuts.name if self._cuts is not None else ""
+        announcement = receivers.announce_relay(f"{names[0]}-{self._syncs}", names, self._plan, news, cuts)
+        self._answers = [receivers.receive_all(engine, announcement) for engine in self._engines]
+
+    def _agreed(self) -> Cuts | None:
+        """What the machines of one number keep in all engines; None where engines differ, or did not all say it."""
+        told = [self._told.get(engine.url) for engine in self._engines]
+        same = len({cuts.name for cuts in told if cuts is not None}) == 1 and None not in told
+        return told[0] if same and self._machines else None
 
     def _announced(self, bucket: Bucket) -> AnnouncedBucket:
         names, shapes = zip(*((entry.name, entry.shape) for entry in bucket.entries), strict=True)
@@ -89,13 +113,20 @@ class RelayTransport:
             if not _failures(self._answers):  # they are late
                 raise
             raise _cause("all buckets", self._answers, "") from None
+        for engine, answer in zip(self._engines, self._answers, strict=True):
+            if (cuts := answer.result()) is not None:
+                self._told[engine.url] = cuts
         self._under_way = False
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingLane:
-        """Send a bucket to one rank of each engine."""
+        """Send a bucket to one rank of each engine, on each of its machines: all of it, or what the machine keeps."""
         assert self._group is not None, "not connected"
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
-        sent = in_thread(_send, flat, self._group, stream, self._link.deadline_s)
+        cuts = self._cuts.buckets[bucket.index] if self._cuts is not None else None
+        parcels = [(flat, self._group)]
+        if cuts is not None:
+            parcels = [(pack_cut(flat, cut), lane) for cut, lane in zip(cuts, self._machines, strict=True) if cut]
+        sent = in_thread(_send, parcels, stream, self._link.deadline_s)
         return PendingLane(self, bucket, sent, self._answers)
 
     def skip(self, bucket: Bucket) -> None:
@@ -110,20 +141,24 @@ class RelayTransport:
 
     def disconnect(self) -> None:
         """Destroy the lanes at both ends. An engine that no longer answers is left alone."""
-        link, met = self._link, self._group is not None
-        leaving = [link.receivers.leave(engine, link.name) for engine in self._engines] if met else []
+        link, names = self._link, [self._link.name] if self._group is not None else []
+        names += [machine_lane(link.name, machine) for machine in range(len(self._machines))]
+        leaving = [link.receivers.leave(engine, name) for engine in self._engines for name in names]
         self._close()
         wait(leaving, timeout=link.deadline_s)
-        self._store, self._known, self._answers = None, (), []
+        self._stores, self._known, self._answers, self._cuts = [], (), [], None
+        self._told.clear()
 
     def _close(self) -> None:
         """After a sync that failed, this is how engines that wait for what comes on this lane hear of it: over gloo,
         connections are closed when nobody holds the group any more."""
-        if self._group is not None:
+        groups = [*([self._group] if self._group is not None else []), *self._machines]
+        self._group, self._machines = None, []
+        for group in groups:
             if self._under_way:
-                self._group.abort()
-            dist.destroy_process_group(self._group)
-            self._group = None
+                group.abort()
+        while groups:
+            dist.destroy_process_group(groups.pop())
 
 
 def _name(buckets: Sequence[Bucket]) -> str:
@@ -132,12 +167,35 @@ def _name(buckets: Sequence[Bucket]) -> str:
     return hashlib.sha256(repr(list(tensors)).encode()).hexdigest()
 
 
-def _send(flat: torch.Tensor, group: dist.ProcessGroup, stream: torch.cuda.Stream | None, deadline_s: float) -> str:
-    """Broadcast, and return when all have it; for a thread. What broke, in words: an error would hold the group."""
+def pack_cut(flat: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """What a machine keeps of a bucket, its pieces one after the other; a view where it is one run.
+
+    Args:
+        flat: [bucket.hf_numel].
+    """
+    if len(cut) == 1 and not cut[0].sizes:
+        return flat[cut[0].start : cut[0].start + cut[0].width]
+    packed = flat.new_empty(sum(piece.numel for piece in cut))
+    into, out_of, begin = list[torch.Tensor](), list[torch.Tensor](), 0
+    for piece in cut:
+        shape, stride = (*piece.sizes, piece.width), (*piece.strides, 1)
+        into.append(packed[begin : begin + piece.numel].view(shape))
+        out_of.append(flat.as_strided(shape, stride, int(flat.storage_offset()) + piece.start))
+        begin += piece.numel
+    torch._foreach_copy_(into, out_of)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+    return packed
+
+
+def _send(
+    parcels: Sequence[tuple[torch.Tensor, dist.ProcessGroup]], stream: torch.cuda.Stream | None, deadline_s: float
+) -> str:
+    """Broadcast each in its group, and return when all have it; for a thread. What broke, in words: an error would hold
+    the groups."""
     try:
-        work = enter_broadcast(flat, group, stream)
+        works = [enter_broadcast(flat, group, stream) for flat, group in parcels]
         with torch.cuda.stream(stream):  # type: ignore[arg-type]  # takes None, and then does nothing
-            work.wait(timedelta(seconds=deadline_s))
+            for work in works:
+                work.wait(timedelta(seconds=deadline_s))
     except RuntimeError as error:
         return str(error)
     return ""
@@ -150,7 +208,7 @@ class PendingLane:
     transport: RelayTransport
     bucket: Bucket
     sent: Future[str]
-    answers: Sequence[Future[None]]
+    answers: Sequence[Future[Cuts | None]]
 
     def wait(self) -> None:
         """Return when the bucket has arrived there. It is loaded when the transport's `complete` returns.
@@ -173,11 +231,11 @@ class PendingLane:
             raise _cause(self.bucket.describe(), self.answers, broke)
 
 
-def _failures(answers: Sequence[Future[None]]) -> list[BaseException]:
+def _failures(answers: Sequence[Future[Cuts | None]]) -> list[BaseException]:
     return [error for answer in answers if answer.done() and (error := answer.exception()) is not None]
 
 
-def _cause(where: str, answers: Sequence[Future[None]], broke: str) -> WeightSyncError:
+def _cause(where: str, answers: Sequence[Future[Cuts | None]], broke: str) -> WeightSyncError:
     """What is behind a bucket that did not arrive: not what is the echo of it, which would name the wrong engine."""
     wait(answers, timeout=ECHO_S)
     failures = _failures(answers)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from mslime.config.choices import FileKind
 from mslime.config.keys import AnnouncedBucket, Endpoint, EngineInfo
+from mslime.config.pieces import Cuts
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
 
@@ -43,12 +44,13 @@ class Receivers(Protocol):
 
     def join(
         self, engine: EngineInfo, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str,
-        lane: int | None = None,
+        lane: int | None = None, machine: int | None = None,
     ) -> Future[None]:  # fmt: skip
         """Let an engine's ranks, numbered from `rank` on, join the process group `name`, whose store is there.
 
         Args:
             lane: one rank on each machine joins: that which receives from the sender of this number.
+            machine: with `lane`, only the one on this machine of the engine.
         """
         ...
 
@@ -62,14 +64,17 @@ class Receivers(Protocol):
         """The description of a bucket that lies in a file, for `receive`."""
         ...
 
-    def announce_relay(self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket]) -> bytes:
-        """The description of a whole sync for `receive`, the same from every sender.
+    def announce_relay(
+        self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket], cuts: str
+    ) -> bytes:
+        """The description of a whole sync for `receive_all`, the same from every sender.
 
         Args:
             sync: names it.
             lanes: the senders' process groups, in their order.
             plan: names the buckets.
             buckets: the plan's; empty where the engines know it.
+            cuts: name of what each machine keeps, where it is sent no more; empty: whole buckets are sent.
         """
         ...
 
@@ -86,11 +91,16 @@ class Receivers(Protocol):
         ...
 
     def receive(self, engine: EngineInfo, announcement: bytes) -> Future[None]:
-        """Let an engine take what is announced: a bucket, by a broadcast or from a file, or all of a sync; done when
-        all its ranks have loaded it.
+        """Let an engine take a bucket that is announced, by a broadcast or from a file; done when all its ranks have
+        loaded it.
 
         The future raises ChangesRefused where the file holds changes and the engine has loaded nothing of them.
         """
+        ...
+
+    def receive_all(self, engine: EngineInfo, announcement: bytes) -> Future[Cuts | None]:
+        """Let an engine take all of a sync; done when all its ranks have loaded it. What its machines keep of each
+        bucket, where that is news."""
         ...
 
     def leave(self, engine: EngineInfo, name: str) -> Future[None]:

@@ -48,22 +48,22 @@ def value(name: str, version: int) -> torch.Tensor:
 
 
 class FakeModel(torch.nn.Module):
-    """What one rank of three holds."""
+    """What one rank of `ranks` holds."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, ranks: int = RANKS) -> None:
         super().__init__()
-        self.rank = rank
+        self.rank, self.ranks = rank, ranks
         for name in (name for _, names in BUCKETS for name in names):
             if (part := self.part(name, torch.zeros(shape(name)))) is not None:
                 self.register_parameter(name, torch.nn.Parameter(part.clone()))
 
     def part(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         if name.startswith("rows"):
-            return tensor.chunk(RANKS)[self.rank]
+            return tensor.tensor_split(self.ranks)[self.rank]
         if name.startswith("columns"):
-            return tensor.chunk(RANKS, 1)[self.rank]
+            return tensor.tensor_split(self.ranks, 1)[self.rank]
         if name.startswith("expert"):
-            return tensor.T if int(name[-1]) % RANKS == self.rank else None
+            return tensor.T if int(name[-1]) % self.ranks == self.rank else None
         return tensor
 
     def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -83,8 +83,8 @@ class FakeUpdater:
 
     device = "cpu"
 
-    def __init__(self, rank: int) -> None:
-        self.model, self.loaded = FakeModel(rank), 0
+    def __init__(self, rank: int, ranks: int = RANKS) -> None:
+        self.model, self.loaded = FakeModel(rank, ranks), 0
 
     def get_model(self) -> FakeModel:
         return self.model

@@ -64,9 +64,10 @@ def test_a_relay_keeps_the_contract(engines: list[StandInEngine], link: Link) ->
 
 
 def test_what_is_asked_survives_the_way_through_a_name_of_a_group() -> None:
-    order = Order("job-rank0-3", "plan", ("job-rank0", "job:rank4"), (0, 1, 0), (2, 1, 7))
+    order = Order("job-rank0-3", "plan", ("job-rank0", "job:rank4"), (0, 1, 0), (2, 1, 7), "what is kept")
     assert parse_order(order.as_group()) == order and parse_order("job-rank0") is None
-    assert parse_lane(lane_to_join(12, "mslime-lane:3:x")) == (12, "mslime-lane:3:x") and parse_lane("x") is None
+    assert parse_lane(lane_to_join(12, "mslime-lane:3:x")) == (12, None, "mslime-lane:3:x") and parse_lane("x") is None
+    assert parse_lane(lane_to_join(12, "a:b", 0)) == (12, 0, "a:b")
 
 
 def test_tensors_are_described_once_and_again_to_engines_that_are_met_anew(
@@ -75,9 +76,9 @@ def test_tensors_are_described_once_and_again_to_engines_that_are_met_anew(
     told: list[int] = []
     announce = link.receivers.announce_relay
 
-    def counting(sync: str, lanes: Any, plan: str, buckets: Any) -> bytes:
+    def counting(sync: str, lanes: Any, plan: str, buckets: Any, cuts: str) -> bytes:
         told.append(len(buckets))
-        return announce(sync, lanes, plan, buckets)
+        return announce(sync, lanes, plan, buckets, cuts)
 
     monkeypatch.setattr(link.receivers, "announce_relay", counting)
     transport = connected(link, engines)
@@ -189,8 +190,9 @@ def test_one_rank_of_an_engine_is_asked_to_join_a_lane(link: Link, monkeypatch: 
 
     monkeypatch.setattr(EngineClient, "join_group", join_group)
     engine = EngineInfo("http://127.0.0.1:9")
-    for lane in (None, 3):
+    for lane, machine in ((None, None), (3, None), (3, 1)):
         link.receivers.join(
-            engine, host="h", port=5, rank=2, world_size=4, name="n", backend="gloo", lane=lane
+            engine, host="h", port=5, rank=2, world_size=4, name="n", backend="gloo", lane=lane, machine=machine
         ).result()
-    assert asked == [("h", 5, 2, 4, "n", "gloo"), ("h", 5, 2, 4, lane_to_join(3, "n"), "gloo")]
+    names = ["n", lane_to_join(3, "n"), lane_to_join(3, "n", 1)]
+    assert asked == [("h", 5, 2, 4, name, "gloo") for name in names]

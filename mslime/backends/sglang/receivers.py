@@ -26,6 +26,7 @@ from mslime.backends.sglang.relay import PROBE, Order, lane_to_join
 from mslime.config.choices import FileKind
 from mslime.config.errors import MALFORMED, ChangesRefused, EngineError, WeightSyncError, sync_error
 from mslime.config.keys import AnnouncedBucket, Endpoint, EngineInfo
+from mslime.config.pieces import Cuts, told
 from mslime.config.schema import DeadlineConfig
 
 _T = TypeVar("_T")
@@ -81,7 +82,7 @@ class SGLangReceivers:
 
     def join(
         self, engine: EngineInfo, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str,
-        lane: int | None = None,
+        lane: int | None = None, machine: int | None = None,
     ) -> Future[None]:  # fmt: skip
         """Let an engine's ranks join a process group; done when they have.
 
@@ -90,8 +91,9 @@ class SGLangReceivers:
             rank: of the engine's first process.
             name: of the group.
             lane: one on each machine joins: that which receives from the sender of this number.
+            machine: with `lane`, only the one on this machine.
         """
-        name = name if lane is None else lane_to_join(lane, name)
+        name = name if lane is None else lane_to_join(lane, name, machine)
         call = self._client(engine.endpoint).join_group(host, port, rank, world_size, name, backend)
         return self._submit(call, "connect", engine.url)
 
@@ -114,14 +116,16 @@ class SGLangReceivers:
         """
         return bucket_description(names, dtype, shapes, group_of(kind, path))
 
-    def announce_relay(self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket]) -> bytes:
-        """The request for a whole sync: see `receive`."""
+    def announce_relay(
+        self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket], cuts: str
+    ) -> bytes:
+        """The request for a whole sync: see `receive_all`."""
         senders, tensors = tuple(each.sender for each in buckets), tuple(len(each.names) for each in buckets)
         return update_request(
             [name for each in buckets for name in each.names],
             [each.dtype for each in buckets for _ in each.names],
             [shape for each in buckets for shape in each.shapes],
-            Order(sync, plan, tuple(lanes), senders, tensors).as_group(),
+            Order(sync, plan, tuple(lanes), senders, tensors, cuts).as_group(),
         )
 
     def can_relay(self, engine: EngineInfo) -> Future[None]:
@@ -156,16 +160,33 @@ class SGLangReceivers:
         return self._submit(call, "disconnect", engine.url)
 
     def receive(self, engine: EngineInfo, announcement: bytes) -> Future[None]:
-        """Let an engine take what is announced; done when it has loaded it."""
-        return self._submit(self._received(engine, announcement), "send", engine.url)
+        """Let an engine take the bucket that is announced; done when it has loaded it."""
 
-    async def _received(self, engine: EngineInfo, announcement: bytes) -> None:
+        async def received() -> None:
+            self._note(engine, await self._received(engine, announcement))
+
+        return self._submit(received(), "send", engine.url)
+
+    def receive_all(self, engine: EngineInfo, announcement: bytes) -> Future[Cuts | None]:
+        """Let an engine take a whole sync; done when it has loaded it. What its machines keep, where that is news."""
+
+        async def received() -> Cuts | None:
+            said, cuts = told(await self._received(engine, announcement))
+            self._note(engine, said)
+            return cuts
+
+        return self._submit(received(), "send", engine.url)
+
+    async def _received(self, engine: EngineInfo, announcement: bytes) -> str:
         try:
-            said = await self._client(engine.endpoint).receive_bucket(announcement)
+            return await self._client(engine.endpoint).receive_bucket(announcement)
         except EngineError as error:
             if REFUSED not in error.rule:
                 raise
             raise ChangesRefused("weights.send", engine.url, error.rule, "send the whole bucket") from error
+
+    def _note(self, engine: EngineInfo, said: str) -> None:
+        """What an engine says of how it loaded."""
         if (engine.url, said) not in self.heard:
             self.heard.add((engine.url, said))
             _log.info(

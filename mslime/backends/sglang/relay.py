@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -27,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mslime.backends.sglang.cuts import Packed, cut_bytes, cuts_of
+from mslime.backends.sglang.lanes import Lanes, Place, places
 from mslime.backends.sglang.recorded import (
     RECORDED,
     Bucket,
@@ -39,9 +40,10 @@ from mslime.backends.sglang.recorded import (
     fitting,
     release,
 )
-from mslime.backends.sglang.shares import Route, Share, Step, share_of
+from mslime.backends.sglang.shares import Arrival, Route, Share, Step, share_of
 from mslime.backends.sglang.siblings import Ranks, Siblings, ranks
-from mslime.config.choices import NOT_ARRIVED
+from mslime.config.choices import SHARES_AT_MOST
+from mslime.config.pieces import Cut, Cuts, machine_lane
 
 PROBE = "mslime-relay?"
 """What an engine is asked to leave to say whether it has this plug-in."""
@@ -62,6 +64,8 @@ class Order:
         lanes: names of the process groups of senders, by sender.
         senders: of each bucket, its sender; empty where the plan is known.
         tensors: of each bucket, how many; likewise.
+        cuts: names what the machines of each engine keep, where senders send each no more (`config.pieces`); empty:
+            they send whole buckets.
     """
 
     sync: str
@@ -69,6 +73,7 @@ class Order:
     lanes: tuple[str, ...]
     senders: tuple[int, ...] = ()
     tensors: tuple[int, ...] = ()
+    cuts: str = ""
 
     def as_group(self) -> str:
         """What an update names as its group."""
@@ -80,20 +85,25 @@ def parse_order(group: str) -> Order | None:
     if not group.startswith(_SYNC):
         return None
     said = json.loads(group.removeprefix(_SYNC))
-    return Order(said["sync"], said["plan"], *(tuple(said[name]) for name in ("lanes", "senders", "tensors")))
+    numbers = (tuple(said[name]) for name in ("lanes", "senders", "tensors"))
+    return Order(said["sync"], said["plan"], *numbers, cuts=said["cuts"])
 
 
-def lane_to_join(sender: int, name: str) -> str:
-    """What an engine is asked to join so that one of its ranks joins the process group `name`."""
-    return f"{_LANE}{sender}:{name}"
+def lane_to_join(sender: int, name: str, machine: int | None = None) -> str:
+    """What an engine is asked to join so that one of its ranks on each machine joins the process group `name`.
+
+    Args:
+        machine: only that of this machine joins.
+    """
+    return f"{_LANE}{sender}:{'' if machine is None else machine}:{name}"
 
 
-def parse_lane(group: str) -> tuple[int, str] | None:
-    """The sender and the name of a lane; None where it is another group."""
+def parse_lane(group: str) -> tuple[int, int | None, str] | None:
+    """The sender, the machine (None: all) and the name of a lane; None where it is another group."""
     if not group.startswith(_LANE):
         return None
-    sender, _, name = group.removeprefix(_LANE).partition(":")
-    return int(sender), name
+    sender, machine, name = group.removeprefix(_LANE).split(":", 2)
+    return int(sender), int(machine) if machine else None, name
 
 
 def install() -> None:
@@ -128,47 +138,9 @@ class Sent:
     bucket: Bucket
 
 
-class Lanes:
-    """What one rank receives, one bucket after the other: the next is on its way as soon as the last is taken.
-
-    Args:
-        sent: the rank's buckets, in the order of the plan.
-        groups: of the senders.
-        room: [bytes] uint8, for the largest of them.
-
-    Attributes:
-        failed: why nothing comes any more; empty while all is well.
-    """
-
-    def __init__(self, sent: Sequence[Sent], groups: Mapping[int, dist.ProcessGroup], room: torch.Tensor) -> None:
-        self._room = room
-        self._coming, self._groups = deque(sent), groups
-        self._work: dist.Work | None = None
-        self.failed = ""
-        self._ask()
-
-    def take(self, use: Callable[[torch.Tensor], object]) -> None:
-        """Let `use` read the next of the buckets, [bytes] uint8, and ask for the one after it."""
-        if self.failed:
-            return
-        try:
-            assert self._work is not None, "no bucket is left"
-            self._work.wait()
-            use(self._room)
-        except RuntimeError as error:
-            self.failed = f"{NOT_ARRIVED}: {error}"
-        else:
-            self._ask()
-
-    def _ask(self) -> None:
-        self._work = None
-        if self._coming:
-            sent = self._coming.popleft()
-            room = self._room[: sent.bucket.flat.numel()]
-            try:
-                self._work = dist.broadcast(room, group=self._groups[sent.sender], group_src=0, async_op=True)
-            except RuntimeError as error:
-                self.failed = f"{NOT_ARRIVED}: {error}"
+def _largest(plan: Iterable[Sent]) -> int:
+    """Bytes of its largest bucket."""
+    return max((len(sent.bucket.flat) for sent in plan), default=0)
 
 
 class Relay:
@@ -191,7 +163,11 @@ class Relay:
         self._lanes: Lanes | None = None
         self._room, self._given = Buffer(device), Buffer(device)
         self._known: list[Copies | None] = []
+        self._shares: list[list[Share | None]] = []
         self._route: Route | None = None
+        self._routed = ""  # name of the cuts that the route is for
+        self._cuts: Cuts | None = None  # by the shares that ranks have now
+        self._told: tuple[Cuts, list[Copies | None]] | None = None  # to senders, and this rank's copies then
 
     def obey(
         self, order: Order, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
@@ -213,11 +189,13 @@ class Relay:
         if self._done[0] != order.sync:
             message, failed = "", ""
             try:
-                plan = self._begin(order, names, dtypes, shapes, groups, place.near)
-                message = self._relay(plan, self._way(plan, place.near), place.near)
+                plan = self._begin(order, names, dtypes, shapes, groups, place)
+                message = self._relay(plan, *self._way(plan, order, place), place.near)
             except RuntimeError as error:
                 failed = str(error)
             failed = place.whole.first_failure(failed)
+            if not failed and self._cuts is not None and (not self._told or self._told[0].name != self._cuts.name):
+                message, self._told = self._cuts.told_with(message), (self._cuts, self._known)
             self._done = order.sync, message, failed
         _, message, failed = self._done
         if failed:
@@ -226,55 +204,101 @@ class Relay:
 
     def _begin(
         self, order: Order, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]],
-        groups: Mapping[str, dist.ProcessGroup], beside: Siblings,
+        groups: Mapping[str, dist.ProcessGroup], place: Ranks,
     ) -> list[Sent]:  # fmt: skip
-        """Collective among the ranks beside this one. Raises RuntimeError on all of them when one cannot."""
+        """Ask for the first buckets, and hear what all ranks keep, where one has other copies than before.
+
+        Collective among all ranks. Raises RuntimeError on all of them when one cannot.
+        """
         failed, plan = "", list[Sent]()
+        copies: list[Copies | None] | None = None
+        news: list[Share | None] | None = None
         try:
             plan = self._plan(order, names, dtypes, shapes)
-            mine = [sent for sent in plan if sent.sender % beside.count == beside.rank]
-            by_sender = {sent.sender: groups[order.lanes[sent.sender]] for sent in mine}
-            self._buckets.buffer.make_room(max((sent.bucket.flat.numel() for sent in plan), default=0))
-            if self._lanes is not None:  # of a sync that failed: what is on its way may be written into their memory
-                self._room, self._route = Buffer(self._device), None
-            largest = max((sent.bucket.flat.numel() for sent in mine), default=0)
-            self._lanes = Lanes(mine, by_sender, self._room.head(largest))
-        except (RuntimeError, LookupError) as error:
-            failed = f"{type(error).__name__}: {error}"
-        if failed := beside.first_failure(failed):
-            raise RuntimeError(failed)
-        return plan
-
-    def _way(self, plan: Sequence[Sent], beside: Siblings) -> Route:
-        """How buckets are handed on: another way where one of the ranks has other copies than before.
-
-        Collective like `_begin`, and raises likewise.
-        """
-        buckets, failed = [sent.bucket for sent in plan], ""
-        copies, shares = list[Copies | None](), list[Share | None]()
-        try:
-            copies += self._copies(buckets) if beside.count > 1 else [None] * len(buckets)
-            pairs = zip(buckets, copies, strict=True)
-            shares += [None if known is None else share_of(bucket, known) for bucket, known in pairs]
+            self._buckets.buffer.make_room(_largest(plan))
+            copies = self._copies_of(plan, place.whole.count)
+            self._check_cuts(order, copies)
+            self._ask(order, plan, groups, place)
+            if len(copies) != len(self._known) or not all(map(operator.is_, copies, self._known)):
+                pairs = zip(plan, copies, strict=True)
+                news = [None if known is None else share_of(sent.bucket, known) for sent, known in pairs]
         except Exception as error:  # the other ranks wait for this one
             failed = f"{type(error).__name__}: {error}"
-        if failed := beside.first_failure(failed):
-            raise RuntimeError(failed)
-        same = self._route is not None and all(map(operator.is_, copies, self._known))
+        told = place.whole.heard(failed, news)
+        assert copies is not None
+        if any(each is not None for each in told):
+            old = self._shares or [[]] * len(told)
+            self._known, self._route = copies, None
+            self._shares = [before if each is None else each for each, before in zip(told, old, strict=True)]
+            if place.machines > 1:
+                cuts = cuts_of([len(sent.bucket.flat) for sent in plan], self._shares, place.machines)
+                self._cuts = cuts if any(each is not None for each in cuts.buckets) else None
+        return plan
+
+    def _copies_of(self, plan: Sequence[Sent], ranks: int) -> list[Copies | None]:
+        return list(self._copies([sent.bucket for sent in plan])) if ranks > 1 else [None] * len(plan)
+
+    def _check_cuts(self, order: Order, copies: Sequence[Copies | None]) -> None:
+        """Whether this rank still keeps what senders go by. Raises RuntimeError."""
+        if not order.cuts:
+            return
+        if self._told is None or self._told[0].name != order.cuts:
+            raise RuntimeError("this engine has not told what its machines keep")
+        cuts, then = self._told
+        if any(cut is not None and now is not old for cut, now, old in zip(cuts.buckets, copies, then, strict=True)):
+            raise RuntimeError("the model's parameters were moved since this engine told what its machines keep")
+
+    def _ask(self, order: Order, plan: Sequence[Sent], groups: Mapping[str, dist.ProcessGroup], place: Ranks) -> None:
+        """Ask for the first of what this rank receives. Raises RuntimeError and LookupError."""
+        if self._lanes is not None:  # of a sync that failed: what is on its way may be written into their memory
+            self._room, self._route = Buffer(self._device), None
+        arriving = list[tuple[dist.ProcessGroup, Place]]()
+        for sent, cut, at in zip(plan, *self._arriving(plan, order, place), strict=True):
+            if at.size and sent.sender % place.near.count == place.near.rank:
+                lane = order.lanes[sent.sender]
+                group = groups[lane if cut is None else machine_lane(lane, place.machine)]
+                arriving.append((group, at))
+        room = max((at.start + at.size for _, at in arriving), default=0)
+        self._lanes = Lanes(arriving, self._room.head(room))
+
+    def _arriving(self, plan: Sequence[Sent], order: Order, place: Ranks) -> tuple[list[Cut | None], list[Place]]:
+        """What comes of each bucket to this machine, None for all of it, and its place on the rank that receives it."""
+        cuts: list[Cut | None] = [None] * len(plan)
+        if order.cuts:
+            assert self._told is not None, "that was checked"
+            cuts = [cuts[place.machine] if cuts is not None else None for cuts in self._told[0].buckets]
+        sizes = [
+            len(sent.bucket.flat) if cut is None else cut_bytes(cut, sent.bucket.named[0][1].itemsize)
+            for sent, cut in zip(plan, cuts, strict=True)
+        ]
+        capacity = int(SHARES_AT_MOST * _largest(plan)) if order.cuts else 0
+        found = [Place(0, 0, 0)] * len(plan)
+        for rank in range(place.near.count):
+            own = [i for i, sent in enumerate(plan) if sizes[i] and sent.sender % place.near.count == rank]
+            for index, at in zip(own, places([sizes[i] for i in own], capacity), strict=True):
+                found[index] = at
+        return cuts, found
+
+    def _way(self, plan: Sequence[Sent], order: Order, place: Ranks) -> tuple[Route | None, str]:
+        """How buckets are handed on, and room for it; what this rank has no room for."""
+        near = place.near
         try:
-            if not all(beside.gathered(same)):
-                sources = [sent.sender % beside.count for sent in plan]
-                self._known, told = copies, beside.gathered(shares)
-                room, given, taken = self._room, self._given, self._buckets.buffer
-                self._route = Route(buckets, sources, told, copies, beside, room, given, taken)
-            assert self._route is not None
+            if self._route is None or self._routed != order.cuts:
+                cuts, ats = self._arriving(plan, order, place)
+                nothing = self._room.head(0)
+                arrivals = list[Arrival]()
+                for sent, cut, at in zip(plan, cuts, ats, strict=True):
+                    source = sent.sender % near.count
+                    room = self._room.head(at.start + at.size)[at.start :] if source == near.rank else nothing
+                    arrivals.append(Arrival(source, at.size, room, None if cut is None else Packed(cut).within))
+                shares = self._shares[near.first : near.first + near.count]
+                buckets, taken = [sent.bucket for sent in plan], self._buckets.buffer
+                self._route = Route(buckets, arrivals, shares, self._known, near, self._given, taken)
+                self._routed = order.cuts
             self._route.make_room()
         except RuntimeError as error:
-            failed = f"{type(error).__name__}: {error}"
-        if failed := beside.first_failure(failed):
-            raise RuntimeError(failed)
-        assert self._route is not None
-        return self._route
+            return None, f"{type(error).__name__}: {error}"
+        return self._route, ""
 
     def _plan(
         self, order: Order, names: Sequence[str], dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]
@@ -282,16 +306,23 @@ class Relay:
         if order.senders:
             spans = [slice(*span) for span in pairwise(accumulate(order.tensors, initial=0))]
             buckets = [self._buckets.of(names[span], dtypes[span], shapes[span]) for span in spans]
-            self._route = None
+            self._route, self._cuts, self._told, self._known, self._shares = None, None, None, [], []
             self._plans = {order.plan: [Sent(*each) for each in zip(order.senders, buckets, strict=True)]}
         elif order.plan not in self._plans:
             raise RuntimeError("this engine does not know the plan of the buckets")
         return self._plans[order.plan]
 
-    def _relay(self, plan: Sequence[Sent], route: Route, beside: Siblings) -> str:
-        """A rank that could not load a bucket still passes on those that come, so that no sender waits for it."""
+    def _relay(self, plan: Sequence[Sent], route: Route | None, without: str, beside: Siblings) -> str:
+        """A rank that could not load a bucket still passes on those that come, so that no sender waits for it.
+
+        Args:
+            without: what this rank has no room for: then nothing is handed on.
+        """
         assert self._lanes is not None
-        lanes, said, failed, unheard = self._lanes, set[str](), "", beside.count
+        lanes, said, failed, unheard = self._lanes, set[str](), "", 0
+        if broken := beside.first_failure(without or lanes.failed):
+            raise RuntimeError(broken)
+        assert route is not None
         for step in route.steps:
             if unheard >= beside.count:
                 unheard = 0
@@ -311,27 +342,31 @@ class Relay:
         self._room.release()
         self._given.release()
         by_shares = sum(len(step.buckets) for step in route.steps if step.shared)
-        recorded = f"{RECORDED}, of {by_shares} of {len(plan)} buckets each rank's share" if by_shares else RECORDED
-        return min(said - {RECORDED}, default=recorded)
+        by_cuts = sum(arrival.within is not None for arrival in route.arrivals)
+        parts = [f"of {by_cuts} of {len(plan)} buckets each machine's part"] if by_cuts else []
+        parts += [f"of {by_shares} of {len(plan)} buckets each rank's share"] if by_shares else []
+        return min(said - {RECORDED}, default=", ".join([RECORDED, *parts]))
 
     def _handed_on(self, step: Step, plan: Sequence[Sent], route: Route, beside: Siblings) -> list[Received]:
         """The buckets of a step, when this rank has them, or its shares."""
         assert self._lanes is not None
-        sents = [plan[index] for index in step.buckets]
-        mine = [sent for sent in sents if sent.sender % beside.count == beside.rank]
+        indexes, arrivals = step.buckets, route.arrivals
+        mine = [i for i in indexes if arrivals[i].size and arrivals[i].source == beside.rank]
         if step.shared:
-            exchange = route.exchanges[step.buckets[0]]
+            exchange = route.exchanges.get(indexes[0])
+            if exchange is not None:
+                if mine:
+                    self._lanes.take(lambda _: exchange.pack())
+                exchange.exchange()
+        else:
+            (index,) = indexes
+            size = arrivals[index].size
+            arrived = self._buckets.buffer.head(size)
             if mine:
-                self._lanes.take(lambda _: exchange.pack())
-            exchange.exchange()
-            pairs = zip(sents, exchange.arrived, strict=True)
-            return [Received(sent.bucket, packed=packed) for sent, packed in pairs]
-        (sent,) = sents
-        flat = sent.bucket.flat
-        if mine:
-            self._lanes.take(lambda arrived: flat.copy_(arrived[: len(flat)]))
-        beside.pass_on(flat, sent.sender % beside.count)
-        return [Received(sent.bucket)]
+                self._lanes.take(arrived.copy_)
+            if size:
+                beside.pass_on(arrived, arrivals[index].source)
+        return [Received(plan[i].bucket, packed=route.packed.get(i)) for i in indexes]
 
     def _loaded(self, received: Received) -> tuple[bool, str]:
         try:
@@ -347,11 +382,11 @@ def _join(
     lane = parse_lane(group_name)
     if lane is None:
         return original(self, master_address, master_port, rank_offset, world_size, group_name, backend)
-    (sender, name), place = lane, ranks()
+    (sender, machine, name), place = lane, ranks()
     joined, said = True, "done"
-    if sender % place.near.count == place.near.rank:
-        # One of each machine joins. SGLang adds the rank within the engine.
-        own = rank_offset + place.machine - self.tp_rank
+    if sender % place.near.count == place.near.rank and machine in (None, place.machine):
+        # One of each machine joins, or of the one. SGLang adds the rank within the engine.
+        own = rank_offset + (place.machine if machine is None else 0) - self.tp_rank
         joined, said = original(self, master_address, master_port, own, world_size, name, backend)
     failed = place.whole.first_failure("" if joined else said)
     return not failed, failed or said

@@ -13,7 +13,7 @@ several ranks, so that the shares together are larger than it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -94,15 +94,19 @@ class Step:
     shared: bool
 
 
-def steps(sources: Sequence[int], sizes: Sequence[int], shares: Sequence[Sequence[Share | None]]) -> list[Step]:
+def steps(
+    sources: Sequence[int], sizes: Sequence[int], shares: Sequence[Sequence[Share | None]], largest: int | None = None
+) -> list[Step]:
     """How the buckets of a plan are handed on, in its order.
 
     Args:
         sources: of each bucket, the rank that receives it.
-        sizes: of each bucket, in bytes.
+        sizes: of each bucket, the bytes of it that the machine receives.
         shares: of each rank, its share of each bucket.
+        largest: bytes of the largest bucket; default: that of `sizes`.
     """
-    most, found, run = SHARES_AT_MOST * max(sizes, default=0), list[Step](), list[int]()
+    largest = max(sizes, default=0) if largest is None else largest
+    most, found, run = SHARES_AT_MOST * largest, list[Step](), list[int]()
     taken = [0] * len(shares)
 
     def close() -> None:
@@ -119,7 +123,7 @@ def steps(sources: Sequence[int], sizes: Sequence[int], shares: Sequence[Sequenc
             found.append(Step((index,), False))
             continue
         after = [_aligned(before) + more for before, more in zip(taken, of_ranks, strict=True)]
-        if source in {sources[other] for other in run} or max(after) > most:
+        if source in {sources[other] for other in run if sizes[other] and size} or max(after) > most:
             close()
             after = of_ranks
         run.append(index)
@@ -132,11 +136,12 @@ class Exchange:
     """One rank's part in a step whose buckets are shared, at every sync.
 
     Args:
-        sources: of its buckets.
+        sources: of its buckets, each another one.
         shares: of each rank, its share of each of the step's buckets.
         copies: this rank's, of each of the step's buckets.
         beside: the ranks that exchange.
-        room: [bytes] uint8, in which this rank receives its lanes' buckets.
+        room: [bytes] uint8, into which this rank receives its own of these buckets.
+        within: where a part of that bucket lies in what is received.
         given, taken: in which shares are packed for others, and arrive.
 
     Attributes:
@@ -146,7 +151,7 @@ class Exchange:
 
     def __init__(
         self, sources: Sequence[int], shares: Sequence[Sequence[Share]], copies: Sequence[Copies], beside: Siblings,
-        room: torch.Tensor, given: Buffer, taken: Buffer,
+        room: torch.Tensor, within: Callable[[Part], Part], given: Buffer, taken: Buffer,
     ) -> None:  # fmt: skip
         self._beside = beside
         self._give, self._take = [0] * beside.count, [0] * beside.count
@@ -160,7 +165,7 @@ class Exchange:
         self._from_room, self._packed = list[torch.Tensor](), list[torch.Tensor]()
         if beside.rank in sources:
             for share, start in zip(mine, accumulate(self._give, initial=0), strict=False):
-                self._note(share, room, start)
+                self._note(Share(share.itemsize, tuple(map(within, share.parts))), room, start)
         begins = list(accumulate(self._take, initial=0))
         self.arrived = [
             _views(self._taken, begins[source], each.out_of) for source, each in zip(sources, copies, strict=True)
@@ -172,7 +177,7 @@ class Exchange:
         elements, packed = _typed(room, 0, bits), _typed(self._given, start, bits)
         ends = accumulate((part.numel for part in share.parts), initial=0)
         for part, begin in zip(share.parts, ends, strict=False):
-            self._from_room.append(elements.as_strided(part.shape, part.stride, part.start))
+            self._from_room.append(_view(elements, part))
             self._packed.append(packed[begin : begin + part.numel].view(part.shape))
 
     def pack(self) -> None:
@@ -185,42 +190,99 @@ class Exchange:
         dist.all_to_all_single(self._taken, self._given, self._take, self._give, group=self._beside.tensors)
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """What comes of a bucket to a machine.
+
+    Attributes:
+        source: the rank that receives it.
+        size: bytes.
+        room: [bytes] uint8, in which it arrives on that rank; empty on the others.
+        within: where a part of the bucket lies in it; None where all of the bucket comes.
+    """
+
+    source: int
+    size: int
+    room: torch.Tensor
+    within: Callable[[Part], Part] | None = None
+
+
 class Route:
     """How one rank hands a plan's buckets on.
 
     Args:
         sent: the buckets, in the order of the plan.
-        sources: of each, the rank that receives it.
-        shares: of each rank, its share of each bucket.
+        arrivals: of each, what comes of it.
+        shares: of each rank of the machine, its share of each bucket.
         copies: this rank's, of each bucket.
         beside: the ranks of the machine.
-        room, given, taken: for a bucket that is received, for shares that are packed, and for those that arrive.
+        given, taken: for shares that are packed, and for what arrives from others.
 
     Attributes:
         steps: in order.
-        exchanges: this rank's part in those that are shared, by their first bucket.
+        arrivals: as they were given.
+        exchanges: this rank's part in those that are shared and move anything, by their first bucket.
+        packed: of the buckets that do not come to this rank as a whole, the views that its copies read.
     """
 
     def __init__(
-        self, sent: Sequence[Bucket], sources: Sequence[int], shares: Sequence[Sequence[Share | None]],
-        copies: Sequence[Copies | None], beside: Siblings, room: Buffer, given: Buffer, taken: Buffer,
+        self, sent: Sequence[Bucket], arrivals: Sequence[Arrival], shares: Sequence[Sequence[Share | None]],
+        copies: Sequence[Copies | None], beside: Siblings, given: Buffer, taken: Buffer,
     ) -> None:  # fmt: skip
-        self.steps = steps(sources, [bucket.flat.numel() for bucket in sent], shares)
+        sizes, sources = [each.size for each in arrivals], [each.source for each in arrivals]
+        self.steps = steps(sources, sizes, shares, max((len(bucket.flat) for bucket in sent), default=0))
+        self.arrivals = arrivals
         self._given, self._taken = given, taken
         self.exchanges: dict[int, Exchange] = {}
-        received = [len(bucket.flat) for bucket, source in zip(sent, sources, strict=True) if source == beside.rank]
-        arriving = room.head(max(received, default=0))
-        for step in (step for step in self.steps if step.shared):
-            of_ranks = [[share for i in step.buckets if (share := each[i]) is not None] for each in shares]
-            mine = [known for i in step.buckets if (known := copies[i]) is not None]
-            self.exchanges[step.buckets[0]] = Exchange(
-                [sources[i] for i in step.buckets], of_ranks, mine, beside, arriving, given, taken
-            )
+        self.packed: dict[int, list[torch.Tensor]] = {}
+        for step in self.steps:
+            moved = [i for i in step.buckets if step.shared and sizes[i]]
+            self.packed |= {i: [] for i in step.buckets if not sizes[i]}
+            if moved:
+                of_ranks = [[share for i in moved if (share := each[i]) is not None] for each in shares]
+                known = [mine for i in moved if (mine := copies[i]) is not None]
+                own = next((arrivals[i] for i in moved if sources[i] == beside.rank), arrivals[moved[0]])
+                exchange = Exchange(
+                    [sources[i] for i in moved],
+                    of_ranks,
+                    known,
+                    beside,
+                    own.room,
+                    own.within or _as_it_is,
+                    given,
+                    taken,
+                )
+                self.exchanges[step.buckets[0]] = exchange
+                self.packed |= dict(zip(moved, exchange.arrived, strict=True))
+        for step in self.steps:
+            for index in () if step.shared else step.buckets:
+                within, mine = arrivals[index].within, copies[index]
+                if within is not None and mine is not None and sizes[index]:
+                    self.packed[index] = _views_within(taken.head(sizes[index]), mine.out_of, within)
 
     def make_room(self) -> None:
         """For all steps of a sync."""
         self._given.make_room(max((each.gives for each in self.exchanges.values()), default=0))
         self._taken.make_room(max((each.takes for each in self.exchanges.values()), default=0))
+
+
+def _as_it_is(part: Part) -> Part:
+    return part
+
+
+def _views_within(
+    arrived: torch.Tensor, like: Iterable[torch.Tensor], within: Callable[[Part], Part]
+) -> list[torch.Tensor]:
+    """Of what has arrived of a bucket, the views that are others of the whole bucket."""
+    views: list[torch.Tensor] = []
+    for view in like:
+        part = within(Part(int(view.storage_offset()), tuple(view.shape), view.stride()))
+        views.append(_view(_typed(arrived, 0, view.dtype), part))
+    return views
+
+
+def _view(elements: torch.Tensor, part: Part) -> torch.Tensor:
+    return elements.as_strided(part.shape, part.stride, int(elements.storage_offset()) + part.start)
 
 
 def _typed(buffer: torch.Tensor, start: int, dtype: torch.dtype) -> torch.Tensor:

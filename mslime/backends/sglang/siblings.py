@@ -42,9 +42,27 @@ class Siblings:
         Args:
             failed: what failed on this one.
         """
-        if failed and self.words is not None and not failed.startswith("rank "):
-            failed = f"rank {self.first + self.rank}: {failed}"
-        return next(filter(None, self.gathered(failed)), "")
+        return next(filter(None, self.gathered(self._named(failed))), "")
+
+    def _named(self, failed: str) -> str:
+        """With the rank's number, where there are several."""
+        if not failed or self.words is None or failed.startswith("rank "):
+            return failed
+        return f"rank {self.first + self.rank}: {failed}"
+
+    def heard(self, failed: str, said: T) -> list[T]:
+        """What each rank says, by rank.
+
+        Args:
+            failed: what failed on this one.
+
+        Raises:
+            RuntimeError: on all of them, with what failed on the first where something did.
+        """
+        everyone = self.gathered((self._named(failed), said))
+        if broken := next(filter(None, (failure for failure, _ in everyone)), ""):
+            raise RuntimeError(broken)
+        return [each for _, each in everyone]
 
     def gathered(self, said: T) -> list[T]:
         """What each rank says, by rank."""
@@ -67,6 +85,11 @@ class Ranks:
     whole: Siblings = Siblings()
     near: Siblings = Siblings()
     machine: int = 0
+
+    @property
+    def machines(self) -> int:
+        """That the engine lies on."""
+        return self.whole.count // self.near.count
 
 
 def siblings() -> Siblings:
