@@ -238,7 +238,7 @@ def _bound(plan: RunPlan) -> list[tuple[str, str]]:
         return [
             ("at least", f"{plan.sync_seconds:.1f} s over {plan.rates.network / 1e9:g} GB/s for each GPU's adapter")
         ]
-    lanes = lane_bytes(plan.syncs, plan.near_ranks)
+    lanes = lane_bytes(plan.syncs, plan.near_ranks, plan.sent_share)
     used, fullest = f"{len(lanes)} of the {plan.near_ranks} ranks of an engine on a machine", _gib(max(lanes.values()))
     return [
         ("received from senders by", f"{used}, at most {fullest} GiB each"),

@@ -62,6 +62,7 @@ class RunPlan:
         engine: a GPU of an engine; None for supervised training.
         engine_ranks: GPUs of an engine.
         near_ranks: those of them on one machine.
+        sent_share: see `Receiving.sent`.
         engine_dtype: of its weights.
         experts_per_rank: of a trainer rank.
         responses: of a step on the data-parallel rank that has fewest, and most.
@@ -94,6 +95,7 @@ class RunPlan:
     engine: EngineMemory | None
     engine_ranks: int
     near_ranks: int
+    sent_share: float
     engine_dtype: str
     experts_per_rank: int
     responses: tuple[int, int]
@@ -230,6 +232,7 @@ def make_plan(
         engine=engine,
         engine_ranks=config.sglang.tp_size,
         near_ranks=near_ranks(config.sglang.tp_size, per_node),
+        sent_share=receiving.sent(near_ranks(config.sglang.tp_size, per_node)) if receiving is not None else 1.0,
         engine_dtype=wire,
         experts_per_rank=model.num_experts // layout.ep,
         responses=responses,

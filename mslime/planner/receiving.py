@@ -26,12 +26,14 @@ def buckets_held(config: RunConfig) -> float:
     """Buckets that fit into what a weight update needs on an engine GPU.
 
     With `relay` one is passed on while the next arrives. Ranks that hand on shares pack those that they give, and take
-    others into the memory of the one that is passed on.
+    others into the memory of the one that is passed on. Of an engine on several machines several parts arrive at once.
     """
     if config.weights.transport != "relay":
         return 1
-    alone = near_ranks(config.sglang.tp_size, config.cluster.gpus_per_node) == 1
-    return 2 if alone or not _records(config) else 1 + 2 * SHARES_AT_MOST
+    near = near_ranks(config.sglang.tp_size, config.cluster.gpus_per_node)
+    recorded = _records(config)
+    arriving = SHARES_AT_MOST if recorded and config.sglang.tp_size > near else 1
+    return arriving + (2 * SHARES_AT_MOST if recorded and near > 1 else 1)
 
 
 def _records(config: RunConfig) -> bool:

@@ -70,6 +70,11 @@ class Receiving:
         """Whether `near` ranks of a machine give each other shares, and not whole buckets."""
         return self.recorded and near > 1 and near * self.share <= SHARES_AT_MOST
 
+    def sent(self, near: int) -> float:
+        """Of a bucket's bytes, what `relay` sends to each machine of an engine, that has `near` of its ranks."""
+        machines, kept = self.ranks // near, min(1.0, near * self.share)
+        return kept if self.recorded and machines > 1 and machines * kept <= SHARES_AT_MOST else 1.0
+
 
 @dataclass(frozen=True)
 class SenderSync:
@@ -156,16 +161,17 @@ def rates_of(cluster: ClusterConfig) -> Rates:
     )
 
 
-def lane_bytes(syncs: Iterable[SenderSync], near: int) -> dict[int, int]:
+def lane_bytes(syncs: Iterable[SenderSync], near: int, sent: float = 1.0) -> dict[int, int]:
     """With `relay`: what each of an engine's ranks on a machine receives from senders, of those that receive anything.
 
     Args:
         near: those ranks (`near_ranks`).
+        sent: see `Receiving.sent`.
     """
     lanes: dict[int, int] = {}
     for sender in syncs:
         lane = sender.number % near
-        lanes[lane] = lanes.get(lane, 0) + sender.sent
+        lanes[lane] = lanes.get(lane, 0) + int(sent * sender.sent)
     return lanes
 
 
@@ -182,14 +188,17 @@ def relay_bounds(
 ) -> dict[str, float]:
     """Lower bounds of a whole sync by `relay`.
 
-    Wire: a lane is one adapter. Inside: what a GPU does not take from its adapter it takes over NVLink, of r on a
+    Wire: a lane is one adapter, and so is a sender, which sends to each machine of an engine what that keeps, or to all
+    of them at once. Inside: what a GPU does not take from its adapter it takes over NVLink, of r on a
     machine the mean one (r - 1) / r of what it takes: its share, or all.
     """
     near = near_ranks(receiving.ranks, gpus_per_node)
     taken = sum(s.sent for s in syncs) * (receiving.share if receiving.hands_on_shares(near) else 1.0)
+    sent, machines = receiving.sent(near), receiving.ranks // near
+    leaving = max((s.sent for s in syncs), default=0) * (machines * sent if sent < 1 else 1.0)
     return {
         "fill": _least_fill(syncs, rates),
-        "wire": max(lane_bytes(syncs, near).values(), default=0) / rates.network,
+        "wire": max(leaving, *lane_bytes(syncs, near, sent).values(), 0) / rates.network,
         "inside": taken * (near - 1) / near / rates.nvlink,
     }
 
@@ -237,19 +246,24 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
     it, and these also hear from each other once for as many buckets as they are.
 
     Every machine of an engine has lanes of its own for all senders, and is counted as an engine: a sender's broadcast
-    to more receivers is as fast, as NCCL's ring is counted here.
+    to more receivers is as fast, as NCCL's ring is counted here. Where each machine is sent what it keeps, a sender
+    sends as many parts as there are machines, at the same time and each at that part of its adapter's rate; a rank
+    receives from as many senders at once.
     """
     if not plan.buckets:
         return SyncPrediction(0.0, 0.0, 0.0, 0.0)
     ranks = near_ranks(receiving.ranks, gpus_per_node)
-    lanes = {rank: number % ranks for number, rank in enumerate(plan.senders.everyone())}
+    sent, machines = receiving.sent(ranks), receiving.ranks // ranks
+    parts = machines if sent < 1 else 1
+    sources = {rank: number % ranks for number, rank in enumerate(plan.senders.everyone())}
+    lanes = {rank: number % (ranks * parts) for number, rank in enumerate(plan.senders.everyone())}
     filling, taken = _Filling(plan.buckets, rates, gpus_per_node), dict[int, float]()
     empty = dict.fromkeys(lanes.values(), rates.request)  # since when a lane can receive
     shared = receiving.hands_on_shares(ranks)
     now = latency = rates.request
     fill = wire = inside = load = 0.0
     unheard = ranks
-    for step in _steps(plan.buckets, lanes, shared):
+    for step in _steps(plan.buckets, sources, shared):
         if ranks > 1 and unheard >= ranks:
             now, latency, unheard = now + rates.collective, latency + rates.collective, 0
         unheard += len(step)
@@ -257,8 +271,8 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
         for bucket in step:
             # All that this bucket waits for lies earlier in the plan, so that a courier has taken it by now.
             taken |= {other.index: at for at, other in filling.given()}
-            crossing, out = bucket.hf_bytes / rates.network, bucket.hf_bytes / rates.copy
-            out *= ranks * receiving.share if shared else 1.0
+            crossing, out = parts * sent * bucket.hf_bytes / rates.network, bucket.hf_bytes / rates.copy
+            out *= ranks * receiving.share if shared else sent
             begun = max(taken.pop(bucket.index), empty[lanes[bucket.sender]])
             arrived = begun + rates.collective + crossing
             filling.sent(bucket, arrived)

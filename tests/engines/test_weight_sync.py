@@ -326,7 +326,7 @@ def test_each_machine_of_an_engine_receives_from_all_senders_and_passes_on_for_i
 
 
 def sync_by_machine(trainer: MegatronTrainer, engine: Endpoint, version: int, export: Path) -> tuple[int, int]:
-    """As `sync_twice`, and once more: what each machine keeps is told in the second sync, and sent alone in the third."""
+    """As `sync_twice`, and once more: what a machine keeps is told in the second sync, and sent alone in the third."""
     rank, receivers, compared = trainer.parallel.rank, SGLangReceivers(trainer.spec.deadlines), 0
     sender = trainer.weight_sender(receivers)
     sender.connect([engine])

@@ -157,6 +157,27 @@ def test_every_machine_of_an_engine_has_lanes_for_all_senders() -> None:
     assert [near_ranks(ranks, 8) for ranks in (1, 8, 12, 16, 32)] == [1, 8, 6, 8, 8]
 
 
+def test_senders_send_to_each_machine_what_it_keeps_and_two_of_them_to_a_rank_at_once() -> None:
+    # Two machines of two ranks, each of which keeps a quarter. A sender needs 2 s for both halves of its bucket, a rank
+    # receives from two senders at once: all is there at 2. Packed and given within 0.3 s, loaded in 0.125 s a bucket,
+    # twice: the two buckets of a step come from different ranks.
+    four = [experts(sender) for sender in range(4)]
+    out, passed, loaded = 0.25, 0.25 * 200 / 1000, 4 * 0.125
+    assert parts(found(four, sharing(4, 0.25), node=2)) == (0.0, 2.0, 2 * (out + passed), loaded, 0.0)
+    # Two senders alone send no faster than they did, and two of four machines, with four senders, half as fast again.
+    two = found([experts(0), experts(1)], sharing(4, 0.25), node=2)
+    assert two.wire == pytest.approx(2.0)
+    # Parts that are larger take a sender longer; too large ones go as whole buckets, which come one at a time.
+    larger = found(four, sharing(4, 0.3), node=2)
+    assert larger.wire == pytest.approx(2.0 * 1.2) and sharing(4, 0.3).sent(2) == pytest.approx(0.6)
+    assert sharing(4, 0.32).sent(2) == 1.0 and found(four, sharing(4, 0.32), node=2).wire > 3.0
+    # Nothing is known of what an engine keeps that loads by its own loader, or lies on one machine.
+    assert (engine(4, 0.25).sent(2), sharing(4, 0.25).sent(4), sharing(2, 0.5).sent(1)) == (1.0, 1.0, 0.5)
+    syncs = sender_syncs(small_plan(four), ClusterConfig(gpus_per_node=2))
+    assert relay_bounds(syncs, RATES, sharing(4, 0.25), 2)["wire"] == 2.0 == 400 * 0.5 / 100
+    assert relay_bounds(syncs[:2], RATES, sharing(4, 0.3), 2)["wire"] == pytest.approx(200 * 1.2 / 100)
+
+
 def test_bounds_are_of_the_fullest_lane_of_nvlink_and_of_the_slowest_gather() -> None:
     buckets = [experts(0, 400), experts(1, 200), experts(2, 200), experts(5, 800, members=(4, 5, 6, 7))]
     syncs = sender_syncs(small_plan(buckets), ClusterConfig(gpus_per_node=8))
@@ -226,6 +247,10 @@ def test_an_engine_holds_two_buckets_and_more_where_ranks_hand_on_shares() -> No
         for loader in ("recorded", "model")
     ]
     assert [engine.bucket / broadcast.bucket for engine in held if engine is not None] == [1 + 2 * SHARES_AT_MOST, 2]
+    for of_a_machine, buckets in ((2, 3 * SHARES_AT_MOST), (1, 1 + SHARES_AT_MOST)):
+        over = {**of_four, "nnodes": 4 // of_a_machine}
+        apart = planned(weights={"transport": "relay"}, sglang=over, cluster={"gpus_per_node": of_a_machine}).engine
+        assert apart is not None and apart.bucket == int(buckets * broadcast.bucket)
     # What mem_fraction_static leaves: enough for one bucket of 4 GiB beside the 4 GiB of everything else, not for two.
     tight = {"num_engines": 2, "tp_size": 1, "mem_fraction_static": 0.88}
     assert planned(weights={"bucket_mib": 4096}, sglang=tight).fits
