@@ -68,6 +68,9 @@ def test_what_several_ranks_keep_is_sent_once_and_neighbours_are_one_piece() -> 
     assert cut_of([share(left), share(MATRIX[:, 3:5])]) == (
         Piece(7, 2, (ROWS,), (COLUMNS,)), Piece(10, 2, (ROWS,), (COLUMNS,)),
     )  # fmt: skip
+    # Runs that would reach into the next row are not joined: more would be sent.
+    assert len(cut_of([share(MATRIX[:-1, 6:]), share(MATRIX[1:, :7])]) or ()) == 2
+    assert len(cut_of([share(MATRIX[:-1, 6:]), share(MATRIX[1:, :6])]) or ()) == 1
     assert cut_of([share()]) == ()
     assert cut_of([share(WHOLE.as_strided((4, 6), (3, 1)))]) is None, "its rows overlap"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,9 @@ from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.relay import Order, lane_to_join, parse_lane, parse_order
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
+from mslime.config.pieces import Cuts, Piece
 from mslime.weights import contract
+from mslime.weights import relay as weights_relay
 from mslime.weights.contract import check_transport
 from mslime.weights.relay import RelayTransport
 from mslime.weights.transport import Link, OrderKeeper, SyncObserver, find_transport
@@ -196,3 +199,79 @@ def test_one_rank_of_an_engine_is_asked_to_join_a_lane(link: Link, monkeypatch: 
         ).result()
     names = ["n", lane_to_join(3, "n"), lane_to_join(3, "n", 1)]
     assert asked == [("h", 5, 2, 4, name, "gloo") for name in names]
+
+
+class TwoMachines:
+    """Fake receivers: engines over two machines, which say what a test lets them say, and a record of what is sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, link: Link) -> None:
+        self.says: dict[str, Cuts | None] = {}
+        self.named: list[str] = []
+        self.left: list[str] = []
+        self.sent: list[list[tuple[str, torch.Tensor]]] = []
+        self.infos = [EngineInfo(f"http://127.0.0.1:{port}", 4, machines=2) for port in (8, 9)]
+        receivers: Any = link.receivers
+        monkeypatch.setattr(receivers, "can_relay", lambda engine: done(None))
+        monkeypatch.setattr(receivers, "receive_all", lambda engine, said: done(self.says.get(engine.url)))
+        monkeypatch.setattr(receivers, "leave", lambda engine, name: done(self.left.append(name)))
+        announce = receivers.announce_relay
+        monkeypatch.setattr(
+            receivers, "announce_relay", lambda *said: (self.named.append(said[-1]), announce(*said))[1]
+        )
+        monkeypatch.setattr(weights_relay, "meet", self.meet)
+        monkeypatch.setattr(weights_relay, "_send", lambda parcels, *_: self.note(parcels))
+        monkeypatch.setattr(weights_relay.dist, "destroy_process_group", lambda group: None)
+
+    def meet(self, link: Link, engines: Any, joining: list[int], lane: int, machine: int | None = None) -> Any:
+        assert joining == [2 if machine is None else 1] * 2 and lane == 0
+        return ("all" if machine is None else f"machine {machine}"), None
+
+    def note(self, parcels: list[tuple[torch.Tensor, str]]) -> str:
+        self.sent.append([(group, flat.clone()) for flat, group in parcels])
+        return ""
+
+    def sync(self, transport: RelayTransport, version: int) -> list[list[str]]:
+        """The groups that each bucket was sent to."""
+        self.sent.clear()
+        send(transport, version)
+        transport.complete()
+        return [[group for group, _ in parcels] for parcels in self.sent]
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def test_a_sender_sends_to_machines_what_all_engines_say_that_they_keep(
+    monkeypatch: pytest.MonkeyPatch, link: Link
+) -> None:
+    fleet, transport = TwoMachines(monkeypatch, link), RelayTransport(link)
+    transport.connect(fleet.infos)
+    kept = Cuts.of([((Piece(0, 9),), (Piece(5, 22),)), None, ((), (Piece(1, 2, (3,), (2,)),))])
+    whole, parts = [["all"]] * 3, [["machine 0", "machine 1"], ["all"], ["machine 1"]]
+    fleet.says = {fleet.infos[0].url: kept}
+    assert fleet.sync(transport, 1) == whole
+    assert fleet.sync(transport, 2) == whole, "the other one has said nothing"
+    fleet.says = {fleet.infos[1].url: kept}
+    assert fleet.sync(transport, 3) == whole, "it says so in this sync"
+    fleet.says = {}
+    assert fleet.sync(transport, 4) == parts and fleet.named == ["", "", "", kept.name]
+    first, last = contract._filled(BUCKETS[0], 4), contract._filled(BUCKETS[2], 4)
+    assert [flat.tolist() for _, flat in fleet.sent[0]] == [first[:9].tolist(), first[5:27].tolist()]
+    assert fleet.sent[2][0][1].tolist() == last[[1, 2, 3, 4, 5, 6]].tolist()
+    fleet.says = {fleet.infos[1].url: Cuts.of([None, None, kept.buckets[2]])}
+    assert fleet.sync(transport, 5) == parts
+    assert fleet.sync(transport, 6) == whole, "they keep different things now"
+    fleet.says = dict.fromkeys((each.url for each in fleet.infos), kept)
+    fleet.sync(transport, 7)
+    transport.begin(8, BUCKETS[:2])
+    transport.complete()
+    assert fleet.named[-1] == "", "other buckets"
+    transport.disconnect()
+    assert set(fleet.left) == {link.name, f"{link.name}-machine0", f"{link.name}-machine1"} and len(fleet.left) == 6
+    fleet.says = {}
+    again = RelayTransport(link)
+    again.connect(fleet.infos)
+    assert fleet.sync(again, 8) == whole
