@@ -32,6 +32,9 @@ OnError = Literal["fail", "drop"]
 ProgressMode = Literal["auto", "on", "off"]
 """Whether the console shows live bars."""
 
+Rejoin = Literal["sync", "peer"]
+"""When an engine that is back gets the run's weights."""
+
 Placement = Literal["separate", "colocated"]
 """Whether engines have GPUs of their own, or take turns with the trainer on its GPUs."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from mslime.config.base import EngineSection
+from mslime.config.choices import Rejoin
 from mslime.config.errors import ConfigError
 from mslime.config.keys import EngineKeys, Secret, read_secret
 
@@ -67,6 +68,11 @@ class SGLangConfig(EngineSection):
         description="How often in a row a launched engine that died is started again, beside the run; it takes part "
         "from the next weight sync on, and after ten syncs is counted anew. Without another one, the run waits.",
     )  # fmt: skip
+    rejoin: Rejoin = Field(
+        default="sync",
+        description="When an engine that is back, or new, gets weights. sync: in the next weight sync. peer: at once, "
+        "of an engine that serves, where it was started alike, so that it serves before that sync, too.",
+    )
     urls: list[str] = Field(default_factory=list, description="Attach to these running servers instead of launching.")
     api_key: Secret | None = Field(
         default=None,
@@ -113,6 +119,23 @@ class SGLangConfig(EngineSection):
             for key, setting in (("api_key", self.api_key), ("admin_api_key", self.admin_api_key))
         )
         return EngineKeys(api, admin)
+
+    def check_rejoin(self, colocated: bool, adapters: bool) -> None:
+        """Raise ConfigError where engines cannot have weights of each other.
+
+        Args:
+            colocated: they share the trainer's GPUs.
+            adapters: they are given adapters alone.
+        """
+        if self.rejoin != "peer":
+            return
+        why = ""
+        if colocated:
+            why = "engines on the trainer's GPUs (cluster.placement) have their weights in their own turn only"
+        elif adapters:
+            why = "engines that get adapters alone (lora.sync: adapter) have the model's own weights from their start"
+        if why:
+            raise ConfigError("sglang.rejoin", self.rejoin, why, "set it to sync, which is the default")
 
     @property
     def gpus_a_machine(self) -> int:
@@ -170,6 +193,7 @@ class TeacherConfig(SGLangConfig):
         default=0, ge=0, le=0,
         description="0: a teacher that died is not started again. Others take its work; without one the run ends.",
     )  # fmt: skip
+    rejoin: Rejoin = Field(default="sync", description="sync is all there is: a teacher's weights never change.")
     concurrency: int = Field(default=64, ge=1, description="Responses that are being scored at once, per server.")
 
     @property

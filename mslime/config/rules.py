@@ -273,6 +273,12 @@ def _comparison(config: RunConfig) -> None:
         )  # fmt: skip
 
 
+def _rejoin(config: RunConfig) -> None:
+    config.sglang.check_rejoin(config.colocated, config.syncs_adapters)
+    if config.teacher.rejoin != "sync":
+        raise ConfigError("teacher.rejoin", config.teacher.rejoin, "a teacher's weights never change", "remove it")
+
+
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _supervised,
     check_colocated,
@@ -285,6 +291,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     check_teacher,
     _critic,
     check_lora,
+    _rejoin,
     _sampling,
     _managers,
     _named_functions,

@@ -70,9 +70,10 @@ class EngineSide:
         self.pool = EnginePool(clients, r.concurrency, self._config.deadlines.engine_silence_s)
         return refused_input
 
-    async def greet(self, address: EngineAddress) -> None:
+    async def greet(self, address: EngineAddress, at_once: bool = False) -> str:
         """Check an engine that is new, was started again or answers again, and let it take part from the next weight
-        update on. Raises EngineError naming what it lacks, EngineDied when it does not answer."""
+        update on; or `at_once`, see `EnginePool.catch_up`, whose answer this is. Raises EngineError naming what it
+        lacks, EngineDied when it does not answer."""
         from mslime.backends.sglang.client import EngineDied
         from mslime.backends.sglang.handshake import handshake
         from mslime.backends.sglang.released import TAGS
@@ -101,6 +102,7 @@ class EngineSide:
                 raise client.error("handshake", f"not over within {limit_s:g} s", EngineDied) from None
             raise
         await self.pool.admit(client)
+        return await self.pool.catch_up(client.name) if at_once else ""
 
     async def retire(self, name: str) -> None:
         """See `EnginePool.retire`."""

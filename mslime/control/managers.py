@@ -208,16 +208,17 @@ class ManagerGroup:
         await asyncio.gather(*opened)
         return refused_input
 
-    async def greet(self, address: EngineAddress) -> None:
+    async def greet(self, address: EngineAddress, at_once: bool = False) -> str:
         """See `EngineSide`: at the manager whose engine it was, or at the one that has fewest."""
         pairs = self._pairs()
         known = [pair for pair in pairs if address.name in _names(pair[1])]
         manager, share = known[0] if known else min(pairs, key=lambda pair: len(pair[1]))
-        await manager.side("greet", address)
+        giver: str = await manager.side("greet", address, at_once)
         if known:
             share[_names(share).index(address.name)] = address
         else:
             share.append(address)
+        return giver
 
     async def retire(self, name: str) -> None:
         """See `EnginePool`. Raises ConfigError when its manager has no other one: its groups have nowhere to go."""

@@ -51,7 +51,7 @@ LAST_SAMPLES_S = 3.0
 class Members(Protocol):
     """Who generates: an `EngineSide`, or the engines of all managers."""
 
-    async def greet(self, address: EngineAddress) -> None: ...
+    async def greet(self, address: EngineAddress, at_once: bool = False) -> str: ...
     async def retire(self, name: str) -> None: ...
     async def leave_out(self, urls: Collection[str], why: str) -> None: ...
     async def dead(self) -> Mapping[str, EngineError]: ...
@@ -222,10 +222,10 @@ class RolloutActor:
         with phase(_log, "pausing the engines"):
             await self._service.pause_for_update()
 
-    async def greet(self, address: EngineAddress) -> None:
-        """Check an engine, and let it take part from the next weight update on; see `EngineSide`."""
+    async def greet(self, address: EngineAddress, at_once: bool) -> str:
+        """Check an engine, and let it take part from the next weight update on, or at once; see `EngineSide`."""
         with phase(_log, f"meeting {address.name} at {address.url}"):
-            await self._fleet.greet(address)
+            return await self._fleet.greet(address, at_once)
 
     async def retire(self, name: str) -> None:
         """Let an engine leave at the next weight update; see `EnginePool`."""
@@ -405,10 +405,10 @@ class RolloutHandle:
         """See `RolloutActor.pause`."""
         self._control("pause engines", self._actor.pause.remote())
 
-    def greet(self, address: EngineAddress) -> None:
+    def greet(self, address: EngineAddress, at_once: bool = False) -> str:
         """See `RolloutActor.greet`."""
         deadline = self._config.deadlines.engine_start_s + 30
-        self._call("meet engine", self._actor.greet.remote(address), deadline, self._check)
+        return self._call("meet engine", self._actor.greet.remote(address, at_once), deadline, self._check)
 
     def retire(self, name: str) -> None:
         """See `RolloutActor.retire`."""

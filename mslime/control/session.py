@@ -6,10 +6,10 @@ Every method is one verb of the loop. A failure anywhere leaves through `__exit_
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, ParamSpec
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.cluster import WHOLE, Parts
@@ -36,6 +36,7 @@ from mslime.data.checksums import FileSum, write_summed
 from mslime.observe.rows import over_optimizer_steps
 from mslime.preflight.resolve import ResolvedRun
 
+P = ParamSpec("P")
 Shards = Sequence[Sequence[Any]]
 """[ranks][optimizer steps] of TrainShard, or of Ray references to them."""
 
@@ -135,7 +136,8 @@ class Session(Started):
         self._rollouts = RolloutHandle(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
         self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
-        self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress)
+        at_once = self.config.sglang.rejoin == "peer"
+        self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress, at_once)
         if self.config.colocated:
             self._memory = Shared(self._rollouts, self._trainers, self._engines, self._tend, self._at_rest)
         delivery = self._make_delivery()
@@ -187,6 +189,17 @@ class Session(Started):
         if self._ray is not None:
             self._ray.check()
 
+    def _between_syncs(self, report: Callable[P, None]) -> Callable[P, None]:
+        """What shows progress while something is waited for, and lets engines that are back catch up meanwhile."""
+        if self.config.train.task != "rl" or not self.parts.engines:
+            return report
+
+        def show(*args: P.args, **kwargs: P.kwargs) -> None:
+            report(*args, **kwargs)
+            self._fleet.catch_up()
+
+        return show
+
     # ---------------------------------------------------------------------------------------------- verbs of the loop
 
     @contextmanager
@@ -208,7 +221,7 @@ class Session(Started):
         begin = self._timeline.now()
         while True:
             try:
-                batch = self._rollouts.take(step, self.progress.rollout)
+                batch = self._rollouts.take(step, self._between_syncs(self.progress.rollout))
                 break
             except EngineError as error:  # what was finished waits for the next call
                 self._publisher.revive(error)
@@ -234,7 +247,8 @@ class Session(Started):
         # While the critic is warmed up, the policy stays what it is.
         policy = not self.config.has_critic or self._records.step > self.config.critic.warmup_steps
         self._training = True
-        found = self._trainers.train(shards, self.progress.train, policy, self._records.step, watched)
+        report = self._between_syncs(self.progress.train)
+        found = self._trainers.train(shards, report, policy, self._records.step, watched)
         self._training = False
         self._trained = self._records.step
         if self.config.train.task == "sft":

@@ -68,8 +68,9 @@ class FakeRollouts:
         self.tell("pause")
         self.update.append("pause")
 
-    def greet(self, address: EngineAddress) -> None:
+    def greet(self, address: EngineAddress, at_once: bool = False) -> str:
         self.update.append(f"greet {address.name}")
+        return ""
 
     def dead(self) -> dict[str, str]:
         return self.gone

@@ -39,6 +39,7 @@ from mslime.backends.sglang.probing import ProbeRequest, parse_probe
 from mslime.backends.sglang.released import RELEASED, Released
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.backends.sglang.serving_adapters import AdapterVersion, ServingAdapters
+from mslime.backends.sglang.transfers import Transfer
 from mslime.config.choices import EngineTag, PauseMode
 from mslime.config.errors import MALFORMED, EngineError, UserError
 from mslime.config.keys import NO_KEYS, EngineKeys
@@ -232,6 +233,10 @@ class EngineClient:
     async def leave_group(self, name: str) -> None:
         """Let the engine's ranks leave a process group."""
         await self._once("/destroy_weights_update_group", {"group_name": name})
+
+    async def transfer(self, part: Transfer) -> str:
+        """Let the engine do its part of a transfer of weights between engines; what it says of that."""
+        return await self._once("/destroy_weights_update_group", {"group_name": part.as_group()})
 
     async def load_adapter(self, adapter: AdapterVersion) -> None:
         """Let the engine have an adapter beside those that it has, while its requests go on.

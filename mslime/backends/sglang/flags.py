@@ -132,7 +132,7 @@ def command_line(fields: Mapping[str, Any]) -> list[str]:
 
 def environment(
     base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None, recorded: bool = False,
-    files: bool = False, gives_back: bool = False, adapters: bool = False,
+    files: bool = False, gives_back: bool = False, adapters: bool = False, peers: bool = False,
 ) -> dict[str, str]:  # fmt: skip
     """The server's environment variables.
 
@@ -144,6 +144,7 @@ def environment(
         files: it takes them in files (see `files`), or its ranks pass them on (see `relay`).
         gives_back: it gives its memory back when asked (see `memory`).
         adapters: it says what it holds of adapters (see `held_adapters`).
+        peers: it gives its weights to an engine that is back (see `peers`).
     """
     env = dict(base)
     env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would cost a timeout
@@ -153,6 +154,7 @@ def environment(
     # mslime itself must be importable, for the guard and for the CPU platform, also when it is not installed.
     plugins = ["routes", *(["receiver"] if recorded else []), *(["files", "relay"] if files else [])]
     plugins += [*(["memory"] if gives_back else []), *(["adapters"] if adapters else [])]
+    plugins += ["peers"] if peers else []
     own = [Path(__file__).resolve().parents[3], *(PLUGINS_DIR / plugin for plugin in plugins)]
     paths = [*map(str, own), env.get("PYTHONPATH")]
     if cpu:

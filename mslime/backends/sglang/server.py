@@ -288,6 +288,7 @@ def _environment(spec: ServerSpec, keys: EngineKeys, gpus: Sequence[str] | None 
     env = environment(
         os.environ, cpu=spec.device == "cpu", ranks=spec.settings.tp_size, gpus=gpus, recorded=spec.recorded,
         files=spec.role == "engine", gives_back=spec.gives_back, adapters=spec.lora is not None,
+        peers=spec.settings.rejoin == "peer",
     )  # fmt: skip
     return env | {KEY_VARIABLE: keys.api, ADMIN_KEY_VARIABLE: keys.admin}
 
