@@ -1,13 +1,19 @@
 """After a weight sync: do engines and trainer say the same of a fixed text?
 
-The engines answer first, for they add tokens of their own to it, which the trainer then scores with the rest.
+Engines add tokens of their own to it, which the trainer scores with the rest. While they do, it scores what they added
+the last time, and needs no second pass where that is what they add.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mslime.config.errors import sync_error
 from mslime.config.model_facts import ModelFacts
@@ -20,6 +26,11 @@ WAY_OUT = (
     "an engine that holds equal parameters (weights.verify: always compares them) holds something else that is wrong: "
     "see docs/weight_sync.md, section Probe; weights.probe_tolerance allows more, weights.verify: first does without"
 )
+
+Score: TypeAlias = tuple[NDArray[np.float32], NDArray[np.int16] | None]
+"""What the trainer says of a text: [T] log-probs, [T, MoE layers, top-k] experts."""
+Scores: TypeAlias = dict[bytes, Score]
+"""By the bytes of the text's token ids."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,7 @@ class WeightProbe:
     ) -> None:  # fmt: skip
         self._rollouts, self._trainers, self._tolerance, self._memory = rollouts, trainers, tolerance, memory
         self._model, self._follows = model, follows
+        self._expected: list[NDArray[np.int32]] = []  # texts with the tokens that engines added the last time
 
     def ask(self, version: int) -> Answered | None:
         """Ask all, after the engines were stamped with this version; None where no engine has an answer.
@@ -70,16 +82,16 @@ class WeightProbe:
         """
         begin = time.monotonic()
         self._memory.enter("generate")
-        found = self._rollouts.probe(version)
+        found, known, spans = self._answers(version)
         if not found:
             return None
         self._memory.enter("send")
         texts = {each.tokens.tobytes(): each for each in found.values()}  # most engines add the same tokens
-        scored, spans = self._trainers.probe([each.tokens for each in texts.values()])
-        expected = {
-            key: Probed(each.tokens, each.given, *of_trainer)
-            for (key, each), of_trainer in zip(texts.items(), scored, strict=True)
-        }
+        if missing := [each.tokens for key, each in texts.items() if key not in known]:
+            scored, spans = self._trainers.probe(missing)
+            known |= _by_text(missing, scored)
+        self._expected = [each.tokens for each in texts.values()]
+        expected = {key: Probed(each.tokens, each.given, *known[key]) for key, each in texts.items()}
         apart = {url: Differences.between(each, expected[each.tokens.tobytes()]) for url, each in found.items()}
         apart |= self._by_their_routes(
             {url: found[url] for url, each in apart.items() if self._is_doubtful(each)}, apart
@@ -87,6 +99,17 @@ class WeightProbe:
         self._check(version, {url: each for url, each in apart.items() if each.too_large(self._tolerance)})
         worst = Differences(max(each.log_probs for each in apart.values()), min(each.routes for each in apart.values()))
         return Answered(worst, time.monotonic() - begin, spans)
+
+    def _answers(self, version: int) -> tuple[Mapping[str, Probed], Scores, Mapping[str, Span]]:
+        """What engines say; and what the trainer says meanwhile, on GPUs of its own, of what they added the last time:
+        weights that have moved a little mostly add the same."""
+        if self._memory.shared or not self._expected:
+            return self._rollouts.probe(version), {}, {}
+        with ThreadPoolExecutor(1) as beside:
+            scoring = beside.submit(self._trainers.probe, self._expected)
+            found = self._rollouts.probe(version)  # where it raises, the ranks are waited for
+            scored, spans = scoring.result()
+        return found, _by_text(self._expected, scored), spans
 
     def _is_doubtful(self, apart: Differences) -> bool:
         """Whether the log-probs may differ because rounding chose other experts for some tokens."""
@@ -121,3 +144,7 @@ class WeightProbe:
             f"median at most {self._tolerance:g} nats, and at least {SAME_ROUTES:.0%} of the experts, are to be right"
         )
         raise sync_error("probe", told, rule, WAY_OUT)
+
+
+def _by_text(texts: Sequence[NDArray[np.int32]], scored: Sequence[Score]) -> Scores:
+    return {tokens.tobytes(): score for tokens, score in zip(texts, scored, strict=True)}

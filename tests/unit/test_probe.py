@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -248,6 +250,74 @@ def test_no_routes_excuse_an_engine_that_computes_something_else(
     with pytest.raises(WeightSyncError, match="http://a: log-probs off by 0.0"):
         ask({"http://a": engine}, trainers, follows=follows)
     assert trainers.asked == asked
+
+
+def asking(trainers: Model, answers: list[dict[str, Probed]], memory: Apart) -> WeightProbe:
+    """A probe after each of several syncs; what engines say each time comes when the trainer was asked."""
+    facts = model_facts(moe_layer_ids=(3, 5), num_experts=8, top_k=2)
+    rollouts: Any = SimpleNamespace(probe=lambda version: answers[version])
+    return WeightProbe(rollouts, cast("Any", trainers), 0.01, memory, facts, follows=True)
+
+
+def test_the_trainer_scores_beside_the_engines_what_they_added_the_last_time() -> None:
+    same, other = {"a": probed()}, {"a": probed(tokens=TOKENS + 1)}
+    trainers = Model(LOG_PROBS)
+    probe = asking(trainers, [same, same, other, other], Apart(lambda: None))
+    found = [(probe.ask(version), [*trainers.asked]) for version in range(4)]
+    assert [asked for _, asked in found] == [[1], [1, 1], [1, 1, 1, 1], [1, 1, 1, 1, 1]]
+    assert all(answered is not None and answered.spans for answered, _ in found)
+
+
+def test_what_was_scored_beside_the_engines_is_what_they_are_compared_with() -> None:
+    trainers = Model(LOG_PROBS)
+    probe = asking(trainers, [{"a": probed()}, {"a": off(slice(1, 12), 0.02)}], Apart(lambda: None))
+    probe.ask(0)
+    with pytest.raises(WeightSyncError, match="a: log-probs off by 0.02"):
+        probe.ask(1)
+    assert trainers.asked == [1, 1]
+
+
+class SharedGpus(Apart):
+    shared = True
+
+
+@pytest.mark.parametrize(("memory", "both"), [(Apart, True), (SharedGpus, False)])
+def test_the_two_are_at_work_at_the_same_time_except_on_shared_gpus(memory: type[Apart], both: bool) -> None:
+    trainers, begun, seen = Model(LOG_PROBS), threading.Event(), list[bool]()
+    probe = asking(trainers, [{"a": probed()}], memory(lambda: None))
+    probe.ask(0)
+    score = trainers.probe
+
+    def scored(*asked: Any) -> Any:
+        begun.set()
+        return score(*asked)
+
+    def answered(_: int) -> dict[str, Probed]:
+        seen.append(begun.wait(10 if both else 0.2))
+        return {"a": probed()}
+
+    probe._trainers, probe._rollouts = (cast("Any", SimpleNamespace(probe=asked)) for asked in (scored, answered))
+    probe.ask(0)
+    assert seen == [both]
+
+
+def test_where_engines_fail_the_ranks_are_waited_for() -> None:
+    trainers, ended = Model(LOG_PROBS), threading.Event()
+    probe = asking(trainers, [{"a": probed()}], Apart(lambda: None))
+    probe.ask(0)
+
+    def slow(*_: Any) -> Any:
+        time.sleep(0.3)
+        ended.set()
+        return [(LOG_PROBS, ROUTES)], {}
+
+    def refuse(_: int) -> Any:
+        raise EngineError("a", "r", "HTTP 400", "")
+
+    probe._trainers, probe._rollouts = (cast("Any", SimpleNamespace(probe=asked)) for asked in (slow, refuse))
+    with pytest.raises(EngineError):
+        probe.ask(1)
+    assert ended.is_set()
 
 
 def test_the_worst_engine_is_told_and_each_text_is_scored_once() -> None:
