@@ -8,6 +8,9 @@ is paused for a weight sync, or while it is being started again. After each the 
 all engines back. Every sync compares every bit of every engine's parameters with the trainer's (the run ends when one
 differs), the ledger is balanced in each step, and no trained token is older than `rollout.max_staleness`.
 
+With `--overlap` the next accident comes after two more steps already, as long as another engine serves: engines die
+while others start, and one that starts is struck in its start. Each must still be whole in the end.
+
 `next_step_s` is from the signal to the end of the second step after it, `whole_s` until all engines serve. A stopped
 process is found by heartbeats and deadlines, which are short here (15 s). `ratio` in the last line, one of JSON, is the
 median step time with an engine gone over that with all.
@@ -22,10 +25,11 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -182,6 +186,99 @@ def strike(run: Run, dice: random.Random, engines: int) -> Event:
     return Event(engine, part, name, moment, next_step, time.monotonic() - begin, steps)
 
 
+class Watch:
+    """What state each engine was in, twice a second (a thread of its own)."""
+
+    def __init__(self, run: Run) -> None:
+        self.seen: list[tuple[float, dict[str, str]]] = []
+        self._run, self._over = run, threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.5):
+            self.seen.append((time.monotonic(), {name: e["state"] for name, e in states(self._run).items()}))
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def back_after(self, engine: str, begin: float) -> float | None:
+        """Seconds from an accident until the engine serves again; None when it never stopped serving."""
+        away = False
+        for moment, engines in self.seen:
+            state = engines.get(engine)
+            if moment < begin or state is None:
+                continue
+            if state == "serving" and away:
+                return moment - begin
+            away = away or state != "serving"
+        return None
+
+
+def strike_early(run: Run, dice: random.Random, engines: int) -> tuple[Event, float, psutil.Process]:
+    """One accident beside earlier ones; returns after two more steps, with its moment and its victim."""
+    engine = f"engine{dice.randrange(engines)}"
+    wait(run, "another engine that serves", lambda: _another(run, engine))
+    part, name = dice.choice(PARTS), dice.choice(["SIGKILL", "SIGKILL", "SIGSTOP"])
+    moment = "sync" if dice.random() < 0.3 else "any"
+    if states(run)[engine]["state"] != "serving":
+        moment = "start"
+        wait(run, "its processes", lambda: len(family(run, engine)) > 1, 200)
+        time.sleep(dice.uniform(0, 8))
+    elif moment == "sync":
+        url = states(run)[engine]["url"]
+        with suppress(TimeoutError):
+            _until(lambda: paused(url), 20)
+    else:
+        time.sleep(dice.uniform(0, 4))
+    wait(run, f"the {part} of {engine}", lambda: part_of(family(run, engine), part) is not None, 200)
+    victim, rows = part_of(family(run, engine), part), len(by_step(run.rows()))
+    while victim is None:  # it was there a moment ago
+        victim = part_of(family(run, engine), part)
+    begin = time.monotonic()
+    with suppress(psutil.NoSuchProcess):
+        victim.send_signal(getattr(signal, name))
+    wait(run, "two more steps", lambda: len(by_step(run.rows())) >= rows + 2)
+    took = time.monotonic() - begin
+    if name == "SIGSTOP" and part == "guard":
+        with suppress(psutil.NoSuchProcess):  # it only watches, so nobody misses it
+            victim.resume()
+    return Event(engine, part, name, moment, took, 0.0, len(by_step(run.rows())) - rows), begin, victim
+
+
+def _another(run: Run, engine: str) -> bool:
+    return any(e["state"] == "serving" and name != engine for name, e in states(run).items())
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > ends:
+            raise TimeoutError
+        time.sleep(0.02)
+
+
+def strike_all(run: Run, dice: random.Random, arguments: argparse.Namespace, console: Console) -> list[Event]:
+    """All accidents, the next one beside what is left of those before; returns when all engines serve."""
+    watch, struck = Watch(run), list[tuple[Event, float, psutil.Process]]()
+    ends = time.monotonic() + 60 * arguments.minutes
+    try:
+        for number in range(arguments.kills):
+            if time.monotonic() > ends:
+                break
+            struck.append(strike_early(run, dice, arguments.engines))
+            check_books(run)
+            console.print(f"{number + 1}/{arguments.kills} {struck[-1][0]}", soft_wrap=True)
+        wait(run, "the stopped processes to be gone", lambda: not any(_stopped(victim) for _, _, victim in struck))
+        wait(run, "all engines", lambda: whole(run, arguments.engines))
+        time.sleep(20)  # the last accident may not have been noticed yet
+        wait(run, "all engines", lambda: whole(run, arguments.engines))
+    finally:
+        watch.stop()
+    return [replace(event, whole_s=watch.back_after(event.engine, begin) or 0.0) for event, begin, _ in struck]
+
+
 def _stopped(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() == psutil.STATUS_STOPPED
@@ -210,7 +307,9 @@ def measure(arguments: argparse.Namespace, directory: Path) -> None:
     try:
         wait(run, "the first steps", lambda: len(by_step(run.rows())) >= 3)
         ends = time.monotonic() + 60 * arguments.minutes
-        for number in range(arguments.kills):
+        if arguments.overlap:
+            events = strike_all(run, dice, arguments, console)
+        for number in range(0 if arguments.overlap else arguments.kills):
             if events and time.monotonic() > ends:
                 break
             events.append(strike(run, dice, arguments.engines))
@@ -262,6 +361,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after these no accident begins")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--transport", choices=TRANSPORT_NAMES, default="broadcast", help="of the weights")
+    parser.add_argument("--overlap", action="store_true", help="strike again while engines are still being started")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="run in this directory and leave it")
     arguments = parser.parse_args()

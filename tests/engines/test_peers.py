@@ -109,17 +109,17 @@ def test_a_giver_whose_peer_never_comes_refuses_and_goes_on(pair: list[SharedSer
     asyncio.run(run())
 
 
-def test_engines_that_hold_other_tensors_are_given_none_and_keep_their_version(
+def test_an_engine_without_the_plug_in_is_given_nothing_and_keeps_its_version(
     pair: list[SharedServer], sglang_server: SharedServer
 ) -> None:
-    """One without the plug-in; what unlike ones say is in the unit tests."""
+    """What engines say that hold other tensors is in the unit tests."""
 
     async def run() -> None:
         async with pair[0].client() as giver, sglang_server.client() as stranger:
             stranger.deadlines = giver.deadlines = giver.deadlines.model_copy(update={"weight_sync_s": 8})
-            before = await sample(stranger, "before"), await stranger.version()
+            before = await held(stranger), await stranger.version()
             with pytest.raises(EngineError, match="does not exist"):
                 await catch_up(stranger, giver)
-            assert (await sample(stranger, "after"), await stranger.version()) == before
+            assert (await held(stranger), await stranger.version()) == before
 
     asyncio.run(run())
