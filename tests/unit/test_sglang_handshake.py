@@ -45,6 +45,8 @@ def test_a_missing_route_is_named_by_its_feature(declared: Any) -> None:
     [
         ("sglang 0.5.23", lambda e: e.info.update(version="0.5.9")),
         ("the model Qwen3MoeForCausalLM", lambda e: e.model.update(architectures=["LlamaForCausalLM"])),
+        ("prefill and decode in one server", lambda e: e.model.update(disaggregation_mode="prefill")),
+        ("prefill and decode in one server", lambda e: e.model.update(disaggregation_mode="decode")),
         ("routed experts", lambda e: e.info.update(enable_return_routed_experts=False)),
         ("routed experts", lambda e: setattr(e, "routes_rows_off", -1)),
         ("routed experts", lambda e: fields(e, "/generate").pop("return_routed_experts")),
@@ -62,6 +64,22 @@ def test_what_is_missing_is_named(feature: str, spoil: Callable[[FakeEngine], An
     with pytest.raises(EngineError) as caught:
         shake(spoil)
     assert caught.value.field == "engine0" and caught.value.value == f"without {feature}"
+
+
+def test_one_half_of_a_pair_is_told_its_role_and_is_asked_to_generate_nothing() -> None:
+    asked: list[FakeEngine] = []
+
+    def spoil(engine: FakeEngine) -> None:
+        engine.model["disaggregation_mode"] = "decode"
+        asked.append(engine)
+
+    with pytest.raises(EngineError, match="--disaggregation-mode decode"):
+        shake(spoil)
+    assert not asked[0].seen
+
+
+def test_a_server_that_names_no_pair_is_taken() -> None:
+    shake(lambda engine: engine.model.update(disaggregation_mode="null"))
 
 
 def test_an_engine_that_answers_questions_and_no_request_is_told_before_a_response_would_be_due() -> None:

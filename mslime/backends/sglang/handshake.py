@@ -105,7 +105,15 @@ async def _handshake(client: EngineClient, needs: Needs) -> int:
     schema = await client.openapi()
     for declared in DECLARED:
         _check_declared(client, declared, schema)
-    served = tuple((await client.model_info()).get("architectures") or ())
+    model = await client.model_info()
+    if (role := model.get("disaggregation_mode") or "null") != "null":
+        # A request that names no pair is refused (managers/scheduler.py), or with the transfer backend `fake` waits
+        # until the time of a probe is up: so the role is read before anything is generated.
+        raise _missing(
+            client, "prefill and decode in one server",
+            f"it is one half of a pair: start it without --disaggregation-mode {role}",
+        )  # fmt: skip
+    served = tuple(model.get("architectures") or ())
     if needs.architectures and served != needs.architectures:
         raise _missing(client, f"the model {', '.join(needs.architectures)}", f"it serves {', '.join(served)}")
     await client.version()
