@@ -42,8 +42,8 @@ def fp8_quantise(weight: Tensor, block: tuple[int, int] = FP8_BLOCK, *, power_of
     import torch
 
     rows, columns = weight.shape
-    scales = torch.empty(blocks(rows, block[0]), blocks(columns, block[1]))
-    quantised = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(blocks(rows, block[0]), blocks(columns, block[1]), device=weight.device)
+    quantised = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
     for index, band in _bands(rows, block[0]):
         values = _padded(weight[band].float(), block[1])
         largest = values.view(values.shape[0], -1, block[1]).abs().amax(dim=(0, 2))

@@ -159,6 +159,11 @@ class HFCheckpoint:
         return found
 
     @property
+    def quantised_names(self) -> frozenset[str]:
+        """Weights that are stored quantised."""
+        return frozenset(self._joined)
+
+    @property
     def shapes(self) -> dict[str, Shape]:
         """Shape of every tensor."""
         return {name: info.shape for name, info in self.info.items()}

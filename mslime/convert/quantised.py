@@ -239,6 +239,11 @@ def check_quantisation(hf_config: Mapping[str, object]) -> Quantisation | None:
     return readers[method](section)
 
 
+def scales_are_powers_of_two(hf_config: Mapping[str, object]) -> bool:
+    """Whether config.json says that FP8 scales are powers of two (`scale_fmt: ue8m0`)."""
+    return (_section(hf_config) or {}).get("scale_fmt") == "ue8m0"
+
+
 def without_quantisation(hf_config: Mapping[str, object]) -> dict[str, object]:
     """config.json of the same model with plain weights."""
     plain = {key: value for key, value in hf_config.items() if key not in _KEYS}

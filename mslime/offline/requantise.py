@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.convert import codecs
+from mslime.convert.encoding import Fp8Blocks, Int4Groups
 from mslime.convert.hf import HFCheckpoint
-from mslime.convert.kinds import Shape
 from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
 from mslime.offline.hf_output import HFJob, Output
 from mslime.offline.jobs import source_identity
@@ -121,15 +121,15 @@ class ToFp8(_Requantise):
         self, source: Path, *, power_of_two: bool, include: str = PROJECTIONS, max_shard_bytes: int = 5 << 30
     ) -> None:
         self._power_of_two = power_of_two
+        self._encoding = Fp8Blocks(power_of_two)
         super().__init__(source, include, max_shard_bytes)
 
     def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
         """See `_Requantise`."""
         if not self.chosen(name, checkpoint):
             return _as_is(name, checkpoint)
-        shape = checkpoint.info[name].shape
-        scales: Shape = tuple(codecs.blocks(size, block) for size, block in zip(shape, codecs.FP8_BLOCK, strict=True))
-        return TensorPlan(name, "F8_E4M3", shape), TensorPlan(f"{name}_scale_inv", "F32", scales)
+        info = checkpoint.info[name]
+        return self._encoding.plans(name, info.dtype, info.shape)
 
     def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
         """See `_Requantise`; the section as DeepSeek and Qwen publish it."""
@@ -145,7 +145,7 @@ class ToFp8(_Requantise):
     def make(self, output: Output) -> Sequence[Tensor]:
         """See `HFJob`."""
         tensor = self._open().tensor(output.key)
-        return [tensor] if len(output.plans) == 1 else codecs.fp8_quantise(tensor, power_of_two=self._power_of_two)
+        return [tensor] if len(output.plans) == 1 else self._encoding.encode(tensor)
 
 
 class ToInt4(_Requantise):
@@ -163,6 +163,7 @@ class ToInt4(_Requantise):
         if group < 8 or group % 8:
             raise ConfigError("--group", group, "a word holds eight values: a multiple of 8", "use 32 or 128")
         self._group = group
+        self._encoding = Int4Groups(group)
         super().__init__(source, include, max_shard_bytes)
 
     def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
@@ -170,18 +171,12 @@ class ToInt4(_Requantise):
         if not self.chosen(name, checkpoint):
             return _as_is(name, checkpoint)
         info = checkpoint.info[name]
-        rows, columns = info.shape
-        if columns % self._group:
+        if info.shape[1] % self._group:
             raise CheckpointError(
                 f"{self._source}: {name}", info.shape, f"inputs must be a multiple of the group size {self._group}",
                 "choose another --group, or leave this tensor out with --include",
             )  # fmt: skip
-        base = name.removesuffix("weight")
-        return (
-            TensorPlan(f"{base}weight_packed", "I32", (rows, columns // 8)),
-            TensorPlan(f"{base}weight_scale", info.dtype, (rows, columns // self._group)),
-            TensorPlan(f"{base}weight_shape", "I64", (2,)),
-        )
+        return self._encoding.plans(name, info.dtype, info.shape)
 
     def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
         """See `_Requantise`; the section as compressed-tensors 0.18 writes it."""
@@ -207,12 +202,8 @@ class ToInt4(_Requantise):
 
     def make(self, output: Output) -> Sequence[Tensor]:
         """See `HFJob`."""
-        import torch
-
         tensor = self._open().tensor(output.key)
-        if len(output.plans) == 1:
-            return [tensor]
-        return [*codecs.int4_quantise(tensor, self._group), torch.tensor(tensor.shape)]
+        return [tensor] if len(output.plans) == 1 else self._encoding.encode(tensor)
 
 
 def _pattern(text: str) -> str:

@@ -406,7 +406,7 @@ def _load_seconds(bucket: Bucket, rates: Rates, receiving: Receiving) -> float:
 
 
 def _local_bytes(bucket: Bucket) -> int:
-    return bucket.local_numel * DTYPE_BYTES[bucket.dtype]
+    return bucket.local_numel * DTYPE_BYTES[bucket.gathered_dtype]
 
 
 def _gathered(bucket: Bucket, gpus_per_node: int) -> tuple[int, int]:

@@ -223,7 +223,7 @@ def _output_bytes(spec: TrainingSpec, tokens: int, vocab_rows: int, hidden: int)
 
 def _sync_bytes(bucket: Bucket) -> int:
     """On a sender: what it packs, gathers and converts, and the bucket that is still on its way."""
-    local, members = bucket.local_numel * DTYPE_BYTES[bucket.dtype], len(bucket.members)
+    local, members = bucket.local_numel * DTYPE_BYTES[bucket.gathered_dtype], len(bucket.members)
     packed = local if members > 1 or not bucket.in_order else 0
     gathered = local * members if members > 1 and not bucket.in_order else 0
     return packed + gathered + 2 * bucket.hf_bytes

@@ -147,7 +147,7 @@ class BroadcastTransport:
         if bucket.index not in self._announced:
             names, shapes = [entry.name for entry in bucket.entries], [entry.shape for entry in bucket.entries]
             announce = self._link.receivers.announce
-            self._announced[bucket.index] = announce(names, bucket.dtype, shapes, self._link.name)
+            self._announced[bucket.index] = announce(names, bucket.dtypes, shapes, self._link.name)
         return self._announced[bucket.index]
 
     def disconnect(self) -> None:

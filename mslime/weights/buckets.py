@@ -14,9 +14,12 @@ import torch.distributed as dist
 
 from mslime.config.errors import sync_error
 from mslime.convert.table import RuleTable
-from mslime.weights.plan import Bucket, Slot
+from mslime.weights.plan import Bucket, Entry, Slot
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES = {
+    "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "uint8": torch.uint8,
+    "float8_e4m3fn": torch.float8_e4m3fn, "int32": torch.int32, "int64": torch.int64,
+}  # fmt: skip
 
 
 def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor:
@@ -35,9 +38,9 @@ def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], rank: int) -> torch
     shards = [
         _shard(bucket, slot, name, params) for slot, name in zip(bucket.slots, bucket.packed_by(rank), strict=True)
     ]
-    if (whole := _as_they_lie(shards, wire_dtype(bucket))) is not None:
+    if (whole := _as_they_lie(shards, TORCH_DTYPES[bucket.gathered_dtype])) is not None:
         return whole
-    flat = torch.empty(bucket.local_numel, dtype=wire_dtype(bucket), device=shards[0].device)
+    flat = torch.empty(bucket.local_numel, dtype=TORCH_DTYPES[bucket.gathered_dtype], device=shards[0].device)
     for slot, shard in zip(bucket.slots, shards, strict=True):
         flat[slot.offset : slot.offset + slot.numel].copy_(shard.reshape(-1))
     return flat
@@ -105,14 +108,14 @@ def gather(
 
 
 def convert(bucket: Bucket, gathered: Sequence[torch.Tensor], table: RuleTable) -> torch.Tensor:
-    """The flat buffer that is sent, [bucket.hf_numel]; without a copy where the bucket is in order.
+    """The flat buffer of Hugging Face tensors, [bucket.converted_numel]; without a copy where the bucket is in order.
 
     Args:
         gathered: the members' buffers, neighbours in memory as `gather` returns them.
     """
     if bucket.in_order:
-        return gathered[0].as_strided((bucket.hf_numel,), (1,))
-    flat = torch.empty(bucket.hf_numel, dtype=gathered[0].dtype, device=gathered[0].device)
+        return gathered[0].as_strided((bucket.converted_numel,), (1,))
+    flat = torch.empty(bucket.converted_numel, dtype=gathered[0].dtype, device=gathered[0].device)
     pieces = iter(bucket.pieces)
     for slot in bucket.slots:
         for index, name in enumerate(slot.names):
@@ -127,7 +130,12 @@ def convert(bucket: Bucket, gathered: Sequence[torch.Tensor], table: RuleTable) 
 
 def named_tensors(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Views of the flat buffer, one for each entry."""
-    return [(e.name, flat[e.offset : e.offset + e.numel].view(e.shape)) for e in bucket.entries]
+    return [(entry.name, _view(flat, entry)) for entry in bucket.entries]
+
+
+def _view(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
+    part = flat[entry.offset : entry.offset + entry.size]
+    return (part.view(TORCH_DTYPES[entry.dtype]) if entry.dtype else part).view(entry.shape)
 
 
 def wire_dtype(bucket: Bucket) -> torch.dtype:

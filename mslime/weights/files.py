@@ -76,7 +76,7 @@ class FileTransport(ABC):
         known = self._announced.get(bucket.index)
         if known is None or known[0] != path:
             names, shapes = [entry.name for entry in bucket.entries], [entry.shape for entry in bucket.entries]
-            known = path, self.link.receivers.announce_file(names, bucket.dtype, shapes, kind, path)
+            known = path, self.link.receivers.announce_file(names, bucket.dtypes, shapes, kind, path)
             self._announced[bucket.index] = known
         return known[1]
 

@@ -19,7 +19,9 @@ from mslime.convert.kinds import Shape
 from mslime.convert.table import BoundRule, RuleTable
 from mslime.weights.senders import Senders
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {
+    "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4, "int64": 8,
+}  # fmt: skip
 Unit = tuple[tuple[BoundRule, ...], ...]
 """What must travel in one bucket: slots, each with the rule of every expert-parallel rank that is gathered from."""
 
@@ -52,16 +54,23 @@ class Entry:
         name: in the checkpoint.
         shape: of the tensor or slice.
         offset: first element in the flat buffer.
+        dtype: of the tensor, as torch names it, where the buffer is one of bytes; empty: that of the bucket.
     """
 
     name: str
     shape: Shape
     offset: int
+    dtype: str = ""
 
     @property
     def numel(self) -> int:
         """Elements of the tensor."""
         return math.prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Elements of the flat buffer."""
+        return self.numel * (DTYPE_BYTES[self.dtype] if self.dtype else 1)
 
 
 @dataclass(frozen=True)
@@ -79,6 +88,8 @@ class Bucket:
         pieces: what conversion makes of the slots, in order; slices where the checkpoint stacks experts.
         entries: what is sent, in order; the same as `pieces` where nothing is stacked.
         in_order: the members' packed buffers, one after the other, are what is sent: there is nothing to convert.
+        packed_dtype: in which members pack and the sender converts, where what is sent is quantised (`encoded`) and
+            `dtype` is `uint8`; else empty.
     """
 
     index: int
@@ -90,6 +101,23 @@ class Bucket:
     pieces: tuple[Entry, ...]
     entries: tuple[Entry, ...]
     in_order: bool
+    packed_dtype: str = ""
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of the tensors that are sent, in their order."""
+        return tuple(entry.dtype or self.dtype for entry in self.entries)
+
+    @property
+    def gathered_dtype(self) -> str:
+        """In which members pack their shards."""
+        return self.packed_dtype or self.dtype
+
+    @property
+    def converted_numel(self) -> int:
+        """Elements that conversion makes, before some are quantised."""
+        last = self.pieces[-1]
+        return last.offset + last.numel if self.packed_dtype else self.hf_numel
 
     @property
     def sharing(self) -> int:
@@ -109,7 +137,7 @@ class Bucket:
     @property
     def hf_numel(self) -> int:
         """Elements that are sent."""
-        return self.entries[-1].offset + self.entries[-1].numel
+        return self.entries[-1].offset + self.entries[-1].size
 
     @property
     def hf_bytes(self) -> int:

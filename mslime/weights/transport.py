@@ -54,12 +54,19 @@ class Receivers(Protocol):
         """
         ...
 
-    def announce(self, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], group: str) -> bytes:
+    def announce(
+        self, names: Sequence[str], dtypes: str | Sequence[str], shapes: Sequence[Sequence[int]], group: str
+    ) -> bytes:
         """The description of a bucket for `receive`, the same for every engine and at every sync."""
         ...
 
     def announce_file(
-        self, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], kind: FileKind, path: Path
+        self,
+        names: Sequence[str],
+        dtypes: str | Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        kind: FileKind,
+        path: Path,
     ) -> bytes:
         """The description of a bucket that lies in a file, for `receive`."""
         ...

@@ -201,7 +201,7 @@ def answering(answer: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str
 def test_all_requests_of_a_sender_share_a_connection_and_carry_the_key_that_each_path_needs() -> None:
     with answering({"success": True}) as (url, asked):
         receivers, keys = receivers_within(5), EngineKeys("the-api", "the-admin")
-        bucket = receivers.announce(["a"], "float32", [[2]], "group")
+        bucket = receivers.announce(["a"], ["float32"], [[2]], "group")
         for _ in range(3):
             receivers.receive(EngineInfo(url, keys=keys), bucket).result()
         with pytest.raises(WeightSyncError, match="does not describe itself"):

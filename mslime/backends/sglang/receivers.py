@@ -97,24 +97,31 @@ class SGLangReceivers:
         call = self._client(engine.endpoint).join_group(host, port, rank, world_size, name, backend)
         return self._submit(call, "connect", engine.url)
 
-    def announce(self, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], group: str) -> bytes:
+    def announce(
+        self, names: Sequence[str], dtypes: str | Sequence[str], shapes: Sequence[Sequence[int]], group: str
+    ) -> bytes:
         """The request for a bucket, which is the same at every sync and for every engine: see `receive`.
 
         Args:
             names, shapes: of the tensors in the flat buffer, in order.
-            dtype: of them all, as torch names it.
+            dtypes: of each, as torch names it; one name where all have the same.
         """
-        return bucket_description(names, dtype, shapes, group)
+        return bucket_description(names, dtypes, shapes, group)
 
     def announce_file(
-        self, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], kind: FileKind, path: Path
+        self,
+        names: Sequence[str],
+        dtypes: str | Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        kind: FileKind,
+        path: Path,
     ) -> bytes:
         """The request for a bucket that lies in a file: see `receive`.
 
         Args:
             kind: what lies in the file.
         """
-        return bucket_description(names, dtype, shapes, group_of(kind, path))
+        return bucket_description(names, dtypes, shapes, group_of(kind, path))
 
     def announce_relay(
         self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket], cuts: str
@@ -258,13 +265,15 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def bucket_description(names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], group: str) -> bytes:
+def bucket_description(
+    names: Sequence[str], dtypes: str | Sequence[str], shapes: Sequence[Sequence[int]], group: str
+) -> bytes:
     """The request for a bucket: one flat buffer that holds these tensors, in order, broadcast in a group.
 
     Args:
-        dtype: of all of them, as torch names it.
+        dtypes: of each, as torch names it; one name where all have the same.
     """
-    return update_request(names, [dtype] * len(names), shapes, group)
+    return update_request(names, [dtypes] * len(names) if isinstance(dtypes, str) else dtypes, shapes, group)
 
 
 def update_request(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str) -> bytes:
