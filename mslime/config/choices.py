@@ -20,6 +20,9 @@ PauseMode = Literal["abort", "retract", "in_place"]
 ReplayMode = Literal["r3", "r2", "off"]
 """Whose expert routes the trainer follows: the engine's, those of its own log-prob pass, or none."""
 
+Fp8Recipe = Literal["blockwise", "tensorwise"]
+"""How Transformer Engine scales what the trainer multiplies in FP8."""
+
 SftLossOn = Literal["all", "last", "each"]
 """Which assistant turns of a conversation are trained."""
 

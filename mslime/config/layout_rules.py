@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, cast
 
 from mslime.config.cluster import claims, count_gpus, describe_gpus, engine_nccl
 from mslime.config.errors import ConfigError
+from mslime.config.fp8 import check_fp8_model
 
 if TYPE_CHECKING:
-    from mslime.config.choices import Device
+    from mslime.config.choices import Device, Fp8Recipe
     from mslime.config.megatron import MegatronConfig
     from mslime.config.schema import RunConfig
 
@@ -160,7 +161,6 @@ def _cpu_limits(config: RunConfig) -> None:
         "moe_grouped_gemm": m.extra.get("moe_grouped_gemm"),
         "moe_router_fusion": m.extra.get("moe_router_fusion"),
         "apply_rope_fusion": m.extra.get("apply_rope_fusion"),
-        "fp8": m.extra.get("fp8"),
     }
     for key, value in needs_cuda.items():
         if value:
@@ -269,11 +269,14 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
 )
 
 
-def check_model(megatron: MegatronConfig, device: Device, derived: Mapping[str, object]) -> None:
+def check_model(
+    megatron: MegatronConfig, device: Device, derived: Mapping[str, object], fp8: Fp8Recipe | None = None
+) -> None:
     """Raise ConfigError when pipeline stages cannot share the layers, or a flag contradicts the checkpoint.
 
     Args:
         derived: every TransformerConfig field that mslime derives from the checkpoint's config.json.
+        fp8: how linear layers multiply in FP8 (`train.fp8`).
     """
     megatron.stage_layers(cast("int", derived["num_layers"]))
     for key, value in megatron.extra.items():
@@ -285,6 +288,7 @@ def check_model(megatron: MegatronConfig, device: Device, derived: Mapping[str, 
                 "remove it; the architecture comes from the checkpoint",
             )
     _context_parallel_attention(megatron, device, derived)
+    check_fp8_model(fp8, megatron, derived)
     if device != "cpu" and _offloads(megatron) and derived.get("experimental_attention_variant"):
         raise ConfigError(
             "megatron.optimizer_cpu_offload", True, f"{_OFFLOADED}, and this model's delta-nets have float32 ones",

@@ -95,7 +95,7 @@ def check_lora(config: RunConfig) -> None:
         return
     if config.syncs_adapters:
         _check_adapter_sync(config)
-    for name in ("moe_shared_expert_overlap", "fp8", "fp4", "delay_wgrad_compute"):
+    for name in ("moe_shared_expert_overlap", "fp4", "delay_wgrad_compute"):
         if config.megatron.extra.get(name):
             raise ConfigError(
                 f"megatron.{name}", config.megatron.extra[name], "adapters are not built for layers that compute so",

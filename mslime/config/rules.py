@@ -16,6 +16,7 @@ from mslime.config.colocated import check_colocated
 from mslime.config.engines import MASK_LIMIT, check_teacher
 from mslime.config.environments import check_environment_settings
 from mslime.config.errors import ConfigError
+from mslime.config.fp8 import check_fp8
 from mslime.config.layout_rules import check_layout
 from mslime.config.lora import check_lora
 from mslime.config.reward import check_reward
@@ -292,6 +293,7 @@ _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _critic,
     check_lora,
     _rejoin,
+    check_fp8,
     _sampling,
     _managers,
     _named_functions,

@@ -16,6 +16,7 @@ from mslime.config.algorithm import AlgorithmConfig, CriticConfig
 from mslime.config.base import Section
 from mslime.config.choices import (
     TRANSPORT_NAMES,
+    Fp8Recipe,
     ReplayMode,
     Resume,
     SftLossOn,
@@ -186,6 +187,11 @@ class TrainConfig(Section):
         description="Most memory for the logits of a micro-batch on a GPU. Larger ones are made a block of the "
         "vocabulary at a time, and all blocks but one again in the backward pass: up to a third more work in the "
         "output layer.",
+    )
+    fp8: Fp8Recipe | None = Field(
+        default=None,
+        description="On GPUs: linear layers multiply in FP8 by Transformer Engine, with a scale for each block of 128 "
+        "(blockwise) or each tensor (tensorwise). Parameters stay bfloat16. No run of mslime has used it yet.",
     )
     sft_batch_size: int = Field(default=64, ge=1, description="sft: rows of one step.")
     sft_loss_on: SftLossOn = Field(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mslime.config.algorithm import AlgorithmConfig
-from mslime.config.choices import Device, ReplayMode
+from mslime.config.choices import Device, Fp8Recipe, ReplayMode
 from mslime.config.layout import ParallelLayout
 from mslime.config.lora import LoraConfig
 from mslime.config.megatron import MegatronConfig
@@ -26,6 +26,7 @@ class ModelSpec:
         megatron: settings of megatron-core.
         device: of the ranks; `auto` is CUDA where there is any.
         replay: whose routes its routers follow; `off` also for a model without routers.
+        fp8: how its linear layers multiply in FP8; None: they do not.
     """
 
     checkpoint: Path
@@ -33,6 +34,7 @@ class ModelSpec:
     megatron: MegatronConfig
     device: Device
     replay: ReplayMode = "off"
+    fp8: Fp8Recipe | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,7 @@ def policy_spec(config: RunConfig) -> PolicySpec:
         megatron=config.megatron,
         device=config.cluster.device,
         replay=config.train.replay if rl else "off",
+        fp8=config.train.fp8,
         train=config.train,
         rollouts=config.policy_steps,
         seed=config.seed,
@@ -155,6 +158,7 @@ def critic_spec(config: RunConfig) -> CriticSpec:
         layout=config.layout,
         megatron=config.megatron,
         device=config.cluster.device,
+        fp8=config.train.fp8,
         train=config.train.model_copy(update=rates),
         rollouts=config.train.num_steps,
         seed=config.seed,

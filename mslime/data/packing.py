@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -291,16 +292,17 @@ def padded_rows(lengths: NDArray[np.int64], layout: ParallelLayout) -> int:
     return sum(padded_lengths(lengths.tolist(), layout.cp, layout.tp))
 
 
-def padded_lengths(lengths: Sequence[int], cp: int, sp: int) -> list[int]:
+def padded_lengths(lengths: Sequence[int], cp: int, sp: int, multiple: int = 1) -> list[int]:
     """The lengths of a micro-batch's sequences when they are laid out on ranks; of none, one of padding alone.
 
     Each goes to a multiple of 2 x CP; what the total lacks to one of that times the sequence-parallel size, or is of
-    one row, goes to the last.
+    one row, goes to the last; and what its rows on each rank lack to `multiple`.
     """
     each = 2 * cp if cp > 1 else 1
     padded = [-(-n // each) * each for n in lengths] or [0]
     total = max(sum(padded), 1)
-    padded[-1] += -(-total // (each * sp)) * each * sp - sum(padded)
+    whole = math.lcm(each, cp * multiple) * sp
+    padded[-1] += -(-total // whole) * whole - sum(padded)
     return padded
 
 

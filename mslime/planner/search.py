@@ -240,7 +240,7 @@ class Search:
     ) -> _Trainer | None:
         """The first measures that leave room; else the first that fit tightly."""
         rows = padded_vocab_size(self.model.vocab_size, layout.tp) // layout.tp
-        tokens = micro_batch_tokens(self.base.train, layout.cp, self.longest)
+        tokens = micro_batch_tokens(self.base.train, layout, self.longest)
         unsent = WeightPlan(Senders.at_most(layout, 1), ())
         tight: _Trainer | None = None
         for words, measures in self.space.measures():

@@ -68,7 +68,7 @@ def make_stages(
         family.transformer_fields(hf_config), family.model_fields(hf_config), family.rules(hf_config),
     )  # fmt: skip
     table.check_layout(layout)
-    check_model(spec.megatron, spec.device, fields)
+    check_model(spec.megatron, spec.device, fields, spec.fp8)
     widths = read_widths(fields, model.moe_layer_ids)
     chunks = spec.megatron.stage_layers(model.num_layers)
     held = stage_parameters(table, layout, chunks, widths.hidden + 1 if values else 0)
@@ -76,7 +76,7 @@ def make_stages(
     rows = 0 if values else padded_vocab_size(model.vocab_size, layout.tp) // layout.tp
     work = [work_per_token(stage, layout, model.top_k, model.num_experts) for stage in held]
     mean = sum(work) / len(work)
-    tokens = micro_batch_tokens(spec.train, layout.cp, min(model.max_positions, limit))
+    tokens = micro_batch_tokens(spec.train, layout, min(model.max_positions, limit))
     return tuple(
         StagePlan(stage, trainer_memory(spec, widths, tokens, rows, stage, sync, gpu_bytes, own), each / mean, own)
         for stage, own, each in zip(held, adapters, work, strict=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from mslime.config.dtypes import trainer_dtype
+from mslime.config.fp8 import COPY_BYTES, fp8_rows
+from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig, TrainConfig
 from mslime.config.training import ModelSpec, PolicySpec, TrainingSpec
 from mslime.planner.activations import Widths, chunks_in_flight, kept_elements, working_elements
@@ -35,7 +37,7 @@ class TrainerMemory:
     """Bytes on one GPU of a stage (its leader, which alone fills weight-sync buckets).
 
     Attributes:
-        weights: parameters and buffers.
+        weights: parameters and buffers; with `train.fp8` also the copies that are multiplied with.
         gradients: the buffer that gradients are summed in.
         optimizer: main weights and Adam's two moments, this rank's share.
         activations: kept by all micro-batches in flight.
@@ -139,9 +141,14 @@ def longest_sequence(config: RunConfig) -> int:
     return (config.data.max_prompt_tokens or UNBOUNDED_PROMPT) + r.max_response_tokens
 
 
-def micro_batch_tokens(train: TrainConfig, cp: int, longest: int) -> int:
-    """Tokens of the largest micro-batch on a context-parallel rank: a sequence over the budget gets one of its own."""
-    return max(train.max_tokens_per_micro_batch, -(-longest // cp))
+def micro_batch_tokens(train: TrainConfig, layout: ParallelLayout, longest: int) -> int:
+    """Tokens of the largest micro-batch on a context-parallel rank: a sequence over the budget gets one of its own.
+
+    With `train.fp8` those of the padding count too.
+    """
+    tokens = max(train.max_tokens_per_micro_batch, -(-longest // layout.cp))
+    each = 1 if train.fp8 is None else layout.tp * fp8_rows(train.fp8)
+    return -(-tokens // each) * each
 
 
 def trainer_memory(
@@ -171,7 +178,7 @@ def trainer_memory(
     kept = kept_elements(widths, layout, held.chunks, how) * chunks_in_flight(layout, held.stage)
     gradient_width = 4 if spec.megatron.extra.get("grad_reduce_in_fp32", True) else 2
     return TrainerMemory(
-        weights=parameter_bytes(spec, held) + held.buffers * 4 + added,
+        weights=parameter_bytes(spec, held) + held.buffers * 4 + added + fp8_copies(spec, held),
         gradients=trained.trained * gradient_width,
         optimizer=optimizer_bytes(spec, trained),
         activations=int(kept * tokens * width),
@@ -185,6 +192,11 @@ def trainer_memory(
 def parameter_bytes(spec: ModelSpec, held: StageParameters) -> int:
     """Bytes of one rank's parameters, buffers left out; what a real rank's tensors add up to."""
     return (held.trained - held.float32) * params_bytes(spec) + held.float32 * 4
+
+
+def fp8_copies(spec: ModelSpec, held: StageParameters) -> int:
+    """Bytes of the weights in FP8 (`config.fp8.COPY_BYTES`): of all parameters but the input embedding, at most."""
+    return 0 if spec.fp8 is None else (held.trained - held.float32 - held.embedding) * COPY_BYTES
 
 
 def optimizer_bytes(spec: ModelSpec, held: StageParameters) -> int:

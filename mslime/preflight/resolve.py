@@ -142,7 +142,7 @@ def _read_model(config: RunConfig, path: Path) -> tuple[dict[str, object], HFChe
         fields = family.transformer_fields(hf_config)
     checkpoint = HFCheckpoint(path)
     table.check_hf(checkpoint.shapes, str(path))
-    check_model(config.megatron, config.cluster.device, fields)
+    check_model(config.megatron, config.cluster.device, fields, config.train.fp8)
     return hf_config, checkpoint
 
 

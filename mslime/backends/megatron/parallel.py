@@ -126,8 +126,12 @@ class ParallelState:
     pp_group: dist.ProcessGroup
 
     @classmethod
-    def here(cls, sequence_parallel: bool) -> ParallelState:
-        """This process's place in the groups that megatron-core holds."""
+    def here(cls, sequence_parallel: bool, multiple: int = 1) -> ParallelState:
+        """This process's place in the groups that megatron-core holds.
+
+        Args:
+            multiple: see `RowLayout`.
+        """
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         tp_size = parallel_state.get_tensor_model_parallel_world_size()
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -136,6 +140,7 @@ class ParallelState:
             cp_rank=parallel_state.get_context_parallel_rank(),
             sp=tp_size if sequence_parallel else 1,
             sp_rank=tp_rank if sequence_parallel else 0,
+            multiple=multiple,
         )
         return cls(
             rank=dist.get_rank(),

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from mslime.config.choices import Device
 from mslime.config.dtypes import trainer_dtype
 from mslime.config.errors import ConfigError
+from mslime.config.fp8 import fp8_fields
 from mslime.config.layout_rules import check_model
 from mslime.config.megatron import MegatronConfig
 from mslime.config.schema import TrainConfig
@@ -86,7 +87,7 @@ def transformer_config(spec: ModelSpec, hf_config: Mapping[str, object], device:
     _refuse_unequal_allgather(spec)
     family = get_family(hf_config)
     architecture = family.transformer_fields(hf_config)
-    check_model(spec.megatron, spec.device, architecture)
+    check_model(spec.megatron, spec.device, architecture, spec.fp8)
     family.rules(hf_config).check_layout(spec.layout)
     activation = str(architecture["activation_func"])
     values: dict[str, Any] = {
@@ -94,6 +95,7 @@ def transformer_config(spec: ModelSpec, hf_config: Mapping[str, object], device:
         "activation_func": ACTIVATIONS[activation],
         **_layout_fields(spec, device),
         **_numeric_fields(spec.megatron, device),
+        **fp8_fields(spec.fp8, cpu=device.type == "cpu"),
     }
     if architecture.get("num_moe_experts"):
         values |= _moe_fields(spec, device)

@@ -38,12 +38,14 @@ class RowLayout:
         cp, cp_rank: context-parallel size and rank; each sequence is cut into 2 x cp chunks, two for each rank.
         sp, sp_rank: sequence-parallel size and rank (the tensor-parallel group, or 1 and 0 when it is off); inside the
             layers each rank holds one contiguous piece of the local rows.
+        multiple: what the rows of such a piece are a multiple of.
     """
 
     cp: int = 1
     cp_rank: int = 0
     sp: int = 1
     sp_rank: int = 0
+    multiple: int = 1
 
 
 def zigzag_positions(length: int, cp: int, rank: int) -> NDArray[np.int64]:
@@ -82,7 +84,7 @@ class SequenceSlicer:
 
         Without a sequence it holds padding only, the fewest rows that the layout allows.
         """
-        lengths = padded_lengths([stop - start for start, stop in spans], layout.cp, layout.sp)
+        lengths = padded_lengths([stop - start for start, stop in spans], layout.cp, layout.sp, layout.multiple)
         rows, targets, positions = [], [], []
         for (start, stop), padded in zip(spans or [(0, 0)], lengths, strict=True):
             position = zigzag_positions(padded, layout.cp, layout.cp_rank)

@@ -24,6 +24,7 @@ from mslime.backends.megatron.step.asleep import DeviceState
 from mslime.backends.megatron.step.metrics import over_all_ranks, refuse_not_finite
 from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, learning_rate
 from mslime.config.choices import TrainerPart
+from mslime.config.fp8 import fp8_rows
 from mslime.config.training import TrainingSpec
 from mslime.data.checksums import FileSum
 
@@ -57,7 +58,7 @@ class TrainedModel:
         """
         self.spec, self.chunks, self.transformer, self.device = spec, list(chunks), transformer, device
         self._stored = self.chunks if stored is None else list(stored)
-        self.parallel = ParallelState.here(transformer.sequence_parallel)
+        self.parallel = ParallelState.here(transformer.sequence_parallel, fp8_rows(spec.fp8))
         self.wrapped = wrap(self.chunks, transformer, ddp_config(spec.megatron))
         self.optimizer, self.schedule = build_optimizer(
             self.wrapped, optimizer_config(spec.train, spec.megatron, device), spec.train, spec.steps

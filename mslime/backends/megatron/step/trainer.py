@@ -44,6 +44,7 @@ from mslime.backends.megatron.step.reference import ReferencePolicy
 from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.backends.megatron.step.watch import Watch
 from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
+from mslime.config.fp8 import fp8_rows
 from mslime.config.lora import LORA_KEY
 from mslime.config.training import PolicySpec
 from mslime.convert.families import get_family, read_hf_config
@@ -101,7 +102,7 @@ class MegatronTrainer(TrainedModel):
             load_hf_weights(chunks, self.hf_config, spec.checkpoint)
         self.adapters = trained_adapters(spec, self.hf_config, chunks, transformer)
         stored = [StoredAdapters(chunk, self.adapters) for chunk in chunks] if self.adapters else None
-        parallel = ParallelState.here(transformer.sequence_parallel)
+        parallel = ParallelState.here(transformer.sequence_parallel, fp8_rows(spec.fp8))
         self.routing = Routing.attach(
             spec.replay if self.model.num_experts else "off",
             chunks,
