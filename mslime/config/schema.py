@@ -235,7 +235,7 @@ class WeightsConfig(Section):
         default=None,
         gt=0,
         description="Nats by which the log-probs of half of the fixed text's tokens may be off. Default: 0.0005 where "
-        "trainer and engines hold float32, else 0.25.",
+        "trainer and engines hold float32, 0.5 where engines hold quantised weights, else 0.25.",
     )
     loader: Literal["recorded", "model"] = Field(
         default="recorded",

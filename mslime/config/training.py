@@ -75,6 +75,7 @@ class PolicySpec(TrainingSpec):
         weights: how they are sent; the directory is this run's own, and absolute.
         asked_engine_dtype: `sglang.dtype`; `config.dtypes.served_dtype` decides what `auto` is.
         lora: adapters that are trained in the place of the model; those of rank 0 are none.
+        as_stored: engines hold weights as the checkpoint stores them, also where that is quantised.
     """
 
     name: str
@@ -84,6 +85,7 @@ class PolicySpec(TrainingSpec):
     teacher: Path | None
     weights: WeightsConfig
     asked_engine_dtype: str
+    as_stored: bool
     lora: LoraConfig
 
     @property
@@ -127,6 +129,7 @@ def policy_spec(config: RunConfig) -> PolicySpec:
         weights=_with_directory(config),
         asked_engine_dtype=config.sglang.dtype,
         lora=config.lora,
+        as_stored=rl and not config.sglang.urls,
     )
 
 

@@ -18,13 +18,15 @@ from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.peft import adapters_of_run
+from mslime.convert.quantised import check_quantisation
 from mslime.convert.served_adapters import check_served, served_modules
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 from mslime.planner.flops import quadratic_tokens
 from mslime.preflight.data import check_data, check_supervised_data
+from mslime.preflight.quantised import check_quantised
 from mslime.preflight.seams import check_seams
 
-EXACT_TOLERANCE, ROUNDED_TOLERANCE = 5e-4, 0.25
+EXACT_TOLERANCE, ROUNDED_TOLERANCE, QUANTISED_TOLERANCE = 5e-4, 0.25, 0.5
 """Nats. In float32, engines and trainer differ by 1e-6, or some 1e-5 where layers are many and wide; in bfloat16, with
 experts chosen otherwise here and there, by some hundredths. What was forgotten in an engine grows with every step."""
 
@@ -60,6 +62,8 @@ class ResolvedRun:
         """`weights.probe_tolerance`, or its default for the dtypes of this run."""
         if (asked := self.config.weights.probe_tolerance) is not None:
             return asked
+        if check_quantisation(self.hf_config) is not None and not self.config.sglang.urls:
+            return QUANTISED_TOLERANCE
         trainer = trainer_dtype(self.config.megatron, cpu=self.config.cluster.device == "cpu")
         exact = trainer == engine_dtype(self.config, self.hf_config) == "float32"
         return EXACT_TOLERANCE if exact else ROUNDED_TOLERANCE
@@ -74,7 +78,7 @@ def resolve(config: RunConfig, parts: Parts = WHOLE) -> ResolvedRun:
     family = get_family(hf_config)
     model = replace(family.model_fields(hf_config), renderers=family.support.renderers)
     if config.train.task == "rl":
-        _refuse_quantised(config, checkpoint)
+        check_quantised(config, checkpoint, hf_config)
         family.refuse_for_engine(hf_config)
         _check_engine_tp(config, family)
         engine_dtype(config, hf_config)
@@ -181,16 +185,6 @@ def _check_engine_tp(config: RunConfig, family: Family) -> None:
             "sglang.tp_size", config.sglang.tp_size,
             f"SGLang 0.5.23 computes {family.architecture} with at most {largest} GPUs an engine",
             f"set sglang.tp_size to {largest} and start more engines (sglang.num_engines)",
-        )  # fmt: skip
-
-
-def _refuse_quantised(config: RunConfig, checkpoint: HFCheckpoint) -> None:
-    """The engines start from the checkpoint itself: they would hold quantised weights, which a sync does not write."""
-    if checkpoint.quantisation is not None and not config.sglang.urls:
-        raise CheckpointError(
-            f"{config.model.path}: quantization_config", checkpoint.quantisation,
-            "the engines would load quantised weights, and the trainer sends plain ones",
-            f"write a plain copy with `mslime convert bf16 {config.model.path} OUT` and train from it",
         )  # fmt: skip
 
 

@@ -21,12 +21,14 @@ import torch.distributed as dist
 from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError, WeightSyncError, sync_error
 from mslime.config.keys import Endpoint, EngineInfo
+from mslime.convert.encoding import Encoded
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
 from mslime.weights.buckets import TORCH_DTYPES, convert, gather, in_memory_order, named_tensors, pack
 from mslime.weights.carried import CarriedTensors
 from mslime.weights.courier import Courier, Seconds, Turns
+from mslime.weights.encoded import encode, encoded_plan
 from mslime.weights.groups import SyncGroups
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
@@ -62,6 +64,7 @@ class SyncOptions:
         name: unique among the runs that share an engine.
         transport: as `weights.transport` says.
         directory: for weights in files, of this run alone; None: there is none.
+        encoded: weights that engines are sent quantised; None: all are sent plain.
     """
 
     dtype: str
@@ -72,6 +75,7 @@ class SyncOptions:
     export_dtype: str | None = None
     transport: str = "broadcast"
     directory: Path | None = None
+    encoded: Encoded | None = None
 
 
 @dataclass(frozen=True)
@@ -133,8 +137,9 @@ class WeightSender:
         self._transport: Transport | None = None
         self._sent = False
         self.engines: tuple[EngineInfo, ...] = ()
-        self.plan = self._make_plan(options.dtype, groups.senders)
-        self._gathered = {options.dtype: self.plan} if groups.senders.per_stage == 1 else {}
+        plain = self._make_plan(options.dtype, groups.senders)
+        self.plan = plain if options.encoded is None else encoded_plan(plain, options.encoded)
+        self._gathered = {options.dtype: plain} if groups.senders.per_stage == 1 else {}
 
     def _make_plan(self, dtype: str, senders: Senders) -> WeightPlan:
         """Collective: every rank learns every stage's layers from the parameters themselves."""
@@ -318,7 +323,10 @@ class WeightSender:
         groups = self._groups
         local = pack(bucket, params, groups.rank)
         gathered = gather(bucket, local, groups.gathers.get(bucket.members), groups.rank)
-        return convert(bucket, gathered, self._table) if gathered is not None else None
+        if gathered is None:
+            return None
+        flat, encoded = convert(bucket, gathered, self._table), self._options.encoded
+        return encode(bucket, flat, encoded) if encoded is not None and bucket.packed_dtype else flat
 
     def export(self, directory: Path, source: Path) -> None:
         """Write a Hugging Face checkpoint of the current weights. Collective.

@@ -211,6 +211,29 @@ def expert_adapters() -> None:
     torch.testing.assert_close(got.double(), expected, atol=1e-3, rtol=1e-4)
 
 
+def emulated_fp8() -> None:
+    """A layer of FP8 blocks that the patched SGLang makes computes with what they stand for, in float64."""
+    import torch
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8LinearMethod
+
+    config = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128])
+    assert torch.float32 in config.get_supported_act_dtypes()
+    method, random = Fp8LinearMethod(config), torch.Generator().manual_seed(0)
+    weight = torch.randn(200, 300, generator=random).to(torch.float8_e4m3fn)
+    scales = torch.rand(2, 3, generator=random) + 0.5
+    layer = SimpleNamespace(weight=weight, weight_scale_inv=scales)
+    method.process_weights_after_loading(layer)
+    assert layer.weight is weight and layer.weight_scale_inv is scales, "the bits stay"
+    x, bias = torch.randn(5, 300, generator=random), torch.randn(200, generator=random)
+    expected = torch.empty(200, 300, dtype=torch.float64)
+    for row in range(200):
+        for column in range(300):
+            expected[row, column] = float(weight[row, column].float()) * float(scales[row // 128, column // 128])
+    torch.testing.assert_close(
+        method.apply(layer, x, bias).double(), x.double() @ expected.T + bias.double(), atol=1e-3, rtol=1e-5
+    )
+
+
 def sgl_kernel() -> None:
     import sgl_kernel
 
@@ -254,6 +277,7 @@ PROBES: dict[str, Callable[[], None]] = {
         adapter_batches_unpinned,
         merged_segments,
         expert_adapters,
+        emulated_fp8,
     )
 }
 

@@ -188,13 +188,32 @@ def test_dense_layers_that_the_engine_would_drop_are_refused_for_rl(
     assert check(capsys, path, prompts, "--train.task", "sft")[0] == 0
 
 
-def test_quantised_weights_that_the_engine_would_load_are_refused_for_rl(
+def test_fp8_checkpoints_are_served_as_they_are(
+    capsys: pytest.CaptureFixture[str], prompts: Path, tmp_path: Path
+) -> None:
+    plain = make_tiny_qwen3_moe(tmp_path / "plain", hidden_size=128, moe_intermediate_size=128, num_hidden_layers=1)
+    fp8 = tmp_path / "fp8"
+    assert main(["convert", "fp8", str(plain), str(fp8), "--workers", "1"]) == 0
+    status, _, err = check(capsys, fp8, prompts)
+    assert status == 0, err
+    for options, words in (
+        (("--weights.transport", "delta", "--weights.directory", str(tmp_path)), ("weights.transport", "broadcast")),
+        (("--weights.transport", "relay"), ("weights.transport", "broadcast")),
+        (("--lora.rank", "4"), ("lora.rank", "convert bf16")),
+        (("--sglang.tp_size", "2"), ("sglang.tp_size", "blocks of 128")),
+    ):
+        status, _, err = check(capsys, fp8, prompts, *options)
+        assert status == 2 and all(word in err for word in words), err
+
+
+def test_quantised_weights_that_cannot_be_sent_are_refused_for_rl(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    assert main(["convert", "fp8", str(checkpoint), str(tmp_path / "fp8"), "--workers", "1"]) == 0
-    status, _, err = check(capsys, tmp_path / "fp8", prompts)
-    assert status == 2 and "quantization_config" in err and "mslime convert bf16" in err
-    assert check(capsys, tmp_path / "fp8", prompts, "--train.task", "sft")[0] == 0
+    for kind, words in (("fp8", ("blocks of 128", "tp_size")), ("int4", ("INT4", "mslime convert bf16"))):
+        assert main(["convert", kind, str(checkpoint), str(tmp_path / kind), "--workers", "1"]) == 0
+        status, _, err = check(capsys, tmp_path / kind, prompts)
+        assert status == 2 and all(word in err for word in words), err
+        assert check(capsys, tmp_path / kind, prompts, "--train.task", "sft")[0] == 0
 
 
 def test_every_pass_through_field_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:

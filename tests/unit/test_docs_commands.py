@@ -37,6 +37,7 @@ NOT_RUN = {
     r"python gsm8k_server\.py": "Atropos' own environment; tests/engines/test_atropos.py runs one of its package",
     r"python examples/gsm8k/prepare\.py": "needs the download; tests/unit/test_gsm8k_example.py",
     r"mslime convert (to-|fp8|bf16|int4|compare|run)": "parsed only; tests/engines/test_convert_tools.py runs them",
+    r"mslime (check|train) run\.yaml --model\.path my-model-fp8": "needs such a model; tests/e2e/test_quantised.py",
     r"mslime convert merge-lora": "parsed only; tests/unit/test_lora_convert.py merges",
     r"mslime train examples/quickstart/lora\.yaml": "needs the quickstart's warm start",
     r"mslime (rollout|eval|train .*--replay) ": "parsed only; tests/e2e/test_debug.py runs them",

@@ -16,7 +16,7 @@ class FakeManager:
     """Answers what it was given, and writes down what it is asked."""
 
     def __init__(self, answers: dict[str, Any]) -> None:
-        self.answers, self.asked = answers, list[tuple[str, str]]()
+        self.answers, self.asked = answers, list[tuple[str, Any]]()
 
     async def engines(self, verb: str, *args: Any) -> Any:
         return self.answers[verb](*args)
@@ -45,7 +45,10 @@ def test_an_engine_comes_back_where_it_was_and_a_new_one_where_there_are_fewest(
     group, (first, second) = group_of([engine(0), engine(2)], [engine(1)])
     asyncio.run(group.greet(engine(2, "http://again")))
     asyncio.run(group.greet(engine(3)))
-    assert (first.asked, second.asked) == ([("greet", "engine2")], [("greet", "engine3")])
+    assert (first.asked, second.asked) == (
+        [("greet", "engine2"), ("greet", False)],
+        [("greet", "engine3"), ("greet", False)],
+    )
     assert [[e.url for e in share] for share in group._shares] == [
         ["http://e0", "http://again"], ["http://e1", "http://e3"],
     ]  # fmt: skip

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mslime.backends.cpu import lora
+from mslime.backends.cpu import lora, quantised
 from mslime.config.errors import EngineError
 
 SGLANG_VERSION = "0.5.23"
@@ -275,6 +275,12 @@ PATCHES: tuple[Patch, ...] = (
         "sglang.srt.lora.layers",
         "experts with adapters exist as Triton and Marlin kernels only",
         lora.expert_adapters,
+    ),
+    Patch(
+        "emulated_fp8",
+        "sglang.srt.layers.quantization.fp8",
+        "FP8 layers need kernels of a GPU or of AMX; the bits are kept, and what they stand for computes",
+        quantised.emulated_fp8,
     ),
 )
 

@@ -47,7 +47,9 @@ from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
 from mslime.config.fp8 import fp8_rows
 from mslime.config.lora import LORA_KEY
 from mslime.config.training import PolicySpec
+from mslime.convert.encoding import Encoded, encoded_weights
 from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.hf import HFCheckpoint
 from mslime.convert.peft import write_adapter
 from mslime.data.checksums import FileSum
 from mslime.data.probe import RoutedRows, shard_of
@@ -247,6 +249,7 @@ class MegatronTrainer(TrainedModel):
             name=spec.name,
             transport=spec.weights.transport,
             directory=spec.weights.directory,
+            encoded=self._encoded() if spec.as_stored else None,
         )
         senders = Senders.at_most(spec.layout, spec.weights.senders)
         groups = make_groups(senders, backend, spec.deadlines.weight_sync_s)
@@ -255,12 +258,17 @@ class MegatronTrainer(TrainedModel):
         )
         self._export = sender.export
         if (adapters := self.adapters) is not None:
-            own = replace(options, dtype=trainer_dtype(spec.megatron, cpu=self.device.type == "cpu"), export_dtype=None)
+            own = replace(
+                options,
+                dtype=trainer_dtype(spec.megatron, cpu=self.device.type == "cpu"),
+                export_dtype=None,
+                encoded=None,
+            )
             finish = partial(write_adapter, adapters)
             self._export = WeightSender(adapters.table, groups, self.named_factors, own, finish=finish).export
             # SGLang divides alpha by the rank, whatever the file says of rank-stabilised scaling.
             finish = partial(write_adapter, adapters.with_plain_scale())
-            served = replace(options, export_dtype=None)
+            served = replace(options, export_dtype=None, encoded=None)
             self.adapter_sender = WeightSender(
                 adapters.table, groups, self.named_factors, served, receivers, finish=finish
             )
@@ -305,6 +313,9 @@ class MegatronTrainer(TrainedModel):
         other = self._reference if policy == "reference" else self._teacher
         assert other is not None, "a reference is loaded when algorithm.kl_coef > 0, a teacher from its path"
         return other.swapped_in()
+
+    def _encoded(self) -> Encoded | None:
+        return encoded_weights(HFCheckpoint(self.spec.checkpoint), self.hf_config)
 
     def _engine_dtype(self) -> str:
         spec, cpu = self.spec, self.device.type == "cpu"
