@@ -62,6 +62,7 @@ FURTHER = {
     "queries_and_values_alone": (Case(2, {TP: 2}), {"targets": ["q_proj", "v_proj"], "rank": 3}),
     "one_half_of_gated_layers": (Case(2, {TP: 2, EP: 2}), {"targets": ["up_proj", "model.layers.[12].*.o_proj"]}),
     "experts_alone_recomputed": (Case(2, {PP: 2, **FULL}), {"targets": ["experts"], "rs_lora": True}),
+    "experts_alone_sharded": (Case(2, {**DIST}), {"targets": ["experts"]}),  # no dense parameter has an optimizer
     "attention_alone": (Case(4, {TP: 2, EP: 2, **DIST}), {"targets": ["attention"]}),
 }
 

@@ -253,16 +253,10 @@ PATCHES: tuple[Patch, ...] = (
         _murmur_hash,
     ),
     Patch(
-        "adapters_unpinned",
-        "sglang.srt.lora.layers",
-        "layers with adapters keep their offsets in pinned memory",
-        lora.unpinned,
+        "adapters_unpinned", "sglang.srt.lora.layers", "layers with adapters pin their offsets' memory", lora.unpinned
     ),
     Patch(
-        "adapter_batches_unpinned",
-        "sglang.srt.lora.backend.torch_backend",
-        "so does what says which tokens have which adapter",
-        lora.unpinned,
+        "adapter_batches_unpinned", "sglang.srt.lora.backend.torch_backend", "so do tables of batches", lora.unpinned
     ),
     Patch(
         "merged_segments",

@@ -33,7 +33,7 @@ def build_optimizer(
     """
     optimizer = get_megatron_optimizer(optimizer_config, list(chunks))
     for part in parts_of(optimizer):
-        if isinstance(part, DistributedOptimizer):
+        if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:  # a stub has no parameters
             _number_as_held(part)
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
