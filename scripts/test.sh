@@ -36,15 +36,6 @@ if [ ! -d "$triton/triton" ]; then
 fi
 # Four processes: what one kind of test leaves in a process (threads, patched modules) cannot reach the others.
 step python -m pytest tests/unit "${chosen[@]}" -n 2 --dist loadfile --durations=5 -W ignore
-# Two of them side by side: each waits for servers to start for much of its time. One is shown when both have ended.
-engines_log="$(mktemp)" engines_status=0 e2e_status=0
-(printf '\n== pytest tests/engines\n'; exec python -m pytest tests/engines "${chosen[@]}" --durations=5 -W ignore) \
-  >"$engines_log" 2>&1 &
-engines=$!
-trap 'kill "$engines" 2>/dev/null; rm -f "$engines_log"' EXIT
-step python -m pytest tests/e2e "${chosen[@]}" --durations=5 -W ignore || e2e_status=$?
-wait "$engines" || engines_status=$?
-cat "$engines_log"
-[ "$engines_status" = 0 ] || exit "$engines_status"
-[ "$e2e_status" = 0 ] || exit "$e2e_status"
+step python -m pytest tests/engines "${chosen[@]}" --durations=5 -W ignore
+step python -m pytest tests/e2e "${chosen[@]}" --durations=5 -W ignore
 TRITON_INTERPRET=1 PYTHONPATH="$triton" step python -m pytest tests/kernels --durations=5 -W ignore
