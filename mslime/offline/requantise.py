@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.convert import codecs
-from mslime.convert.encoding import Fp8Blocks, Int4Groups
+from mslime.convert.encoding import Encoding, Fp8Blocks, Int4Groups
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
 from mslime.offline.hf_output import HFJob, Output
@@ -72,11 +72,6 @@ class _Requantise(HFJob):
         """Settings of the new config.json."""
 
 
-def _as_is(name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
-    info = checkpoint.info[name]
-    return (TensorPlan(name, info.dtype, info.shape),)
-
-
 class ToPlain(_Requantise):
     """Every quantised weight in the model's dtype again."""
 
@@ -107,7 +102,31 @@ class ToPlain(_Requantise):
         return [self._open().tensor(plan.name).to(torch_dtype(plan.dtype))]
 
 
-class ToFp8(_Requantise):
+class _Quantise(_Requantise):
+    """A job that writes the chosen weights in an encoding, and the others as they are.
+
+    Args:
+        include: regular expression of the weights that are quantised.
+    """
+
+    def __init__(self, source: Path, encoding: Encoding, include: str, max_shard_bytes: int) -> None:
+        self._encoding = encoding
+        super().__init__(source, include, max_shard_bytes)
+
+    def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
+        """See `_Requantise`."""
+        info = checkpoint.info[name]
+        if not self.chosen(name, checkpoint):
+            return (TensorPlan(name, info.dtype, info.shape),)
+        return self._encoding.plans(name, info.dtype, info.shape)
+
+    def make(self, output: Output) -> Sequence[Tensor]:
+        """See `HFJob`."""
+        tensor = self._open().tensor(output.key)
+        return [tensor] if len(output.plans) == 1 else self._encoding.encode(tensor)
+
+
+class ToFp8(_Quantise):
     """FP8 with a float32 scale for each block.
 
     Args:
@@ -121,15 +140,7 @@ class ToFp8(_Requantise):
         self, source: Path, *, power_of_two: bool, include: str = PROJECTIONS, max_shard_bytes: int = 5 << 30
     ) -> None:
         self._power_of_two = power_of_two
-        self._encoding = Fp8Blocks(power_of_two)
-        super().__init__(source, include, max_shard_bytes)
-
-    def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
-        """See `_Requantise`."""
-        if not self.chosen(name, checkpoint):
-            return _as_is(name, checkpoint)
-        info = checkpoint.info[name]
-        return self._encoding.plans(name, info.dtype, info.shape)
+        super().__init__(source, Fp8Blocks(power_of_two), include, max_shard_bytes)
 
     def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
         """See `_Requantise`; the section as DeepSeek and Qwen publish it."""
@@ -142,13 +153,8 @@ class ToFp8(_Requantise):
         }
         return {"quantization_config": section | ({"scale_fmt": "ue8m0"} if self._power_of_two else {})}
 
-    def make(self, output: Output) -> Sequence[Tensor]:
-        """See `HFJob`."""
-        tensor = self._open().tensor(output.key)
-        return [tensor] if len(output.plans) == 1 else self._encoding.encode(tensor)
 
-
-class ToInt4(_Requantise):
+class ToInt4(_Quantise):
     """compressed-tensors `pack-quantized` INT4, symmetric, one scale for `group` inputs.
 
     Args:
@@ -163,20 +169,17 @@ class ToInt4(_Requantise):
         if group < 8 or group % 8:
             raise ConfigError("--group", group, "a word holds eight values: a multiple of 8", "use 32 or 128")
         self._group = group
-        self._encoding = Int4Groups(group)
-        super().__init__(source, include, max_shard_bytes)
+        super().__init__(source, Int4Groups(group), include, max_shard_bytes)
 
     def plan(self, name: str, checkpoint: HFCheckpoint) -> tuple[TensorPlan, ...]:
         """See `_Requantise`. Raises CheckpointError when a group would not fit."""
-        if not self.chosen(name, checkpoint):
-            return _as_is(name, checkpoint)
-        info = checkpoint.info[name]
-        if info.shape[1] % self._group:
+        shape = checkpoint.info[name].shape
+        if self.chosen(name, checkpoint) and shape[1] % self._group:
             raise CheckpointError(
-                f"{self._source}: {name}", info.shape, f"inputs must be a multiple of the group size {self._group}",
+                f"{self._source}: {name}", shape, f"inputs must be a multiple of the group size {self._group}",
                 "choose another --group, or leave this tensor out with --include",
             )  # fmt: skip
-        return self._encoding.plans(name, info.dtype, info.shape)
+        return super().plan(name, checkpoint)
 
     def changes(self, checkpoint: HFCheckpoint) -> Mapping[str, object]:
         """See `_Requantise`; the section as compressed-tensors 0.18 writes it."""
@@ -199,11 +202,6 @@ class ToInt4(_Requantise):
             "kv_cache_scheme": None,
         }
         return {"quantization_config": section}
-
-    def make(self, output: Output) -> Sequence[Tensor]:
-        """See `HFJob`."""
-        tensor = self._open().tensor(output.key)
-        return [tensor] if len(output.plans) == 1 else self._encoding.encode(tensor)
 
 
 def _pattern(text: str) -> str:
