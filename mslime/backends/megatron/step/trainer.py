@@ -51,6 +51,7 @@ from mslime.convert.encoding import Encoded, encoded_weights
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.peft import write_adapter
+from mslime.convert.quantised import check_quantisation
 from mslime.data.checksums import FileSum
 from mslime.data.probe import RoutedRows, shard_of
 from mslime.data.routes import Routes
@@ -249,26 +250,21 @@ class MegatronTrainer(TrainedModel):
             name=spec.name,
             transport=spec.weights.transport,
             directory=spec.weights.directory,
-            encoded=self._encoded() if spec.as_stored else None,
         )
         senders = Senders.at_most(spec.layout, spec.weights.senders)
         groups = make_groups(senders, backend, spec.deadlines.weight_sync_s)
+        whole = replace(options, encoded=self._encoded())
         sender = WeightSender(
-            rules, groups, self.named_local_params, options, receivers, on_bucket, values=self._as_served
+            rules, groups, self.named_local_params, whole, receivers, on_bucket, values=self._as_served
         )
         self._export = sender.export
         if (adapters := self.adapters) is not None:
-            own = replace(
-                options,
-                dtype=trainer_dtype(spec.megatron, cpu=self.device.type == "cpu"),
-                export_dtype=None,
-                encoded=None,
-            )
+            own = replace(options, dtype=trainer_dtype(spec.megatron, cpu=self.device.type == "cpu"), export_dtype=None)
             finish = partial(write_adapter, adapters)
             self._export = WeightSender(adapters.table, groups, self.named_factors, own, finish=finish).export
             # SGLang divides alpha by the rank, whatever the file says of rank-stabilised scaling.
             finish = partial(write_adapter, adapters.with_plain_scale())
-            served = replace(options, export_dtype=None, encoded=None)
+            served = replace(options, export_dtype=None)
             self.adapter_sender = WeightSender(
                 adapters.table, groups, self.named_factors, served, receivers, finish=finish
             )
@@ -315,6 +311,9 @@ class MegatronTrainer(TrainedModel):
         return other.swapped_in()
 
     def _encoded(self) -> Encoded | None:
+        """What engines are sent quantised. The headers of a plain checkpoint are not read for it."""
+        if not self.spec.as_stored or check_quantisation(self.hf_config) is None:
+            return None
         return encoded_weights(HFCheckpoint(self.spec.checkpoint), self.hf_config)
 
     def _engine_dtype(self) -> str:
