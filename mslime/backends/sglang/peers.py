@@ -15,9 +15,7 @@ batches.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from datetime import timedelta
 from hashlib import sha256
 from typing import Any
@@ -29,6 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from mslime.backends.sglang.digest import place_sum, signed
 from mslime.backends.sglang.siblings import siblings
 from mslime.backends.sglang.transfers import PREFIX, Transfer, parse_transfer
+from mslime.network import listen
 
 UNLIKE = "holds other tensors than its peer"
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
@@ -70,14 +69,11 @@ def _offer(transfer: Transfer) -> tuple[str, int]:
 
 def listening(host: str, limit_s: float) -> TCPStore:
     """A store on a free port of this address alone. Raises OSError."""
-    family, kind, _, _, _ = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with closing(socket.socket(family, kind)) as server:
-        server.bind((host, 0))
-        server.listen(1024)
-        port = server.getsockname()[1]
-        return TCPStore(
-            host, port, None, True, timedelta(seconds=limit_s), False, master_listen_fd=server.detach(),
-        )  # fmt: skip
+    server = listen(host)
+    port = server.getsockname()[1]
+    return TCPStore(
+        host, port, None, True, timedelta(seconds=limit_s), False, master_listen_fd=server.detach(),
+    )  # fmt: skip
 
 
 def _run(transfer: Transfer, model: torch.nn.Module) -> tuple[bool, str]:

@@ -203,18 +203,19 @@ class EnginePool:
         Empty where none could give them, and it waits for the next weight update. Not during an update."""
         client = self._admitted[name]
         givers = [slot for slot in self._slots if slot.error is None and not slot.leaving]
-        for giver in sorted(givers, key=lambda slot: slot.assigned)[:1]:
-            try:
-                await self._unless_dead(giver, catch_up(client, giver.client))
-                await client.resume()
-            except EngineError as error:
-                _log.warning("%s has no weights of %s: %s", client.url, giver.client.url, error.brief)
-                return ""
-            del self._admitted[name]
-            self._slots = [slot for slot in self._slots if slot.client.name != name]
-            self._slots.append(_Slot(client, self._concurrency))
-            return giver.client.name
-        return ""
+        if not givers:
+            return ""
+        giver = min(givers, key=lambda slot: slot.assigned)
+        try:
+            await self._unless_dead(giver, catch_up(client, giver.client))
+            await client.resume()
+        except EngineError as error:
+            _log.warning("%s has no weights of %s: %s", client.url, giver.client.url, error.brief)
+            return ""
+        del self._admitted[name]
+        self._slots = [slot for slot in self._slots if slot.client.name != name]
+        self._slots.append(_Slot(client, self._concurrency))
+        return giver.client.name
 
     async def retire(self, name: str) -> None:
         """Give an engine no requests any more, interrupt those that it has (they go on elsewhere, with their tokens),
