@@ -7,7 +7,6 @@ Three steps with the base as reference policy, on Transformer Engine's layers, a
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from tests.engines.megatron_parity import Case
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.trainer_ranks import PARALLEL
 from tests.rehearsal.cases import RECOMPUTE, describe
-from tests.rehearsal.outcomes import Check, at_most, attempt, directory_name, finish, true
+from tests.rehearsal.outcomes import Check, at_most, attempt, directory_name, finish, options, true
 from tests.rehearsal.reference import ADAPTED
 from tests.rehearsal.worker import adapt
 
@@ -75,11 +74,7 @@ def judge(ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
 
 def main() -> int:
     """Run what has not been run, and print all of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="directory of references and outcomes")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--stamp", default="", help="what is rehearsed; outcomes of something else are made anew")
-    given = parser.parse_args()
+    given = options(__doc__).parse_args()
     work = {
         name: partial(trained, family, case, given.out / "families")
         for name, (family, case) in cases().items()

@@ -10,7 +10,6 @@ as many parameters as the extension's C++ declares, in its sources.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import os
 import re
@@ -20,7 +19,7 @@ import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.rehearsal.outcomes import Check, at_most, attempt, finish, true
+from tests.rehearsal.outcomes import Check, at_most, attempt, finish, options, true
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,10 +138,7 @@ WORK: dict[str, Callable[[], list[Check]]] = {
 
 def main() -> int:
     """Run what has not been run, and print all of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="directory of outcomes")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--stamp", default="", help="what is rehearsed; outcomes of something else are made anew")
+    parser = options(__doc__)
     parser.add_argument("--sources", type=Path, help="directory with the source archive of transformer_engine_torch")
     given = parser.parse_args()
     work = dict(WORK)

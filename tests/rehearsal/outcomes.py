@@ -5,6 +5,7 @@ Outcomes lie in files, one for each case, so that a run that was interrupted goe
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import time
@@ -86,6 +87,15 @@ class Outcome:
         if found["stamp"] != stamp:
             return None
         return cls(found["name"], [Check(**check) for check in found["checks"]], found["error"], found["seconds"])
+
+
+def options(description: str | None) -> argparse.ArgumentParser:
+    """What every part of the rehearsal is told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="directory of references and outcomes")
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--stamp", default="", help="what is rehearsed; outcomes of something else are made anew")
+    return parser
 
 
 def directory_name(name: str) -> str:

@@ -8,7 +8,6 @@ case came to is kept there, so that a run that was interrupted goes on. Ends wit
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from tests.engines.megatron_ranks import RankFailed, run_ranks
 from tests.rehearsal.cases import Case, cases, judge
-from tests.rehearsal.outcomes import Outcome, directory_name, finish
+from tests.rehearsal.outcomes import Outcome, directory_name, finish, options
 from tests.rehearsal.worker import rehearse
 
 DEADLINE_S = 400
@@ -36,10 +35,7 @@ def one(case: Case, families: Path) -> Outcome:
 
 def main() -> int:
     """Run what has not been run, and print all of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="directory of references and outcomes")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--stamp", default="", help="what is rehearsed; outcomes of something else are made anew")
+    parser = options(__doc__)
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     given = parser.parse_args()
     chosen = [case for case in cases() if given.only in case.name]

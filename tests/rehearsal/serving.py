@@ -10,7 +10,6 @@ is started, and no kernel runs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -26,7 +25,7 @@ from mslime.backends.sglang.flags import Part, command_line, environment, server
 from mslime.config.schema import RunConfig
 from mslime.config.serving import ServerSpec, engine_spec
 from tests.fixtures.launch_scripts import MODELS, launch
-from tests.rehearsal.outcomes import Check, attempt, finish, true
+from tests.rehearsal.outcomes import Check, attempt, finish, options, true
 
 ROOT = Path(__file__).parents[2]
 ENGINE_MODULES = (
@@ -154,11 +153,7 @@ def in_a_directory(work: Callable[[Path], list[Check]]) -> list[Check]:
 
 def main() -> int:
     """Run what has not been run, and print all of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="directory of outcomes")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--stamp", default="", help="what is rehearsed; outcomes of something else are made anew")
-    given = parser.parse_args()
+    given = options(__doc__).parse_args()
     work: dict[str, Callable[[Path], list[Check]]] = {
         "engine: imports": engine_imports,
         "engine: plug-ins": engine_plug_ins,

@@ -8,7 +8,6 @@ with gloo for NCCL: what the engines hold must be, bit for bit, what the trainer
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from functools import partial
@@ -21,7 +20,7 @@ from mslime.weights.transport import TRANSPORTS
 from tests.engines.megatron_ranks import run_ranks
 from tests.fixtures.stand_in_engine import two_engines
 from tests.rehearsal.cases import Case
-from tests.rehearsal.outcomes import Check, attempt, directory_name, finish, true
+from tests.rehearsal.outcomes import Check, attempt, directory_name, finish, options, true
 from tests.rehearsal.worker import send
 
 CASE = Case("weights", "qwen3-moe", {"tp": 2, "ep": 2}, {"params_dtype": "bfloat16"})
@@ -51,11 +50,7 @@ def arrived(transport: str, families: Path) -> list[Check]:
 
 def main() -> int:
     """Run what has not been run, and print all of it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="directory of references and outcomes")
-    parser.add_argument("--only", default="", help="cases whose name holds this text")
-    parser.add_argument("--stamp", default="", help="what is rehearsed; outcomes of something else are made anew")
-    given = parser.parse_args()
+    given = options(__doc__).parse_args()
     names = [name for name in (f"weights by {transport}" for transport in TRANSPORTS) if given.only in name]
     families = given.out / "families"
     work = {name: partial(arrived, name.split()[-1], families) for name in names}
