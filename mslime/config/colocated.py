@@ -19,7 +19,6 @@ _FIXED_ADDRESSES = {
     "enable_cuda_graph": "CUDA graphs hold addresses of parameters, which change while they are away",
     "external_cuda_graph": "CUDA graphs hold addresses of parameters, which change while they are away",
     "nccl_ub": "NCCL keeps the addresses of registered buffers, which change while they are away",
-    "fp8_param": "FP8 parameters are no plain memory that could be put away and brought back",
 }
 
 
