@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 
 from mslime.cli import main
+from mslime.config.errors import CheckpointError
+from mslime.config.loader import build
+from mslime.convert.families import read_hf_config
+from mslime.convert.hf import HFCheckpoint
+from mslime.preflight.quantised import check_quantised
 from tests.fixtures.tiny_models import make_tiny_qwen3_dense, make_tiny_qwen3_moe
 
 
@@ -201,9 +206,29 @@ def test_fp8_checkpoints_are_served_as_they_are(
         (("--weights.transport", "relay"), ("weights.transport", "broadcast")),
         (("--lora.rank", "4"), ("lora.rank", "convert bf16")),
         (("--sglang.tp_size", "2"), ("sglang.tp_size", "blocks of 128")),
+        (("--cluster.placement", "colocated", "--weights.transport", "shm"), ("cluster.placement", "take no turns")),
     ):
         status, _, err = check(capsys, fp8, prompts, *options)
         assert status == 2 and all(word in err for word in words), err
+
+
+def test_quantised_weights_of_latent_attention_are_not_emulated(prompts: Path, tmp_path: Path) -> None:
+    plain = make_tiny_qwen3_moe(tmp_path / "plain", hidden_size=128, moe_intermediate_size=128, num_hidden_layers=1)
+    fp8 = tmp_path / "fp8"
+    assert main(["convert", "fp8", str(plain), str(fp8), "--workers", "1"]) == 0
+    hf_config = read_hf_config(fp8) | {"kv_lora_rank": 16}
+
+    def judged(device: str, **sglang: object) -> None:
+        config = build({
+            "model": {"path": str(fp8)}, "data": {"prompts": [str(prompts)]}, "cluster": {"device": device},
+            "sglang": sglang,
+        })  # fmt: skip
+        check_quantised(config, HFCheckpoint(fp8), hf_config)
+
+    with pytest.raises(CheckpointError, match="this model has a latent one"):
+        judged("cpu")
+    judged("cuda")
+    judged("cpu", urls=["http://127.0.0.1:1"])  # is sent plain weights
 
 
 def test_quantised_weights_that_cannot_be_sent_are_refused_for_rl(

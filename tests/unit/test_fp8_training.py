@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from mslime.backends.megatron.model.settings import transformer_config
 from mslime.backends.megatron.step.batches import PADDING, RowLayout, SequenceSlicer
 from mslime.config.errors import ConfigError
-from mslime.config.fp8 import WIDTH, check_fp8_model, fp8_fields
+from mslime.config.fp8 import WIDTH, check_fp8_model, fp8_fields, fp8_rows
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import MegatronConfig
 from mslime.config.schema import RunConfig
@@ -151,3 +151,8 @@ def test_the_plan_counts_copies_of_the_weights_and_padding() -> None:
     train = run().train.model_copy(update={"max_tokens_per_micro_batch": 4000})
     assert micro_batch_tokens(train, layout, 100) == 4096
     assert micro_batch_tokens(train.model_copy(update={"fp8": None}), layout, 100) == 4000
+
+
+def test_rows_are_whole_blocks_of_the_recipe() -> None:
+    """Transformer Engine 2.20: blocks of 128 rows, and 16 for a product's dimensions."""
+    assert (fp8_rows("blockwise"), fp8_rows("tensorwise"), fp8_rows(None)) == (128, 16, 1)

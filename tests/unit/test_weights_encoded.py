@@ -124,9 +124,33 @@ def test_a_weight_and_its_scale_share_a_bucket_in_which_all_is_aligned(plain: Pa
             assert start == at and start % DTYPE_BYTES[dtype] == 0, entry
             at += entry.numel * DTYPE_BYTES[dtype]
         assert at == bucket.hf_bytes
+    unchanged = [(a, b) for a, b in zip(before.buckets, plan.buckets, strict=True) if not b.packed_dtype]
+    assert unchanged and all(a == b for a, b in unchanged), "nothing is quantised in them"
+    for bucket in plan.buckets:
+        quantised = {entry.name for entry in bucket.entries} & encoded.names
+        assert bool(bucket.packed_dtype) == bool(quantised)
     written = sum(tensor.nbytes for tensor in written_by(fp8).values())
     assert plan.total_bytes == written < before.total_bytes / 2
     assert [b.local_numel for b in plan.buckets] == [b.local_numel for b in before.buckets]
+
+
+def test_weights_of_odd_sizes_leave_their_scales_aligned(tmp_path: Path) -> None:
+    odd = make_tiny_qwen3_moe(tmp_path / "odd", hidden_size=30, moe_intermediate_size=33, num_hidden_layers=2)
+    before = plan_of(odd)
+    names = frozenset(e.name for bucket in before.buckets for e in bucket.entries if ".experts." in e.name)
+    assert names and 30 * 33 % 4
+    for bucket in encoded_plan(before, Encoded(Fp8Blocks(power_of_two=False), names, "FP8")).buckets:
+        for entry in bucket.entries if bucket.packed_dtype else ():
+            assert entry.offset % DTYPE_BYTES[entry.dtype] == 0, entry
+
+
+@pytest.mark.parametrize("kind", ["channel", "tensor"])
+def test_other_scales_than_of_blocks_are_not_sent(fp8: Path, kind: str) -> None:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": kind}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    section = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups, "ignore": []}
+    with pytest.raises(CheckpointError, match="FP8 with a scale for each block, and nothing else"):
+        encoded_weights(HFCheckpoint(fp8), config_of(fp8) | {"quantization_config": section})
 
 
 def test_bfloat16_on_the_wire_keeps_what_is_not_quantised(plain: Path, fp8: Path) -> None:
