@@ -312,10 +312,10 @@ def draw(curves: Mapping[str, Mapping[int, Curve]], path: Path) -> None:
 
     With several seeds the line is their mean and the band goes from the lowest to the highest.
     """
-    import matplotlib
+    import matplotlib  # pyright: ignore[reportMissingImports]  # an extra
 
     matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot as plt  # pyright: ignore[reportMissingImports]  # an extra
 
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
     for i, panel in enumerate(panels):

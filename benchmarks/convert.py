@@ -154,10 +154,12 @@ def _load_both(rank: int, world_size: int, init_method: str, source: Path, round
         transformer_config(spec, hf_config, torch.device("cpu")), get_family(hf_config).model_fields(hf_config),
         torch.device("cpu"),
     )  # fmt: skip
-    hf = AutoConfig.from_pretrained(source)
+    hf: Any = AutoConfig.from_pretrained(source)
     hf.rope_theta, hf.rope_scaling = hf.rope_parameters["rope_theta"], None
     bridge = AutoBridge.from_config(hf, dtype=torch.bfloat16)
-    views = {cached: [_TransformerEngineNames(chunk, cached) for chunk in chunks] for cached in (False, True)}
+    views: dict[bool, list[Any]] = {
+        cached: [_TransformerEngineNames(chunk, cached) for chunk in chunks] for cached in (False, True)
+    }
     taken: dict[str, list[float]] = {"mslime": [], "mbridge": [], "mbridge, state dict cached": []}
     expected: dict[str, torch.Tensor] = {}
     for _ in range(rounds):

@@ -1,16 +1,19 @@
 """Whole weight syncs of which a share of the elements has changed: `delta` against `broadcast`, into a SGLang server.
 
     python benchmarks/delta_sync.py                       # 0.1%, 1%, 5% and 100% of the elements, TP1 EP2, on a CPU
-    python benchmarks/delta_sync.py --changed 0.02 --layout tp2ep2
+    python benchmarks/delta_sync.py --changed 0.02 --layout tp2ep2 --over broadcast
 
 In each round some elements of every parameter get another lowest bit; then delta brings the server to these weights,
 and broadcast does so once more, each in a whole update with its begin and end. After the last round of each share
 everything is compared bit for bit. The model is that of `weight_sync.py`, in float32 as a CPU engine wants it: an index
 takes as much as a value, where with bfloat16 it takes twice as much.
 
-The last line is JSON: for each share `delta_s`, `broadcast_s`, `ratio_broadcast` (median of the rounds' broadcast over
-delta), `bytes` (of a sync, by delta), `ratio_bytes` (all weights over these), `fill_s` and `send_s` of the slowest
-sender. Comparing bits, writing files and reading them are in `send_s`.
+delta goes through files, then by broadcasts (`weights.delta_over`), in runs of their own: an engine holds versions of
+one connection.
+
+The last line is JSON: for each way and share `delta_s`, `broadcast_s`, `ratio_broadcast` (median of the rounds'
+broadcast over delta), `bytes` (of a sync, by delta), `ratio_bytes` (all weights over these), `fill_s` and `send_s` of
+the slowest sender. Comparing bits, writing files and reading them, or broadcasts, are in `send_s`.
 """
 
 from __future__ import annotations
@@ -109,6 +112,7 @@ def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--changed", default="0.001,0.01,0.05,1", help="shares of the elements, by comma")
+    parser.add_argument("--over", default="disk,broadcast", help="weights.delta_over, by comma")
     parser.add_argument("--layout", default="tp1ep2", help="of the trainer")
     parser.add_argument("--bucket-mib", type=float, default=32)
     parser.add_argument("--rounds", type=int, default=7)
@@ -122,16 +126,25 @@ def main() -> None:
         try:
             bucket = int(args.bucket_mib * (1 << 20))
             layout, engine = layout_of(args.layout), server.endpoint
-            job = Job(config, layout, "float32", bucket, 8, args.rounds, engine, stand_in=False)
-            by_share = [figures(found) for found in on_all_ranks(partial(rank_main, shares), job)[0]]
+            found: dict[str, dict[str, Any]] = {}
+            for over in args.over.split(","):
+                job = Job(config, layout, "float32", bucket, 8, args.rounds, engine, stand_in=False, delta_over=over)
+                by_share = map(figures, on_all_ranks(partial(rank_main, shares), job)[0])
+                found[over] = dict(zip(map(str, shares), by_share, strict=True))
+                show(over, found[over], args.rounds)
         finally:
             server.process.stop()
-    table = Table("changed", *by_share[0], title=f"medians of {args.rounds} rounds, load {os.getloadavg()[0]:.1f}")
-    for share, values in zip(shares, by_share, strict=True):
+    print(json.dumps(found))
+
+
+def show(over: str, by_share: dict[str, dict[str, Any]], rounds: int) -> None:
+    """The figures of one way, as a table."""
+    title = f"delta over {over}, medians of {rounds} rounds, load {os.getloadavg()[0]:.1f}"
+    table = Table("changed", *next(iter(by_share.values())), title=title)
+    for share, values in by_share.items():
         cells = (f"{value:.3f}" if isinstance(value, float) else f"{value:,}" for value in values.values())
-        table.add_row(f"{share:.1%}", *cells)
+        table.add_row(f"{float(share):.1%}", *cells)
     Console(width=120).print(table)
-    print(json.dumps(dict(zip(map(str, shares), by_share, strict=True))))
 
 
 if __name__ == "__main__":

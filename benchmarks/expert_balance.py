@@ -9,7 +9,9 @@ First it prints how much more the busiest expert-parallel ranks have than the me
 balanced, and the least that any packing can give. Then real ranks over gloo train the same samples both ways in turn,
 one step each a round. What counts is `ratio`: the median, over the rounds, of the step by lengths alone over the
 balanced one, in wall seconds; and `loss_difference`, of the two losses. Ranks have one thread each: with more
-ranks than cores, those that wait leave their core to the busy ones, and less is to be gained. Ends with a line of JSON.
+ranks than cores, those that wait leave their core to the busy ones, and less is to be gained. `ratio_own_cores` is what
+a core for each rank would gain: between two collectives each rank works for so many CPU seconds, all wait for the
+longest, and a step is the sum of those. Ends with a line of JSON.
 """
 
 from __future__ import annotations
@@ -20,8 +22,11 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,10 +77,10 @@ def make_model(path: Path, kinds: int) -> Path:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=VOCAB, hidden_size=128, intermediate_size=256, moe_intermediate_size=512, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=EXPERTS, num_experts_per_tok=TOP_K,
         norm_topk_prob=True, decoder_sparse_step=1, max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
-    network = Qwen3MoeForCausalLM(config)
+    network: Any = Qwen3MoeForCausalLM(config)  # its layers have no types
     with torch.no_grad():
         rows = network.model.embed_tokens.weight
         common = torch.randn(kinds, rows.shape[1])
@@ -121,11 +126,11 @@ def make_samples(model: Path, args: argparse.Namespace) -> list[Sample]:
         with torch.no_grad():
             found = network(input_ids=torch.from_numpy(tokens)[None], output_router_logits=True).router_logits
         experts = torch.stack([logits.topk(TOP_K).indices for logits in found], dim=1).numpy()[:-1]
-        sample = Sample.from_prompt(index, 0, tokens[:4])
+        sample = Sample.from_prompt(index, 0, tokens[:4].tolist())
         sample.routes = Routes.empty(range(LAYERS), TOP_K, EXPERTS)
         rest = int(length) - 4
         sample.extend(
-            tokens[4:], log_probs=np.full(rest, -6.0, np.float32), versions=[(0, 0, rest)], engine="none",
+            tokens[4:].tolist(), log_probs=np.full(rest, -6.0, np.float32), versions=[(0, 0, rest)], engine="none",
             routes=experts.astype(np.uint8),
         )  # fmt: skip
         sample.reward = float(rng.random())
@@ -146,7 +151,9 @@ def measure(model: Path, samples: list[Sample], ep: int, args: argparse.Namespac
         train={"lr": 1e-12, "max_tokens_per_micro_batch": args.budget, "quadratic_tokens": None},
     )  # fmt: skip
     ranks = run_trainers(in_turn, config, ways, args.rounds, deadline_s=1800)
-    seconds, losses = np.asarray([r[0] for r in ranks]).max(axis=0), ranks[0][1]
+    seconds, losses = np.asarray([r[0] for r in ranks]).max(axis=0), ranks[0][2]
+    own = np.asarray([[np.asarray([r[1][i][way] for r in ranks]).max(axis=0).sum() for way in (0, 1)]
+                      for i in range(args.rounds)])  # fmt: skip
     figures = {
         "imbalance": plain["packing/expert_imbalance"] + 1,
         "imbalance_balanced": balanced["packing/expert_imbalance"] + 1,
@@ -156,6 +163,8 @@ def measure(model: Path, samples: list[Sample], ep: int, args: argparse.Namespac
         "pack_both_s": took,
         "step_s": float(np.median(seconds[:, 0])), "step_balanced_s": float(np.median(seconds[:, 1])),
         "ratio": statistics.median(seconds[:, 0] / seconds[:, 1]),
+        "own_cores_s": float(np.median(own[:, 0])), "own_cores_balanced_s": float(np.median(own[:, 1])),
+        "ratio_own_cores": statistics.median(own[:, 0] / own[:, 1]),
         "loss_difference": abs(losses[0] - losses[1]),
     }  # fmt: skip
     show(ep, figures, len(ways[0][0].micro_batches))
@@ -171,22 +180,55 @@ def shards_of(
     return shards
 
 
+class Stretches:
+    """CPU seconds of this thread between the collectives of a step. On a CPU this thread runs the backward pass too."""
+
+    WAITS = ("all_to_all_single", "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier")
+
+    def __init__(self) -> None:
+        self.seconds = list[float]()
+        self._since = 0.0
+        for name in self.WAITS:
+            setattr(dist, name, self._counted(getattr(dist, name)))
+
+    def begin(self) -> None:
+        """Forget what was counted."""
+        self.seconds, self._since = [], time.thread_time()
+
+    def _counted(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(collective)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.seconds.append(time.thread_time() - self._since)
+            try:
+                return collective(*args, **kwargs)
+            finally:
+                self._since = time.thread_time()
+
+        return counted
+
+
 def in_turn(
     trainer: MegatronTrainer, ways: list[list[TrainShard]], rounds: int
-) -> tuple[list[list[float]], list[float]]:
-    """([rounds][ways] wall seconds of this rank's steps, loss of each way), after a round to warm up."""
+) -> tuple[list[list[float]], list[list[list[float]]], list[float]]:
+    """([rounds][ways] wall seconds of this rank's steps, [rounds][ways] its stretches of work, loss of each way), after
+    a round to warm up."""
     mine = [shards[trainer.spec.layout.dp_rank(trainer.parallel.rank)] for shards in ways]
-    times, losses = list[list[float]](), [0.0, 0.0]
+    times, stretches, losses = list[list[float]](), list[list[list[float]]](), [0.0, 0.0]
+    counter = Stretches()
     for number in range(rounds + 1):
         times.append([])
+        stretches.append([])
         for index, shard in enumerate(mine):
             dist.barrier()
+            counter.begin()
             begin = time.perf_counter()
             (metrics,) = trainer.train([shard])
             times[-1].append(time.perf_counter() - begin)
+            dist.barrier()
+            stretches[-1].append(counter.seconds)
             if number == 0:
                 losses[index] = metrics["loss/total"]
-    return times[1:], losses
+    return times[1:], stretches[1:], losses
 
 
 def show(ep: int, figures: dict[str, float], micro_batches: int) -> None:
@@ -202,11 +244,14 @@ def show(ep: int, figures: dict[str, float], micro_batches: int) -> None:
         "the same of dense work", *(f"{figures[k]:.3f}" for k in ("dense_imbalance", "dense_imbalance_balanced"))
     )
     table.add_row("seconds of a step", f"{figures['step_s']:.2f}", f"{figures['step_balanced_s']:.2f}")
+    table.add_row(
+        "with a core for each rank", f"{figures['own_cores_s']:.2f}", f"{figures['own_cores_balanced_s']:.2f}"
+    )
     console = Console(width=110)
     console.print(table)
     console.print(
-        f"{figures['ratio']:.2f} times as fast; losses differ by {figures['loss_difference']:.1e}; "
-        f"packing both took {figures['pack_both_s']:.2f} s"
+        f"{figures['ratio']:.2f} times as fast, {figures['ratio_own_cores']:.2f} with a core each; "
+        f"losses differ by {figures['loss_difference']:.1e}; packing both took {figures['pack_both_s']:.2f} s"
     )
 
 

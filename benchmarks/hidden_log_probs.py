@@ -127,7 +127,7 @@ def peak(way: Function, hidden: Tensor, weight: Tensor, labels: Tensor) -> int:
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     alive = most = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        alive += event.nbytes()
+        alive += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
         most = max(most, alive)
     return most
 

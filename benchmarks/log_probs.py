@@ -118,7 +118,7 @@ def ways(device: torch.device, args: argparse.Namespace) -> dict[str, Function]:
 
 
 def _liger() -> Function:
-    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction  # pyright: ignore[reportMissingImports]  # an extra
 
     def run(logits: Tensor, labels: Tensor) -> Outputs:
         return -LigerCrossEntropyFunction.apply(logits, labels, None, -100, 0.0, 0.0, "none")[0], None
@@ -195,11 +195,12 @@ def _memory(function: Function, logits: Tensor, labels: Tensor, upstream: Tensor
 
 def _balance(profile: torch.profiler.profile) -> tuple[int, int]:
     """Bytes alive at the end and at most, from the allocator's events in order of time."""
-    results = profile.profiler.kineto_results  # type: ignore[union-attr]
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    results = profile.profiler.kineto_results
     events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns())
     alive = peak = 0
     for event in events:
-        alive += event.nbytes()
+        alive += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
         peak = max(peak, alive)
     return alive, peak
 

@@ -1,17 +1,21 @@
 """A sync of adapters alone against one of merged weights: bytes, time, and whether engines rest.
 
-    python benchmarks/lora_sync.py                    # adapters on attention, and on all linear layers
+    python benchmarks/lora_sync.py                    # adapters on attention; on all linear layers; the same, shared
     python benchmarks/lora_sync.py --hidden 1024 --rounds 9 --rank 16
+    python benchmarks/lora_sync.py --hidden 2048 --moe-width 768 --layers 2 --targets all    # Qwen3-30B-A3B's widths
 
 One real trainer rank and two real SGLang servers on CPUs, one for each way, with the same synthetic Qwen3-MoE in
 float32. While a sync is on its way, each server generates long responses. Both ways are timed in turn, from the
 trainer's adapters to the moment from which new requests have them: merged with `weights.transport: broadcast` (pause,
 buckets, end, stamp, resume), adapters by `lora.sync: adapter` (write, load, switch). Neither is compared or probed.
+Then, with nothing under way, the CPU time of all processes for a sync, which other work on the machine changes least.
 
 The last line is JSON. For each choice of layers: `merged_bytes`, `adapter_bytes` and their ratio `ratio_bytes`;
 `merged_s`, `adapter_s` (medians) and `ratio_seconds`, the median of the rounds' own ratios; `merged_pause_s` and
 `adapter_pause_s`: how long the engine was told to rest; `kept`: responses that ran through all adapter syncs without an
-interruption, of how many.
+interruption, of how many; `tensors` of a file; `write_s`, `load_s`: parts of `adapter_s`; `merged_cpu_s`,
+`adapter_cpu_s`, `ratio_cpu`: CPU time of trainer and server without responses; `rank_of_50`: the largest rank whose
+adapters are at least 50 times fewer bytes, as those grow with the rank and with nothing else.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -43,6 +49,7 @@ from mslime.config.serving import engine_spec
 from mslime.config.training import policy_spec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.headers import read_header
 from mslime.convert.peft import WEIGHTS
 from mslime.convert.served_adapters import served_modules
 from mslime.network import free_port
@@ -50,12 +57,16 @@ from mslime.network import free_port
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
-TARGETS = {"attention": ["attention"], "all": ["attention", "experts"]}
+TARGETS: dict[str, dict[str, Any]] = {
+    "attention": {"targets": ["attention"]},
+    "all": {"targets": ["attention", "experts"]},
+    "shared": {"targets": ["attention", "experts"], "experts": "shared_outer"},
+}
 RESPONSES, TOKENS = 4, 1900
 
 
-def configured(model: Path, root: Path, targets: list[str], rank: int, sync: str) -> RunConfig:
-    """A run of one trainer rank."""
+def configured(model: Path, root: Path, targets: dict[str, Any], rank: int, sync: str) -> RunConfig:
+    """A run of one trainer rank; `targets` is what the section lora says of layers."""
     return build(
         {
             "model": {"path": str(model)},
@@ -63,7 +74,7 @@ def configured(model: Path, root: Path, targets: list[str], rank: int, sync: str
             "output_dir": str(root),
             "cluster": {"device": "cpu"},
             "megatron": {"use_distributed_optimizer": False},
-            "lora": {"rank": rank, "alpha": 2 * rank, "targets": targets, "sync": sync},
+            "lora": {"rank": rank, "alpha": 2 * rank, "sync": sync, **targets},
             "rollout": {"max_staleness": 1, "pause_mode": "in_place"},
             "sglang": {"max_total_tokens": 32768},
             "deadlines": {"weight_sync_s": 120, "engine_start_s": 300},
@@ -78,7 +89,17 @@ class Engine:
         self.process = ServerProcess(engine_spec(config, adapted), 0, root)
         self.address: EngineAddress = self.process.start()
         self.pool = EnginePool([self.client()], 64)
-        self.kept = 0
+        self._processes: dict[int, psutil.Process] = {}
+
+    def cpu_s(self) -> float:
+        """CPU seconds of its processes so far."""
+        if not self._processes:
+            port = self.address.url.rsplit(":", 1)[1]
+            tree = psutil.Process().children(recursive=True)
+            launched = [p for p in tree if port in p.cmdline() and "mslime.backends.sglang.launch" in p.cmdline()]
+            self._processes = {p.pid: p for one in launched for p in (one, *one.children(recursive=True))}
+            assert len(self._processes) >= 3, "a server, its scheduler and its detokenizer"
+        return sum(sum(p.cpu_times()[:2]) for p in self._processes.values())
 
     def client(self) -> EngineClient:
         a = self.address
@@ -105,13 +126,38 @@ async def merged(engine: Engine, sender: Any, version: int) -> tuple[float, floa
     return end - begin, end - paused, report.bytes
 
 
-async def alone(engine: Engine, trainer: MegatronTrainer, root: Path, version: int) -> tuple[float, int]:
-    """Seconds of a sync, and bytes."""
+async def alone(engine: Engine, trainer: MegatronTrainer, root: Path, version: int) -> tuple[float, float, Path]:
+    """Seconds of a sync and of its first part, and what was written."""
     begin, directory = time.perf_counter(), root / f"adapter{version}"
     await asyncio.to_thread(trainer.write_adapter, directory, False)
+    written = time.perf_counter()
     await engine.pool.load_adapter(AdapterVersion(f"v{version}", version, directory), 3)
     await engine.pool.switch(version, interrupt=False)
-    return time.perf_counter() - begin, (directory / WEIGHTS).stat().st_size
+    return time.perf_counter() - begin, written - begin, directory / WEIGHTS
+
+
+async def cpu_of(engine: Engine, sync: Callable[[], Awaitable[Any]]) -> float:
+    """CPU seconds of trainer, client and server for a sync."""
+    begin = time.process_time() + engine.cpu_s()
+    await sync()
+    return time.process_time() + engine.cpu_s() - begin
+
+
+async def cpu_of_both(
+    engines: tuple[Engine, Engine], trainer: MegatronTrainer, sender: Any, root: Path, first: int, rounds: int
+) -> dict[str, float]:
+    """CPU seconds of a sync of each way, in turn, while nothing is generated."""
+    whole, beside = engines
+    found: list[tuple[float, float]] = []
+    for version in range(first, first + rounds):
+        by_weights = await cpu_of(whole, partial(merged, whole, sender, version))
+        found.append((by_weights, await cpu_of(beside, partial(alone, beside, trainer, root, version))))
+    by_weights, by_adapters = (statistics.median(each[way] for each in found) for way in (0, 1))
+    return {
+        "merged_cpu_s": by_weights,
+        "adapter_cpu_s": by_adapters,
+        "ratio_cpu": statistics.median(adapter / weights for weights, adapter in found),
+    }
 
 
 async def measure(
@@ -119,16 +165,16 @@ async def measure(
 ) -> dict[str, Any]:
     """Both ways in turn, with responses under way; the first round of each is not counted."""
     whole, beside = engines
-    found: list[tuple[float, float, float]] = []
-    bytes_of = (0, 0)
+    found: list[tuple[float, float, float, float]] = []
+    bytes_of, file = (0, 0), root
     await alone(beside, trainer, root, 1)
     running = whole.begin_responses(0) + beside.begin_responses(0)
     await asyncio.sleep(0.5)
     for version in range(2, rounds + 3):
         merged_s, pause_s, merged_bytes = await merged(whole, sender, version)
-        adapter_s, adapter_bytes = await alone(beside, trainer, root, version)
-        found.append((merged_s, adapter_s, pause_s))
-        bytes_of = (merged_bytes, adapter_bytes)
+        adapter_s, write_s, file = await alone(beside, trainer, root, version)
+        found.append((merged_s, adapter_s, pause_s, write_s))
+        bytes_of = (merged_bytes, file.stat().st_size)
     under_way = [not task.done() for task in running[RESPONSES:]]
     for engine in engines:
         await engine.pool.abort()
@@ -137,16 +183,20 @@ async def measure(
         went and {version for version, _, _ in result.versions} == {1} and not result.retractions
         for went, result in zip(under_way, results[RESPONSES:], strict=True)
     )
-    counted = found[1:]
-    return {
+    counted, ratio_bytes = found[1:], bytes_of[0] / bytes_of[1]
+    return await cpu_of_both(engines, trainer, sender, root, rounds + 3, rounds) | {
         "merged_bytes": bytes_of[0],
         "adapter_bytes": bytes_of[1],
-        "ratio_bytes": bytes_of[0] / bytes_of[1],
+        "ratio_bytes": ratio_bytes,
+        "rank_of_50": int(ratio_bytes * trainer.spec.lora.rank / 50),
+        "tensors": len(read_header(file)),
         "merged_s": statistics.median(each[0] for each in counted),
         "adapter_s": statistics.median(each[1] for each in counted),
         "ratio_seconds": statistics.median(each[1] / each[0] for each in counted),
         "merged_pause_s": statistics.median(each[2] for each in counted),
         "adapter_pause_s": 0.0,
+        "write_s": statistics.median(each[3] for each in counted),
+        "load_s": statistics.median(each[1] - each[3] for each in counted),
         "kept": [kept, RESPONSES],
     }
 
@@ -180,6 +230,7 @@ def main() -> None:
     """Measure, and print a table and a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=512, help="hidden size of the model")
+    parser.add_argument("--moe-width", type=int, help="of an expert; default: half of the hidden size")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
@@ -190,22 +241,26 @@ def main() -> None:
     with TemporaryDirectory() as directory:
         root = Path(directory)
         model = make_tiny_qwen3_moe(
-            root / "model", hidden_size=arguments.hidden, moe_intermediate_size=arguments.hidden // 2,
+            root / "model", hidden_size=arguments.hidden,
+            moe_intermediate_size=arguments.moe_width or arguments.hidden // 2,
             num_hidden_layers=arguments.layers, num_experts=arguments.experts,
         )  # fmt: skip
         for name in arguments.targets:
             found[name] = run(case(name, model, root / name, arguments))
     table = Table(title="Adapters alone against merged weights", title_justify="left")
-    for heading in ("layers", "MB merged", "MB adapters", "ratio", "s merged", "s adapters", "ratio", "kept"):
+    headings = ("layers", "MB merged", "MB adapters", "ratio", "50 at rank", "s merged", "s adapters", "ratio",
+                "CPU s merged", "CPU s adapters", "ratio", "kept")  # fmt: skip
+    for heading in headings:
         table.add_column(heading, justify="right")
     for name, each in found.items():
         table.add_row(
             name, f"{each['merged_bytes'] / 1e6:.1f}", f"{each['adapter_bytes'] / 1e6:.2f}",
-            f"{each['ratio_bytes']:.0f}", f"{each['merged_s']:.3f}", f"{each['adapter_s']:.3f}",
-            f"{each['ratio_seconds']:.2f}", f"{each['kept'][0]} of {each['kept'][1]}",
+            f"{each['ratio_bytes']:.0f}", str(each["rank_of_50"]), f"{each['merged_s']:.3f}",
+            f"{each['adapter_s']:.3f}", f"{each['ratio_seconds']:.2f}", f"{each['merged_cpu_s']:.2f}",
+            f"{each['adapter_cpu_s']:.2f}", f"{each['ratio_cpu']:.2f}", f"{each['kept'][0]} of {each['kept'][1]}",
         )  # fmt: skip
     Console().print(table)
-    print(json.dumps({"hidden": arguments.hidden, "rank": arguments.rank, **found}))
+    print(json.dumps({**vars(arguments), **found}))
 
 
 if __name__ == "__main__":

@@ -106,6 +106,8 @@ class FakeEngines:
 
     async def flush_cache(self) -> None: ...
 
+    async def switch(self, version: int, interrupt: bool) -> None: ...
+
 
 class Sessions:
     """Live rollouts, each behind a URL of its own until it is ended."""
@@ -140,7 +142,7 @@ class Sessions:
             where.set_result({"url": endpoint.openai_url, "key": endpoint.key})
             await over.wait()
 
-        group = new_group(self._begun, Prompt(np.zeros(8, np.int32), None, {}, ""), 1)
+        group = new_group(self._begun, Prompt([0] * 8, None, {}, ""), 1)
         door = Door(Traffic(open=True), admitted=True)
         rollout = Rollout(
             group, 0, f"g{self._begun}", "benchmark", self._generator, self._sampling, door, self._agents,

@@ -126,7 +126,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     rows, drawn = draws(model, tokenizer, args)
     sizes = np.asarray([len(row) for row in rows])
     supports = Supports.of_sizes(np.asarray([i for row in rows for i in row], np.int32), sizes)
-    vocab, n = int(model.get_output_embeddings().weight.shape[0]), len(rows)
+    vocab, n = model.config.vocab_size, len(rows)
     some = supports.first(min(n, 256))
     logits, labels = torch.randn(len(some), vocab), torch.as_tensor(drawn[: len(some)])
     support = Support(torch.from_numpy(some.ids), torch.from_numpy(some.offsets))

@@ -50,7 +50,8 @@ def main() -> None:
         begin, close = _mslime(model, args.threads)
         rate = _matmul_rate()
         for name in ("short", "long"):
-            sequences = _sequences(*vars(args)[name], _config(model)["vocab_size"])
+            number, length = vars(args)[name]
+            sequences = _sequences(number, length, _config(model)["vocab_size"])
             tokens = sum(map(len, sequences))
             floor = 6 * _active_parameters(_config(model)) * tokens / rate
             ours, theirs = begin(sequences), _transformers(model, sequences)
@@ -92,7 +93,7 @@ def _tiny_model(path: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, moe_intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, num_experts=16, num_experts_per_tok=2,
+        num_attention_heads=4, num_key_value_heads=2, num_experts=16, num_experts_per_tok=2,
         norm_topk_prob=True, decoder_sparse_step=1, max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
     Qwen3MoeForCausalLM(config).save_pretrained(path)

@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -88,6 +89,7 @@ class Job:
     engine: Endpoint
     stand_in: bool
     predict: bool = False
+    delta_over: str = "disk"
 
 
 def synthetic_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -171,12 +173,12 @@ class Ways:
             flat = self.sender._fill(bucket, self.params)
             if flat is None:
                 continue
-            tensors, (name, group) = named_tensors(bucket, flat), self._connection()
+            tensors, (connection, group) = named_tensors(bucket, flat), self._connection()
             if answer is not None:
                 answer.result().raise_for_status()
             body = {
                 "names": [name for name, _ in tensors], "dtypes": [bucket.dtype] * len(tensors),
-                "shapes": [list(tensor.shape) for _, tensor in tensors], "group_name": name, "flush_cache": False,
+                "shapes": [list(tensor.shape) for _, tensor in tensors], "group_name": connection, "flush_cache": False,
             }  # fmt: skip
             answer = in_thread(self.url.post, "/update_weights_from_distributed", json=body)
             works = [
@@ -270,7 +272,7 @@ class Ways:
 
     def _connection(self) -> tuple[str, dist.ProcessGroup]:
         assert isinstance(self.transport, BroadcastTransport) and self.transport._group is not None
-        return self.transport._name, self.transport._group
+        return self.transport.link.name, self.transport._group
 
 
 def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
@@ -348,11 +350,10 @@ def senders_by_transport(
     params = parameters_of(table, job, rank)
     groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
     senders: dict[str, WeightSender] = {}
+    directory = Path(store).parent / "weights" if job.delta_over == "disk" else None
     for name in names:
         receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
-        options = SyncOptions(
-            job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, transport=name, directory=Path(store).parent / "weights",
-        )  # fmt: skip
+        options = SyncOptions(job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, transport=name, directory=directory)
         senders[name] = WeightSender(table, groups, params.items, options, receivers)
         senders[name].connect([job.engine])
         assert update(senders[name], verify=True)
@@ -365,7 +366,8 @@ def senders_by_transport(
 
 def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
     """One trainer rank, which has a sender for each transport and uses them in turn; sends the updates of each."""
-    names = [name for name in TRANSPORTS if name != "delta"]  # which needs changes: delta_sync.py
+    left_out = {"delta"} | ({"mooncake"} if find_spec("mooncake") is None else set())  # delta_sync.py has the changes
+    names = [name for name in TRANSPORTS if name not in left_out]
     with senders_by_transport(names, rank, job, store) as (_, senders):
         found: dict[str, list[Update]] = {name: [] for name in names}
         for number in range(job.rounds):

@@ -85,8 +85,8 @@ def make_chat_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def model_config(vocab_size: int) -> Qwen3MoeConfig:
-    """2.6 M parameters, of which 0.5 M work on a token.
+def model_config(vocab_size: int, **other: int) -> Qwen3MoeConfig:
+    """2.6 M parameters, of which 0.5 M work on a token; `other`: sizes that are not to be these.
 
     Two KV heads and an even vocabulary let tensor parallelism of 2 divide everything. The initialisation is wide (0.06,
     near 1/sqrt(hidden)), so that layers of so few units hand on signals of a useful size.
@@ -94,26 +94,32 @@ def model_config(vocab_size: int) -> Qwen3MoeConfig:
     from transformers import Qwen3MoeConfig
 
     pad, bos, eos = range(3)
+    sizes = {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "num_experts": 16, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+    }  # fmt: skip
     return Qwen3MoeConfig(
-        vocab_size=vocab_size,
-        hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        num_experts=16, num_experts_per_tok=2, moe_intermediate_size=96,
+        vocab_size=vocab_size, **(sizes | other),
         norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[],
         max_position_embeddings=512, initializer_range=0.06, tie_word_embeddings=False,
         pad_token_id=pad, bos_token_id=bos, eos_token_id=eos,
     )  # fmt: skip
 
 
-def write_model(directory: Path, seed: int, tokenizer: PreTrainedTokenizerFast | None = None) -> int:
-    """Write a random fp32 checkpoint and its tokenizer (default: 32 symbols); return the number of parameters."""
+def write_model(directory: Path, seed: int, tokenizer: PreTrainedTokenizerFast | None = None, **sizes: int) -> int:
+    """Write a random fp32 checkpoint and its tokenizer (default: 32 symbols); return the number of parameters.
+
+    Args:
+        sizes: of the model that are not to be `model_config`'s own.
+    """
     import torch
     from transformers import GenerationConfig, Qwen3MoeForCausalLM
     from transformers.utils import logging
 
     torch.manual_seed(seed)
     tokenizer = tokenizer or make_tokenizer()
-    config = model_config(len(tokenizer) + len(tokenizer) % 2)
+    config = model_config(len(tokenizer) + len(tokenizer) % 2, **sizes)
     model = Qwen3MoeForCausalLM(config).float()
     # transformers starts the padding token at 0, where the gradient of RMSNorm is 1/sqrt(eps): a policy that samples it
     # once would have a gradient norm of thousands, and clipping would throw the step away.

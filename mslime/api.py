@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,8 @@ class TrainResult:
         metrics: row of the last step in metrics.jsonl; None stands for what was not finite.
         checkpoint: the newest, from which the run would continue.
         hf: the trained model as a Hugging Face checkpoint, with `checkpoint.save_hf`.
+        adapters: the same of each of several adapters, by name. `steps` are theirs together then, and the rest is
+            empty.
     """
 
     run_dir: Path
@@ -44,6 +46,7 @@ class TrainResult:
     metrics: Mapping[str, float | None]
     checkpoint: Path | None
     hf: Path | None
+    adapters: Mapping[str, TrainResult] = field(default_factory=dict[str, "TrainResult"])
 
 
 def load_config(source: Source | None = None, *settings: str, **sections: Any) -> RunConfig:
@@ -105,6 +108,9 @@ def train(source: Source, *, stop: Event | None = None) -> TrainResult:
 
     config = _config(source)
     run(config, quiet="progress" not in config.observe.model_fields_set, asked=stop.is_set if stop else None)
+    if config.adapters:
+        found = {name: _result(own.run_dir) for name, own in config.adapter_runs.items()}
+        return TrainResult(config.run_dir, sum(each.steps for each in found.values()), {}, None, None, found)
     return _result(config.run_dir)
 
 
@@ -133,7 +139,8 @@ def evaluate(source: Source, *, checkpoint: str | int | os.PathLike[str] | None 
 def report(
     run_dir: str | os.PathLike[str], *others: str | os.PathLike[str], out: str | os.PathLike[str] | None = None
 ) -> Path:
-    """Write the page about a run, finished or not, or one that compares it with others; returns its path.
+    """Write the page about a run, finished or not, or one that compares it with others; returns its path. Of a run of
+    several adapters, each is compared with the others.
 
     Args:
         out: where to; default: report.html or compare.html in `run_dir`.
@@ -141,11 +148,15 @@ def report(
     Raises:
         UserError: a directory is not there, holds no metrics, or a broken file.
     """
-    from mslime.observe.compare import write_comparison
+    from mslime.config.adapters import directories
+    from mslime.observe.compare import FILE_NAME, write_comparison
     from mslime.observe.report import write_report
 
-    runs, to = list(dict.fromkeys(map(Path, (run_dir, *others)))), None if out is None else Path(out)
-    return write_report(runs[0], to) if len(runs) == 1 else write_comparison(runs, to)
+    given, to = list(dict.fromkeys(map(Path, (run_dir, *others)))), None if out is None else Path(out)
+    runs = [path for each in given for path in directories(each)[1:] or [each]]
+    if len(runs) == 1:
+        return write_report(runs[0], to)
+    return write_comparison(runs, to or given[0] / FILE_NAME)
 
 
 def _result(run_dir: Path) -> TrainResult:

@@ -7,9 +7,12 @@ the kernel draws from. So ports are chosen outside that range; who can, keeps th
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST, HIGHEST = 20000, 65535
@@ -61,6 +64,29 @@ def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port of `own_ports` on which nobody listens now."""
     with listen(host) as probe:
         return probe.getsockname()[1]
+
+
+def own_address(url: str) -> str:
+    """The local address from which this machine reaches a URL: where its server finds us."""
+    there = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((there.hostname, there.port or 80))
+        return probe.getsockname()[0]
+
+
+def write_address(record: Path, listening: socket.socket, key: str, **more: str) -> str:
+    """Write where a service on loopback listens and what opens it, for its user's eyes alone; returns its URL.
+
+    Args:
+        more: what else is said of it.
+    """
+    host, port = listening.getsockname()[:2]
+    said = {"url": f"http://{host}:{port}", "key": key, **more, "host": socket.gethostname(), "pid": os.getpid()}
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.unlink(missing_ok=True)
+    with os.fdopen(os.open(record, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(said, file)
+    return said["url"]
 
 
 def port_in_use(host: str, port: int) -> bool:

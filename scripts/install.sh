@@ -108,6 +108,9 @@ if [ -n "$extras_dev" ]; then
   say "      clients of agents in a second version, for tests, beside the environment ($venv/clients, 65 MB)"
   rm -rf "$venv/clients"
   pip install --no-deps --target "$venv/clients" -r requirements/test-clients.txt
+  say "      tinker-cookbook, whose recipes a nightly test runs, beside it too ($venv/cookbook, 124 MB)"
+  rm -rf "$venv/cookbook"
+  pip install --no-deps --target "$venv/cookbook" -r requirements/test-cookbook.txt
 fi
 check_imports "$venv" "$mode"
 printf '%s' "$wanted" >"$stamp"

@@ -12,8 +12,10 @@ Usage: bash scripts/rehearse_gpu.sh [--venv DIR] [--cpu-venv DIR] [--out DIR] [-
 
 Installs the GPU packages into an environment of their own, builds a CUDA runtime whose device memory is host memory and
 whose kernels do nothing, and runs on it, with real numbers: the trainer (every model family, parallel layouts, the flags
-of every launch script), the way of weights to engines, and SGLang's own reading of the engines' command lines.
-About 11 GB and 6 minutes the first time, then about 25 minutes of one core. Exit status 1 where something is not well.
+of every launch script, FP8), the way of weights to engines, SGLang's own reading of the engines' command lines, and
+mslime doctor. At last a training step and a
+weight sync of full-size models on one rank of up to 1,024, whose tensors are not written: memory beside `mslime plan`'s.
+About 11 GB and 6 minutes the first time, then about 35 minutes of one core, and more for FP8. Exit status 1 where something is not well.
 
   --venv DIR      environment for the GPU packages (default .venv-rehearsal); never one that trains
   --cpu-venv DIR  environment of scripts/install.sh --cpu, whose trainer is compared with (default .venv)
@@ -96,7 +98,7 @@ OMP_NUM_THREADS=1 "$cpu_venv/bin/python" -W ignore -m tests.rehearsal.reference 
   fail "the CPU trainer's numbers could not be made: $(tail -n 1 "$out/reference.log") (log: $out/reference.log)" \
     "bash scripts/install.sh --cpu --dev into $cpu_venv, and run this again"
 status=0
-for part in run adapters weights kernels serving; do
+for part in run adapters weights kernels serving doctor full_size; do
   extra=()
   [ "$part" != kernels ] || extra=(--sources "$venv/sources")
   "${believing[@]}" -m "tests.rehearsal.$part" "$out" --only "$only" --stamp "$state" ${extra[@]+"${extra[@]}"} || status=1

@@ -35,7 +35,7 @@ if [ ! -d "$triton/triton" ]; then
   step "$VENV/bin/python" -m pip install --disable-pip-version-check --quiet --no-deps --target "$triton" triton==3.8.0
 fi
 # Four processes: what one kind of test leaves in a process (threads, patched modules) cannot reach the others.
-step python -m pytest tests/unit "${chosen[@]}" -n 2 --dist loadfile --durations=5 -W ignore
-step python -m pytest tests/engines "${chosen[@]}" --durations=5 -W ignore
-step python -m pytest tests/e2e "${chosen[@]}" --durations=5 -W ignore
-TRITON_INTERPRET=1 PYTHONPATH="$triton" step python -m pytest tests/kernels --durations=5 -W ignore
+step python -m pytest tests/unit "${chosen[@]}" -n 2 --dist loadfile --durations=20 -W ignore
+step python -m pytest tests/engines "${chosen[@]}" --durations=20 -W ignore
+step python -m pytest tests/e2e "${chosen[@]}" --durations=20 -W ignore
+TRITON_INTERPRET=1 PYTHONPATH="$triton" step python -m pytest tests/kernels --durations=20 -W ignore

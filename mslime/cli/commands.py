@@ -165,6 +165,10 @@ def _add_eval(parser: Any) -> None:
     )  # fmt: skip
 
 
+def _add_serve(parser: Any) -> None:
+    _add_file(parser, "YAML file with model, cluster, megatron, sglang and lora; optional when all is given as flags")
+
+
 def _add_check(parser: Any) -> None:
     _add_file(parser)
     parser.add_argument(
@@ -253,6 +257,12 @@ def _eval(args: argparse.Namespace) -> int:
     return evaluate(_load(args), args.checkpoint)
 
 
+def _serve(args: argparse.Namespace) -> int:
+    from mslime.serve.start import serve
+
+    return serve(_values(args))
+
+
 def _check(args: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -268,15 +278,16 @@ def _check(args: argparse.Namespace) -> int:
 
     run = resolve(_load(args))
     Console().print(describe(run))
-    return _try_functions(run.config) if args.try_functions else 0
+    configs = [own.config for own in run.adapters.values()] or [run.config]
+    return _try_functions(configs) if args.try_functions else 0
 
 
-def _try_functions(config: RunConfig) -> int:
+def _try_functions(configs: Sequence[RunConfig]) -> int:
     from rich.console import Console
 
     from mslime.preflight.contracts import as_table, failed, try_run
 
-    tried = try_run(config)
+    tried = [each for config in configs for each in try_run(config)]
     if not tried:
         print("the settings name no function of yours: nothing to try")
         return 0
@@ -385,6 +396,7 @@ _TAKE_SETTINGS: dict[tuple[str, ...], tuple[str, Callable[[Any], None], Run]] = 
     ("train",): ("run the training of RUN.yaml", _add_train, _train),
     ("rollout",): ("generate and score a step of RUN.yaml without training", _add_rollout, _rollout),
     ("eval",): ("score a model or a checkpoint on the held-out sets of RUN.yaml", _add_eval, _eval),
+    ("serve",): ("let clients of the tinker SDK train adapters on RUN.yaml's model, and sample", _add_serve, _serve),
     ("check",): ("validate RUN.yaml without starting an engine", _add_check, _check),
     ("plan",): ("memory, balance and weight-sync traffic of RUN.yaml", _add_plan, _plan),
     ("convert", "run"): (

@@ -143,7 +143,8 @@ def _to_hf(args: argparse.Namespace) -> int:
 
 
 def _fp8(args: argparse.Namespace) -> int:
-    from mslime.offline.requantise import PROJECTIONS, ToFp8
+    from mslime.convert.encoding import PROJECTIONS
+    from mslime.offline.requantise import ToFp8
 
     job = ToFp8(
         args.source_dir, power_of_two=args.scale == "ue8m0", include=args.include or PROJECTIONS,
@@ -159,7 +160,8 @@ def _plain(args: argparse.Namespace) -> int:
 
 
 def _int4(args: argparse.Namespace) -> int:
-    from mslime.offline.requantise import EXPERTS, ToInt4
+    from mslime.convert.encoding import EXPERTS
+    from mslime.offline.requantise import ToInt4
 
     job = ToInt4(args.source_dir, group=args.group, include=args.include or EXPERTS, max_shard_bytes=_bytes(args))
     return _run(job, args)

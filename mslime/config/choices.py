@@ -38,6 +38,12 @@ ProgressMode = Literal["auto", "on", "off"]
 Rejoin = Literal["sync", "peer"]
 """When an engine that is back gets the run's weights."""
 
+KVTransfer = Literal["mooncake", "mooncake_tcp", "nixl", "mori"]
+"""How SGLang moves the cache of a request that was prefilled to the server that decodes it."""
+
+Half = Literal["prefill", "decode"]
+"""Which of the two servers of a pair."""
+
 Placement = Literal["separate", "colocated"]
 """Whether engines have GPUs of their own, or take turns with the trainer on its GPUs."""
 
@@ -46,6 +52,9 @@ TrainerPart = Literal["weights", "optimizer", "gradients"]
 
 LoraSync = Literal["merged", "adapter"]
 """What engines are given of adapters: weights with them in, or the adapters alone."""
+
+LoraExperts = Literal["per_expert", "shared_outer"]
+"""Whether each routed expert has both factors of its own, or all of a layer share those on the hidden state's side."""
 
 EngineTag = Literal["weights", "kv_cache", "cuda_graph"]
 """What an engine can give back, by SGLang's tags."""
@@ -60,8 +69,11 @@ Kept = Literal["some", "all", "none"]
 """How many of the responses are written to files."""
 
 
-TRANSPORT_NAMES = ("broadcast", "shm", "disk", "delta", "relay")
+TRANSPORT_NAMES = ("broadcast", "shm", "handles", "disk", "delta", "relay", "mooncake")
 """Ways for weights to the engines that mslime brings along; `weights.transport` says where each is."""
+
+MooncakeOver = Literal["rdma", "tcp"]
+"""What Mooncake's transfer engine reads memory over."""
 
 
 SHARES_AT_MOST = 1.25
@@ -72,10 +84,12 @@ NOT_ARRIVED = "no bucket arrived"
 """What begins the words of an engine's rank to which a sender's buckets do not come: the fault is not its own."""
 
 
-FileKind = Literal["mapped", "safetensors", "base", "changes"]
+FileKind = Literal["mapped", "handle", "remote", "safetensors", "base", "changes"]
 """How a bucket lies in a file.
 
 - mapped: as the first bytes of memory that stays mapped.
+- handle: as the first bytes of memory that is opened by handles beside the file, and stays open.
+- remote: in no file, but in memory of the sender that is read over the network (`mslime.remote_memory`).
 - safetensors: its tensors, in its order.
 - base: the same, and changes of it will follow.
 - changes: safetensors of what is different from an earlier version, under the names `CHANGES`.

@@ -93,7 +93,7 @@ class ClusterConfig(Section):
     sync_exchange_ms: float = Field(
         default=10,
         ge=0,
-        description="Time in which all trainer ranks hear from each other, three times a sync, for `mslime plan`'s "
+        description="Time in which all trainer ranks hear from each other, once a sync, for `mslime plan`'s "
         "prediction of a weight sync.",
     )
     sync_collective_ms: float = Field(
@@ -113,6 +113,13 @@ class ClusterConfig(Section):
         ge=0,
         description="Seconds to wait for machines that are still joining the Ray cluster; 0: a cluster that is too "
         "small is refused at once.",
+    )
+    restarts: int = Field(
+        default=3,
+        ge=0,
+        description="How often in a row the trainer and the rollout service are started again from the newest "
+        "checkpoint when one of their processes is lost, while the engines stay; a new checkpoint begins the count "
+        "anew. 0, with placement colocated, and with several adapters: the run ends.",
     )
     env: dict[str, Annotated[str, Field(coerce_numbers_to_str=True)]] = Field(
         default_factory=dict,
@@ -188,11 +195,11 @@ def claims(config: RunConfig, parts: Parts = WHOLE) -> list[Claim]:
     launched = config.sglang.num_engines if generates and not config.sglang.urls else 0
     shared = launched and parts.trainers and config.colocated
     launched, trainer = (0, "trainer and engines") if shared else (launched, "trainer")
-    teachers = config.teacher.launched if generates else 0
+    teachers = config.teacher.launched if generates and not (shared and config.teacher_shares) else 0
     wanted = [
         Claim(trainer, config.layout.world_size if parts.trainers else 0, 1),
         Claim("critic", config.critic_ranks if parts.trainers else 0, 1),
-        Claim("engines", launched * config.sglang.nnodes, config.sglang.gpus_a_machine),
+        Claim("engines", launched * config.sglang.parts, config.sglang.gpus_a_machine),
         Claim("teachers", teachers * config.teacher.nnodes, config.teacher.gpus_a_machine),
     ]
     return [claim for claim in wanted if claim.count]

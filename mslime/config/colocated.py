@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mslime.config.cluster import ClusterConfig
+    from mslime.config.engines import SGLangConfig
     from mslime.config.schema import RunConfig
 
 BY_COLLECTIVE = ("broadcast", "relay")
@@ -25,6 +27,8 @@ _FIXED_ADDRESSES = {
 def check_colocated(config: RunConfig) -> None:
     """Raise ConfigError for the first setting that does not go together with the placement."""
     cluster = config.cluster
+    if config.teacher.placement == "colocated":
+        _check_teacher(config)
     if not config.colocated:
         for name in ("asleep_in", "asleep_directory"):
             value = getattr(cluster, name)
@@ -46,11 +50,18 @@ def _check_task(config: RunConfig) -> None:
     if config.lora.on:
         raise _placement("a trainer of adapters (lora.rank) was never put to sleep", "set separate, or remove lora")
     _check_turns(config)
-    if config.weights.transport in BY_COLLECTIVE:
+    weights = config.weights
+    if weights.carrier in BY_COLLECTIVE:
         raise ConfigError(
-            "weights.transport", config.weights.transport,
+            "weights.delta_over" if weights.transport == "delta" else "weights.transport", weights.carrier,
             "trainer rank and engine would be two members of one process group on one GPU, which NCCL refuses",
-            "set shm on one machine, or disk or delta with a weights.directory that all machines share",
+            "set handles or shm on one machine, or disk or delta with a weights.directory that all machines share",
+        )  # fmt: skip
+    if weights.transport == "mooncake":
+        raise ConfigError(
+            "weights.transport", weights.transport,
+            "a sender keeps a bucket registered on its GPU between syncs, where engines need all of it",
+            "set handles or shm on one machine, or disk or delta with a weights.directory that all machines share",
         )  # fmt: skip
 
 
@@ -84,28 +95,62 @@ def _check_engines(config: RunConfig) -> None:
             "sglang.tp_size", engine.tp_size, f"an engine does not fit on the trainer's {ranks} GPUs",
             f"set it to {ranks} or less, or raise cluster.trainer_ranks",
         )  # fmt: skip
-    if engine.gpus > ranks:
+    taught = config.taught_gpus
+    if engine.gpus > ranks - taught:
+        beside = f" that the teacher's {taught} leave (teacher.placement)" if taught else ""
         raise ConfigError(
             "sglang.num_engines", engine.num_engines,
             f"{engine.num_engines} engines of {engine.tp_size} GPUs (sglang.tp_size) do not fit on the trainer's "
-            f"{ranks}",
-            f"set it to {ranks // engine.tp_size} or less, or raise cluster.trainer_ranks",
+            f"{ranks - taught}{beside}",
+            f"set it to {(ranks - taught) // engine.tp_size} or less, or raise cluster.trainer_ranks",
         )  # fmt: skip
+    _check_machines("sglang", engine, cluster, ranks)
+
+
+def _check_machines(section: str, engine: SGLangConfig, cluster: ClusterConfig, ranks: int) -> None:
+    """Servers lie on neighbouring GPUs of the trainer, whole on a machine or on whole machines."""
     each, machine = engine.gpus_a_machine, cluster.gpus_per_node
     if cluster.device == "cpu" or ranks <= machine:
         return
     if machine % each:
         raise ConfigError(
-            "sglang.tp_size", engine.tp_size,
+            f"{section}.tp_size", engine.tp_size,
             f"engines lie on neighbouring GPUs of the trainer, and {each} of them do not divide the {machine} of a "
             "machine (cluster.gpus_per_node)", "choose a divisor",
         )  # fmt: skip
     if engine.nnodes > 1 and each != machine:
         raise ConfigError(
-            "sglang.nnodes", engine.nnodes,
+            f"{section}.nnodes", engine.nnodes,
             f"an engine has {each} of the {machine} GPUs of each machine, so that two of its parts would be on one",
-            f"let it have whole machines: sglang.tp_size {engine.nnodes * machine}, or fewer nnodes",
+            f"let it have whole machines: {section}.tp_size {engine.nnodes * machine}, or fewer nnodes",
         )  # fmt: skip
+
+
+def _check_teacher(config: RunConfig) -> None:
+    """Its servers are the last ones on the trainer's GPUs."""
+    teacher, more, ranks = config.teacher, config.teacher.extra, config.layout.world_size
+
+    def refused(rule: str, way_out: str) -> ConfigError:
+        return ConfigError("teacher.placement", "colocated", rule, way_out)
+
+    if not config.colocated:
+        raise refused("the trainer's GPUs are shared with nobody (cluster.placement: separate)",
+                      "set cluster.placement: colocated, or remove it")  # fmt: skip
+    if not teacher.launched:
+        raise refused("mslime launches no teacher, so it cannot let one sleep", "set teacher.path, or remove it")
+    if config.rollout.managers > 1:
+        raise refused(f"each of {config.rollout.managers} rollout managers asks the teacher by itself, and all would "
+                      "have to stop before it sleeps", "set rollout.managers: 1, or remove it")  # fmt: skip
+    if teacher.gpus >= ranks or ranks % teacher.tp_size:
+        raise ConfigError(
+            "teacher.tp_size", teacher.tp_size,
+            f"{teacher.num_engines} servers (teacher.num_engines) must leave some of the trainer's {ranks} GPUs to "
+            "engines, and the size of one divide them", "lower it, or raise cluster.trainer_ranks",
+        )  # fmt: skip
+    if more.get("enable_memory_saver") is False or more.get("enable_weights_cpu_backup") is False:
+        raise refused("it gives its memory back through SGLang's memory saver, and keeps its weights by its backup",
+                      "remove teacher.enable_memory_saver and teacher.enable_weights_cpu_backup")  # fmt: skip
+    _check_machines("teacher", teacher, config.cluster, ranks)
 
 
 def _check_settings(config: RunConfig) -> None:

@@ -84,6 +84,12 @@ def export_dtype(hf_config: Mapping[str, Any]) -> str:
     return named if named in EXPORTED else "float32"
 
 
+def plain_dtype(hf_config: Mapping[str, Any]) -> str:
+    """The dtype that weights of a quantised checkpoint are read in: the one that config.json names, or bfloat16."""
+    named = checkpoint_dtype(hf_config)
+    return named if named in ("float32", "float16", "bfloat16") else "bfloat16"
+
+
 def declared_dtype(hf_config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """What of config.json must be written anew so that it names `dtype`; empty when it does already."""
     named = checkpoint_dtype(hf_config)

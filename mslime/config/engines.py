@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from mslime.config.base import EngineSection
-from mslime.config.choices import Rejoin
+from mslime.config.choices import KVTransfer, Placement, Rejoin
 from mslime.config.errors import ConfigError
 from mslime.config.keys import EngineKeys, Secret, read_secret
 
@@ -49,7 +49,12 @@ SGLANG_RESERVED: dict[str, str] = {
     "ssl_keyfile_password": "launched engines are spoken to over plain HTTP",
     "is_embedding": "engines must generate",
     "encoder_only": "engines must generate",
-    "disaggregation_mode": "an engine must prefill and decode",
+    "disaggregation_mode": "use sglang.pairs: mslime starts the two halves of a pair together",
+    "disaggregation_transfer_backend": "use sglang.pairs",
+    "disaggregation_bootstrap_port": "mslime picks a free one for each pair (sglang.pairs)",
+    "disaggregation_decode_retraction_backup": "a request that is put back has no routes; it is sampled anew from what "
+    "it had",
+    "enable_pd_role_switch": "a pair stays one (sglang.pairs)",
     "allow_auto_truncate": "a prompt that was cut in silence would be trained on as if it had been read",
     "preferred_sampling_params": "sampling is set in rollout, so that the log-probs are those of what was drawn",
     "enable_watermark": "a watermark draws from another distribution than the one whose log-probs are reported",
@@ -89,6 +94,11 @@ class SGLangConfig(EngineSection):
         ge=1,
         description="Machines that one launched engine spans, each with an equal share of its GPUs. More than one "
         "where an engine is larger than a machine.",
+    )
+    pairs: KVTransfer | None = Field(
+        default=None,
+        description="Launch each engine as a pair of servers, one that prefills and one that decodes, of tp_size GPUs "
+        "each; and by what SGLang moves a request's cache from one to the other. null: one server does both.",
     )
     ep_size: int = Field(default=1, ge=1, description="GPUs of an engine that its experts are divided over.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -160,6 +170,19 @@ class SGLangConfig(EngineSection):
             )  # fmt: skip
 
     @property
+    def parts(self) -> int:
+        """Processes that a launched engine has places for, of `gpus_a_machine` GPUs each: its machines, or the halves
+        of a pair."""
+        return self.nnodes if self.pairs is None else 2
+
+    @property
+    def shape(self) -> str:
+        """What one engine is, in words."""
+        return (
+            f"TP{self.tp_size}" if self.pairs is None else f"(TP{self.tp_size} to prefill, TP{self.tp_size} to decode)"
+        )
+
+    @property
     def servers(self) -> int:
         """Engines, launched or attached to."""
         return len(self.urls) or self.num_engines
@@ -167,7 +190,7 @@ class SGLangConfig(EngineSection):
     @property
     def gpus(self) -> int:
         """GPUs of all engines."""
-        return self.servers * self.tp_size
+        return self.servers * self.parts * self.gpus_a_machine
 
 
 TEACHER_RESERVED: dict[str, str] = SGLANG_RESERVED | {
@@ -194,7 +217,14 @@ class TeacherConfig(SGLangConfig):
         description="0: a teacher that died is not started again. Others take its work; without one the run ends.",
     )  # fmt: skip
     rejoin: Rejoin = Field(default="sync", description="sync is all there is: a teacher's weights never change.")
+    pairs: KVTransfer | None = Field(default=None, description="null is all there is: a teacher only prefills.")
     concurrency: int = Field(default=64, ge=1, description="Responses that are being scored at once, per server.")
+    placement: Placement = Field(
+        default="separate",
+        description="separate: servers that mslime launches have GPUs of their own. colocated: the last of the "
+        "trainer's GPUs, where no engine is (with cluster.placement: colocated); while the trainer works the teacher's "
+        "weights are in the machine's memory.",
+    )
 
     @property
     def serves(self) -> bool:
@@ -243,6 +273,8 @@ def check_teacher(config: RunConfig) -> None:
 
 def _check_served(config: RunConfig) -> None:
     served, temperature = config.teacher, config.rollout.temperature
+    if served.pairs is not None:
+        raise ConfigError("teacher.pairs", served.pairs, "a teacher only prefills", "remove it")
     if temperature != 1.0:
         raise ConfigError(
             "rollout.temperature",

@@ -88,6 +88,10 @@ class TrainerError(UserError):
     """A trainer rank failed, or missed a deadline."""
 
 
+class WorkerError(TrainerError):
+    """A process of the run crashed, died, or did not answer in time: an accident, and no mistake of the user's."""
+
+
 def sync_error(phase: str, where: str, what: str, way_out: str = "") -> WeightSyncError:
     """A `WeightSyncError` of this phase; the default way out is to look at the engine's log and restart it."""
     default = "read the engine's log, restart the engine and send again; generation must not resume before a whole send"

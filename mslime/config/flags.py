@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 from mslime.config.errors import ConfigError
 from mslime.config.passthrough import EngineField, engine_fields
-from mslime.config.settings import all_settings, engine_sections, sections
+from mslime.config.settings import Setting, all_settings, engine_sections, sections
 
 _PREFIX = "setting:"
 Parse = Callable[[str, str], Any]
@@ -51,7 +51,7 @@ def add_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
         told = f"{setting.description} [{setting.expected}; default {setting.default or 'none, required'}]"
         count = "*" if setting.listed else "?" if setting.boolean else None
         _add(groups[setting.section], setting.path, count, told.replace("%", "%%"))
-    for name in _other_names(parser, argv):
+    for name in dict.fromkeys(map(_without_no, _other_names(parser, argv))):
         _add(parser, name, _words_of(name), argparse.SUPPRESS)
 
 
@@ -110,12 +110,29 @@ def _other_names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[s
 
 def _words_of(name: str) -> str | None:
     """How many words a flag takes that is no setting of ours."""
+    if (setting := _setting_of_adapter(name)) is not None:
+        return "*" if setting.listed else "?" if setting.boolean else None
     field = _engine_field(name)
     if field is None:
         return "*"
     if field.kinds == (bool,):
         return "?"
     return "*" if list in field.kinds else None
+
+
+def _setting_of_adapter(name: str) -> Setting | None:
+    """The setting that `adapters.NAME.SECTION.SETTING` is of one adapter."""
+    head, _, own = name.partition(".")
+    path = own.partition(".")[2]
+    return next((s for s in all_settings() if s.path == path), None) if head == "adapters" else None
+
+
+def _without_no(name: str) -> str:
+    """The name of a boolean setting of an adapter, of which `no_` says that it is false; others as they are."""
+    section, _, leaf = name.rpartition(".")
+    plain = f"{section}.{leaf.removeprefix('no_')}"
+    setting = _setting_of_adapter(plain)
+    return plain if setting is not None and setting.boolean else name
 
 
 def _engine_field(name: str) -> EngineField | None:

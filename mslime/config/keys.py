@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol
 
 from pydantic import AfterValidator, PlainSerializer, SecretStr
 
@@ -132,17 +133,39 @@ def read_secret(setting: SecretStr, name: str) -> str:
     return found
 
 
+class AnnouncedBucket(Protocol):
+    """What engines are told of a bucket (`weights.plan.Bucket`): its tensors, in the order in which they lie in it."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of each."""
+        ...
+
+    @property
+    def dtypes(self) -> Sequence[str]:
+        """Of each, as torch names it."""
+        ...
+
+    @property
+    def shapes(self) -> Sequence[Sequence[int]]:
+        """Of each."""
+        ...
+
+
 @dataclass(frozen=True)
-class AnnouncedBucket:
-    """A bucket of a plan that engines are told of at once.
+class BucketVersion:
+    """What is broadcast of a bucket, where changes of it may follow.
 
     Attributes:
-        sender: its number among all senders.
-        names, shapes: of its tensors, in order.
-        dtype: of them all, as torch names it.
+        number: of the version.
+        base: number of the version that was changed; None: all of the bucket is broadcast.
+        changed: elements that are different from it. Broadcast are their places [changed] int32, then their values
+            [changed] of the bucket's dtype, as bytes; nothing where there are none.
+        sums: word sums (`checksum` of `weights.transport.Receivers`) of the places, of the values, and of the whole
+            bucket with the changes in it.
     """
 
-    sender: int
-    names: tuple[str, ...]
-    dtype: str
-    shapes: tuple[tuple[int, ...], ...]
+    number: int
+    base: int | None = None
+    changed: int = 0
+    sums: tuple[int, int, int] = (0, 0, 0)

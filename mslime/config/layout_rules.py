@@ -142,8 +142,7 @@ def _recompute(config: RunConfig) -> None:
             "applies to full recompute only",
             f"set recompute_granularity: full, or remove {name}",
         )
-    grouped = m.extra.get("moe_grouped_gemm", config.cluster.device == "cuda")  # on a GPU it is the default
-    if "moe_act" in (m.recompute_modules or []) and not grouped:
+    if "moe_act" in (m.recompute_modules or []) and not m.groups_experts(cuda=config.cluster.device == "cuda"):
         raise ConfigError(
             "megatron.recompute_modules",
             m.recompute_modules,
@@ -215,12 +214,13 @@ def _engine_on_its_machines(config: RunConfig) -> None:
 
 def _shared_memory_on_one_node(config: RunConfig) -> None:
     cluster, wanted = config.cluster, claims(config)
-    if config.weights.transport != "shm" or cluster.device == "cpu" or count_gpus(wanted) <= cluster.gpus_per_node:
+    local = config.weights.transport in ("shm", "handles")
+    if not local or cluster.device == "cpu" or count_gpus(wanted) <= cluster.gpus_per_node:
         return
     others = "disk or delta" if config.colocated else "broadcast, or disk or delta"
     raise ConfigError(
         "weights.transport",
-        "shm",
+        config.weights.transport,
         f"the run needs {describe_gpus(wanted)}, one machine has {cluster.gpus_per_node} (cluster.gpus_per_node), and "
         "machines share no memory",
         f"set {others} with a weights.directory that all machines share",

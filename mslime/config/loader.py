@@ -103,8 +103,25 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         below = merged.get(key)
         both = isinstance(value, dict) and isinstance(below, dict)
+        if key == "adapters" and isinstance(value, dict) and isinstance(below, list):
+            merged[key] = _with_entries(cast("list[Any]", below), cast("dict[str, Any]", value))
+            continue
         merged[key] = merge(cast("dict[str, Any]", below), cast("dict[str, Any]", value)) if both else value
     return merged
+
+
+def _with_entries(entries: list[Any], over: dict[str, Any]) -> list[Any]:
+    """Entries of `adapters` with what flags say of some of them by name, in which - and _ are one."""
+    found = list(entries)
+    named = {i: str(cast("dict[str, Any]", e).get("name")) for i, e in enumerate(entries) if isinstance(e, dict)}
+    places = {name.replace("-", "_"): i for i, name in named.items()}
+    for name, values in over.items():
+        place = places.get(name.replace("-", "_"))
+        if place is None or not isinstance(values, dict):
+            raise ConfigError(f"adapters.{name}", values, f"there are the adapters {', '.join(places) or 'none'}",
+                              nearest(name, places) or "name one of them, and a setting of it")  # fmt: skip
+        found[place] = merge(found[place], cast("dict[str, Any]", values))
+    return found
 
 
 def read_values(path: Path | None, flags: Sequence[str] = ()) -> dict[str, Any]:
@@ -135,6 +152,10 @@ def _wrap_lists(values: dict[str, Any]) -> dict[str, Any]:
             given = cast("Any", found[key])
             if not isinstance(given, list | tuple | types.NoneType):
                 values = {**values, section: {**found, key: [given]}}
+    if isinstance(entries := values.get("adapters"), list):
+        own = cast("list[Any]", entries)
+        wrapped = [_wrap_lists(cast("dict[str, Any]", e)) if isinstance(e, dict) else e for e in own]
+        values = {**values, "adapters": wrapped}
     return values
 
 
@@ -144,7 +165,7 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> UserError:
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
         return cause
-    path = ".".join(str(p) for p in first["loc"])
+    path = _named(first["loc"], values)
     # A value that may be a choice or a text is refused as each: the setting is what a person knows.
     path = next((s.path for s in all_settings() if path.startswith((f"{s.path}.literal[", f"{s.path}.str"))), path)
     if first["type"] == "extra_forbidden":
@@ -163,8 +184,19 @@ def _first_error(error: ValidationError, values: dict[str, Any]) -> UserError:
         needed = next((s.path for s in all_settings() if f"{s.path}.".startswith(f"{path}.") and not s.default), path)
         return ConfigError(needed, None, "is required", f"add it to the file, or give --{needed.replace('_', '-')}")
     rule = first["msg"].removeprefix("Value error, ")
-    setting = next((s for s in all_settings() if s.path == path), None)
+    own = path.split(".", 2)[2] if path.startswith("adapters.") and path.count(".") > 1 else path
+    setting = next((s for s in all_settings() if s.path == own), None)
     return ConfigError(path, first["input"], rule, f"it takes: {setting.expected}" if setting else "correct the value")
+
+
+def _named(location: Sequence[int | str], values: dict[str, Any]) -> str:
+    """The dotted path of a mistake, with the name of an adapter in the place of its number."""
+    path = [str(part) for part in location]
+    if path[:1] == ["adapters"] and len(path) > 1 and path[1].isdecimal():
+        entry: Any = values["adapters"][int(path[1])]
+        if isinstance(entry, dict):
+            path[1] = str(cast("dict[str, Any]", entry).get("name", path[1]))
+    return ".".join(path)
 
 
 def known_keys(location: Sequence[int | str]) -> set[str]:

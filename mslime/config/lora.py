@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, model_validator
 
 from mslime.config.base import Section
-from mslime.config.choices import LoraSync
+from mslime.config.choices import LoraExperts, LoraSync
 from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +35,11 @@ class LoraConfig(Section):
         description="Which linear layers: attention, mlp, shared_experts, experts; or the Hugging Face name of a "
         "module, its end, or a pattern of it (q_proj, `model.layers.[0-3].*.o_proj`). Experts of a layer go together.",
     )
+    experts: LoraExperts = Field(
+        default="per_expert",
+        description="Of adapters on routed experts. per_expert: each has an A and a B of its own. shared_outer: all "
+        "experts of a layer share the factor that reads or writes the hidden state, A of gate and up and B of down.",
+    )
     dropout: float = Field(default=0.0, description="Must be 0: the engine samples without dropout.")
     use_dora: bool = Field(default=False, description="Must be false: DoRA is not built.")
     init: Path | None = Field(
@@ -48,6 +53,12 @@ class LoraConfig(Section):
         description="What engines are given after a step. merged: weights with adapters in them, all of them, while "
         "generation rests. adapter: adapters alone, beside those that requests still use; nothing rests.",
     )
+    together: bool | None = Field(
+        default=None,
+        description="Several adapters, of a run or of clients of `mslime serve`: those whose batches are ready when "
+        "the trainer becomes free share one pass through the model, micro-batch by micro-batch. None: with pipeline "
+        "stages, which fill and drain once then.",
+    )
 
     @property
     def on(self) -> bool:
@@ -59,9 +70,16 @@ class LoraConfig(Section):
         """Factor on B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rs_lora else self.rank)
 
+    @property
+    def shares_outer(self) -> bool:
+        """Whether the experts of a layer share the factors that read or write the hidden state."""
+        return self.experts == "shared_outer"
+
     def describe(self) -> dict[str, object]:
         """What an adapter must share with another to go on from it, as JSON values."""
-        return {"rank": self.rank, "alpha": self.alpha, "rs_lora": self.rs_lora, "targets": sorted(self.targets)}
+        said: dict[str, object] = {"rank": self.rank, "alpha": self.alpha, "rs_lora": self.rs_lora}
+        said |= {"targets": sorted(self.targets)}
+        return said | ({"experts": self.experts} if self.shares_outer else {})  # older checkpoints do not say
 
     @model_validator(mode="after")
     def _check(self) -> LoraConfig:
@@ -92,6 +110,8 @@ def check_lora(config: RunConfig) -> None:
             raise ConfigError("lora.init", str(config.lora.init), "adapters are off", "set lora.rank to its rank")
         if config.lora.sync == "adapter":
             raise ConfigError("lora.sync", "adapter", "adapters are off", "set lora.rank, or remove it")
+        if config.lora.shares_outer:
+            raise ConfigError("lora.experts", "shared_outer", "adapters are off", "set lora.rank, or remove it")
         return
     if config.syncs_adapters:
         _check_adapter_sync(config)

@@ -139,6 +139,10 @@ class MegatronConfig(EngineSection):
             frozenset(self.recompute_modules or default),
         )
 
+    def groups_experts(self, *, cuda: bool) -> bool:
+        """Whether experts are multiplied in one grouped GEMM: as configured, else on a GPU."""
+        return bool(self.extra.get("moe_grouped_gemm", cuda))
+
     def layout(self, trainer_ranks: int | None) -> ParallelLayout:
         """The parallel layout on `trainer_ranks` ranks (default: data parallel 1). Raises ConfigError when illegal."""
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size

@@ -125,17 +125,23 @@ def _fields_of_class(node: ast.ClassDef) -> dict[str, EngineField]:
     return found
 
 
-def _distribution_path(distribution: str, relative: str, field: str) -> Path:
+def installed_version(package: str) -> str | None:
+    """Of a package; None where it is not installed."""
     try:
-        located = importlib.metadata.distribution(distribution).locate_file(relative)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _distribution_path(distribution: str, relative: str, field: str) -> Path:
+    if installed_version(distribution) is None:
         raise ConfigError(
             field,
             relative,
             f"{distribution} is not installed, so its fields cannot be checked",
             "install mslime with scripts/install.sh, or remove the pass-through keys",
-        ) from None
-    return Path(str(located))
+        )
+    return Path(str(importlib.metadata.distribution(distribution).locate_file(relative)))
 
 
 @functools.cache

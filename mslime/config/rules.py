@@ -19,6 +19,7 @@ from mslime.config.errors import ConfigError
 from mslime.config.fp8 import check_fp8
 from mslime.config.layout_rules import check_layout
 from mslime.config.lora import check_lora
+from mslime.config.pairs import check_pairs
 from mslime.config.reward import check_reward
 
 if TYPE_CHECKING:
@@ -282,6 +283,7 @@ def _rejoin(config: RunConfig) -> None:
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _supervised,
+    check_pairs,
     check_colocated,
     _keep_best,
     check_layout,

@@ -8,30 +8,33 @@ Rules that span sections live in `rules`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    field_serializer,
+    model_validator,
+)
 
+from mslime.config.adapters import adapter_runs, at_home, counts_over_a_step, entry_of, refuse_shared
 from mslime.config.algorithm import AlgorithmConfig, CriticConfig
 from mslime.config.base import Section
-from mslime.config.choices import (
-    TRANSPORT_NAMES,
-    Fp8Recipe,
-    ReplayMode,
-    Resume,
-    SftLossOn,
-    Verify,
-    check_choice,
-)
+from mslime.config.choices import Fp8Recipe, ReplayMode, Resume, SftLossOn
 from mslime.config.cluster import ClusterConfig
+from mslime.config.data import DataConfig
 from mslime.config.engines import SGLangConfig, TeacherConfig
 from mslime.config.layout import ParallelLayout
 from mslime.config.lora import LoraConfig
 from mslime.config.megatron import MegatronConfig
 from mslime.config.observing import ObserveConfig
-from mslime.config.reward import RewardConfig, ScoringConfig
+from mslime.config.reward import RewardConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.rules import check_run
+from mslime.config.serve import ServeConfig
+from mslime.config.weights import WeightsConfig
 
 
 def directory_name(name: str) -> str:
@@ -59,66 +62,6 @@ class ModelConfig(Section):
     def tokenizer(self) -> Path:
         """Where the tokenizer is."""
         return self.tokenizer_path or self.path
-
-
-class EvalSetConfig(Section):
-    """One held-out set."""
-
-    name: str = Field(description="Its metrics are eval/NAME/...: letters, digits and _ . @ + -.")
-    path: str = Field(description="JSONL or parquet, optionally sliced: `file@[0:200]`.")
-    samples_per_prompt: int = Field(
-        default=1, ge=1, description="n: responses per prompt; pass@k is reported for k <= n."
-    )
-    temperature: float = Field(default=0.0, le=1000, ge=0, description="Of sampling; 0 is greedy.")
-    max_response_tokens: int | None = Field(default=None, ge=1, description="Default: rollout.max_response_tokens.")
-    reward: ScoringConfig | None = Field(
-        default=None, description="How this set is scored; default: as in training, without penalties."
-    )
-
-
-class DataConfig(Section):
-    """Prompts in, in which order, and how they become tokens."""
-
-    prompts: list[str] = Field(
-        default_factory=list, description="JSONL or parquet files, each optionally sliced: `file@[a:b]`."
-    )
-    source: str | None = Field(
-        default=None,
-        description="rl: `module:function`(data, seed) -> an object that is iterated over for prompts, instead of the "
-        "files (docs/extending.md).",
-    )
-    prompt_key: str = Field(default="prompt", description="A string, or a list of chat messages.")
-    label_key: str | None = Field(default="label", description="Handed to the reward; null when there is none.")
-    messages_key: str | None = Field(
-        default=None,
-        description="sft: key of a list of {role, content} messages, rendered with the chat template; the assistant's "
-        "turns are trained. Stands in for prompt_key and label_key.",
-    )
-    tools_key: str | None = Field(
-        default=None,
-        description="Key of a list of tool definitions, or of one written as JSON, handed to the chat template and to "
-        "rollout functions; null: none.",
-    )
-    metadata_key: str | None = Field(
-        default=None, description="Key of an object that rewards and filters get with the sample; null: none."
-    )
-    apply_chat_template: bool = Field(
-        default=False,
-        description="Render prompts with the tokenizer's chat template; a plain string becomes a user's message.",
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Handed to the template, for example {enable_thinking: false}."
-    )
-    shuffle: bool = Field(
-        default=True,
-        description="Draw rows in an order that follows from the seed, anew in each pass; else in the files' order.",
-    )
-    max_prompt_tokens: int | None = Field(
-        default=None, ge=1, description="Longer prompts are skipped, and counted in data/skipped_rows."
-    )
-    eval_sets: list[EvalSetConfig] = Field(
-        default_factory=list[EvalSetConfig], description="Held-out sets, each a mapping of these."
-    )
 
 
 class TrainConfig(Section):
@@ -211,56 +154,6 @@ class TrainConfig(Section):
         return int(self.logits_mib * 2**20)
 
 
-class WeightsConfig(Section):
-    """Trainer to engine."""
-
-    bucket_mib: float = Field(
-        default=512, gt=0, description="Size of a bucket of the weight sync; two are held at once."
-    )
-    senders: int = Field(
-        default=8,
-        ge=1,
-        description="Trainer ranks that send, at most. A stage has one for every expert-parallel rank, or block, "
-        "and at least one. Every engine GPU holds a connection to each.",
-    )
-    verify: Verify = Field(
-        default="probe",
-        description="What is checked after a sync. first: every bit of what engines hold in the first sync, and in "
-        "the second, which is the first to use what weights.loader recorded. probe: the same, where an engine can say "
-        "what it holds, and after each sync what engines and trainer say of a fixed text: log-probs, and routes with "
-        "train.replay r3, of engines that kept no requests through their pause (rollout.pause_mode). always: bits and "
-        "text in each.",
-    )
-    probe_tolerance: float | None = Field(
-        default=None,
-        gt=0,
-        description="Nats by which the log-probs of half of the fixed text's tokens may be off. Default: 0.0005 where "
-        "trainer and engines hold float32, 0.5 where engines hold quantised weights, else 0.25.",
-    )
-    loader: Literal["recorded", "model"] = Field(
-        default="recorded",
-        description="How engines that mslime starts load a bucket. recorded: by the copies that the model's own loader "
-        "made of it the first time, wherever it made copies only. model: by that loader each time.",
-    )
-    transport: str = Field(
-        default="broadcast",
-        description="How buckets reach the engines: broadcast; relay, to one GPU of each engine from each "
-        "sender, all at once, which passes them on; shm, through memory that a sender shares with engines "
-        "on its machine; disk, through files in weights.directory; delta, of which only what changed goes through such "
-        "files; or your own as module:function.",
-    )
-    directory: Path | None = Field(
-        default=None,
-        description="disk and delta: senders write weights to DIRECTORY/NAME of the run, on a file system that trainer "
-        "and engines share, and that holds all weights twice. None: to RUN/weights.",
-    )
-
-    @model_validator(mode="after")
-    def _check_names(self) -> WeightsConfig:
-        check_choice("weights.transport", self.transport, TRANSPORT_NAMES)
-        return self
-
-
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
@@ -319,6 +212,10 @@ class DeadlineConfig(Section):
         default=300, gt=0, description="For the last save of a run that ends early, by a signal or an error."
     )
 
+    def controls_within(self, seconds: float) -> DeadlineConfig:
+        """The same, but an engine has so long for an answer to a control call, or of a weight update."""
+        return self.model_copy(update={"engine_control_s": seconds, "weight_sync_s": seconds})
+
 
 class HooksConfig(Section):
     """Functions of yours that a run calls beside its work (docs/extending.md)."""
@@ -332,6 +229,33 @@ class HooksConfig(Section):
         description="rl: `module:function`(Sample) -> metrics or None, called in the rollout service for every sample "
         "of a group that was generated and scored.",
     )
+
+
+class AdapterConfig(Section):
+    """One of several adapters: what differs from the run's settings, section by section."""
+
+    name: Annotated[str, AfterValidator(directory_name)] = Field(
+        description="Of the adapter, and of its directory below that of the run."
+    )
+    weight: float = Field(
+        default=1.0, gt=0, le=1e6, description="Its part of the engines while all adapters have work, beside others'."
+    )
+    seed: int | None = Field(default=None, lt=2**31, ge=0, description="Default: the run's.")
+    data: DataConfig = Field(default_factory=DataConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = Field(default_factory=ObserveConfig)
+    hooks: HooksConfig = Field(default_factory=HooksConfig)
+
+    @classmethod
+    def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The same values, if none of them is the base's."""
+        refuse_shared(values)
+        return values
 
 
 class RunConfig(Section):
@@ -364,6 +288,18 @@ class RunConfig(Section):
     observe: ObserveConfig = Field(default_factory=ObserveConfig)
     deadlines: DeadlineConfig = Field(default_factory=DeadlineConfig)
     hooks: HooksConfig = Field(default_factory=HooksConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
+    adapters: tuple[AdapterConfig, ...] = Field(
+        default=(),
+        description="Several adapters on one base, each a mapping of these: sections hold what differs from the run's "
+        "(docs/lora.md#several-adapters-in-one-run). On the command line --adapters.NAME.SECTION.SETTING changes one.",
+    )
+    _adapter_runs: tuple[RunConfig, ...] = PrivateAttr(default=())
+
+    @property
+    def adapter_runs(self) -> dict[str, RunConfig]:
+        """The run of each of several adapters by name, in their order: as if it were trained alone."""
+        return {run.name: at_home(run, self) for run in self._adapter_runs}
 
     @property
     def run_dir(self) -> Path:
@@ -381,14 +317,33 @@ class RunConfig(Section):
         return self.cluster.placement == "colocated"
 
     @property
+    def teacher_shares(self) -> bool:
+        """Whether a served teacher takes turns with the trainer on its GPUs, as engines do."""
+        return self.teacher.placement == "colocated" and self.train.task == "rl"
+
+    @property
+    def taught_gpus(self) -> int:
+        """GPUs of the trainer that a served teacher shares, where no engine can be."""
+        return self.teacher.gpus if self.teacher_shares else 0
+
+    @property
     def syncs_adapters(self) -> bool:
         """Whether engines are given adapters, and no weights."""
-        return self.train.task == "rl" and self.lora.on and self.lora.sync == "adapter"
+        return self.train.task == "rl" and self.lora.sync == "adapter" and (self.lora.on or bool(self.adapters))
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether steps of several adapters that are ready at the same time go through the model in one pass."""
+        if self.lora.together is not None:
+            return self.lora.together
+        return self.layout.pp > 1 and not counts_over_a_step(self)
 
     @property
     def adapters_alive(self) -> int:
         """Versions of the adapters that an engine serves at once, at most (`syncs_adapters`): the newest, and those
         that running requests have."""
+        if self.adapters:
+            return sum(run.adapters_alive for run in self._adapter_runs)
         return 2 if self.rollout.pause_mode == "abort" else self.rollout.max_staleness + 2
 
     @property
@@ -402,9 +357,14 @@ class RunConfig(Section):
         return self.train.task == "rl" and self.algorithm.advantage == "gae"
 
     @property
+    def shares_critic(self) -> bool:
+        """Whether a critic takes turns with the policy on its GPUs."""
+        return self.has_critic and self.critic.placement == "shared"
+
+    @property
     def critic_ranks(self) -> int:
         """Processes, and GPUs, that a critic of its own takes beside the trainer's."""
-        return self.layout.world_size if self.has_critic and self.critic.placement == "separate" else 0
+        return self.layout.world_size if self.has_critic and not self.shares_critic else 0
 
     @property
     def on_stale(self) -> Literal["keep", "mask", "reroll", "drop"]:
@@ -427,7 +387,18 @@ class RunConfig(Section):
         """Steps of the run that train the policy: all but those in which the critic is warmed up."""
         return self.train.num_steps - (self.critic.warmup_steps if self.has_critic else 0)
 
-    @model_validator(mode="after")
-    def _cross_section_rules(self) -> RunConfig:
-        check_run(self)
-        return self
+    @field_serializer("adapters")
+    def _whole_adapters(self, entries: tuple[AdapterConfig, ...]) -> list[dict[str, Any]]:
+        return [entry_of(run, entry.weight) for run, entry in zip(self._adapter_runs, entries, strict=True)]
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _resolve_adapters(cls, values: Any, handler: ModelWrapValidatorHandler[RunConfig]) -> RunConfig:
+        """Rules that span sections hold for every adapter's run, and for the run's own sections where there are none:
+        what all adapters override needs not be right."""
+        config = handler(values)
+        if not config.adapters:
+            check_run(config)
+        elif isinstance(values, dict):
+            config._adapter_runs = adapter_runs(cast("dict[str, Any]", values), config)
+        return config

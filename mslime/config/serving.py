@@ -24,11 +24,13 @@ class ServedLora:
         rank: of every one.
         modules: ends of the names of the modules that have one.
         alive: how many it serves at once.
+        shares_outer: experts of a layer share factors in them (`lora.experts`).
     """
 
     rank: int
     modules: tuple[str, ...]
     alive: int
+    shares_outer: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,8 @@ class ServerSpec:
         start_s: seconds until a server answers.
         mask_tokens: most ids of a sampling mask that they return; None: SGLang's default.
         recorded: they load buckets of weights by recorded copies.
-        gives_back: they give their memory back while a trainer works on their GPUs.
+        gives_back: they give their memory back while a trainer works on their GPUs; a teacher keeps its weights in the
+            machine's memory meanwhile, since nobody sends them again.
         lora: adapters that they serve; None: none.
     """
 
@@ -91,14 +94,17 @@ def served_lora(config: RunConfig, adapted: Sequence[str]) -> ServedLora | None:
     Args:
         adapted: ends of the names of modules with an adapter.
     """
-    return ServedLora(config.lora.rank, tuple(adapted), config.adapters_alive) if adapted else None
+    rank = max((run.lora.rank for run in config.adapter_runs.values()), default=config.lora.rank)
+    if not adapted:
+        return None
+    return ServedLora(rank, tuple(adapted), config.adapters_alive, config.lora.shares_outer)
 
 
 def teacher_spec(config: RunConfig) -> ServerSpec:
     """The servers of a run's teacher, which mslime launches."""
     path = config.teacher.path
     assert path is not None, "there is nothing to launch"
-    return _spec(config, "teacher", config.teacher, path, path)
+    return replace(_spec(config, "teacher", config.teacher, path, path), gives_back=config.teacher_shares)
 
 
 def _spec(config: RunConfig, role: Role, settings: SGLangConfig, checkpoint: Path, tokenizer: Path) -> ServerSpec:

@@ -142,8 +142,10 @@ def asleep_directory(config: RunConfig) -> Path | None:
 
 
 def _with_directory(config: RunConfig) -> WeightsConfig:
-    """How weights are sent, with the directory of this run's alone."""
-    return config.weights.model_copy(update={"directory": weights_directory(config)})
+    """How weights are sent, with the directory of this run's alone; None where nothing is written into one."""
+    weights = config.weights
+    without = weights.transport == "delta" and weights.carrier == "broadcast"
+    return weights.model_copy(update={"directory": None if without else weights_directory(config)})
 
 
 def weights_directory(config: RunConfig) -> Path:

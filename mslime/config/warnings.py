@@ -205,23 +205,38 @@ def _stale_tokens(config: RunConfig) -> Iterator[str]:
 
 def _weights(config: RunConfig) -> Iterator[str]:
     weights = config.weights
-    if weights.directory is not None and weights.transport in ("broadcast", "relay", "shm"):
+    if weights.directory is not None and weights.carrier in ("broadcast", "relay", "shm", "handles", "mooncake"):
+        how = f"weights.{'delta_over' if weights.transport == 'delta' else 'transport'} is {weights.carrier}"
+        yield f"weights.directory has no effect: {how}, and only disk and delta write files."
+    if weights.delta_over != "disk" and weights.transport != "delta":
+        yield f"weights.delta_over has no effect: weights.transport is {weights.transport}, and only delta looks at it."
+    if weights.mooncake_over != "rdma" and weights.transport != "mooncake":
         yield (
-            f"weights.directory has no effect: weights.transport is {weights.transport}, and only disk and delta write "
-            "files."
+            f"weights.mooncake_over has no effect: weights.transport is {weights.transport}, and only mooncake looks "
+            "at it."
         )
     if weights.transport == "delta" and weights.loader == "model":
         yield (
             "weights.transport delta with weights.loader model: engines find what changed by the copies that they "
-            "recorded, so all of every bucket will be sent, each in a file. Leave weights.loader alone, or set "
-            "weights.transport disk."
+            "recorded, so all of every bucket will be sent. Leave weights.loader alone, or set "
+            f"weights.transport {weights.delta_over}."
         )
-    if weights.transport in ("relay", "shm", "disk", "delta") and config.sglang.urls:
+    if weights.transport in ("relay", "shm", "handles", "disk", "delta", "mooncake") and config.sglang.urls:
         plug_in = "relay" if weights.transport == "relay" else "files"
         yield (
             f"weights.transport {weights.transport} with sglang.urls: a server that was started without mslime's "
             f"plug-in (mslime/backends/sglang/plugins/{plug_in} on its PYTHONPATH) is refused when the run meets it. "
             "Set weights.transport broadcast."
+        )
+
+
+def _kept_engines(config: RunConfig) -> Iterator[str]:
+    cluster = config.cluster
+    if "restarts" in cluster.model_fields_set and cluster.restarts and (config.colocated or config.adapters):
+        why = "engines share the trainer's GPUs" if config.colocated else "several adapters are trained"
+        yield (
+            f"cluster.restarts {cluster.restarts} has no effect: {why}, and no engines are kept when a trainer rank is "
+            "lost. `mslime train --restarts N` starts all of the run again."
         )
 
 
@@ -236,4 +251,5 @@ _ADVICE: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
     _never_binds,
     _unused_fields,
     _weights,
+    _kept_engines,
 )

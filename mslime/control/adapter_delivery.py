@@ -32,14 +32,15 @@ class AdapterDelivery:
         fleet: is told who is gone.
         check: raises when the run is to end.
         probe: asked after each sync; None: nothing is.
+        owner: which of several adapters it delivers; empty in a run of one.
     """
 
     def __init__(
         self, config: RunConfig, rollouts: RolloutHandle, trainers: TrainerGroup, fleet: Fleet,
-        check: Callable[[], None], probe: WeightProbe | None = None,
+        check: Callable[[], None], probe: WeightProbe | None = None, owner: str = "",
     ) -> None:  # fmt: skip
         self._config, self._rollouts, self._trainers, self._fleet = config, rollouts, trainers, fleet
-        self._check, self._probe = check, probe
+        self._check, self._probe, self._owner = check, probe, owner
         self._name = f"{config.name}-{uuid.uuid4().hex[:8]}"  # attached engines may still have those of another run
         self._directory = weights_directory(config)
         self._engines = 0
@@ -65,7 +66,8 @@ class AdapterDelivery:
             WeightSyncError: they cannot be written; or all engines hold others, or say something else.
             EngineError: no engine can load them. EngineDied: none is left.
         """
-        adapter = AdapterVersion(f"{self._name}-v{version}", version, self._directory / adapter_directory(version))
+        directory = self._directory / adapter_directory(version)
+        adapter = AdapterVersion(f"{self._name}-v{version}", version, directory, self._owner)
         strict = self._config.weights.verify in ("first", "always")
         begin = time.monotonic()
         expected, spans = self._trainers.write_adapter(adapter.directory, verify)

@@ -19,9 +19,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+from mslime.config.adapters import directories
 from mslime.config.schema import RunConfig
 from mslime.control.stop import SIGNALS
-from mslime.data.checkpoints import step_of, steps
+from mslime.data.checkpoints import newest_step
 from mslime.observe.metrics import FILE_NAME, read_metrics
 
 PAUSES_S = (1.0, 15.0, 30.0, 60.0)
@@ -88,23 +89,20 @@ def keep_running(
 
 
 def _saved(run_dir: Path) -> int:
-    """Steps that the newest checkpoint holds; 0 without one."""
-    found = steps(run_dir / "checkpoints")
-    return step_of(found[-1]) if found else 0
+    """Steps that the newest checkpoint holds, 0 without one; of several adapters, those of all together."""
+    return sum(newest_step(directory) for directory in directories(run_dir))
 
 
 def _made(run_dir: Path) -> int:
-    """The last step that the metrics tell of."""
-    return max((row["step"] for row in read_metrics(run_dir / FILE_NAME)), default=0)
+    """The last step that the metrics tell of; of several adapters, those of all together."""
+    rows = [read_metrics(directory / FILE_NAME) for directory in directories(run_dir)]
+    return sum(max((row["step"] for row in each), default=0) for each in rows)
 
 
-def _stamp(run_dir: Path) -> tuple[int, int]:
+def _stamp(run_dir: Path) -> list[tuple[int, int]]:
     """Differs when the metrics were written meanwhile."""
-    try:
-        found = (run_dir / FILE_NAME).stat()
-    except OSError:
-        return (0, 0)
-    return found.st_size, found.st_mtime_ns
+    files = [directory / FILE_NAME for directory in directories(run_dir)]
+    return [(found.st_size, found.st_mtime_ns) for file in files if file.exists() and (found := file.stat())]
 
 
 class _Child:

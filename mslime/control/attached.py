@@ -7,6 +7,7 @@ the names of its own into the run directory before it makes them, and the next a
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from mslime.backends.sglang.client import EngineClient, blocking
 from mslime.config.errors import EngineError, UserError
 from mslime.config.keys import Endpoint
-from mslime.config.schema import DeadlineConfig, RunConfig
+from mslime.config.schema import RunConfig
 from mslime.weights.senders import Senders
 from mslime.weights.transport import group_name
 
@@ -42,8 +43,7 @@ class AttachedEngines:
         self._engines = tuple(engines)
         self._deadlines = config.deadlines
         self._record = config.run_dir / RECORD
-        self._senders = Senders.at_most(config.layout, config.weights.senders).everyone()
-        self._groups = [group_name(group, rank) for rank in self._senders]
+        self._config, self._groups = config, groups_of(config, [group])
 
     def take_over(self) -> None:
         """Undo what a killed run may have left, and write down what this one will leave if it is killed.
@@ -52,26 +52,25 @@ class AttachedEngines:
             EngineError: an engine does not answer, or asks for another key.
         """
         left = _recorded(self._record)
-        for engine in self._engines:
-            self._reset(engine, left, self._deadlines.engine_control_s, _refuse_silence)
+        self._take(self._engines, left)
         self._write({*left, *self._groups})
 
     def also(self, group: str) -> None:
         """Groups of other names follow: write them down before they are made."""
-        self._groups += [group_name(group, rank) for rank in self._senders]
+        self._groups += groups_of(self._config, [group])
         self._write({*_recorded(self._record), *self._groups})
 
     def add(self, engine: Endpoint) -> None:
         """An engine that joins the run on its way. Raises as `take_over`."""
         left = _recorded(self._record)
-        self._reset(engine, left, self._deadlines.engine_control_s, _refuse_silence)
+        self._take([engine], left)
         self._engines = (*self._engines, engine)
         self._write({*left, *self._groups})
 
     def release(self, engine: Endpoint) -> None:
         """An engine has left the run: leave it as somebody else's run may find it. Never raises: it may be dead."""
         if engine in self._engines:
-            self._reset(engine, self._groups, LEAVE_SECONDS, lambda at, error: None)
+            self._reset([engine], self._groups, LEAVE_SECONDS)
             self._engines = tuple(other for other in self._engines if other != engine)
 
     def _write(self, groups: Iterable[str]) -> None:
@@ -90,30 +89,54 @@ class AttachedEngines:
             return
         with suppress(UserError):  # a rank that is gone, or stuck, leaves nothing
             disconnect(LEAVE_SECONDS)
-        silent: list[Endpoint] = []
-        for engine in self._engines:
-            self._reset(engine, self._groups, LEAVE_SECONDS, lambda at, _: silent.append(at))
-        if not silent:
+        if not self._reset(self._engines, self._groups, LEAVE_SECONDS):
             self._record.unlink(missing_ok=True)
 
-    def _reset(
-        self,
-        engine: Endpoint,
-        groups: Iterable[str],
-        deadline_s: float,
-        failed: Callable[[Endpoint, EngineError], None],
-    ) -> None:
-        """An engine that generates, and knows no requests, updates or groups of ours."""
-        limits = {"engine_control_s": deadline_s, "weight_sync_s": deadline_s}
-        try:
-            blocking(_reset(engine, groups, self._deadlines.model_copy(update=limits)))
-        except EngineError as error:
-            failed(engine, error)
+    def _take(self, engines: Sequence[Endpoint], groups: Iterable[str]) -> None:
+        silent = self._reset(engines, groups, self._deadlines.engine_control_s)
+        for engine in engines:
+            if engine.url in silent:
+                _refuse_silence(engine, silent[engine.url])
+
+    def _reset(self, engines: Sequence[Endpoint], groups: Iterable[str], within_s: float) -> dict[str, EngineError]:
+        """See `made_clean`; by URL."""
+        limits = self._deadlines.controls_within(within_s)
+        clients = [EngineClient(engine.url, engine.url, limits, keys=engine.keys) for engine in engines]
+        return blocking(made_clean(clients, groups))
 
 
-async def _reset(engine: Endpoint, groups: Iterable[str], deadlines: DeadlineConfig) -> None:
-    async with EngineClient(engine.url, engine.url, deadlines, keys=engine.keys) as client:
-        await make_clean(client, groups)
+def groups_of(config: RunConfig, beginnings: Iterable[str]) -> list[str]:
+    """Names of the process groups that senders make with the engines, from what they begin with (`new_group`)."""
+    senders = Senders.at_most(config.layout, config.weights.senders).everyone()
+    return [group_name(beginning, rank) for beginning in beginnings for rank in senders]
+
+
+async def made_clean(
+    clients: Sequence[EngineClient], groups: Iterable[str], *, flush: bool = False
+) -> dict[str, EngineError]:
+    """Let engines generate, and know no requests, updates or groups of ours, all at once; closes the clients.
+
+    Args:
+        flush: let them forget what they have cached, too.
+
+    Returns:
+        What is wrong with those of which something is, by name.
+    """
+    found, names = dict[str, EngineError](), tuple(groups)
+
+    async def clean(client: EngineClient) -> None:
+        async with client:
+            try:
+                await make_clean(client, names)
+                if flush:
+                    await client.flush_cache()
+            except EngineError as error:
+                found[client.name] = error
+
+    async with asyncio.TaskGroup() as tasks:
+        for client in clients:
+            tasks.create_task(clean(client))
+    return found
 
 
 async def make_clean(client: EngineClient, groups: Iterable[str] = ()) -> None:

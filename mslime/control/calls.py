@@ -13,9 +13,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from mslime.config.errors import TrainerError, UserError
+from mslime.config.errors import TrainerError, UserError, WeightSyncError, WorkerError
 
 POLL_SECONDS = 0.25
+DEATH_SECONDS = 5.0
+"""In which Ray notices that a process is gone."""
 
 
 def gather(
@@ -36,7 +38,7 @@ def gather(
 
     Raises:
         UserError: as raised by the worker, when it was a user's mistake.
-        TrainerError: a worker crashed, died, or missed the deadline.
+        WorkerError: a worker crashed, died, or missed the deadline. TrainerError: Ray failed.
     """
     names = {ref: name for name, ref in refs.items()}
     pending, results = list(refs.values()), {}
@@ -44,13 +46,16 @@ def gather(
     while pending:
         done, pending = _wait(pending, what)
         for ref in done:
-            results[names[ref]] = _value(ref, names[ref], what, log_paths)
+            try:
+                results[names[ref]] = _value(ref, names[ref], what, log_paths)
+            except WeightSyncError as error:
+                raise _death_among(pending, names, what, log_paths) or error from None
         if on_wait is not None:
             on_wait()
         if pending and time.monotonic() > end:
             stuck = sorted(names[ref] for ref in pending)
             logs = ", ".join(log_paths.get(n, "?") for n in stuck)
-            raise TrainerError(
+            raise WorkerError(
                 what,
                 ", ".join(stuck),
                 f"no answer within {deadline_s:.0f} s",
@@ -59,9 +64,26 @@ def gather(
     return {name: results[name] for name in refs}
 
 
-def _wait(pending: list[ray.ObjectRef], what: str) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+def _death_among(
+    pending: list[ray.ObjectRef], names: Mapping[ray.ObjectRef, str], what: str, log_paths: Mapping[str, str]
+) -> WorkerError | None:
+    """Why a sync failed on a rank that merely lost another: Ray may tell of that one's death a moment later."""
+    done, _ = _wait(pending, what, len(pending), DEATH_SECONDS) if pending else ([], [])
+    for ref in done:
+        try:
+            _value(ref, names[ref], what, log_paths)
+        except WorkerError as death:
+            return death
+        except UserError:
+            continue
+    return None
+
+
+def _wait(
+    pending: list[ray.ObjectRef], what: str, number: int = 1, seconds: float = POLL_SECONDS
+) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
     try:
-        return ray.wait(pending, num_returns=1, timeout=POLL_SECONDS)
+        return ray.wait(pending, num_returns=number, timeout=seconds)
     except RayError as error:
         raise _ray_failed(what, "Ray", error) from None
 
@@ -93,9 +115,9 @@ def told(error: RayError, who: str, what: str, log: str) -> Exception:
         if isinstance(error.cause, UserError):
             return error.cause
         # Not `error.traceback_str`: Ray forwards it to the cause, and an AttributeError of that kind eats it.
-        return TrainerError(what, who, f"crashed with\n{error}", f"the whole log is {log}")
+        return WorkerError(what, who, f"crashed with\n{error}", f"the whole log is {log}")
     if isinstance(error, RayActorError):
-        return TrainerError(
+        return WorkerError(
             what,
             who,
             f"the process died ({str(error).splitlines()[0]})",

@@ -21,8 +21,10 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from mslime.backends.sglang.guard import kill_all
 from mslime.config.cluster import RAY_START, Parts, claims, worker_environment
-from mslime.config.errors import ConfigError
+from mslime.config.engines import SGLangConfig
+from mslime.config.errors import ConfigError, TrainerError, WorkerError
 from mslime.config.schema import RunConfig
 from mslime.config.serving import Role
 from mslime.control.placement import (
@@ -36,12 +38,17 @@ from mslime.control.placement import (
     refuse_small_cluster,
     spots_of,
 )
-from mslime.control.sweeper import Sweeper
+from mslime.control.sweeper import Sweeper, ray_processes
+
+_log = logging.getLogger(__name__)
 
 PLACEMENT_SECONDS = 120.0
 MORE_SECONDS = 10.0
 """For room for one more engine, while the others generate."""
 _KNOCK_SECONDS = 10.0
+_RAY_STARTS = 3
+_TOO_SLOW = "timed out during startup"
+"""What Ray says when its own processes were not there in time."""
 _LOCAL_OBJECT_STORE = 512 * 2**20
 
 
@@ -82,6 +89,7 @@ class Cluster:
         self._order: dict[str, list[int]] = {}
         self._spots: list[Spot] = []  # of trainer ranks, in their order
         self._shared = config.colocated and trainers and self._num_engines > 0
+        self._taught_here = self._shared and config.teacher_shares
         self._placed = 0  # engines that were given GPUs of the trainer
         self._critics: PlacementGroup | None = None
         self._connected = False
@@ -136,9 +144,9 @@ class Cluster:
         elif engines:
             self._engines = self._place(
                 "sglang.num_engines",
-                [self._bundle(config.sglang.gpus_a_machine) for _ in range(engines * config.sglang.nnodes)],
+                [self._bundle(config.sglang.gpus_a_machine) for _ in range(engines * config.sglang.parts)],
             )
-        if teachers:
+        if teachers and not self._taught_here:
             self._teachers = self._place(
                 "teacher.num_engines",
                 [self._bundle(config.teacher.gpus_a_machine) for _ in range(teachers * config.teacher.nnodes)],
@@ -146,13 +154,13 @@ class Cluster:
 
     def _connect(self, options: dict[str, Any]) -> None:
         address = self._config.cluster.ray_address
+        if address is None:
+            _start_ray(options)
+            return
         try:
-            if address is not None:
-                _knock(address)
-            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.ERROR, **options)
+            _knock(address)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except (OSError, RuntimeError, ValueError) as error:
-            if address is None:
-                raise
             raise ConfigError(
                 "cluster.ray_address", address, f"the Ray cluster cannot be joined: {error}",
                 f"start it ({RAY_START}), with this Python and this Ray, and mslime on one of its machines",
@@ -200,12 +208,21 @@ class Cluster:
         where = placement_group_table(self._trainers)["bundles_to_node_id"]
         return [where[bundle] for bundle in self._order["cluster.trainer_ranks"]]
 
+    def check_trainer_machines(self) -> None:
+        """Raise TrainerError when a machine of trainer ranks is gone: their place is nobody's then."""
+        for group in (self._trainers, self._critics):
+            if group is not None and (state := placement_group_table(group)["state"]) != "CREATED":
+                raise TrainerError(
+                    "cluster", f"placement group {state}", "a machine of the trainer is gone",
+                    "start again with as many machines: the run continues from its newest checkpoint",
+                )  # fmt: skip
+
     def on_other_machines(self) -> list[str]:
         """One line for each other machine: which of the run's processes, by the names of their logs, are there."""
         groups = {
             "trainer_rank": (self._trainers, self._order.get("cluster.trainer_ranks"), 1),
             "critic_rank": (self._critics, self._order.get("critic.placement"), 1),
-            "engine": (None if self._shared else self._engines, None, self._config.sglang.nnodes),
+            "engine": (None if self._shared else self._engines, None, self._config.sglang.parts),
             "teacher": (self._teachers, None, self._config.teacher.nnodes),
         }
         placed: dict[str, list[str]] = {}
@@ -224,30 +241,38 @@ class Cluster:
         return self._options(self._critics, self._order["critic.placement"][rank], gpus=1)
 
     def engine_places(self, index: int, role: Role = "engine") -> list[Place]:
-        """Where engine or teacher `index` goes: one place for each of its machines."""
+        """Where engine or teacher `index` goes: one place for each of its machines, or for each half of a pair."""
         teaches = role == "teacher"
+        if teaches and self._taught_here:  # from the last GPU on, so that more engines have room before them
+            teacher = self._config.teacher
+            return self._on_trainer_gpus(teacher, len(self._spots) - (index + 1) * teacher.tp_size)
         if self._shared and not teaches:
-            return self._on_trainer_gpus()
+            return self._beside_trainer()
         group, section = (self._teachers, self._config.teacher) if teaches else (self._engines, self._config.sglang)
         assert group is not None
-        bundles = range(index * section.nnodes, (index + 1) * section.nnodes)
+        bundles = range(index * section.parts, (index + 1) * section.parts)
         return [Place(self._options(group, bundle, gpus=section.gpus_a_machine)) for bundle in bundles]
 
-    def _on_trainer_gpus(self) -> list[Place]:
-        """Places for the next engine: neighbouring GPUs of the trainer, beside its ranks."""
+    def _beside_trainer(self) -> list[Place]:
+        """Places for the next engine on the trainer's GPUs."""
         engine, number = self._config.sglang, self._placed
-        assert self._trainers is not None
-        if (number + 1) * engine.tp_size > len(self._spots):
+        free = len(self._spots) - (self._config.teacher.gpus if self._taught_here else 0)
+        if (number + 1) * engine.tp_size > free:
             raise ConfigError(
                 "sglang.num_engines", number + 1,
-                f"engines share the trainer's {len(self._spots)} GPUs, {engine.tp_size} each (cluster.placement)",
+                f"engines share {free} of the trainer's GPUs, {engine.tp_size} each (cluster.placement)",
                 "end another one first",
             )  # fmt: skip
         self._placed += 1
+        return self._on_trainer_gpus(engine, number * engine.tp_size)
+
+    def _on_trainer_gpus(self, server: SGLangConfig, begin: int) -> list[Place]:
+        """Places for a server: neighbouring GPUs of the trainer, beside its ranks, from rank `begin`'s on."""
+        assert self._trainers is not None
         places: list[Place] = []
-        for part in range(engine.nnodes):
-            first = number * engine.tp_size + part * engine.gpus_a_machine
-            gpus = gpus_of(self._spots[first : first + engine.gpus_a_machine])
+        for part in range(server.nnodes):
+            first = begin + part * server.gpus_a_machine
+            gpus = gpus_of(self._spots[first : first + server.gpus_a_machine])
             bundle = self._order["cluster.trainer_ranks"][first]
             places.append(Place(self._options(self._trainers, bundle, gpus=0), gpus if self._cuda else None))
         return places
@@ -256,11 +281,11 @@ class Cluster:
         """Places for an engine beyond those that the run began with. Raises ConfigError without room for it."""
         engine = self._config.sglang
         if self._shared:
-            return self._on_trainer_gpus()
+            return self._beside_trainer()
         if not self._cuda and self._config.cluster.ray_address is None:
             # Its cores are logical, and counted without it.
-            return [Place(beside_the_driver() | {"max_restarts": 0})] * engine.nnodes
-        gpus, machines = engine.gpus_a_machine, range(engine.nnodes)
+            return [Place(beside_the_driver() | {"max_restarts": 0})] * engine.parts
+        gpus, machines = engine.gpus_a_machine, range(engine.parts)
         group = self._place("sglang.num_engines", [self._bundle(gpus) for _ in machines], MORE_SECONDS)
         return [Place(self._options(group, bundle, gpus)) for bundle in machines]
 
@@ -281,6 +306,28 @@ class Cluster:
         self._sweeper.close()
 
 
+def _start_ray(options: dict[str, Any]) -> None:
+    """Ray gives its processes 30 s, which nothing can change; where a crowded machine needs more, they begin anew.
+
+    Raises:
+        WorkerError: they were too slow `_RAY_STARTS` times.
+    """
+    for _ in range(_RAY_STARTS):
+        try:
+            ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options)
+        except Exception as error:  # Ray has no class for it
+            if _TOO_SLOW not in str(error):
+                raise
+            _log.warning("Ray did not start within 30 s, so it is started again")
+            kill_all(ray_processes(os.getpid()))
+        else:
+            return
+    raise WorkerError(
+        "ray", f"{_RAY_STARTS} starts", "its processes on this machine did not come up within 30 s each",
+        f"end what else runs here; or start Ray yourself ({RAY_START}) and set cluster.ray_address",
+    )  # fmt: skip
+
+
 @contextmanager
 def _ray_environment(config: RunConfig) -> Iterator[None]:
     """Ray's own settings of this process, where the environment does not name them; gone again afterwards."""
@@ -288,6 +335,8 @@ def _ray_environment(config: RunConfig) -> Iterator[None]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # Ray would run its workers, our trainer ranks among them, at niceness 15, behind the engines on the same cores.
         "RAY_worker_niceness": "0",
+        # What other ranks say when one is lost stands in their logs, and is no second failure.
+        "RAY_IGNORE_UNHANDLED_ERRORS": "1",
         # Ray's code would end the driver a minute after its control process, in the middle of a rescue.
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(int(config.deadlines.rescue_s) + 600),
     }

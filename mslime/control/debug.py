@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime import __version__
+from mslime.config.adapters import refuse_several
 from mslime.config.cluster import Parts
 from mslime.config.engines import TeacherConfig
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.control.assemble import SourceNames, assemble, references
 from mslime.control.cluster import resolved_device
-from mslime.control.engines import EngineGroup
 from mslime.control.export import export
 from mslime.control.results import StepShards
 from mslime.control.rollouts import RolloutHandle
@@ -63,24 +63,17 @@ class Generation(Started):
     """
 
     def __init__(self, run: ResolvedRun, stop: StopSignals, num_steps: int) -> None:
-        super().__init__(run.config, stop)
-        self._run, self._num_steps = run, num_steps
+        super().__init__(run, stop)
+        self._num_steps = num_steps
 
     def _start(self) -> None:
         config, logs = self.config, self._logs
         self.progress = self._stack.enter_context(open_progress(config.observe.progress, self._num_steps))
         self.progress.note(f"starting engines on {config.model.path}; logs in {logs}")
         cluster, watch = self._join_cluster(True, trainers=False)
-        groups = [EngineGroup(self._run, cluster, logs), EngineGroup(self._run, cluster, logs, "teacher")]
-        for group in groups:
-            self._stack.callback(group.stop)
-        starting = [group.begin_start() for group in groups]
-        engines, teachers = (
-            group.finish_start(begun, group.watch_start(begun, self.progress.note))
-            for group, begun in zip(groups, starting, strict=True)
-        )
-        self.progress.note("engines: " + ", ".join(a.url for a in engines))
-        self._take_over([a.endpoint for a in engines], lambda _: None)
+        group = self._engine_group(cluster)
+        engines, teachers = self._start_beside(lambda _: None, group, self._engine_group(cluster, "teacher"))
+        self._take_over(group.attached, lambda _: None)
         self.rollouts = RolloutHandle(self._run, logs / "rollouts.log", watch.check)
         self._stack.callback(self.rollouts.stop)
         self.rollouts.start(engines, [], None, 0, teachers)
@@ -197,6 +190,7 @@ def replay(config: RunConfig, directory: Path) -> int:
         UserError: a user's mistake, groups that do not fit, or a failed part of the run.
         Stopped: a signal ended it.
     """
+    refuse_several(config, "mslime train --replay")
     if config.train.task == "sft":
         raise ConfigError("--replay", str(directory), "supervised training takes no groups (train.task: sft)",
                           "leave --replay out, or set train.task: rl")  # fmt: skip
@@ -334,6 +328,7 @@ def _checkpoint(config: RunConfig, text: str) -> Path:
 
 
 def _wants_engines(config: RunConfig, command: str) -> None:
+    refuse_several(config, command)
     if config.train.task == "sft":
         raise ConfigError("train.task", "sft", f"supervised training has no engines, which {command} is about",
                           "add --train.task rl, and a reward if there is none")  # fmt: skip

@@ -13,9 +13,10 @@ from mslime.config.schema import RunConfig
 from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
 from mslime.control.probe import Answered, WeightProbe
+from mslime.control.ranks import Span
 from mslime.control.rollouts import RolloutHandle
 from mslime.control.sharing import Apart
-from mslime.control.trainers import Span, TrainerGroup
+from mslime.control.trainers import TrainerGroup
 from mslime.observe.progress import Progress
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ class Delivery:
 
     def connect(self, group: str) -> None:
         """Let the trainer meet the engines that are there, in process groups whose names begin with `group`."""
-        self._trainers.connect([a.endpoint for a in self._engines.addresses if a.url in self._met], group)
+        met = [address for address in self._engines.addresses if address.url in self._met]
+        self._trainers.connect([endpoint for address in met for endpoint in address.endpoints], group)
 
     def send(self, version: int, verify: bool) -> Delivered:
         """Bring all weights to every engine that is there, compare them if asked to, let them count as `version`, and
@@ -141,7 +143,7 @@ class Delivery:
             serving = self._rollouts.begin_again()
             if serving.urls != tried:
                 return serving
-            new, named = set(tried) - self._proven, {url for url in tried if names_engine(error, url)}
+            new, named = set(tried) - self._proven, self._named(error) & set(tried)
             if new:  # where all are, it is the run's first sync: what is wrong then is not mended by sending it again
                 if new != set(tried):
                     self._fleet.reject(new, error)
@@ -157,6 +159,14 @@ class Delivery:
         except UserError as second:
             raise error from second
         raise error
+
+    def _named(self, error: WeightSyncError) -> set[str]:
+        """URLs of the engines that an error names, by any of their servers."""
+        return {
+            address.url
+            for address in self._engines.addresses
+            if any(names_engine(error, server.url) for server in address.endpoints)
+        }
 
     def _meet(self, serving: Serving) -> None:
         """Where other engines are there than the last time, leave the groups of then and meet those that are there."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import secrets
 import socket
 from concurrent.futures import Future
@@ -49,13 +48,7 @@ class ControlEndpoint:
         ready: Future[None] = Future()
         self._done = in_thread(self._serve, listening, ready)
         ready.result(timeout=ANSWER_S)
-        self._record.parent.mkdir(parents=True, exist_ok=True)
-        said = {"url": f"http://127.0.0.1:{listening.getsockname()[1]}", "key": self._key,
-                "host": socket.gethostname(), "pid": os.getpid()}  # fmt: skip
-        self._record.unlink(missing_ok=True)
-        descriptor = os.open(self._record, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(said, file)
+        network.write_address(self._record, listening, self._key)
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -1,4 +1,4 @@
-"""What a rollout service has around it: clients of engines and teachers, which it checks, and what scores responses."""
+"""The engines that a rollout service has around it: their clients, which it checks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from mslime.config.errors import EngineError
     from mslime.config.model_facts import ModelFacts
     from mslime.config.schema import RunConfig
-    from mslime.data.tokenizer import Tokenizer
     from mslime.preflight.resolve import ResolvedRun
-    from mslime.rollout.rewards.scorer import RewardScorer
-    from mslime.rollout.teacher import ServedTeacher
 
 _log = logging.getLogger(__name__)
 GREET_S = 15.0
@@ -32,25 +29,20 @@ GREET_S = 15.0
 
 
 class EngineSide:
-    """Everything that is opened before a service, and closed after it.
+    """Engines are met before a service is opened, and left after it was closed.
 
     Args:
         config: of the run, or what one of several managers has of it.
 
     Attributes:
         pool: the engines, once they were met.
-        scorer, eval_scorers, teacher: see `RolloutService`; once scoring was opened.
     """
 
     pool: EnginePool
-    scorer: RewardScorer
-    eval_scorers: dict[str, RewardScorer]
-    teacher: ServedTeacher | None
     _needs: Needs
 
     def __init__(self, run: ResolvedRun, config: RunConfig) -> None:
         self._run, self._config = run, config
-        self._teachers: EnginePool | None = None
 
     async def meet_engines(self, addresses: Sequence[EngineAddress]) -> int:
         """Connect to the engines and check what they can do; how many tokens they refuse to continue."""
@@ -87,9 +79,7 @@ class EngineSide:
                 if not await client.answers():
                     raise client.error("/ready", "nobody answers", EngineDied)
                 # One that hangs is not to hold up the sync for long.
-                client.deadlines = limits.model_copy(
-                    update=dict.fromkeys(("engine_control_s", "weight_sync_s"), GREET_S)
-                )
+                client.deadlines = limits.controls_within(GREET_S)
                 await make_clean(client)
                 client.deadlines = limits
                 if self._needs.memory:  # it may have been given up while it slept
@@ -120,47 +110,11 @@ class EngineSide:
         """See `EnginePool.stranded`."""
         return self.pool.stranded
 
-    async def open_scoring(self, teachers: Sequence[EngineAddress], tokenizer: Tokenizer) -> None:
-        """Start what scores responses of training and of held-out sets."""
-        from mslime.rollout.rewards.scorer import RewardScorer
+    def _clients(self, addresses: Sequence[EngineAddress], model: ModelFacts) -> list[EngineClient]:
+        from mslime.backends.sglang.pair import client_of
 
-        config = self._config
-        self.scorer = RewardScorer(config.reward, tokenizer=tokenizer)
-        self.eval_scorers = {
-            s.name: RewardScorer(s.reward, f"data.eval_sets[{i}].reward", tokenizer)
-            for i, s in enumerate(config.data.eval_sets)
-            if s.reward is not None
-        }
-        for scorer in (self.scorer, *self.eval_scorers.values()):
-            await scorer.start()
-        self.teacher = await self._meet_teachers(teachers, tokenizer)
-
-    async def _meet_teachers(self, addresses: Sequence[EngineAddress], tokenizer: Tokenizer) -> ServedTeacher | None:
-        """The teacher behind these servers, which are checked; None when there are none."""
-        from mslime.backends.sglang.pool import EnginePool
-        from mslime.backends.sglang.teacher import meet_teachers
-        from mslime.rollout.teacher import ServedTeacher
-
-        if not addresses:
-            return None
-        config, model = self._config, self._run.model
-        rollout, prompt = config.rollout, config.data.max_prompt_tokens or 1
-        longest = min(rollout.longest(model.max_positions), prompt + rollout.max_response_tokens)
-        clients = self._clients(addresses, None)
-        await meet_teachers(clients, tokenizer, model.vocab_size, longest)
-        self._teachers = EnginePool(clients, config.teacher.concurrency)
-        return ServedTeacher(self._teachers)
-
-    def _clients(self, addresses: Sequence[EngineAddress], model: ModelFacts | None) -> list[EngineClient]:
-        from mslime.backends.sglang.client import EngineClient
-
-        limits = self._config.deadlines
-        return [EngineClient(a.url, a.name, limits, model, a.log_path, a.keys, a.identity) for a in addresses]
+        return [client_of(address, self._config.deadlines, model) for address in addresses]
 
     async def close(self) -> None:
-        """Close connections, end the reward workers."""
+        """Close connections."""
         await self.pool.close()
-        if self._teachers is not None:
-            await self._teachers.close()
-        for scorer in (self.scorer, *self.eval_scorers.values()):
-            await scorer.close()

@@ -10,18 +10,19 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from mslime.config.errors import ConfigError, EngineError, TrainerError
-from mslime.config.keys import NO_KEYS, EngineKeys
+from mslime.config.errors import ConfigError, EngineError, TrainerError, UserError
+from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.schema import RunConfig
 from mslime.config.serving import Role, ServerSpec, engine_spec, teacher_spec
-from mslime.control.calls import call, gather
+from mslime.control.calls import POLL_SECONDS, call, gather
 from mslime.control.cluster import Cluster, own_host, redirect_output, remote_class, use_own_interface
 from mslime.control.placement import Place
 from mslime.logs import hide, log_process, phase
@@ -75,6 +76,11 @@ class PartActor:
             self._part.stop()
 
 
+def _of_engine(error: UserError) -> EngineError:
+    """What went wrong in an actor of an engine, which counts as its failure."""
+    return EngineError(error.field, error.value, error.rule, error.way_out)
+
+
 class RemotePart:
     """An `OtherMachine` in the hands of a `PartActor`."""
 
@@ -96,14 +102,38 @@ class RemotePart:
         try:
             call(ref, self._name, "engine start", PART_SECONDS, self._log)
         except TrainerError as error:  # its actor is gone, or says nothing
-            raise EngineError(error.field, error.value, error.rule, error.way_out) from error
+            raise _of_engine(error) from error
+
+
+class PrefillActor:
+    """Launches the half of a pair that prefills. The server dies with this process."""
+
+    def __init__(
+        self, config: RunConfig, spec: ServerSpec, index: int, log_dir: str, keys: EngineKeys, routes: bool,
+        gpus: Sequence[str] | None,
+    ) -> None:  # fmt: skip
+        host = _begin_actor(config, f"{spec.role}{index}_prefill", log_dir, keys)
+        from mslime.backends.sglang.server import ServerProcess
+
+        self._server = ServerProcess(
+            spec, index, Path(log_dir), host=host, gpus=gpus, keys=keys, routes=routes, half="prefill"
+        )
+
+    def start(self) -> EngineAddress:
+        """See `EngineActor`, as for the next one."""
+        with phase(_log, "starting the server"):
+            return self._server.start()
+
+    def stop(self) -> None:
+        with phase(_log, "stopping the server"):
+            self._server.stop()
 
 
 class EngineActor:
-    """Launches one server and watches it. The server dies with this process, whatever ends it.
+    """Launches one server, or a pair, and watches it. The server dies with this process, whatever ends it.
 
     Args:
-        parts: `PartActor`s on the server's other machines, in order.
+        parts: on the server's other machines a `PartActor` each, in order; or of a pair, the `PrefillActor`.
         gpus: that the server may use; None: what Ray gives this process.
     """
 
@@ -114,25 +144,41 @@ class EngineActor:
         host = _begin_actor(config, name := f"{spec.role}{index}", log_dir, keys)
         from mslime.backends.sglang.server import ServerProcess
 
+        pair = spec.settings.pairs is not None
+        self._prefill = parts[0] if pair else None
+        self._prefill_name, self._start_s = f"{name}_prefill", spec.start_s
+        self._prefill_log = str(Path(log_dir) / f"{self._prefill_name}.log")
         others = [
             RemotePart(part, f"{name}_part{rank}", str(Path(log_dir) / f"{name}_part{rank}.log"))
-            for rank, part in enumerate(parts, 1)
+            for rank, part in enumerate(() if pair else parts, 1)
         ]
         self._server = ServerProcess(
-            spec, index, Path(log_dir), host=host, gpus=gpus, keys=keys, routes=routes, others=others
+            spec, index, Path(log_dir), host=host, gpus=gpus, keys=keys, routes=routes, others=others,
+            half="decode" if pair else None,
         )  # fmt: skip
 
     def start(self) -> EngineAddress:
-        """Launch and wait until it serves."""
+        """Launch and wait until it serves; a pair, until both halves do."""
         with phase(_log, "starting the server"):
-            address = self._server.start()
+            address = self._server.start() if self._prefill is None else self._start_pair(self._prefill)
         _log.info("serving at %s, log in %s", address.url, address.log_path)
         return address
 
+    def _start_pair(self, prefill: Any) -> EngineAddress:
+        """Both halves at the same time; none is left when one does not start."""
+        other = prefill.start.remote()
+        try:
+            address = self._server.start()
+            return replace(
+                address, prefill=call(other, self._prefill_name, "engine start", self._start_s, self._prefill_log)
+            )
+        except UserError as error:
+            self.stop()
+            raise error if isinstance(error, EngineError) else _of_engine(error) from error
+
     def start_again(self, wait_s: float) -> EngineAddress:
-        """Launch another server in the place of one that died, after so long."""
-        with phase(_log, "clearing away what is left of the server"):
-            self._server.stop()
+        """Launch another server in the place of one that died, after so long; of a pair, both."""
+        self.stop()
         time.sleep(wait_s)
         return self.start()
 
@@ -141,9 +187,12 @@ class EngineActor:
         return self._server.phase()
 
     def stop(self) -> None:
-        """End the server and its children."""
+        """End the server and its children, or what is left of them; of a pair, both."""
         with phase(_log, "stopping the server"):
             self._server.stop()
+        if self._prefill is not None:
+            with suppress(EngineError, TrainerError):  # an actor that is gone took its server with it
+                call(self._prefill.stop.remote(), self._prefill_name, "engine stop", PART_SECONDS, self._prefill_log)
 
 
 class EngineGroup:
@@ -151,6 +200,9 @@ class EngineGroup:
 
     Args:
         log_dir: of the servers and of the processes around them.
+
+    Attributes:
+        role: what each of them is called, with its number.
     """
 
     def __init__(self, run: ResolvedRun, cluster: Cluster, log_dir: Path, role: Role = "engine") -> None:
@@ -158,12 +210,12 @@ class EngineGroup:
         settings = config.teacher if role == "teacher" else config.sglang
         count = config.teacher.launched if role == "teacher" else config.sglang.num_engines
         self._config, self._urls, self._adapted = config, settings.urls, run.adapted_modules
-        self._role: Role = role
+        self.role: Role = role
         self._keys = settings.keys() or (NO_KEYS if settings.urls else EngineKeys.random())
         hide(self._keys.api, self._keys.admin)
         self._cluster, self._log_dir, self._routes = cluster, log_dir, routes
         self._actors: dict[str, Any] = {}
-        self._parts: dict[str, list[Any]] = {}  # on the other machines of a server
+        self._parts: dict[str, list[Any]] = {}  # on the other machines of a server, or of the other half of a pair
         self._places: dict[str, list[Place]] = {}
         self._free_places: list[list[Place]] = []
         self._waiting: list[str] = []
@@ -177,17 +229,22 @@ class EngineGroup:
             self._make(cluster.engine_places(self._made, role))
 
     def _make(self, places: list[Place]) -> str:
-        """Processes for one more server, one on each of its machines; its name."""
-        name, index = f"{self._role}{self._made}", self._made
+        """Processes for one more engine, one on each of its machines, or for each half of a pair; its name."""
+        name, index = f"{self.role}{self._made}", self._made
         self._made += 1
-        of_teacher = self._role == "teacher"
+        of_teacher = self.role == "teacher"
         spec = teacher_spec(self._config) if of_teacher else engine_spec(self._config, self._adapted)
         logs = str(self._log_dir)
+        pair, rest = spec.settings.pairs is not None, places[1:]
         self._parts[name] = parts = [
-            remote_class(PartActor).options(**each.options).remote(
+            remote_class(PrefillActor).options(**each.options).remote(
+                self._config, spec, index, logs, self._keys, self._routes, each.gpus
+            )
+            if pair
+            else remote_class(PartActor).options(**each.options).remote(
                 self._config, spec, index, rank, logs, self._keys, self._routes, each.gpus
             )
-            for rank, each in enumerate(places[1:], 1)
+            for rank, each in enumerate(rest, 1)
         ]  # fmt: skip
         remote = remote_class(EngineActor, concurrency_groups={"progress": 1})
         made = remote.options(**places[0].options).remote(
@@ -210,12 +267,13 @@ class EngineGroup:
         said: dict[str, tuple[str, float]] = {}
 
         def poll() -> None:
-            for name, actor in self._actors.items():
+            for name in starting:
+                actor = self._actors[name]
                 if ray.wait([starting[name]], timeout=0)[0]:
-                    call(starting[name], name, f"{self._role} start", 1.0, self.log_paths[name])
+                    call(starting[name], name, f"{self.role} start", 1.0, self.log_paths[name])
                     continue
                 if name in asked and ray.wait([asked[name]], timeout=0)[0]:
-                    phase = str(call(asked.pop(name), name, f"{self._role} start", 1.0, self.log_paths[name]))
+                    phase = str(call(asked.pop(name), name, f"{self.role} start", 1.0, self.log_paths[name]))
                     doing, when = phase.partition(",")[0], time.monotonic()
                     before, at = said.get(name, ("", 0.0))
                     if doing != before or when - at > SAY_AGAIN_SECONDS:
@@ -233,12 +291,49 @@ class EngineGroup:
         from mslime.backends.sglang.server import attach
 
         if self._urls:
-            self.addresses = [attach(url, i, self._role, self._keys) for i, url in enumerate(self._urls)]
+            self.addresses = [attach(url, i, self.role, self._keys) for i, url in enumerate(self._urls)]
             self._made = len(self._urls)
         else:
             deadline = self._config.deadlines.engine_start_s + STOP_SECONDS
-            self.addresses = list(gather(starting, f"{self._role} start", deadline, self.log_paths, on_wait).values())
+            self.addresses = list(gather(starting, f"{self.role} start", deadline, self.log_paths, on_wait).values())
         return self.addresses
+
+    # ------------------------------------------------------------------------------------ after a session has ended
+
+    @property
+    def attached(self) -> list[Endpoint]:
+        """Of the engines that somebody else runs."""
+        return [address.endpoint for address in self.addresses if not self.launched(address.name)]
+
+    def replace(self, unsound: Collection[str]) -> None:
+        """Start these engines again, and whoever is launched and not there; let those go that somebody else runs."""
+        self.addresses = [address for address in self.addresses if address.name not in unsound]
+        there = {address.name for address in self.addresses}
+        self._restarts.clear()
+        for name in self._actors:
+            if name not in there and name not in self.starting:
+                self.start_again(name)
+
+    def wait_for_one(self, on_wait: Callable[[], None]) -> None:
+        """Return when an engine is there. Raises EngineError or TrainerError when none comes.
+
+        Args:
+            on_wait: called a few times a second.
+        """
+        failed: UserError | None = None
+        while not self.addresses:
+            for found in self.started().values():
+                if isinstance(found, UserError):
+                    failed = found
+                else:
+                    self.take(found)
+            if self.addresses:
+                return
+            if not self.starting:
+                raise failed or EngineError(f"{self.role}s", "none", "no server is left, and none is being started",
+                                            f"read the logs in {self._log_dir}")  # fmt: skip
+            on_wait()
+            time.sleep(POLL_SECONDS)
 
     # ------------------------------------------------------------------------------------------ while the run trains
 
@@ -307,7 +402,7 @@ class EngineGroup:
         if self._config.colocated:
             raise ConfigError("attach", url, "engines of this run share the trainer's GPUs (cluster.placement)",
                               "let it have engines of its own: --engines N")  # fmt: skip
-        address = attach(url, self._made, self._role, keys)
+        address = attach(url, self._made, self.role, keys)
         self._made += 1
         return address
 

@@ -59,7 +59,7 @@ class Fleet:
         self._passed = Counter[str]()  # syncs since an engine was gone
         self._states = {
             a.name: EngineState(a.name, a.url, engines.launched(a.name), "serving") for a in engines.addresses
-        }
+        } | {name: EngineState(name, "", True, "starting") for name in engines.starting}
         self._show()
 
     @property

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress
     from mslime.backends.sglang.serving_adapters import AdapterVersion
     from mslime.config.choices import EngineTag
-    from mslime.config.schema import EvalSetConfig
+    from mslime.config.data import EvalSetConfig
     from mslime.data.probe import Probed
     from mslime.data.sample import Group
     from mslime.preflight.resolve import ResolvedRun
@@ -64,18 +64,20 @@ class ManagerActor:
     async def open(self, refused_input: int, teachers: Sequence[EngineAddress]) -> None:
         """Make the manager, for engines of which the first refuses to continue so many tokens."""
         from mslime.backends.sglang.endings import end_ids
+        from mslime.control.scoring_side import ScoringSide
         from mslime.data.tokenizer import load_tokenizer
         from mslime.rollout.manager import Manager
         from mslime.rollout.protocols import EngineLimits
 
         hide(*(key for a in teachers for key in (a.keys.api, a.keys.admin)))
         side, config = self._side, self._config
+        scoring = self._scoring = ScoringSide(self._run, config)
         tokenizer = load_tokenizer(config.model.tokenizer)
-        await side.open_scoring(teachers, tokenizer)
+        await scoring.open(teachers, tokenizer)
         limits = EngineLimits(refused_input, end_ids(config.model.path, tokenizer))
         self._manager = Manager(
-            config, side.pool, tokenizer, side.scorer, self._run.model, limits, teacher=side.teacher,
-            eval_scorers=side.eval_scorers,
+            config, side.pool, tokenizer, scoring.scorer, self._run.model, limits, teacher=scoring.teacher,
+            eval_scorers=scoring.eval_scorers,
         )  # fmt: skip
         search_seldom()
 
@@ -95,6 +97,7 @@ class ManagerActor:
         """Close connections, end the reward workers."""
         _log.info("stopping")
         await self._side.close()
+        await self._scoring.close()
 
 
 class RemoteManager:
@@ -267,8 +270,8 @@ class ManagerGroup:
         gone = {name: why for each in found for name, why in each.gone.items()}
         return Serving(urls, gone, frozenset().union(*(each.adapters for each in found)))
 
-    async def compare(self, expected: Sums, strict: bool = False, adapter: int | None = None) -> int:
-        return sum(await self._all_engines("compare", expected, strict, adapter))
+    async def compare(self, expected: Sums, strict: bool = False, adapter: int | None = None, owner: str = "") -> int:
+        return sum(await self._all_engines("compare", expected, strict, adapter, owner))
 
     async def end_update(self) -> None:
         await self._all_engines("end_update")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -17,9 +18,10 @@ from numpy.typing import NDArray
 
 from mslime.config.errors import sync_error
 from mslime.config.model_facts import ModelFacts
+from mslime.control.ranks import Span
 from mslime.control.rollouts import RolloutHandle
 from mslime.control.sharing import Apart
-from mslime.control.trainers import Span, TrainerGroup
+from mslime.control.trainers import TrainerGroup
 from mslime.data.probe import SAME_ROUTES, Differences, Probed, routes_of
 
 WAY_OUT = (
@@ -106,7 +108,7 @@ class WeightProbe:
         if self._memory.shared or not self._expected:
             return self._rollouts.probe(version), {}, {}
         with ThreadPoolExecutor(1) as beside:
-            scoring = beside.submit(self._trainers.probe, self._expected)
+            scoring = beside.submit(copy_context().run, self._trainers.probe, self._expected)  # whose turn it is, too
             found = self._rollouts.probe(version)  # where it raises, the ranks are waited for
             scored, spans = scoring.result()
         return found, _by_text(self._expected, scored), spans

@@ -37,7 +37,11 @@ class Publisher:
     def tend(self) -> None:
         """See `Fleet.tend`. With engines that join, weights are compared as in the run's first syncs."""
         if self._fleet.tend():
-            self._verified = 0
+            self.doubt()
+
+    def doubt(self) -> None:
+        """Compare weights as in the run's first syncs."""
+        self._verified = 0
 
     def publish(self, version: int, step: int) -> dict[str, float]:
         """Give the engines the trainer's weights as this version; generation goes on under it afterwards.

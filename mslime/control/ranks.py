@@ -5,23 +5,31 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 from ray.exceptions import RayError
 
 from mslime.config.schema import RunConfig
+from mslime.config.training import policy_spec
 from mslime.control.calls import call, gather
 from mslime.control.cluster import own_host, redirect_output, remote_class, use_own_interface
-from mslime.logs import log_process
+from mslime.logs import log_process, phase
+
+if TYPE_CHECKING:
+    from mslime.backends.megatron.step.base import Base
 
 _log = logging.getLogger(__name__)
 Report = Callable[[int, int], None]
 """Called with (how much is done, of how much)."""
+Span = tuple[float, float]
+"""Begin and end of a stretch of work, Unix seconds."""
 
 
 class RankActor:
@@ -64,6 +72,25 @@ class RankActor:
         self._done, self._total = done, total
 
 
+class BaseActor(RankActor, ABC):
+    """One rank of a base that several adapters are trained on."""
+
+    role = "trainer"
+
+    def start(self, rendezvous: str) -> dict[str, Any]:
+        """Build the base and read its weights; returns this rank's MoE layers."""
+        from mslime.backends.megatron.step.base import Base
+
+        with phase(_log, f"starting at {rendezvous}"):
+            base = Base.start(policy_spec(self._config), self._rank, self._config.layout.world_size, rendezvous)
+        self.hold(base)
+        return {"moe_layer_ids": base.routing_layers}
+
+    @abstractmethod
+    def hold(self, base: Base) -> None:
+        """Have the trainers of its adapters made here."""
+
+
 class RankGroup:
     """All ranks of one model.
 
@@ -93,24 +120,45 @@ class RankGroup:
             "MKL_NUM_THREADS": threads,
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         }
+        self._submitting = threading.Lock()
         self._actors = [
             remote.options(**placed(r), runtime_env={"env_vars": env}).remote(config, r, self.log_paths[self.name(r)])
             for r in range(world)
         ]
+        self._first = self._actors[0]
 
     def name(self, rank: int) -> str:
         """A rank's, for messages."""
         return f"{self.role} rank {rank}"
 
-    def begin_start(self) -> dict[str, ray.ObjectRef]:
-        """Let the ranks meet and build the model; `calls.gather` what this returns."""
+    def begin_start(self, on_wait: Callable[[], None] | None = None) -> dict[str, ray.ObjectRef]:
+        """Let the ranks meet and build the model; `calls.gather` what this returns.
+
+        Args:
+            on_wait: called a few times a second until the first rank is there.
+        """
         who, deadline = self.name(0), self._config.deadlines.trainer_start_s
-        rendezvous = call(self._actors[0].address.remote(), who, "trainer start", deadline, self.log_paths[who])
+        asked = self._actors[0].address.remote()
+        rendezvous = call(asked, who, "trainer start", deadline, self.log_paths[who], on_wait)
         return self.submit(lambda a, _: a.start.remote(rendezvous))
 
+    def start(self, on_wait: Callable[[], None] | None = None) -> list[tuple[int, ...]]:
+        """Let the ranks meet and build the model; global MoE layer ids of each, in rank order.
+
+        Args:
+            on_wait: called a few times a second until all of them are there.
+        """
+        refs, deadline = self.begin_start(on_wait), self._config.deadlines.trainer_start_s
+        started = gather(refs, "trainer start", deadline, self.log_paths, on_wait)
+        return [tuple(started[name]["moe_layer_ids"]) for name in self.log_paths]
+
     def submit(self, work: Callable[[Any, int], ray.ObjectRef]) -> dict[str, ray.ObjectRef]:
-        """`work(actor, rank)` of every rank, by name, in rank order."""
-        return {self.name(r): work(actor, r) for r, actor in enumerate(self._actors)}
+        """`work(actor, rank)` of every rank, by name, in rank order.
+
+        Threads may share a group: each rank is given their work in the same order, since it is made of collectives.
+        """
+        with self._submitting:
+            return {self.name(r): work(actor, r) for r, actor in enumerate(self._actors)}
 
     def all(
         self,
@@ -138,7 +186,7 @@ class RankGroup:
                 with suppress(RayError):  # the call that is waited for says what happened
                     report(*ray.get(asked.pop()))
             if not asked:
-                asked.append(getattr(self._actors[0], method).options(concurrency_group="progress").remote())
+                asked.append(getattr(self._first, method).options(concurrency_group="progress").remote())
 
         return poll
 

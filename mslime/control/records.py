@@ -34,11 +34,12 @@ class StepRecords:
         self._begun: tuple[float, dict[str, float]] | None = None  # when, and the record of the step in progress
         self._carried: dict[str, float] = {}  # measured between two steps, logged with the second
 
-    def open(self, stack: ExitStack, quiet: bool) -> None:
+    def open(self, stack: ExitStack, quiet: bool, progress: Progress | None = None) -> None:
         """Open the files, which `stack` closes.
 
         Args:
             quiet: show no progress, whatever `observe.progress` says.
+            progress: takes the place of what `observe.progress` says.
         """
         config, first = self._config, self._first_step
         begins_with = first + 1 if first else 0
@@ -48,7 +49,7 @@ class StepRecords:
         self._checkpoints.read_scores()
         self.timeline = stack.enter_context(Timeline(config.run_dir))
         shown = "off" if quiet else config.observe.progress
-        self.progress = stack.enter_context(open_progress(shown, config.train.num_steps, first))
+        self.progress = progress or stack.enter_context(open_progress(shown, config.train.num_steps, first))
 
     @property
     def record(self) -> dict[str, float] | None:

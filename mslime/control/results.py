@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 
 from mslime.data.checksums import FileSum
+
+if TYPE_CHECKING:
+    from mslime.preflight.resolve import ResolvedRun
 
 Spans = list[tuple[str, str, float, float, int]]
 
@@ -44,6 +48,32 @@ class SavedState:
     directory: Path
     name: str
     total: FileSum
+
+
+@dataclass(frozen=True)
+class OfAdapter:
+    """One of several adapters over the same engines.
+
+    Attributes:
+        run: its own, as if it were trained alone.
+        weight: its part of the engines, beside the others'.
+    """
+
+    run: ResolvedRun
+    weight: float
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How a service begins.
+
+    Attributes:
+        state: what `save` wrote, when resuming.
+        version: weight version that the trainer starts with.
+    """
+
+    state: SavedState | None
+    version: int
 
 
 @dataclass(frozen=True)

@@ -8,21 +8,25 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from rich.console import Console
 
 from mslime import __version__
-from mslime.config.errors import ConfigError
+from mslime.config.errors import ConfigError, WorkerError
 from mslime.config.schema import RunConfig
+from mslime.control.adapters_session import AdaptersSession
 from mslime.control.cluster import resolved_device
 from mslime.control.loop import train_rl, train_sft
+from mslime.control.resources import Attempts, Resources, can_go_on
 from mslime.control.run_directory import changed_settings, owned, write_resolved
 from mslime.control.session import Session
 from mslime.control.stop import StopSignals
+from mslime.data.checkpoints import newest_step
 from mslime.logs import log_file
 from mslime.preflight.describe import describe
 from mslime.preflight.environment import refuse_without_gpu
-from mslime.preflight.resolve import resolve
+from mslime.preflight.resolve import ResolvedRun, resolve
 
 _log = logging.getLogger(__name__)
 _ONE_AT_A_TIME = threading.Lock()
@@ -72,14 +76,64 @@ def _run(config: RunConfig, quiet: bool, asked: Callable[[], bool] | None) -> in
     log = log_file(config.run_dir / "logs" / "driver.log", "driver", config.observe.log_level)
     with StopSignals(asked) as stop, owned(config.run_dir), log:
         _log.info("start of mslime %s in process %d on %s", __version__, os.getpid(), socket.gethostname())
-        session = Session(resolved, stop, quiet)
-        if session.first_step >= config.train.num_steps:
-            say(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
-            return 0
-        for change in changed_settings(session.checkpoints.config or {}, config.as_dict()):
-            say(f"changed since {session.checkpoints.loaded}: {change}")
-        write_resolved(config, config.run_dir / "config.yaml")
-        with session:
-            (train_sft if config.train.task == "sft" else train_rl)(session)
+        if config.adapters:
+            return _run_adapters(AdaptersSession(resolved, stop, quiet), say)
+        with Resources() as resources:
+            session = Session(resolved, stop, quiet, resources)
+            if session.first_step >= config.train.num_steps:
+                say(f"{config.run_dir}: all {config.train.num_steps} steps are done already")
+                return 0
+            for change in changed_settings(session.checkpoints.config or {}, config.as_dict()):
+                say(f"changed since {session.checkpoints.loaded}: {change}")
+            write_resolved(config, config.run_dir / "config.yaml")
+            _train(session, lambda: Session(_continued(resolved), stop, quiet, resources), resources, say)
         say(f"done: {config.run_dir}")
     return 0
+
+
+def _run_adapters(session: AdaptersSession, say: Callable[[str], None]) -> int:
+    """Train several adapters of one base."""
+    config = session.config
+    if not session.adapters:
+        say(f"{config.run_dir}: all steps of all adapters are done already")
+        return 0
+    for each in session.adapters:
+        for change in changed_settings(each.checkpoints.config or {}, each.config.as_dict()):
+            say(f"{each.name}: changed since {each.checkpoints.loaded}: {change}")
+        each.config.run_dir.mkdir(parents=True, exist_ok=True)
+        write_resolved(each.config, each.config.run_dir / "config.yaml")
+    write_resolved(config, config.run_dir / "config.yaml")
+    with session:
+        session.train(train_rl)
+    say(f"done: {config.run_dir}")
+    return 0
+
+
+def _train(
+    session: Session, make_session: Callable[[], Session], resources: Resources, say: Callable[[str], None]
+) -> None:
+    """Train to the end; with another session where a process is lost and the engines can go on (`resources`)."""
+    config, attempts = session.config, Attempts(session.config.cluster.restarts)
+    while True:
+        try:
+            with session:
+                (train_sft if config.train.task == "sft" else train_rl)(session)
+            return
+        except WorkerError as error:
+            if not can_go_on(config, resources):
+                raise
+            saved = newest_step(config.run_dir)
+            told = attempts.another(session.first_step, session.trained, saved)
+            if not told:
+                raise
+            say(f"{error.brief}: {told}")
+            session = make_session()
+
+
+def _continued(run: ResolvedRun) -> ResolvedRun:
+    """The same run, which continues from its own checkpoint though it was not to begin with one."""
+    checkpoint = run.config.checkpoint
+    if checkpoint.resume != "never":
+        return run
+    checkpoint = checkpoint.model_copy(update={"resume": "auto"})
+    return replace(run, config=run.config.model_copy(update={"checkpoint": checkpoint}))

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.cluster import WHOLE, Parts
-from mslime.config.errors import CheckpointError, EngineError, TrainerError
+from mslime.config.errors import CheckpointError, EngineError, TrainerError, WorkerError
 from mslime.control.adapter_delivery import AdapterDelivery
 from mslime.control.cluster import Cluster
 from mslime.control.delivery import Delivery
 from mslime.control.endpoint import ControlEndpoint
 from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
+from mslime.control.learnt import Learnt
 from mslime.control.probe import WeightProbe
 from mslime.control.publishing import Publisher
 from mslime.control.records import StepRecords
+from mslime.control.resources import Resources
 from mslime.control.results import Evaluated, Evaluation, StepShards
 from mslime.control.rollouts import RolloutHandle
 from mslime.control.run_checkpoints import RunCheckpoints
@@ -35,6 +37,9 @@ from mslime.data.checkpoints import CRITIC, OUTLINE, ROLLOUTS, begin, critic_dir
 from mslime.data.checksums import FileSum, write_summed
 from mslime.observe.rows import over_optimizer_steps
 from mslime.preflight.resolve import ResolvedRun
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.server import EngineAddress
 
 P = ParamSpec("P")
 Shards = Sequence[Sequence[Any]]
@@ -56,42 +61,47 @@ class Session(Started):
 
     parts: ClassVar[Parts] = WHOLE
 
-    def __init__(self, run: ResolvedRun, stop: StopSignals | None = None, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        run: ResolvedRun,
+        stop: StopSignals | None = None,
+        quiet: bool = False,
+        resources: Resources | None = None,
+    ) -> None:
         """
         Args:
             quiet: show no progress, whatever `observe.progress` says.
+            resources: see `Started`.
             stop: handlers of signals that are set already; the session makes them patient once there is something to
                 save. None: the session follows no signal.
         """
-        super().__init__(run.config, stop or StopSignals())
-        self._run, self._quiet = run, quiet
+        super().__init__(run, stop or StopSignals(), resources)
+        self._quiet = quiet
         self.checkpoints = RunCheckpoints(self.config)
         self.first_step = self.checkpoints.first_step
-        self._trained = self._saved = self.first_step
-        self._training = False  # inside a step of the trainer, whose weights are neither of one step nor of the next
-        self._save_failed = False
+        self._learnt = Learnt(self.first_step, self.first_step)
         self._records = StepRecords(self.config, self.checkpoints)
         self._outlines: dict[int, bytes] = {}  # the rollout service's, by the step that a checkpoint would continue at
         self._source_state: dict[str, Any] = {}  # of supervised prompts, after the last trained batch
         self._evaluating: Evaluation | None = None
+        # around what is done with the engines' members
+        self._syncing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._memory = Apart(self._tend)
 
     def _start(self) -> None:
         config = self.config
         self._open_records()
-        self.progress.note(
-            f"starting {config.layout.world_size} trainer rank(s): {config.layout.describe()}; logs in {self._logs}"
-        )
+        self._say_start()
         for note in self.checkpoints.notes():
             self.progress.note(note)
         generates = config.train.task == "rl" and self.parts.engines
         cluster, _ = self._join_cluster(generates)
-        self._trainers = TrainerGroup(config, cluster, self._logs, self._worth_waiting)
+        self._trainers = TrainerGroup.of_run(config, cluster, self._logs, self._worth_waiting)
         self._stack.callback(self._trainers.stop)
         if generates:
             self._start_generation(cluster)
         else:
-            self._layers = self._trainers.start()
+            self._start_trainers()
         if self.checkpoints.loaded is not None and not (generates and config.colocated):
             self._load(self.checkpoints.loaded)
         if config.train.task == "sft":
@@ -115,35 +125,44 @@ class Session(Started):
     def _start_generation(self, cluster: Cluster) -> None:
         """Engines and trainers start side by side, or on the same GPUs one after the other; the rollout service
         connects when both are there."""
-        self._engines = EngineGroup(self._run, cluster, self._logs)
-        self._stack.callback(self._engines.stop)
-        teachers = EngineGroup(self._run, cluster, self._logs, "teacher")
-        self._stack.callback(teachers.stop)
-        if self.config.colocated:
-            self._start_and_sleep()
-        starting, teachers_starting = self._engines.begin_start(), teachers.begin_start()
-        watch = self._engines.watch_start(starting, self.progress.note)
-        if not self.config.colocated:
-            self._layers = self._trainers.start(watch)
-        addresses = self._engines.finish_start(starting, watch)
-        self.progress.note("engines: " + ", ".join(a.url for a in addresses))
-        taught_by = teachers.finish_start(
-            teachers_starting, teachers.watch_start(teachers_starting, self.progress.note)
-        )
-        if taught_by:
-            self.progress.note("teachers: " + ", ".join(a.url for a in taught_by))
-        group = self._take_over([a.endpoint for a in addresses], self._trainers.disconnect)
+        if self._resources.engines is None:
+            addresses, taught_by = self._start_engines(cluster)
+        else:
+            addresses, taught_by = self._find_engines(self._resources.engines, cluster)
+        group = self._take_over(self._engines.attached, self._trainers.disconnect)
         self._rollouts = RolloutHandle(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
         self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
         at_once = self.config.sglang.rejoin == "peer"
         self._fleet = Fleet(self._rollouts, self._engines, self._attached, self._at_rest, self.progress, at_once)
         if self.config.colocated:
-            self._memory = Shared(self._rollouts, self._trainers, self._engines, self._tend, self._at_rest)
+            teachers = self._resources.teachers if self.config.teacher_shares else None
+            self._memory = Shared(self._rollouts, self._trainers, self._engines, self._tend, self._at_rest, teachers)
         delivery = self._make_delivery()
         delivery.connect(group)
         self._publisher = self._publishes_by(delivery)
         self._stack.enter_context(ControlEndpoint(self.config.run_dir, self._fleet.orders))
+
+    def _start_engines(self, cluster: Cluster) -> tuple[list[EngineAddress], list[EngineAddress]]:
+        """(engines, teachers) that are launched beside the trainer, or attached."""
+        self._engines = self._resources.engines = self._engine_group(cluster)
+        teachers = self._resources.teachers = self._engine_group(cluster, "teacher")
+        if self.config.colocated:
+            self._start_and_sleep()
+            addresses, taught_by = self._start_beside(lambda _: None, self._engines, teachers)
+        else:
+            addresses, taught_by = self._start_beside(self._start_trainers, self._engines, teachers)
+        return addresses, taught_by
+
+    def _find_engines(self, engines: EngineGroup, cluster: Cluster) -> tuple[list[EngineAddress], list[EngineAddress]]:
+        """(engines, teachers) that an earlier session has left, while another trainer starts."""
+        self._engines, teachers = engines, self._resources.teachers
+        assert teachers is not None, "they are started together"
+        self._resources.clean(engines, self.config, self.progress.note)
+        self._start_trainers(cluster.check_trainer_machines)
+        engines.wait_for_one(self._at_rest)
+        self._say_where(engines, teachers)
+        return engines.addresses, teachers.addresses
 
     def _make_delivery(self) -> Delivery | AdapterDelivery:
         """What brings the engines the weights, or the adapters."""
@@ -157,11 +176,14 @@ class Session(Started):
 
     def _start_and_sleep(self) -> None:
         """Engines measure the memory of their GPUs when they start: so the trainer is there first, and asleep."""
-        self._layers = self._trainers.start()
+        self._start_trainers()
         if self.checkpoints.loaded is not None:
             self._load(self.checkpoints.loaded)
         self._trainers.hold(())
         self.progress.note("the trainer is ready and asleep")
+
+    def _start_trainers(self, on_wait: Callable[[], None] | None = None) -> None:
+        self._layers = self._trainers.start(on_wait)
 
     def _tend(self) -> None:
         self._publisher.tend()
@@ -177,18 +199,6 @@ class Session(Started):
         follows = model.sends_routes(self.config.train.replay)
         return WeightProbe(self._rollouts, self._trainers, tolerance, self._memory, model, follows=follows)
 
-    def _worth_waiting(self) -> None:
-        """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""
-        self._stop.check(self.config.deadlines.rescue_s)
-        if self._ray is not None:
-            self._ray.check(self.config.deadlines.rescue_s)
-
-    def _at_rest(self) -> None:
-        """A point at which the run may end and be saved. Raises Stopped after a signal, TrainerError without Ray."""
-        self._stop.check()
-        if self._ray is not None:
-            self._ray.check()
-
     def _between_syncs(self, report: Callable[P, None]) -> Callable[P, None]:
         """What shows progress while something is waited for, and lets engines that are back catch up meanwhile."""
         if self.config.train.task != "rl" or not self.parts.engines:
@@ -202,6 +212,11 @@ class Session(Started):
 
     # ---------------------------------------------------------------------------------------------- verbs of the loop
 
+    @property
+    def trained(self) -> int:
+        """Steps done, also before this session."""
+        return self._learnt.trained
+
     @contextmanager
     def step(self, step: int) -> Iterator[dict[str, float]]:
         """One step (0-based): times it, and logs what was recorded when it ends well."""
@@ -211,7 +226,7 @@ class Session(Started):
 
     def _close_row(self, hook: bool = True) -> None:
         """Log the row of the step in progress, if that was trained."""
-        if self._trained < self._records.step:
+        if self._learnt.trained < self._records.step:
             self._records.drop()
         self._records.close(hook)
 
@@ -224,8 +239,9 @@ class Session(Started):
                 batch = self._rollouts.take(step, self._between_syncs(self.progress.rollout))
                 break
             except EngineError as error:  # what was finished waits for the next call
-                self._publisher.revive(error)
-                self._publish(step)
+                with self._syncing():
+                    self._revive(error)
+                    self._publish(step)
         end = self._timeline.now()
         self._timeline.record("driver", "wait for rollouts", begin, end, step + 1)
         for span in batch.spans:
@@ -246,11 +262,11 @@ class Session(Started):
         _log.info("step %d: training", self._records.step)
         # While the critic is warmed up, the policy stays what it is.
         policy = not self.config.has_critic or self._records.step > self.config.critic.warmup_steps
-        self._training = True
+        self._learnt.training = True
         report = self._between_syncs(self.progress.train)
         found = self._trainers.train(shards, report, policy, self._records.step, watched)
-        self._training = False
-        self._trained = self._records.step
+        self._learnt.training = False
+        self._learnt.trained = self._records.step
         if self.config.train.task == "sft":
             self._source_state = self._rows.source.state_dict()
         self._records.record_lanes("train", found.spans)
@@ -263,6 +279,9 @@ class Session(Started):
         self._at_rest()
         assert self._evaluating is None, "an evaluation still draws from the weights that would be replaced"
         return self._publish(version)
+
+    def _revive(self, error: EngineError) -> None:
+        self._publisher.revive(error)
 
     def _publish(self, version: int) -> dict[str, float]:
         return self._publisher.publish(version, self._records.of_span(self._records.step))
@@ -318,9 +337,10 @@ class Session(Started):
             try:
                 return self._rollouts.finish_evaluation(running)
             except EngineDied as error:
-                if self._rollouts.stranded():
-                    self._fleet.revive(error)
-                    self._publish(running.step)
+                with self._syncing():
+                    if self._rollouts.stranded():
+                        self._fleet.revive(error)
+                        self._publish(running.step)
                 self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left")
                 running = self._rollouts.begin_evaluation(running.step)
 
@@ -355,7 +375,7 @@ class Session(Started):
         try:
             self._save(next_step)
         except CheckpointError:
-            self._save_failed = True
+            self._learnt.save_failed = True
             raise
         self._at_rest()
 
@@ -374,7 +394,7 @@ class Session(Started):
             extra["source"] = self._source_state
         with self._memory.awake("save", next_step, last=rescue):
             self._trainers.save(directory, extra, others, deadline)
-        self._saved = next_step
+        self._learnt.saved = next_step
         self.checkpoints.prune()
         end = self._timeline.now()
         self._records.carry({"perf/checkpoint_seconds": end - begun_at})
@@ -399,7 +419,7 @@ class Session(Started):
     @contextmanager
     def rescuing(self) -> Iterator[None]:
         """Whatever ends the block early, a signal or an error: save what the trainer has learnt, if it is at rest."""
-        self._stop.describe, self._stop.patient = self._describe_stop, True
+        self._stop.describe, self._stop.patient = lambda: self._learnt.stopping(self._records.step), True
         try:
             yield
         except BaseException as error:
@@ -413,40 +433,29 @@ class Session(Started):
         finally:
             self._stop.patient = False
 
-    def _describe_stop(self) -> str:
-        """The answer to the first signal."""
-        step = self._records.step if self._training else self._trained
-        if step > self._saved:
-            return f"stopping: saving step {step}; again to stop without saving"
-        return f"stopping: {self._nothing_to_save()}; again to stop at once"
-
-    def _nothing_to_save(self) -> str:
-        return f"step {self._saved} is saved already" if self._saved else "there is nothing to save yet"
-
     def _rescue(self, error: BaseException) -> str:
         """Save before the run ends with `error`; what came of it, in words. Raises Stopped at a second signal."""
-        reason = "the run ends" if isinstance(error, Stopped) else f"the run ends: {_first_line(error)}"
+        learnt, stopped = self._learnt, isinstance(error, Stopped)
+        ending = "the trainer" if isinstance(error, WorkerError) else "the run"  # which may have another one
+        reason = f"{ending} ends" if stopped else f"{ending} ends: {_first_line(error)}"
         if isinstance(error, Stopped) and not error.save:
             return self._lost("a second signal came")
         self._keep_scores()
-        if self._training:
-            what = "step {} did not end in time" if isinstance(error, Stopped) else "the trainer failed within step {}"
-            return self._lost(what.format(self._records.step))
-        if self._trained <= self._saved:
-            return self._nothing_to_save()
-        if self._save_failed:
-            return self._lost("saving failed")
-        self.progress.note(f"saving step {self._trained} before {reason}")
+        if not learnt.training and learnt.trained <= learnt.saved:
+            return learnt.nothing_to_save()
+        if why := learnt.hinders_saving(self._records.step, stopped):
+            return self._lost(why)
+        self.progress.note(f"saving step {learnt.trained} before {reason}")
         try:
             self._trainers.rest(min(REST_S, self.config.deadlines.rescue_s))
             self._close_row(hook=False)  # the first error is the one that ends the run
-            self._save(self._trained, rescue=True)
+            self._save(learnt.trained, rescue=True)
         except KeyboardInterrupt:
             self._lost("a second signal came")
             raise
         except Exception as second:  # whatever it is: the first error is the one that ends the run
             return self._lost(f"saving failed: {second}")
-        return f"saved step {self._trained} in {self.checkpoints.directory(self._trained)}"
+        return f"saved step {learnt.trained} in {self.checkpoints.directory(learnt.trained)}"
 
     def _keep_scores(self) -> None:
         """Record the scores of an evaluation that has ended, before the run does."""
@@ -459,14 +468,12 @@ class Session(Started):
                 if (record := self._records.record) is not None:
                     record.update(found)
                 return
-        fate = "it begins again when the run continues" if running.step == self._trained else "its scores are lost"
+        fate = "it begins again when the run continues" if running.step == self.trained else "its scores are lost"
         self.progress.note(f"the evaluation of step {running.step} has not ended: {fate}")
 
     def _lost(self, why: str) -> str:
         """Say that steps are not saved."""
-        first = self._saved + 1
-        steps = f"step {first} is" if self._trained <= first else f"steps {first} to {self._trained} are"
-        text = f"{steps} not saved: {why}" if self._trained > self._saved else f"nothing was saved: {why}"
+        text = self._learnt.lost(why)
         self.progress.note(text)
         return text
 
@@ -477,7 +484,7 @@ class Session(Started):
 
     def export_hf(self, directory: Path) -> None:
         """Write the trainer's weights as a Hugging Face checkpoint with the model's configuration and tokenizer."""
-        with self._memory.awake("send", self._trained):
+        with self._memory.awake("send", self.trained):
             self._trainers.export_hf(directory)
         self.progress.note(f"wrote {directory}")
         self._at_rest()

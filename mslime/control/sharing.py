@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -39,14 +39,16 @@ class Phase:
     Attributes:
         trainer: parts of the trainer's state.
         engines: parts of the engines' memory.
+        teachers: of a served teacher's, on GPUs of the trainer that no engine has.
     """
 
     trainer: frozenset[TrainerPart] = frozenset()
     engines: frozenset[EngineTag] = frozenset()
+    teachers: frozenset[EngineTag] = frozenset()
 
 
 PHASES: dict[PhaseName, Phase] = {
-    "generate": Phase(engines=frozenset(TAGS)),
+    "generate": Phase(engines=frozenset(TAGS), teachers=frozenset(TAGS)),
     "train": Phase(trainer=frozenset(("weights", "optimizer", "gradients"))),
     "send": Phase(trainer=frozenset(("weights",)), engines=frozenset(("weights",))),
     "save": Phase(trainer=frozenset(("weights", "optimizer")), engines=frozenset(("weights",))),
@@ -103,6 +105,7 @@ class Shared(Apart):
     Args:
         tend: as for `Apart`.
         check: raises when the run is to end.
+        teachers: servers of a teacher that shares the GPUs, too; None: none does.
     """
 
     shared = True
@@ -114,10 +117,12 @@ class Shared(Apart):
         engines: EngineGroup,
         tend: Callable[[], None],
         check: Callable[[], None],
+        teachers: EngineGroup | None = None,
     ) -> None:
         super().__init__(tend)
         self._rollouts, self._trainers, self._engines, self._check = rollouts, trainers, engines, check
         self._trainer, self._engine = PHASES["generate"].trainer, PHASES["generate"].engines
+        self._teachers, self._teacher = teachers, PHASES["generate"].teachers
         self._open = True  # engines may be started
         self._seconds = defaultdict[str, float](float)
 
@@ -127,9 +132,11 @@ class Shared(Apart):
             self._close()
         wanted = PHASES[phase]
         self._let_engines_hold(self._engine & wanted.engines, "release")
+        self._let_teachers_hold(self._teacher & wanted.teachers, "release")
         self._let_trainer_hold(self._trainer & wanted.trainer, "sleep")
         self._let_trainer_hold(wanted.trainer, "wake")
         self._let_engines_hold(wanted.engines, "resume")
+        self._let_teachers_hold(wanted.teachers, "resume")
 
     def begin_sync(self) -> None:
         """Where engines have generated until now, those that start are waited for, and who died is looked after."""
@@ -161,7 +168,9 @@ class Shared(Apart):
             return
         if last:
             self._engines.stop()
-            self._engine = frozenset()
+            if self._teachers is not None:
+                self._teachers.stop()
+            self._engine = self._teacher = frozenset()
             self._let_trainer_hold(PHASES[phase].trainer, "wake")
             yield
             return
@@ -203,8 +212,25 @@ class Shared(Apart):
         try:
             self._rollouts.hold_memory(tags)
         finally:
-            self._end_dead()
+            self._end_dead(self._engines, self._rollouts.dead())
         self._engine = tags
+        self._seconds[what] += time.monotonic() - begin
+
+    def _let_teachers_hold(self, tags: frozenset[EngineTag], what: str) -> None:
+        """One that died, also while it slept, is done without. Raises EngineError where none is left: the run ends."""
+        if self._teachers is None or tags == self._teacher:
+            return
+        begin, self._teacher = time.monotonic(), frozenset(TAGS)
+        try:
+            dead = self._rollouts.hold_teachers(tags)
+        except EngineError as error:
+            raise EngineError(
+                "teacher", "no server is left", f"none is started again, and {error.field} is gone: {error.brief}",
+                "read its log, and start the run again, which goes on after the last step; of two (teacher.num_engines)"
+                " one may die",
+            ) from error  # fmt: skip
+        self._end_dead(self._teachers, dead)
+        self._teacher = tags
         self._seconds[what] += time.monotonic() - begin
 
     def _let_trainer_hold(self, parts: frozenset[TrainerPart], what: str) -> None:
@@ -215,10 +241,10 @@ class Shared(Apart):
         self._trainer = parts
         self._seconds[what] += time.monotonic() - begin
 
-    def _end_dead(self) -> None:
+    def _end_dead(self, group: EngineGroup, names: Iterable[str]) -> None:
         """What is dead to us may only hang, and keep its memory."""
-        for name in self._rollouts.dead():
+        for name in names:
             try:
-                self._engines.halt(name)
+                group.halt(name)
             except UserError as error:
                 _log.warning("%s cannot be ended: %s", name, error.brief)

@@ -7,17 +7,22 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import ray
 
 from mslime.config.keys import Endpoint
-from mslime.config.schema import RunConfig
 from mslime.control.attached import AttachedEngines, new_group
 from mslime.control.cluster import Cluster
+from mslime.control.engines import EngineGroup, Role
 from mslime.control.ray_watch import RayWatch, leave_without_ray
+from mslime.control.resources import Resources
 from mslime.control.stop import StopSignals
 from mslime.observe.progress import Progress
+from mslime.preflight.resolve import ResolvedRun
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.server import EngineAddress
 
 
 class Started(ABC):
@@ -31,9 +36,14 @@ class Started(ABC):
     progress: Progress
     _attached: AttachedEngines
 
-    def __init__(self, config: RunConfig, stop: StopSignals) -> None:
-        self.config, self._stop = config, stop
+    def __init__(self, run: ResolvedRun, stop: StopSignals, resources: Resources | None = None) -> None:
+        """
+        Args:
+            resources: of an earlier session, and for the next one. None: of this one alone.
+        """
+        self._run, self.config, self._stop = run, run.config, stop
         self._stack = ExitStack()
+        self._resources = self._stack.enter_context(Resources()) if resources is None else resources
         self._ray: RayWatch | None = None
 
     def __enter__(self) -> Self:
@@ -61,23 +71,72 @@ class Started(ABC):
     def _start(self) -> None:
         """Start everything; the progress comes first."""
 
+    def _worth_waiting(self) -> None:
+        """Raise, as `_at_rest` does, when what began before the signal has not ended within `deadlines.rescue_s`."""
+        self._stop.check(self.config.deadlines.rescue_s)
+        if self._ray is not None:
+            self._ray.check(self.config.deadlines.rescue_s)
+
+    def _at_rest(self) -> None:
+        """A point at which the run may end and be saved. Raises Stopped after a signal, TrainerError without Ray."""
+        self._stop.check()
+        if self._ray is not None:
+            self._ray.check()
+
+    def _say_start(self) -> None:
+        ranks, layout = self.config.layout.world_size, self.config.layout.describe()
+        self.progress.note(f"starting {ranks} trainer rank(s): {layout}; logs in {self._logs}")
+
     def _join_cluster(self, generates: bool, *, trainers: bool = True) -> tuple[Cluster, RayWatch]:
         """Room on Ray's cluster for the parts of the run, and the watch over Ray."""
-        # Ray's own handler of SIGTERM would end the driver with a stack trace.
-        cluster = self._stack.enter_context(Cluster(self.config, generates, self._stop.install, trainers=trainers))
-        self._ray = self._stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))
-        for line in cluster.on_other_machines():
-            self.progress.note(f"logs in {self._logs.absolute()} of {line}")
-        return cluster, self._ray
+        held = self._resources
+        if held.cluster is None or held.ray is None:
+            # Ray's own handler of SIGTERM would end the driver with a stack trace.
+            cluster = Cluster(self.config, generates, self._stop.install, trainers=trainers)
+            held.cluster = held.stack.enter_context(cluster)
+            held.ray = held.stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))
+            for line in cluster.on_other_machines():
+                self.progress.note(f"logs in {self._logs.absolute()} of {line}")
+        self._ray = held.ray
+        return held.cluster, held.ray
 
-    def _take_over(self, endpoints: Sequence[Endpoint], disconnect: Callable[[float], None]) -> str:
-        """Take over engines that somebody else runs, if these are; what names of groups with the engines begin with.
+    def _engine_group(self, cluster: Cluster, role: Role = "engine") -> EngineGroup:
+        """Servers, yet to be started, that end with the resources."""
+        group = EngineGroup(self._run, cluster, self._logs, role)
+        self._resources.stack.callback(group.stop)
+        return group
+
+    def _start_beside(
+        self, trainers: Callable[[Callable[[], None]], object], *groups: EngineGroup
+    ) -> list[list[EngineAddress]]:
+        """Start servers and trainers side by side; where the servers of each group are.
 
         Args:
+            trainers: starts them, and calls what it is given while it waits: that raises when an engine, one of the
+                first group, fails to start.
+        """
+        starting = [group.begin_start() for group in groups]
+        watches = [group.watch_start(of, self.progress.note) for group, of in zip(groups, starting, strict=True)]
+        trainers(watches[0])
+        found = [group.finish_start(of, watch) for group, of, watch in zip(groups, starting, watches, strict=True)]
+        self._say_where(*groups)
+        return found
+
+    def _say_where(self, *groups: EngineGroup) -> None:
+        for group in groups:
+            if group.addresses:
+                self.progress.note(f"{group.role}s: " + ", ".join(address.url for address in group.addresses))
+
+    def _take_over(self, endpoints: Sequence[Endpoint], disconnect: Callable[[float], None]) -> str:
+        """Take over engines that somebody else runs; what names of groups with the engines begin with.
+
+        Args:
+            endpoints: of those engines, not of launched ones.
             disconnect: lets the trainer leave them at the end, within so many seconds.
         """
         group = new_group(self.config)
-        self._attached = AttachedEngines(self.config, endpoints if self.config.sglang.urls else (), group)
+        self._resources.groups.append(group)
+        self._attached = AttachedEngines(self.config, endpoints, group)
         self._attached.take_over()
         self._stack.callback(self._attached.leave, disconnect)
         return group
@@ -85,5 +144,6 @@ class Started(ABC):
     def _other_group(self) -> str:
         """The beginning of other names, for groups without the engines that are gone."""
         group = new_group(self.config)
+        self._resources.groups.append(group)
         self._attached.also(group)
         return group

@@ -3,7 +3,8 @@
 `python -m mslime.control.sweeper FD DRIVER`: FD is the read end of a pipe whose write end the driver (process DRIVER)
 keeps. Ray's own processes end when their driver does, but two of its agents may wait a minute or more for a server that
 is gone. This process remembers which processes the driver's Ray consists of. When the pipe closes without a word, the
-driver was killed: what is left of them after a moment's grace is killed too. A driver that ends properly says so.
+driver was killed: what is left of them after a moment's grace is killed too, and shared memory of theirs that nobody
+maps any more is removed: Ray may have killed the guards that do so otherwise. A driver that ends properly says so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from mslime.backends.sglang.guard import descendants, kill_all
+from mslime.backends.sglang.guard import descendants, kill_all, remove_unused, shared_memory_of, wait_for
 
 GRACE_SECONDS = 8.0
 STARTING_SECONDS, LOOK_OFTEN_SECONDS, LOOK_SECONDS = 120.0, 1.0, 10.0
@@ -89,6 +90,7 @@ def alive(processes: Started) -> list[int]:
 def watch(pipe: int, driver: int) -> None:
     """Return when the driver has ended properly, or when nothing is left of the Ray of one that was killed."""
     known: dict[int, str] = {}
+    files: set[Path] = set()  # of engines, whose guards Ray may have killed
     begin = time.monotonic()
 
     def pause() -> float:
@@ -97,12 +99,16 @@ def watch(pipe: int, driver: int) -> None:
     while not select.select([pipe], [], [], pause())[0]:
         known |= ray_processes(driver)
         known = {pid: known[pid] for pid in alive(known)}
+        files |= shared_memory_of(known)
     if os.read(pipe, 1):
         return
+    files |= shared_memory_of({*known, *(below for pid in known for below in descendants(pid))})
     deadline = time.monotonic() + GRACE_SECONDS
     while alive(known) and time.monotonic() < deadline:
         time.sleep(0.2)
     kill_all(alive(known))
+    wait_for(lambda: not alive(known), GRACE_SECONDS)
+    remove_unused(files)
 
 
 def main(argv: Sequence[str]) -> None:

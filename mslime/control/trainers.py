@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from mslime.config.schema import RunConfig
 from mslime.config.training import critic_spec, policy_spec
 from mslime.control.calls import gather
 from mslime.control.cluster import Cluster
-from mslime.control.ranks import RankActor, RankGroup, Report, fetched
+from mslime.control.ranks import RankActor, RankGroup, Report, Span, fetched
 from mslime.data.checkpoints import critic_directory
 from mslime.data.checksums import FileSum
 from mslime.data.probe import joined_routes
@@ -27,6 +27,7 @@ from mslime.logs import hide, phase
 
 if TYPE_CHECKING:
     from mslime.backends.megatron.step.critic import MegatronCritic
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
     from mslime.config.layout import ParallelLayout
     from mslime.data.probe import RoutedRows
     from mslime.data.routes import Routes
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from mslime.weights.sync import SendReport
 
 _log = logging.getLogger(__name__)
-Span = tuple[float, float]
-"""Begin and end of a stretch of work, Unix seconds."""
 
 
 @dataclass(frozen=True)
@@ -53,36 +52,30 @@ class Trained:
     log_probs: dict[int, NDArray[np.float32]]
 
 
-class TrainerActor(RankActor):
-    """One trainer rank, and its rank of a critic that shares its GPU."""
+class PolicyRank:
+    """What the driver asks of a trainer rank, and of a critic's rank on the same GPU."""
 
-    role = "trainer"
-
-    def __init__(self, config: RunConfig, rank: int, log_path: str) -> None:
-        super().__init__(config, rank, log_path)
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self._config, self._rank, self._step = config, rank, 0
         self._sent, self._buckets = 0, 0
         self._prepared: list[TrainShard] = []
         self._found: dict[str, float] = {}
 
-    def start(self, rendezvous: str) -> dict[str, Any]:
-        """Build the model and optimizer; returns this rank's MoE layers."""
-        from mslime.backends.megatron.step.critic import MegatronCritic
-        from mslime.backends.megatron.step.trainer import MegatronTrainer
-        from mslime.backends.sglang.receivers import SGLangReceivers
-        from mslime.preflight.seams import check_seams
+    def adopt(
+        self, trainer: MegatronTrainer, critic: MegatronCritic | None, on_micro_batch: Callable[[int, int], None]
+    ) -> None:
+        """Ask these from here on. A collective.
 
-        config = self._config
-        check_seams(config, "trainer")  # this machine may lack a module that the driver's has
-        with phase(_log, f"starting at {rendezvous}"):
-            self._trainer = MegatronTrainer(policy_spec(config), self._rank, config.layout.world_size, rendezvous)
-            self._trainer.on_micro_batch = self._report
-            receivers = SGLangReceivers(config.deadlines)
-            self._sender = self._trainer.weight_sender(receivers, self._report_bucket)
-            self._critic: MegatronCritic | None = None
-            if config.has_critic and config.critic.placement == "shared":
-                self._critic = MegatronCritic(critic_spec(config), self._rank, config.layout.world_size, None)
-                self._critic.on_micro_batch = self._report
-        return {"moe_layer_ids": self._trainer.moe_layer_ids}
+        Args:
+            on_micro_batch: called with (done, in all) in a step.
+        """
+        from mslime.backends.sglang.receivers import SGLangReceivers
+
+        self._trainer, self._critic = trainer, critic
+        trainer.on_micro_batch = on_micro_batch
+        if critic is not None:
+            critic.on_micro_batch = on_micro_batch
+        self._sender = trainer.weight_sender(SGLangReceivers(self._config.deadlines), self._report_bucket)
 
     def prepare(self, shards: Sequence[Any], step: int, values: Sequence[Any] | None = None) -> list[Any]:
         """Everything before the first gradient of these shards, which `update` then takes.
@@ -111,16 +104,25 @@ class TrainerActor(RankActor):
         Args:
             policy: also of the policy, not only of the critic on the same GPU.
         """
-        begin = time.time()
-        self._trainer.watch.begin(watched)
-        rows: list[dict[str, float]] = [dict(self._found) for _ in self._prepared]
-        with phase(_log, f"step {self._step}: training on {sum(len(s.tokens) for s in self._prepared)} tokens"):
+        begin, shards = time.time(), self.begin_update(watched)
+        rows: list[dict[str, float]] = [{} for _ in shards]
+        with phase(_log, f"step {self._step}: training on {sum(len(s.tokens) for s in shards)} tokens"):
             if self._critic is not None:
-                rows = [row | learnt for row, learnt in zip(rows, self._critic.train(self._prepared), strict=True)]
+                rows = self._critic.train(shards)
             if policy:
-                rows = [row | learnt for row, learnt in zip(rows, self._trainer.update(self._prepared), strict=True)]
-        self._prepared = []
-        return {"metrics": rows, "span": (begin, time.time()), "log_probs": self._trainer.watch.found}
+                rows = [row | learnt for row, learnt in zip(rows, self._trainer.update(shards), strict=True)]
+        return self.end_update(rows, begin)
+
+    def begin_update(self, watched: Sequence[int]) -> list[TrainShard]:
+        """What `prepare` has left; log-probs of `watched` sequences are kept from here on."""
+        self._trainer.watch.begin(watched)
+        shards, self._prepared = self._prepared, []
+        return shards
+
+    def end_update(self, rows: Sequence[Mapping[str, float]], begin: float) -> dict[str, Any]:
+        """What `update` returns, of the rows of its steps and the time at which it began."""
+        found = [{**self._found, **row} for row in rows]
+        return {"metrics": found, "span": (begin, time.time()), "log_probs": self._trainer.watch.found}
 
     def train(self, shards: Sequence[Any], policy: bool, step: int, watched: Sequence[int]) -> dict[str, Any]:
         """`prepare` and `update` in one."""
@@ -208,6 +210,31 @@ class TrainerActor(RankActor):
         self._sent, self._buckets = sent, buckets
 
 
+class TrainerActor(RankActor, PolicyRank):
+    """One trainer rank, and its rank of a critic that shares its GPU."""
+
+    role = "trainer"
+
+    def __init__(self, config: RunConfig, rank: int, log_path: str) -> None:
+        RankActor.__init__(self, config, rank, log_path)
+        PolicyRank.__init__(self, config, rank)
+
+    def start(self, rendezvous: str) -> dict[str, Any]:
+        """Build the model and optimizer; returns this rank's MoE layers."""
+        from mslime.backends.megatron.step.critic import MegatronCritic
+        from mslime.backends.megatron.step.trainer import MegatronTrainer
+        from mslime.preflight.seams import check_seams
+
+        config, critic = self._config, None
+        check_seams(config, "trainer")  # this machine may lack a module that the driver's has
+        with phase(_log, f"starting at {rendezvous}"):
+            trainer = MegatronTrainer(policy_spec(config), self._rank, config.layout.world_size, rendezvous)
+            if config.shares_critic:
+                critic = MegatronCritic(critic_spec(config), self._rank, config.layout.world_size, None)
+            self.adopt(trainer, critic, self._report)
+        return {"moe_layer_ids": trainer.moe_layer_ids}
+
+
 class CriticActor(RankActor):
     """One rank of a critic on GPUs of its own."""
 
@@ -253,22 +280,28 @@ class CriticActor(RankActor):
 class TrainerGroup:
     """All trainer ranks, and those of a critic on GPUs of its own. Every method returns when all ranks are done."""
 
-    def __init__(self, config: RunConfig, cluster: Cluster, log_dir: Path, check: Callable[[], None]) -> None:
+    def __init__(
+        self, config: RunConfig, trainers: RankGroup, critics: RankGroup | None, check: Callable[[], None]
+    ) -> None:
         """
         Args:
             check: called while a step or a weight update is waited for; raises when that is to end.
         """
-        self._config, self._check = config, check
-        self._trainers = RankGroup("trainer", TrainerActor, config, cluster.trainer_options, log_dir)
-        self._critics: RankGroup | None = None
+        self._config, self._trainers, self._critics, self._check = config, trainers, critics, check
+
+    @classmethod
+    def of_run(cls, config: RunConfig, cluster: Cluster, log_dir: Path, check: Callable[[], None]) -> Self:
+        """The ranks of a run that trains one policy, which are yet to be started."""
+        critics = None
         if config.critic_ranks:
-            self._critics = RankGroup("critic", CriticActor, config, cluster.critic_options, log_dir)
+            critics = RankGroup("critic", CriticActor, config, cluster.critic_options, log_dir)
+        return cls(config, RankGroup("trainer", TrainerActor, config, cluster.trainer_options, log_dir), critics, check)
 
     def start(self, on_wait: Callable[[], None] | None = None) -> list[tuple[int, ...]]:
         """Build the models on all ranks; returns every trainer rank's global MoE layer ids."""
-        refs, logs = self._trainers.begin_start(), self._trainers.log_paths
+        refs, logs = self._trainers.begin_start(on_wait), self._trainers.log_paths
         if self._critics is not None:
-            refs, logs = refs | self._critics.begin_start(), logs | self._critics.log_paths
+            refs, logs = refs | self._critics.begin_start(on_wait), logs | self._critics.log_paths
         started = gather(refs, "trainer start", self._config.deadlines.trainer_start_s, logs, on_wait)
         return [tuple(started[name]["moe_layer_ids"]) for name in self._trainers.log_paths]
 
@@ -291,6 +324,11 @@ class TrainerGroup:
         results = self._trainers.all(
             "train step", deadline, lambda a, r: a.train.remote(shards[r], policy, step, watched), poll
         )
+        return self._trained(results)
+
+    @staticmethod
+    def _trained(results: Sequence[Mapping[str, Any]]) -> Trained:
+        """What `PolicyRank.train` of every rank gave."""
         return Trained(results[0]["metrics"], _spans("trainer", results), _joined(results))
 
     def negative_log_likelihood(self, shards: Sequence[Sequence[Any]]) -> tuple[tuple[float, int], dict[str, Span]]:

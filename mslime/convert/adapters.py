@@ -20,7 +20,9 @@ from mslime.convert.kinds import (
     FusedGatedMLP,
     FusedQKV,
     GatedMLP,
+    Joined,
     Kind,
+    OneForAll,
     Replicated,
     RowRuns,
     Run,
@@ -29,6 +31,7 @@ from mslime.convert.kinds import (
     Sliceable,
     cat,
 )
+from mslime.convert.parameter_names import of_all_experts
 from mslime.convert.table import BoundRule, Rule, RuleTable
 
 if TYPE_CHECKING:
@@ -63,8 +66,8 @@ class Together(Kind):
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
         return cat([part[...] for part in parts])
 
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return list(shards[0].chunk(self.number))
+    def joined(self, shards: Sequence[Tensor]) -> list[Joined]:
+        return [([part], 0) for part in shards[0].chunk(self.number)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class AdapterRule:
     Attributes:
         base: the weights' rule, for those layers.
         parts: which of its Hugging Face tensors have an adapter.
-        a, b: rules of the two factors.
+        a, b: rules of the two factors; of one that all experts of a layer share, a rule without experts.
     """
 
     base: Rule
@@ -149,30 +152,46 @@ class Adapters:
         lora: their settings.
         rules: in the order of the table.
         modules: Hugging Face names of everything in the model that has a matrix.
+        stacked: factors of all experts of a layer are one tensor in files, [experts, ...].
     """
 
     lora: LoraConfig
     rules: tuple[AdapterRule, ...]
     modules: tuple[str, ...]
+    stacked: bool = False
 
     @cached_property
     def table(self) -> RuleTable:
         """The factors' own table: what is saved, sent and exported."""
-        return RuleTable(tuple(rule for each in self.rules for rule in (each.a, each.b)))
+        rules = (rule for each in self.rules for rule in (each.a, each.b))
+        return RuleTable(tuple(map(_stacked, rules) if self.stacked else rules))
 
     @cached_property
     def bound(self) -> Mapping[str, BoundAdapter]:
         """By the canonical name of the weight that they are added to."""
         found: dict[str, BoundAdapter] = {}
         for rule in self.rules:
-            for base, a, b in zip(rule.base.expand(), rule.a.expand(), rule.b.expand(), strict=True):
-                found[base.name] = BoundAdapter(rule, base, a, b)
+            a, b = ({(each.layer, each.expert): each for each in factor.expand()} for factor in (rule.a, rule.b))
+            for base in rule.base.expand():
+                own, shared = (base.layer, base.expert), (base.layer, -1)
+                found[base.name] = BoundAdapter(rule, base, a.get(own) or a[shared], b.get(own) or b[shared])
         return found
+
+    @property
+    def as_files(self) -> Adapters:
+        """The same adapters as files hold them: in peft's format, or where experts share factors, for which that has
+        no name, as SGLang reads those."""
+        return self.with_stacked_experts() if self.lora.shares_outer else self
 
     def with_plain_scale(self) -> Adapters:
         """The same adapters scaled by alpha / rank, for who knows no other scale."""
         plain = self.lora.model_copy(update={"alpha": self.lora.scale * self.lora.rank, "rs_lora": False})
         return replace(self, lora=plain)
+
+    def with_stacked_experts(self) -> Adapters:
+        """The same adapters in files that hold one tensor for all experts of a layer, as SGLang reads them too. It is
+        not peft's format."""
+        return replace(self, stacked=True)
 
     def check_stages(self, stages: Sequence[Sequence[Sequence[int]]]) -> None:
         """Every pipeline stage has something to train: megatron-core's optimizer needs that.
@@ -201,6 +220,11 @@ class Adapters:
         ends = tuple(dict.fromkeys(_end(name) for name in adapted))
         meant = sum(_end(name) in ends for name in self.modules)
         return ends if meant == len(adapted) else tuple(adapted)
+
+
+def _stacked(rule: Rule) -> Rule:
+    """The rule of a factor whose experts lie in one tensor."""
+    return replace(rule, hf=tuple(name.replace(".{expert}.", ".") for name in rule.hf))
 
 
 def stored_place(rule: Rule, bound: BoundRule) -> tuple[str, list[tuple[int, int, int]]]:
@@ -241,7 +265,7 @@ def make_adapters(table: RuleTable, lora: LoraConfig) -> Adapters:
     rules: list[AdapterRule] = []
     for rule in table.rules:
         for parts, layers in _chosen_parts(rule, chosen).items():
-            rules.append(_adapter(replace(rule, layers=layers), parts, lora.rank))
+            rules.append(_adapter(replace(rule, layers=layers), parts, lora))
     if not rules:
         raise ConfigError(
             "lora.targets", list(lora.targets), "the model has none of these layers", "add attention, or leave it out"
@@ -317,15 +341,24 @@ def _chosen_parts(rule: Rule, chosen: set[str]) -> dict[tuple[int, ...], tuple[i
     return by_parts
 
 
-def _adapter(base: Rule, parts: tuple[int, ...], rank: int) -> AdapterRule:
-    a, b = _factor_kinds(base.kind, parts, rank)
+def _adapter(base: Rule, parts: tuple[int, ...], lora: LoraConfig) -> AdapterRule:
+    a, b = _factor_kinds(base.kind, parts, lora.rank)
     module = base.megatron.removesuffix(".weight")
+    # A of what reads the hidden state, B of what writes it.
+    outer = FACTORS[base.megatron.split(".")[-2] == "linear_fc2"] if base.experts and lora.shares_outer else None
 
     def rule(factor: str, kind: Kind) -> Rule:
         names = tuple(f"{PREFIX}{_module(base.hf[part])}.{factor}.weight" for part in parts)
-        return Rule(f"{module}.adapter.{factor}", names, kind, base.layers, base.experts)
+        own = Rule(f"{module}.adapter.{factor}", names, kind, base.layers, base.experts)
+        return _of_all_experts(own) if factor == outer else own
 
     return AdapterRule(base, parts, rule(FACTORS[0], a), rule(FACTORS[1], b))
+
+
+def _of_all_experts(rule: Rule) -> Rule:
+    """The rule of one factor in the place of each expert's: a tensor of the layer, whole on every rank."""
+    assert rule.kind.tp_axis is None, rule
+    return replace(_stacked(rule), megatron=of_all_experts(rule.megatron), kind=OneForAll(rule.kind), experts=0)
 
 
 def _factor_kinds(kind: Kind, parts: tuple[int, ...], rank: int) -> tuple[Kind, Kind]:

@@ -95,10 +95,10 @@ def int4_quantise(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
     rows, columns = weight.shape
     assert columns % group == 0 and columns % 8 == 0, (weight.shape, group)
-    packed = torch.empty(rows, columns // 8, dtype=torch.int32)
-    scales = torch.empty(rows, columns // group, dtype=weight.dtype)
+    packed = torch.empty(rows, columns // 8, dtype=torch.int32, device=weight.device)
+    scales = torch.empty(rows, columns // group, dtype=weight.dtype, device=weight.device)
     smallest = torch.finfo(weight.dtype).eps
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32)
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=weight.device)
     for _, band in _bands(rows, _BAND):
         grouped = weight[band].float().view(-1, columns // group, group)
         scale = (grouped.abs().amax(2) / _INT4_HALF_RANGE).to(weight.dtype)

@@ -6,6 +6,7 @@ the checkpoint's format gives them.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +16,17 @@ from mslime.config.errors import CheckpointError
 from mslime.convert import codecs
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.kinds import Shape
-from mslime.convert.quantised import Fp8, check_quantisation, scales_are_powers_of_two
+from mslime.convert.quantised import Fp8, Int4, Quantisation, check_quantisation, left_plain, scales_are_powers_of_two
+from mslime.convert.table import RuleTable
 from mslime.convert.writers import TensorPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+PROJECTIONS = r"\.layers\..*(_proj|_proj_with_mqa|in_proj_qkvz|\.w[123])\.weight$"
+"""Linear layers of decoder layers: attention, MLPs, experts. Not routers, norms, embeddings, the output layer."""
+EXPERTS = r"\.experts\.\d+\..*\.weight$"
+NEVER = r"(\.eh_proj|_norm|norm)\.weight$"
 
 
 class Encoding(ABC):
@@ -107,14 +114,57 @@ def encoded_weights(checkpoint: HFCheckpoint, hf_config: Mapping[str, object]) -
     quantisation = check_quantisation(hf_config)
     if quantisation is None:
         return None
-    (scheme,) = quantisation.schemes
-    if not isinstance(scheme, Fp8) or scheme.block is None:
-        raise CheckpointError(
-            f"{checkpoint.directory}: quantization_config", quantisation.method,
-            "engines that hold quantised weights are sent FP8 with a scale for each block, and nothing else",
-            f"write a plain copy with `mslime convert bf16 {checkpoint.directory} OUT` and train from it, or "
-            "`mslime convert fp8` of that copy",
-        )  # fmt: skip
-    suffix = scheme.suffixes[1].removeprefix("weight")
-    encoding = Fp8Blocks(scales_are_powers_of_two(hf_config), scheme.block, suffix)
-    return Encoded(encoding, checkpoint.quantised_names, quantisation.method)
+    encoding = _encoding(quantisation, hf_config)
+    names = checkpoint.quantised_names
+    if encoding is None:
+        raise _not_sent(checkpoint, quantisation.method, "FP8 with a scale for each block, or INT4 in groups")
+    if isinstance(encoding, Int4Groups) and (other := [name for name in names if not re.search(EXPERTS, name)]):
+        raise _not_sent(
+            checkpoint, f"{quantisation.method}: {min(other)}", "INT4 of routed experts, as Kimi-K2-Thinking"
+        )
+    return Encoded(encoding, names, quantisation.method)
+
+
+def _not_sent(checkpoint: HFCheckpoint, method: str, sent: str) -> CheckpointError:
+    return CheckpointError(
+        f"{checkpoint.directory}: quantization_config", method,
+        f"engines that hold quantised weights are sent {sent}, and nothing else",
+        f"write a plain copy with `mslime convert bf16 {checkpoint.directory} OUT` and train from it, or "
+        "`mslime convert fp8` or `int4` of that copy",
+    )  # fmt: skip
+
+
+def expected_weights(table: RuleTable, hf_config: Mapping[str, object]) -> Encoded | None:
+    """What `encoded_weights` will find in the files of a checkpoint, as far as its config.json says: the linear layers
+    of decoder layers, but for those that it names as left plain.
+
+    None where they are plain, or stored in a way that is not written again.
+    """
+    quantisation = check_quantisation(hf_config)
+    encoding = None if quantisation is None else _encoding(quantisation, hf_config)
+    if quantisation is None or encoding is None:
+        return None
+    is_plain = left_plain(hf_config)
+    names = frozenset(
+        name
+        for bound in table.bound.values()
+        for name, shape in zip(bound.hf_names, bound.hf_shapes, strict=True)
+        if len(shape) == 2 and is_linear(name) and not is_plain(name.removesuffix(".weight"))
+    )
+    return Encoded(encoding, names, quantisation.method) if names else None
+
+
+def is_linear(name: str, include: str = PROJECTIONS) -> bool:
+    """Whether a weight is a linear layer's that may be quantised; `include`: an expression for those that shall be."""
+    return bool(re.search(include, name)) and not re.search(NEVER, name)
+
+
+def _encoding(quantisation: Quantisation, hf_config: Mapping[str, object]) -> Encoding | None:
+    """What writes weights as they are stored; None where nothing does."""
+    match quantisation.schemes:
+        case (Fp8(block=(_, _) as block) as scheme,):
+            return Fp8Blocks(scales_are_powers_of_two(hf_config), block, scheme.suffixes[1].removeprefix("weight"))
+        case (Int4(group=int(group)),):
+            return Int4Groups(group)
+        case _:
+            return None

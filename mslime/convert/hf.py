@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from mslime.config.dtypes import plain_dtype
 from mslime.config.errors import CheckpointError, reading
-from mslime.config.hf_config import checkpoint_dtype
 from mslime.convert.files import tensor_bytes
 from mslime.convert.headers import AGAIN, TensorInfo, read_header
 from mslime.convert.kinds import Shape
@@ -124,7 +124,7 @@ class HFCheckpoint:
         self._joined = self._join()
         hidden = {name for joined in self._joined.values() for name in joined.stored}
         self.info = {name: info for name, info in self.stored.items() if name not in hidden}
-        dtype = SAFETENSORS_DTYPES[_weights_dtype(directory)] if self._joined else ""
+        dtype = SAFETENSORS_DTYPES[plain_dtype(_config(directory))] if self._joined else ""
         for name, joined in self._joined.items():
             self.info[name] = TensorInfo(self.stored[joined.stored[0]].file, dtype, joined.shape)
 
@@ -239,12 +239,6 @@ def _config(directory: Path) -> dict[str, object]:
     except (ValueError, OSError, RecursionError):
         return {}
     return cast("dict[str, object]", parsed) if isinstance(parsed, dict) else {}
-
-
-def _weights_dtype(directory: Path) -> str:
-    """What quantised weights are made into: the model's dtype, as torch names it."""
-    named = checkpoint_dtype(_config(directory)) or "bfloat16"
-    return named if named in ("float32", "float16", "bfloat16") else "bfloat16"
 
 
 def _box(index: Any, shape: Shape) -> Box | None:

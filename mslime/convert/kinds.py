@@ -32,6 +32,10 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // tp_size) * tp_size
 
 
+Joined = tuple[Sequence["Tensor"], int]
+"""Parts of a tensor, and the dimension along which they make it."""
+
+
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """`torch.cat`, without a copy where there is one tensor."""
     import torch
@@ -75,8 +79,21 @@ class Kind(ABC):
         """What rank `tp_rank` of `tp_size` holds, dtype of the parts."""
 
     @abstractmethod
+    def joined(self, shards: Sequence[Tensor]) -> list[Joined]:
+        """Of what each Hugging Face tensor consists: views of the shards of all ranks in rank order, where it can."""
+
     def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """The Hugging Face tensors, from the shards of all ranks in rank order."""
+        return [cat(parts, dim).contiguous() for parts, dim in self.joined(shards)]
+
+    def unshard_into(self, shards: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """As `unshard`, into tensors that are there; a shard may have another dtype."""
+        import torch
+
+        for (parts, dim), whole in zip(self.joined(shards), into, strict=True):
+            shape = whole.shape
+            torch.cat(tuple(parts), dim, out=whole)  # which gives a tensor of another shape the one that it finds
+            assert whole.shape == shape, f"{tuple(whole.shape)} of shards, {tuple(shape)} expected"
 
     def in_order(self, tp_size: int) -> bool:
         """Whether the shards of `tp_size` ranks in a row are the Hugging Face tensors in a row."""
@@ -117,8 +134,30 @@ class Replicated(Kind):
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
         return parts[0][...]
 
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [shards[0]]
+    def joined(self, shards: Sequence[Tensor]) -> list[Joined]:
+        return [(shards[:1], 0)]
+
+
+@dataclass(frozen=True)
+class OneForAll(Kind):
+    """What all experts of a layer share, whole on every rank; files hold it as a stack of one, [1, ...]."""
+
+    one: Kind
+    tp_axis: int | None = None
+
+    @property
+    def hf_shapes(self) -> tuple[Shape, ...]:
+        return tuple((1, *shape) for shape in self.one.hf_shapes)
+
+    @property
+    def full_shape(self) -> Shape:
+        return self.one.full_shape
+
+    def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
+        return self.one.shard([part[...][0] for part in parts], tp_rank, tp_size)
+
+    def joined(self, shards: Sequence[Tensor]) -> list[Joined]:
+        return [([part[None] for part in parts], dim + 1) for parts, dim in self.one.joined(shards)]
 
 
 @dataclass(frozen=True)
@@ -147,8 +186,8 @@ class Sharded(Kind):
         mine = rank_range(self.shape[self.axis], tp_rank, tp_size)
         return parts[0][(*[slice(None)] * self.axis, mine)]
 
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [cat(shards, self.axis)]
+    def joined(self, shards: Sequence[Tensor]) -> list[Joined]:
+        return [(shards, self.axis)]
 
 
 def Column(shape: Shape) -> Sharded:
@@ -192,8 +231,9 @@ class Vocabulary(Kind):
         missing = rows.stop - rows.start - real.shape[0]
         return cat([real, real.new_zeros(missing, self.hidden)]) if missing else real
 
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [cat(shards, 0)[: self.vocab_size]]
+    def joined(self, shards: Sequence[Tensor]) -> list[Joined]:
+        firsts = range(0, len(shards) * shards[0].shape[0], shards[0].shape[0])
+        return [([shard[: max(0, self.vocab_size - at)] for at, shard in zip(firsts, shards, strict=True)], 0)]
 
 
 # Rows in another order
@@ -223,7 +263,7 @@ class RowRuns(Kind):
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
         return cat([parts[part][first : first + rows] for part, first, rows in _joined(self.runs(tp_rank, tp_size))])
 
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def joined(self, shards: Sequence[Tensor]) -> list[Joined]:
         found: list[list[tuple[int, Tensor]]] = [[] for _ in self.hf_shapes]
         for rank, shard in enumerate(shards):
             at = 0
@@ -231,7 +271,7 @@ class RowRuns(Kind):
                 found[part].append((first, shard[at : at + rows]))
                 at += rows
             assert at == shard.shape[0], f"{shard.shape[0]} rows, {at} expected"
-        return [cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]) for pieces in found]
+        return [([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], 0) for pieces in found]
 
 
 def _joined(runs: Iterator[Run]) -> Iterator[Run]:
@@ -388,11 +428,11 @@ class InterleavedGatedMLP(Kind):
         both = parts[0][mine if self.hidden is None else (slice(None), mine)]
         return cat([both[..., 0::2].mT, both[..., 1::2].mT] if both.ndim == 2 else [both[0::2], both[1::2]])
 
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
+    def joined(self, shards: Sequence[Tensor]) -> list[Joined]:
         import torch
 
         turns = [torch.stack(shard.chunk(2, 0), 1).flatten(0, 1) for shard in shards]
-        return [cat(turns).mT.contiguous() if self.hidden is not None else cat(turns)]
+        return [([turn.mT for turn in turns], 1) if self.hidden is not None else (turns, 0)]
 
 
 @dataclass(frozen=True)
@@ -413,5 +453,5 @@ class TransposedRow(Kind):
     def shard(self, parts: Sequence[Sliceable], tp_rank: int, tp_size: int) -> Tensor:
         return parts[0][rank_range(self.shape[1], tp_rank, tp_size)].mT.contiguous()
 
-    def unshard(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [cat([shard.mT for shard in shards]).contiguous()]
+    def joined(self, shards: Sequence[Tensor]) -> list[Joined]:
+        return [([shard.mT for shard in shards], 0)]

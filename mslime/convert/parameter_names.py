@@ -14,6 +14,7 @@ _LAYER = re.compile(r"(?:module\.)*(?:decoder\.layers\.(\d+)|(mtp\.layers\.\d+\.
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
 _GROUPED_ADAPTER = re.compile(r"mlp\.experts\.(linear_fc[12])\.adapter\.(\d+)\.(lora_[AB])")
 _SEQUENTIAL = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"(mlp\.experts\.)local_experts\.[^.]+\.")
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
@@ -45,3 +46,8 @@ def canonical_name(local_name: str, first_expert: int = 0, global_layers: Collec
     if sequential := _SEQUENTIAL.fullmatch(rest):
         rest = f"mlp.experts.local_experts.{int(sequential[1]) + first_expert}.{sequential[2]}"
     return f"{prefix}.{rest}"
+
+
+def of_all_experts(name: str) -> str:
+    """Canonical name of what all experts of a layer share, from the name that it has, or would have, in one of them."""
+    return _EXPERT.sub(r"\1", name)

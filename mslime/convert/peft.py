@@ -1,6 +1,8 @@
 """Adapters in files, in the format of peft: adapter_config.json beside adapter_model.safetensors.
 
-Tensors have the names and shapes of `Adapters.table`; the configuration says how they are scaled.
+Tensors have the names and shapes of `Adapters.table`; the configuration says how they are scaled. peft has no name for
+a factor that experts share: adapters that have some (`lora.experts`) are in the form that SGLang reads, in which all
+factors of a layer's experts are one tensor, [experts, ...], and a shared one is [1, ...].
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +26,7 @@ from mslime.convert.writers import SAFETENSORS_DTYPES, TORCH_DTYPES, TensorPlan,
 if TYPE_CHECKING:
     from torch import Tensor
 
+_EXPERTS = ".experts."
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _REFUSED = {
     "use_dora": "DoRA has magnitudes beside A and B",
@@ -78,12 +82,44 @@ class AdapterFile:
             raise CheckpointError(f"{path}: bias", given["bias"], "biases are frozen here", "train it with bias: none")
         with reading(CheckpointError, str(path), "its numbers must be those of a LoRA adapter", AGAIN):
             lora = LoraConfig(rank=rank, alpha=cast("float", alpha), rs_lora=bool(given.get("use_rslora")))
-        return cls(directory, lora, read_header(directory / WEIGHTS))
+        info = read_header(directory / WEIGHTS)
+        stacked = next((name for name, each in info.items() if len(each.shape) > 2), None)
+        if stacked is not None and any(len(each.shape) == 3 and each.shape[0] == 1 for each in info.values()):
+            lora = lora.model_copy(update={"experts": "shared_outer"})
+        elif stacked is not None:
+            raise CheckpointError(
+                f"{directory / WEIGHTS}: {stacked}", list(info[stacked].shape), "all experts of a layer are in one "
+                "tensor, as engines are given them", "use what the run exported, or mslime convert run",
+            )  # fmt: skip
+        file = cls(directory, lora, info)
+        for name, shape in file.shapes.items():
+            if len(shape) > 3 or (len(shape) == 3 and (shape[0] not in (1, file.experts) or _EXPERTS not in name)):
+                raise CheckpointError(
+                    f"{directory / WEIGHTS}: {name}", list(shape), f"must be [1, ...] or [{file.experts}, ...], "
+                    "the factors of all experts of a layer", "use what the run exported, or mslime convert run",
+                )  # fmt: skip
+        return file
 
     @property
     def shapes(self) -> dict[str, Shape]:
         """Of every tensor."""
         return {name: info.shape for name, info in self.info.items()}
+
+    @cached_property
+    def experts(self) -> int:
+        """In how many slices the factors of a layer's experts lie in one tensor; 0: they do not."""
+        return max((shape[0] for shape in self.shapes.values() if len(shape) == 3), default=0)
+
+    @property
+    def factors(self) -> dict[str, Shape]:
+        """As peft's format would name them, each expert's its own: with their shapes."""
+        found: dict[str, Shape] = {}
+        for name, shape in self.shapes.items():
+            if len(shape) == 3:
+                found |= {_of_expert(name, expert): shape[1:] for expert in range(self.experts)}
+            else:
+                found[name] = shape
+        return found
 
     def check(self, adapters: Adapters) -> None:
         """It is an adapter of this model, with these settings.
@@ -92,13 +128,15 @@ class AdapterFile:
             CheckpointError: another rank or scale, or tensors that are missing, misshapen or not asked for.
         """
         mine, asked = self.lora, adapters.lora
-        for name in ("rank", "alpha", "rs_lora"):
+        of_experts = ("experts",) if any(_EXPERTS in name for name in self.info) else ()
+        for name in ("rank", "alpha", "rs_lora", *of_experts):
             if getattr(mine, name) != getattr(asked, name):
                 raise CheckpointError(
                     f"{self.directory / CONFIG}: {name}", getattr(mine, name),
                     f"lora.{name} is {getattr(asked, name)}", f"set lora.{name} to what the adapter has",
                 )  # fmt: skip
-        wanted = adapters.table.hf_shapes()
+        table = adapters.as_files.table
+        wanted = table.hf_shapes()
         if odd := sorted(wanted.keys() ^ self.info.keys()):
             here = odd[0] in self.info
             raise CheckpointError(
@@ -106,11 +144,31 @@ class AdapterFile:
                 f"lora.targets {'does not name' if here else 'names'} its layer",
                 "let lora.targets name the layers of the adapter",
             )  # fmt: skip
-        adapters.table.check_hf(self.shapes, str(self.directory / WEIGHTS))
+        table.check_hf(self.shapes, str(self.directory / WEIGHTS))
 
     def reader(self) -> Callable[[str], Tensor]:
-        """A function that gives a tensor by name; the file stays open as long as it is there."""
-        return _reader(self.directory / WEIGHTS)
+        """A function that gives a tensor by its name in the file, or in `factors`; the file stays open as long as it
+        is there."""
+        from safetensors import safe_open
+
+        file: Any = safe_open(self.directory / WEIGHTS, framework="pt")
+        return partial(self._read, file)
+
+    def _read(self, file: Any, name: str) -> Tensor:
+        if name in self.info or not self.experts:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+        before, _, after = name.partition(_EXPERTS)
+        number, _, rest = after.partition(".")
+        stack = f"{before}{_EXPERTS}{rest}"
+        at = min(int(number), self.info[stack].shape[0] - 1)
+        one: Tensor = file.get_slice(stack)[at : at + 1][0]
+        return one
+
+
+def _of_expert(stack: str, expert: int) -> str:
+    """Name of one expert's factor, from that of all of them."""
+    return stack.replace(_EXPERTS, f"{_EXPERTS}{expert}.")
 
 
 def _reader(path: Path) -> Callable[[str], Tensor]:
@@ -174,13 +232,17 @@ def adapter_config(adapters: Adapters, base: Path) -> dict[str, object]:
 def write_adapter(
     adapters: Adapters, staging: Path, source: Path, dtype: str, files: Mapping[str, str], nbytes: int
 ) -> None:
-    """Make an adapter of the safetensors shards in a directory, in the order of the model; the shards go.
+    """Make an adapter of the safetensors shards in a directory; the shards go. One that holds all of it is the file.
 
     Args:
         source: checkpoint of the model.
         dtype, nbytes: not used: shards say what they hold.
         files: name of the shard of every tensor.
     """
+    if len(set(files.values())) == 1:
+        (staging / next(iter(files.values()))).rename(staging / WEIGHTS)
+        write_adapter_config(adapters, staging, source)
+        return
     shards = {file: _reader(staging / file) for file in set(files.values())}
     infos = {file: read_header(staging / file) for file in shards}
     dtypes = {
@@ -204,5 +266,10 @@ def write_adapter_files(
     shapes = adapters.table.hf_shapes()
     plans = [TensorPlan(name, SAFETENSORS_DTYPES[dtype], shapes[name]) for name, dtype in dtypes.items()]
     write_safetensors(directory / WEIGHTS, plans, (tensor for _, tensor in tensors), lambda done: None)
+    write_adapter_config(adapters, directory, base)
+
+
+def write_adapter_config(adapters: Adapters, directory: Path, base: Path) -> None:
+    """`adapter_config` in its file; see `write_adapter_files`."""
     text = json.dumps(adapter_config(adapters, base), indent=2) + "\n"
     (directory / CONFIG).write_text(text, encoding="utf-8")

@@ -8,6 +8,7 @@ tensor (DeepSeek, Kimi-K2, Qwen3, MiniMax; GLM and others through compressed-ten
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -242,6 +243,31 @@ def check_quantisation(hf_config: Mapping[str, object]) -> Quantisation | None:
 def scales_are_powers_of_two(hf_config: Mapping[str, object]) -> bool:
     """Whether config.json says that FP8 scales are powers of two (`scale_fmt: ue8m0`)."""
     return (_section(hf_config) or {}).get("scale_fmt") == "ue8m0"
+
+
+def left_plain(hf_config: Mapping[str, object]) -> Callable[[str], bool]:
+    """Which modules config.json leaves plain, by name.
+
+    `modules_to_not_convert` of FP8 holds names of modules, or parts of them; `ignore` of compressed-tensors also
+    expressions that begin with `re:`, for the beginning of a name.
+    """
+    section = _section(hf_config) or {}
+    named = [
+        name
+        for key in ("modules_to_not_convert", "ignored_layers", "ignore")
+        if isinstance(given := section.get(key), list)
+        for name in cast("list[str]", given)
+    ]
+    whole = frozenset(named)
+    patterns = [re.compile(name.removeprefix("re:")) for name in named if name.startswith("re:")]
+    parts = [f".{name}." for name in named if not name.startswith("re:")]
+
+    def is_plain(module: str) -> bool:
+        if module in whole or any(pattern.match(module) for pattern in patterns):
+            return True
+        return any(part in f".{module}." for part in parts)
+
+    return is_plain
 
 
 def without_quantisation(hf_config: Mapping[str, object]) -> dict[str, object]:

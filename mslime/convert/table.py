@@ -142,6 +142,10 @@ class BoundRule:
         """
         return list(zip(self.hf_names, self.kind.unshard(shards), strict=True))
 
+    def write_hf(self, shards: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+        """As `to_hf`, into tensors that are there."""
+        self.kind.unshard_into(shards, into)
+
 
 @dataclass(frozen=True)
 class _Slice:

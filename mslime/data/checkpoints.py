@@ -226,6 +226,12 @@ def steps(root: Path) -> list[Path]:
     return [path for _, path in sorted(found) if path.is_dir()]
 
 
+def newest_step(run_dir: Path) -> int:
+    """The steps that a run's newest checkpoint holds; 0 without one."""
+    found = steps(run_dir / "checkpoints")
+    return step_of(found[-1]) if found else 0
+
+
 def step_of(directory: Path) -> int:
     """The steps that a checkpoint's name tells of; -1 for any other name."""
     match = _STEP.fullmatch(directory.name)

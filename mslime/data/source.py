@@ -17,8 +17,8 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from mslime.config.data import DataConfig
 from mslime.config.errors import DataError, reading
-from mslime.config.schema import DataConfig
 from mslime.data.messages import as_messages, is_chat, normalised, tools_of
 from mslime.data.rows import RowFile, field_of, open_rows, plain
 from mslime.data.tokenizer import Tokenizer

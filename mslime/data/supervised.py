@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from mslime.config.data import DataConfig
 from mslime.config.errors import DataError
-from mslime.config.schema import DataConfig, TrainConfig
+from mslime.config.schema import TrainConfig
 from mslime.data.conversation import Supervised, supervised_turns
 from mslime.data.sample import Sample, SampleStatus
 from mslime.data.source import Prompt, PromptSource, Row

@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
+from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError, DataError, nearest
-from mslime.config.schema import DataConfig
 from mslime.data.source import Prompt, PromptSource, PromptStream, Row, checked_row, fitting
 from mslime.data.tokenizer import Tokenizer
 from mslime.extensions import calling, load_function

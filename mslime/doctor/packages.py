@@ -6,6 +6,7 @@ import importlib.metadata
 import re
 from collections.abc import Callable, Iterator
 
+from mslime.config.passthrough import installed_version
 from mslime.doctor.findings import Finding, Node, fail, ok, unseen, warn
 from mslime.doctor.measure import TOLERANCE
 from mslime.doctor.speeds import measured
@@ -30,7 +31,7 @@ _PIN = re.compile(r"^([\w.-]+)==([\w.]+)")
 def check_packages(node: Node) -> Iterator[Finding]:
     """Versions against the pins, and imports."""
     extra = "gpu" if node.gpus else "cpu"
-    yield versions_finding(pins(extra), _installed, extra)
+    yield versions_finding(pins(extra), installed_version, extra)
     broken = {name: failure(_importing(name, node)) for name in (*NEEDED, *(ON_GPUS if node.gpus else ()))}
     for name, why in broken.items():
         if why:
@@ -61,13 +62,6 @@ def pins(extra: str) -> dict[str, str]:
         if pin and (not condition.strip() or f"'{extra}'" in condition.replace('"', "'")):
             found[pin[1]] = pin[2]
     return found
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def versions_finding(wanted: dict[str, str], installed: Callable[[str], str | None], extra: str) -> Finding:

@@ -7,18 +7,39 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from mslime.config.gpus import Nominal, nominal
 from mslime.doctor.findings import Finding, Node, fail, ok, unseen, warn
 from mslime.doctor.network import rdma_ports
-from mslime.doctor.shares import ALL_REDUCE, ALL_TO_ALL, MATMUL, MEMORY, STRAGGLER, Share
 from mslime.network import free_port
 
+WORKER = "mslime.doctor.measure"
+"""The module that measures, in processes of its own."""
 DEADLINE_S = 300
 CPU_RANKS = 2
 CLOCKS_APART_MS = 100
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of what a GPU is sold for (`config/gpus.py`): below `warn` something is amiss, below `fail` it is not the machine
+    that was paid for.
+
+    Assumptions: an H100 that runs into its power limit reaches two thirds to three quarters in large matrix products, a
+    copy nine tenths of its memory, NCCL four fifths of NVLink in all-reduce and somewhat less in all-to-all.
+    """
+
+    warn: float
+    fail: float
+
+
+MATMUL, MEMORY = Share(0.55, 0.4), Share(0.75, 0.6)
+ALL_REDUCE, ALL_TO_ALL = Share(0.6, 0.3), Share(0.5, 0.25)
+STRAGGLER = 0.92
+"""Of the median GPU: one that is slower holds up all others in every collective."""
 
 
 class Broken(Exception):
@@ -160,7 +181,7 @@ def measured(commands: Sequence[Sequence[str]]) -> list[Any]:
         for number, words in enumerate(commands):
             with open(f"{scratch}/{number}", "w") as errors:
                 started.append(subprocess.Popen(
-                    [sys.executable, "-W", "ignore", "-m", "mslime.doctor.measure", *words], stdout=subprocess.PIPE,
+                    [sys.executable, "-W", "ignore", "-m", WORKER, *words], stdout=subprocess.PIPE,
                     stderr=errors, text=True,
                 ))  # fmt: skip
         try:

@@ -200,6 +200,8 @@ METRICS: dict[str, Metric] = {
     ),
     "perf/step_seconds": Metric("s", "wall time of the step"),
     "perf/wait_seconds": Metric("s", "trainer waits for samples"),
+    "perf/turn_seconds": Metric("s", "several adapters: a batch waits for the trainer, which trains another"),
+    "perf/adapters_together": Metric("", "adapters whose steps shared the pass; absent where it had one"),
     "perf/log_prob_seconds": Metric("s", "before the first gradient: passes for log-probs, token advantages"),
     "perf/train_seconds": Metric("s", "forward, backward and optimizer", "", "sum"),
     "perf/critic_seconds": Metric("s", "the critic's forward, backward and optimizer", "", "sum"),

@@ -125,6 +125,29 @@ class PlainProgress(Progress):
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
+class NamedProgress(Progress):
+    """Of one of several adapters: its lines go where those of the run do, each with its name.
+
+    Args:
+        name: of the adapter.
+        shown: of the run.
+    """
+
+    def __init__(self, name: str, shown: Progress, total_steps: int, done_steps: int) -> None:
+        super().__init__(total_steps, done_steps)
+        self._name, self._shown = name, shown
+
+    def note(self, text: str) -> None:
+        """Say the line."""
+        self._shown.note(f"{self._name}: {text}")
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say the step's line."""
+        super().step_done(step, metrics)
+        eta = format_seconds(self.eta_seconds())
+        self.note(f"step {step}/{self._total}  {summary_line(metrics)}  eta {eta}")
+
+
 class LiveProgress(Progress):
     """Bars that redraw in place; each step also leaves its line above them."""
 
@@ -203,6 +226,11 @@ def open_progress(
     console = console or Console(file=sys.stderr)
     kind = LiveProgress if mode == "on" or console.is_terminal else PlainProgress
     return kind(total_steps, done_steps, console)
+
+
+def open_lines(mode: ProgressMode) -> Progress:
+    """For a run of several adapters, whose steps do not follow one another: lines on standard error, or nothing."""
+    return Progress(0) if mode == "off" else PlainProgress(0, 0, Console(file=sys.stderr))
 
 
 def summary_line(metrics: Mapping[str, float]) -> str:

@@ -13,6 +13,7 @@ from rich.padding import Padding
 from rich.rule import Rule
 from rich.text import Text
 
+from mslime.config.adapters import directories
 from mslime.config.errors import UserError
 from mslime.observe.sample_tokens import tokens_of
 from mslime.observe.samples import (
@@ -97,6 +98,11 @@ def find_file(run_dir: Path, wanted: Wanted) -> tuple[Path, int]:
         raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
     steps = recorded_steps(run_dir, evaluation=wanted.evaluation)
     what = "evaluation" if wanted.evaluation else "step"
+    if not steps and (adapters := directories(run_dir)[1:]):
+        raise UserError(
+            str(run_dir), None, "is of several adapters, and each has responses of its own",
+            f"name one of them: {', '.join(map(str, adapters))}",
+        )  # fmt: skip
     if not steps:
         raise UserError(
             str(run_dir), None, f"holds no responses of any {what}",

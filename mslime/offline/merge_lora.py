@@ -69,7 +69,7 @@ def _checked(file: AdapterFile, checkpoint: HFCheckpoint) -> dict[str, str]:
         CheckpointError: a module that the model does not have, or of another shape; half an adapter.
     """
     found: dict[str, str] = {}
-    shapes, where = file.shapes, file.directory / WEIGHTS
+    shapes, where = file.factors, file.directory / WEIGHTS
     for name in shapes:
         module, _, factor = name.removesuffix(".weight").rpartition(".")
         weight = f"{module.removeprefix(PREFIX)}.weight"
@@ -84,6 +84,14 @@ def _checked(file: AdapterFile, checkpoint: HFCheckpoint) -> dict[str, str]:
                 "name the checkpoint that the adapter was trained on",
             )  # fmt: skip
         found[weight] = module
+    for weight in found if file.experts else ():
+        if (beyond := weight.replace(".experts.0.", f".experts.{file.experts}.")) not in found and (
+            beyond in checkpoint.info
+        ):
+            raise CheckpointError(
+                f"{where}: {found[weight]}", f"{file.experts} experts", f"the model has {beyond}, too",
+                "name the checkpoint that the adapter was trained on",
+            )  # fmt: skip
     for weight, module in found.items():
         a, b = (shapes.get(f"{module}.{factor}.weight") for factor in FACTORS)
         out, features = (*checkpoint.info[weight].shape, 0)[:2]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.convert import codecs
-from mslime.convert.encoding import Encoding, Fp8Blocks, Int4Groups
+from mslime.convert.encoding import EXPERTS, PROJECTIONS, Encoding, Fp8Blocks, Int4Groups, is_linear
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, torch_dtype
 from mslime.offline.hf_output import HFJob, Output
@@ -19,10 +19,6 @@ from mslime.offline.jobs import source_identity
 if TYPE_CHECKING:
     from torch import Tensor
 
-PROJECTIONS = r"\.layers\..*(_proj|_proj_with_mqa|in_proj_qkvz|\.w[123])\.weight$"
-"""Linear layers of decoder layers: attention, MLPs, experts. Not routers, norms, embeddings, the output layer."""
-NEVER = r"(\.eh_proj|_norm|norm)\.weight$"
-EXPERTS = r"\.experts\.\d+\..*\.weight$"
 _FLOATS = ("F32", "BF16", "F16")
 
 
@@ -49,7 +45,7 @@ class _Requantise(HFJob):
         """Whether a tensor is quantised: a matrix of floats that the pattern names."""
         info = checkpoint.info[name]
         matrix = len(info.shape) == 2 and info.dtype in _FLOATS
-        return matrix and bool(re.search(self._include, name)) and not re.search(NEVER, name)
+        return matrix and is_linear(name, self._include)
 
     def left_plain(self, checkpoint: HFCheckpoint) -> list[str]:
         """Modules with a matrix that is not quantised, for config.json."""

@@ -182,11 +182,17 @@ def kept_elements(w: Widths, layout: ParallelLayout, chunks: tuple[tuple[int, ..
     return total
 
 
-def working_elements(w: Widths, layout: ParallelLayout, layers: tuple[int, ...], how: Recompute) -> float:
-    """The most that the backward pass of one layer holds beside what was kept.
+def working_bytes(
+    w: Widths, layout: ParallelLayout, layers: tuple[int, ...], how: Recompute, tokens: int, width: int
+) -> int:
+    """The most that the backward pass of one layer holds beside what was kept, its activations computed again.
 
-    The recomputed activations of a group of layers, the gradients of one layer's activations (as many elements), and
-    the gathered input and output gradient of a tensor-parallel matmul, [T, hidden] each.
+    Of a layer without experts: the gradients of its activations (as many elements), and the gathered input and output
+    gradient of a tensor-parallel matmul, [T, hidden] each. Of one with experts: `_expert_bytes`, which are larger.
+
+    Args:
+        tokens: of the micro-batch on a context-parallel rank.
+        width: bytes of a parameter.
     """
     largest = max((layer_elements(w, layout, layer) for layer in layers), default=0.0)
     again = 0.0
@@ -194,4 +200,24 @@ def working_elements(w: Widths, layout: ParallelLayout, layers: tuple[int, ...],
         again = largest * (how.num_layers if how.method == "uniform" else 1)
     elif how.granularity == "selective":
         again = max((largest - layer_elements(w, layout, layer, how.modules) for layer in layers), default=0.0)
-    return again + largest + 2 * w.hidden
+    beside = [
+        _expert_bytes(w, layout, tokens, width)
+        if layer in w.moe_layers
+        else width * tokens * (layer_elements(w, layout, layer) + 2 * w.hidden)
+        for layer in layers
+    ]
+    return int(width * tokens * again + max(beside, default=width * tokens * 2 * w.hidden))
+
+
+def _expert_bytes(w: Widths, layout: ParallelLayout, tokens: int, width: int) -> float:
+    """What experts hold beside their activations; as `tests/rehearsal/full_size.py --peak` shows it.
+
+    While tokens come back, in the recomputed forward pass: as they were received, what the experts made of them,
+    the same by sender, and the tokens that were sent. While the first linear layers go backward: its input's gradient
+    (its output's is smaller than the activations that are gone), and gradients of all local experts' weights in the
+    model's dtype, before they are added to the float32 buffer.
+    """
+    received = tokens * w.top_k * EXPERT_IMBALANCE / layout.tp * layout.etp * width
+    returning = received * w.hidden * (3 + 1 / EXPERT_IMBALANCE)
+    weights = w.experts / layout.ep * w.hidden * 2 * w.expert_mlp / layout.etp * width
+    return max(returning, received * (w.hidden - w.expert_mlp / layout.etp) + weights)

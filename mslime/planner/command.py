@@ -110,7 +110,9 @@ def plan_of(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: floa
     """The plan of what a file and flags say; see `run_plan`. Raises UserError."""
     config = plan_config(values, gpus, gpu_memory_gb)
     critic = read_hf_config(config.critic.path) if config.has_critic and config.critic.path is not None else None
-    return make_plan(config, read_hf_config(config.model.path), critic)
+    taught_by = config.teacher.path if config.teacher_shares else None
+    teacher = read_hf_config(taught_by) if taught_by is not None else None
+    return make_plan(config, read_hf_config(config.model.path), critic, teacher)
 
 
 def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunConfig:
@@ -120,10 +122,13 @@ def plan_config(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: 
         values = merge(values, {"cluster": {"gpu_memory_gb": gpu_memory_gb}})
     if gpus is not None:
         # The engines are known before the layout can be: data parallelism is whatever GPUs are left.
-        laid_out = ("megatron", "cluster")
-        fixed = build({key: section for key, section in values.items() if key not in laid_out})
-        teachers = fixed.teacher.launched * fixed.teacher.tp_size
+        laid_out = ("megatron", "cluster", "weights")
+        teacher = dict(values.get("teacher", {}))
+        apart = teacher.pop("placement", "separate") == "separate"  # it goes by cluster.placement
+        known = {key: section for key, section in values.items() if key not in laid_out}
+        fixed = build(known | ({"teacher": teacher} if teacher else {}))
         shared = values.get("cluster", {}).get("placement") == "colocated"
+        teachers = fixed.teacher.gpus if fixed.teacher.launched and apart else 0
         served = (0 if shared else fixed.sglang.gpus) + teachers if fixed.train.task == "rl" else 0
         if gpus <= served:
             raise ConfigError("--gpus", gpus, f"the engines alone take {served}", "raise it, or plan fewer engines")

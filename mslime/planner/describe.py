@@ -77,12 +77,12 @@ def _phases(plan: RunPlan) -> Table:
     table = Table(
         title="Shared GPUs: GiB of the fullest one, by phase of a step", title_justify="left", title_style="bold"
     )
-    for name in ("phase", "stage", "trainer", "engine", "both", "of the GPU"):
+    for name in ("phase", "stage", "trainer", "server", "both", "of the GPU"):
         table.add_column(name, justify="right" if name != "phase" else "left")
     for phase in plan.phases:
-        verdict = plan.phase_verdict(phase)
+        verdict, whose = plan.phase_verdict(phase), ", a teacher's" if phase.server == "teacher" else ""
         table.add_row(
-            phase.phase, str(phase.stage), _gib(phase.trainer), _gib(phase.engine), _gib(phase.total),
+            phase.phase + whose, str(phase.stage), _gib(phase.trainer), _gib(phase.engine), _gib(phase.total),
             share_of(phase.total / plan.gpu_bytes, verdict),
         )  # fmt: skip
     return table
@@ -160,6 +160,7 @@ def _balance(plan: RunPlan) -> Table:
             ("the weight sync", plan.host.sync),
             ("the shards of a step", plan.host.shards),
             ("a trainer that sleeps", plan.host.asleep),
+            ("a teacher that sleeps", plan.host.taught),
         )
         whose = ", ".join(f"{_gib(size)} for {name}" for name, size in parts if size)
         of = f", {plan.host_share:.0%} of what a run can use" if plan.host_usable else ""

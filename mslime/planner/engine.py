@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from mslime.config.engines import SGLangConfig
+from mslime.convert.encoding import Encoded
 from mslime.convert.kinds import FusedQKV
 from mslime.convert.table import Rule, RuleTable
+from mslime.convert.writers import SAFETENSORS_DTYPES
 from mslime.planner.activations import Widths
 from mslime.planner.parameters import copies
 from mslime.weights.plan import DTYPE_BYTES
@@ -49,21 +52,63 @@ class EngineMemory:
     adapters: int = 0
 
 
+@dataclass(frozen=True)
+class ServedWeights:
+    """The weights of a model as engines hold them.
+
+    Attributes:
+        table: its rules.
+        dtype: of plain weights, of keys and values, and of states, as torch names it.
+        encoded: weights that are quantised; None: none are.
+    """
+
+    table: RuleTable
+    dtype: str
+    encoded: Encoded | None = None
+
+    @property
+    def said(self) -> str:
+        """For people."""
+        return self.dtype if self.encoded is None else f"{self.encoded.method}; the rest in {self.dtype}"
+
+    def on_a_gpu(self, tp: int) -> int:
+        """Bytes on one GPU of an engine of `tp`. The scales of a weight are shared out as it is."""
+        return sum(
+            -(-_held(rule, tp) * stored // max(1, elements))
+            for rule, (stored, elements) in zip(self.table.rules, self._sizes, strict=True)
+        )
+
+    @cached_property
+    def _sizes(self) -> tuple[tuple[int, int], ...]:
+        """Bytes and elements of all that each rule stands for."""
+        return tuple(self._size(rule) for rule in self.table.rules)
+
+    def _size(self, rule: Rule) -> tuple[int, int]:
+        dtype = rule.dtype or self.dtype
+        elements = copies(rule) * math.prod(rule.kind.full_shape)
+        stored = elements * DTYPE_BYTES[dtype]
+        for bound in rule.expand() if self.encoded is not None else ():
+            for name, shape in zip(bound.hf_names, bound.hf_shapes, strict=True):
+                if self.encoded is not None and name in self.encoded.names:
+                    plans = self.encoded.encoding.plans(name, SAFETENSORS_DTYPES[dtype], shape)
+                    stored += sum(plan.nbytes for plan in plans) - math.prod(shape) * DTYPE_BYTES[dtype]
+        return stored, elements
+
+
 def engine_memory(
-    engine: SGLangConfig, table: RuleTable, widths: Widths, num_layers: int, dtype: str, bucket: int, gpu_bytes: int,
+    engine: SGLangConfig, served: ServedWeights, widths: Widths, num_layers: int, bucket: int, gpu_bytes: int,
     taken: int = 0, adapters: int = 0,
 ) -> EngineMemory:  # fmt: skip
     """Memory of one GPU of an engine of `engine.tp_size`.
 
     Args:
-        dtype: of the engine's weights, as torch names it.
         bucket: bytes that a weight update holds at once.
         gpu_bytes: of one GPU.
         adapters: bytes of those that it serves (`adapter_bytes`).
         taken: of it when the engine starts, by a trainer that sleeps: SGLang takes a share of what is free.
     """
-    tp, width = engine.tp_size, DTYPE_BYTES[dtype]
-    weights = sum(_held(rule, tp) * (DTYPE_BYTES[rule.dtype] if rule.dtype else width) for rule in table.rules)
+    tp, width = engine.tp_size, DTYPE_BYTES[served.dtype]
+    weights = served.on_a_gpu(tp)
     static = int(static_fraction(engine, gpu_bytes) * (gpu_bytes - taken))
     token_bytes = cache_bytes_per_token(engine, widths, num_layers, width)
     state_bytes = _state_bytes(widths, tp, width)

@@ -8,8 +8,9 @@ engine's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mslime.config.serving import Role
 from mslime.planner.engine import EngineMemory
 from mslime.planner.stages import StagePlan
 from mslime.planner.trainer import CONTEXT_BYTES, TrainerMemory
@@ -28,12 +29,14 @@ class PhaseMemory:
         phase: generate, train, send or save.
         stage: pipeline stage of the trainer rank on it.
         trainer, engine: what each side has there.
+        server: whose is `engine`: an engine's, or a teacher's.
     """
 
     phase: str
     stage: int
     trainer: int
     engine: int
+    server: Role = "engine"
 
     @property
     def total(self) -> int:
@@ -41,12 +44,14 @@ class PhaseMemory:
         return self.trainer + self.engine
 
 
-def phases(stages: Sequence[StagePlan], engine: EngineMemory) -> tuple[PhaseMemory, ...]:
-    """The phases of a step, each on the stage that is fullest in it."""
-    found = [
-        PhaseMemory("generate", stages[0].held.stage, TRAINER_ASLEEP_BYTES,
-                    engine.weights + engine.cache + engine.state + engine.runtime),
-    ]  # fmt: skip
+def phases(
+    stages: Sequence[StagePlan], engine: EngineMemory, teacher: EngineMemory | None = None
+) -> tuple[PhaseMemory, ...]:
+    """The phases of a step, each on the stage that is fullest in it. A teacher on GPUs without an engine has all of
+    its memory while engines generate, and in the other phases less than an engine has."""
+    found = [PhaseMemory("generate", stages[0].held.stage, TRAINER_ASLEEP_BYTES, _serving(engine))]
+    if teacher is not None:
+        found.append(replace(found[0], engine=_serving(teacher), server="teacher"))
     loaded = ENGINE_ASLEEP_BYTES + engine.weights
     for phase, of_trainer, of_engine in (
         ("train", _training, ENGINE_ASLEEP_BYTES),
@@ -58,9 +63,12 @@ def phases(stages: Sequence[StagePlan], engine: EngineMemory) -> tuple[PhaseMemo
     return tuple(found)
 
 
+def _serving(engine: EngineMemory) -> int:
+    return engine.weights + engine.cache + engine.state + engine.runtime
+
+
 def _training(memory: TrainerMemory) -> int:
-    at_work = memory.activations + memory.working + memory.logits
-    return memory.states + at_work + memory.critic + memory.reserve
+    return memory.states + memory.step + memory.critic + memory.reserve
 
 
 def _sending(memory: TrainerMemory) -> int:

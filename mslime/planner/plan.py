@@ -10,16 +10,19 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mslime.config.dtypes import engine_dtype, export_dtype
-from mslime.config.engines import SGLangConfig, TeacherConfig
+from mslime.config.engines import SGLangConfig
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
+from mslime.config.serving import teacher_spec
 from mslime.config.training import PolicySpec, TrainingSpec, policy_spec
 from mslime.convert.adapters import make_adapters
+from mslime.convert.encoding import Encoded, expected_weights
 from mslime.convert.families import get_family
 from mslime.convert.families.family import ModelFields
 from mslime.convert.table import RuleTable
 from mslime.planner.activations import read_widths
-from mslime.planner.engine import EngineMemory, adapter_bytes, engine_memory
+from mslime.planner.adapters import served_adapters, together
+from mslime.planner.engine import EngineMemory, ServedWeights, adapter_bytes, engine_memory
 from mslime.planner.parameters import model_parameters
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, PhaseMemory, phases
 from mslime.planner.problems import (
@@ -43,6 +46,7 @@ from mslime.planner.trainer import (
     host_memory,
     longest_sequence,
 )
+from mslime.weights.encoded import encoded_plan
 from mslime.weights.plan import WeightPlan, build_plan
 from mslime.weights.senders import Senders
 
@@ -63,11 +67,9 @@ class RunPlan:
         engine_ranks: GPUs of an engine.
         near_ranks: those of them on one machine.
         sent_share: see `Receiving.sent`.
-        engine_dtype: of its weights.
-        experts_per_rank: of a trainer rank.
+        engine_dtype: of its weights, and how they are quantised, for people.
         responses: of a step on the data-parallel rank that has fewest, and most.
         micro_batches: of an optimizer step at most, when every response is as long as it may be.
-        bubble: share of a step that a stage waits, with that many micro-batches (arXiv:2104.04473, section 2.2).
         transport: of the weight sync; `adapters in files` where engines are given adapters alone.
         syncs: weight-sync traffic by sender.
         host: memory of the trainer machine that needs most.
@@ -97,10 +99,8 @@ class RunPlan:
     near_ranks: int
     sent_share: float
     engine_dtype: str
-    experts_per_rank: int
     responses: tuple[int, int]
     micro_batches: int
-    bubble: float
     transport: str
     syncs: tuple[SenderSync, ...]
     host: HostMemory
@@ -112,6 +112,16 @@ class RunPlan:
     remarks: tuple[str, ...]
     phases: tuple[PhaseMemory, ...] = ()
     host_usable: int | None = None
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Of a trainer rank."""
+        return self.fields.num_experts // self.layout.ep
+
+    @property
+    def bubble(self) -> float:
+        """Share of a step that a stage waits, with `micro_batches` (arXiv:2104.04473, section 2.2)."""
+        return (self.layout.pp - 1) / (self.micro_batches * self.layout.vpp + self.layout.pp - 1)
 
     @property
     def fits(self) -> bool:
@@ -151,6 +161,7 @@ class RunPlan:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         summed = {"sync_bytes": self.sync_bytes, "sync_seconds": self.sync_seconds, "host_bytes": self.host.total}
+        summed |= {"experts_per_rank": self.experts_per_rank, "bubble": self.bubble}
         if self.prediction is not None:
             summed["prediction"] = asdict(self.prediction) | {
                 "seconds": self.prediction.seconds, "limit": self.prediction.limit
@@ -177,13 +188,15 @@ class RunPlan:
 
 
 def make_plan(
-    config: RunConfig, hf_config: Mapping[str, object], critic: Mapping[str, object] | None = None
-) -> RunPlan:
+    config: RunConfig, hf_config: Mapping[str, object], critic: Mapping[str, object] | None = None,
+    teacher: Mapping[str, object] | None = None,
+) -> RunPlan:  # fmt: skip
     """The plan of a run.
 
     Args:
         hf_config: the model's config.json.
         critic: the critic's, where it is another.
+        teacher: a served teacher's, where it shares the trainer's GPUs.
 
     Raises:
         ConfigError: the layout does not divide the model, or a setting contradicts config.json.
@@ -191,30 +204,28 @@ def make_plan(
     """
     family = get_family(hf_config)
     model, table = family.model_fields(hf_config), family.rules(hf_config)
+    held_adapters, alive, config = served_adapters(config), config.adapters_alive, together(config)
     spec, gpu_bytes = policy_spec(config), int(config.cluster.gpu_memory_gb * GIB * USABLE)
     layout, limit, serves = spec.layout, longest_sequence(config), spec.train.task == "rl"
     table.check_layout(layout)
     wire = engine_dtype(config, hf_config) if serves else export_dtype(hf_config)
-    factors = make_adapters(table, spec.lora).table if config.syncs_adapters else None
-    sync = _sync(config, layout, table if factors is None else factors, model.num_layers, wire)
+    served = ServedWeights(table, wire, _encoded(config, table, hf_config))
+    factors = make_adapters(table, held_adapters).table if config.syncs_adapters else None
+    sync = _sync(config, layout, served, factors, model.num_layers)
     stages = make_stages(spec, hf_config, limit, sync, gpu_bytes, values=False)
     stages, apart, beside = with_critic(config, stages, critic or hf_config, sync.senders, gpu_bytes)
     per_node = config.cluster.gpus_per_node
     longest = min(model.max_positions, limit)
     rollouts = rollout_bytes(config, model, longest) if serves else None
     shared = serves and config.colocated
-    host = _host(config, spec, stages, beside, sync, rollouts.machine if rollouts is not None else 0)
-    held = 0 if factors else int(max((each.hf_bytes for each in sync.buckets), default=0) * buckets_held(config))
-    widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
-    engine = None
-    if serves:
-        taken = TRAINER_ASLEEP_BYTES if shared else 0
-        served = adapter_bytes(factors, config.adapters_alive, config.sglang.tp_size, wire) if factors else 0
-        engine = engine_memory(config.sglang, table, widths, model.num_layers, wire, held, gpu_bytes, taken, served)
-    taking_turns = phases(stages, engine) if shared and engine is not None else ()
+    of_adapters = adapter_bytes(factors, alive, config.sglang.tp_size, wire) if factors else 0
+    engine = _engine(config, hf_config, served, sync, gpu_bytes, of_adapters) if serves else None
+    taught = _teacher(config, teacher, gpu_bytes) if teacher is not None else None
+    host = _host(config, spec, stages, beside, sync, rollouts, taught)
+    taking_turns = phases(stages, engine, taught) if shared and engine is not None else ()
     engines = config.sglang.gpus if serves else 0
-    beyond = 0 if shared else engines  # GPUs beside the trainer's
-    nodes, idle = _machines(per_node, layout.world_size + config.critic_ranks, beyond, config.sglang, config.teacher)
+    nodes, idle = _machines(config, 0 if shared else engines)
+    unused = layout.world_size - engines - config.taught_gpus if shared else 0
     responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
     syncs, rates = sender_syncs(sync, config.cluster), rates_of(config.cluster)
     receiving = receiving_of(config, sync, engine) if engine is not None else None
@@ -233,11 +244,9 @@ def make_plan(
         engine_ranks=config.sglang.tp_size,
         near_ranks=near_ranks(config.sglang.tp_size, per_node),
         sent_share=receiving.sent(near_ranks(config.sglang.tp_size, per_node)) if receiving is not None else 1.0,
-        engine_dtype=wire,
-        experts_per_rank=model.num_experts // layout.ep,
+        engine_dtype=served.said,
         responses=responses,
         micro_batches=micro_batches,
-        bubble=(layout.pp - 1) / (micro_batches * layout.vpp + layout.pp - 1),
         transport="adapters in files" if factors else config.weights.transport,
         syncs=syncs,
         host=host,
@@ -250,57 +259,108 @@ def make_plan(
             *phase_problems(config, taking_turns, gpu_bytes),
             *trainer_problems(spec, "critic", apart, gpu_bytes),
             *engine_problems(config.sglang, spec.weights.bucket_mib, longest, engine, gpu_bytes),
+            *engine_problems(config.teacher, 0, longest, taught, gpu_bytes, "teacher"),
             *host_problems(spec, config.cluster.host_memory_gb, host, rollouts, config.rollout),
         ),
-        remarks=tuple(_remarks(layout, model, per_node, idle, layout.world_size - engines if shared else 0)),
+        remarks=tuple(_remarks(layout, model, per_node, idle, unused)),
         phases=taking_turns,
         host_usable=host_bytes(memory) if (memory := config.cluster.host_memory_gb) is not None else None,
     )
 
 
-def _sync(config: RunConfig, layout: ParallelLayout, table: RuleTable, num_layers: int, wire: str) -> WeightPlan:
-    """What is sent after a step, by whom; nothing where no engine generates."""
+def _encoded(config: RunConfig, table: RuleTable, hf_config: Mapping[str, object]) -> Encoded | None:
+    """What engines hold quantised, as the run decides it: those that mslime starts hold what the checkpoint does."""
+    serves = config.train.task == "rl" and not config.sglang.urls
+    return expected_weights(table, hf_config) if serves else None
+
+
+def _sync(
+    config: RunConfig, layout: ParallelLayout, served: ServedWeights, factors: RuleTable | None, num_layers: int
+) -> WeightPlan:
+    """What is sent after a step, by whom; nothing where no engine generates. `factors`: of adapters, sent alone."""
     # Of adapters alone, one rank of each stage writes them.
     senders = Senders(layout) if config.syncs_adapters else Senders.at_most(layout, config.weights.senders)
     if config.train.task != "rl":
         return WeightPlan(senders, ())
     flat = [[layer for chunk in stage for layer in chunk] for stage in config.megatron.stage_layers(num_layers)]
-    return build_plan(table, senders, flat, wire, int(config.weights.bucket_mib * 2**20))
+    limit = int(config.weights.bucket_mib * 2**20)
+    plan = build_plan(factors or served.table, senders, flat, served.dtype, limit)
+    return plan if factors or served.encoded is None else encoded_plan(plan, served.encoded)
 
 
 def _host(
     config: RunConfig, spec: PolicySpec, stages: Sequence[StagePlan], beside: Sequence[StagePlan], sync: WeightPlan,
-    shards: int,
+    rollouts: RolloutBytes | None, taught: EngineMemory | None,
 ) -> HostMemory:  # fmt: skip
     """Of the trainer machine that needs most.
 
     Args:
         beside: of a critic on the same GPUs.
-        shards: bytes of a step in Ray's store.
+        rollouts: of a step, in Ray's store.
+        taught: a GPU of a teacher that shares it with the trainer.
     """
     held, adapted = [stage.held for stage in stages], [stage.adapters or stage.held for stage in stages]
     sleeps = config.colocated and spec.train.task == "rl" and spec.asleep is None
     critic = [stage.held for stage in beside]
     host = host_memory(spec, config.cluster.gpus_per_node, held, critic, sync, adapted, sleeps=sleeps)
-    return replace(host, shards=shards)
+    return replace(
+        host, shards=rollouts.machine if rollouts is not None else 0,
+        taught=min(config.teacher.gpus, config.cluster.gpus_per_node) * taught.weights if taught is not None else 0,
+    )  # fmt: skip
 
 
-def _machines(
-    per_node: int, trained: int, engine_gpus: int, engine: SGLangConfig, teacher: TeacherConfig
-) -> tuple[int, int]:
+def _engine(
+    config: RunConfig, hf_config: Mapping[str, object], served: ServedWeights, sync: WeightPlan, gpu_bytes: int,
+    of_adapters: int,
+) -> EngineMemory:  # fmt: skip
+    """A GPU of an engine, with the buckets that it holds while it is sent weights.
+
+    Args:
+        of_adapters: bytes of the adapters that it serves at once. Where there are some, no buckets are sent.
+    """
+    largest = max((bucket.hf_bytes for bucket in sync.buckets), default=0)
+    held = 0 if of_adapters else int(largest * buckets_held(config))
+    asleep = TRAINER_ASLEEP_BYTES if config.colocated else 0
+    return _serving(config.sglang, hf_config, served, held, gpu_bytes, asleep, of_adapters)
+
+
+def _teacher(config: RunConfig, hf_config: Mapping[str, object], gpu_bytes: int) -> EngineMemory:
+    """A GPU of a teacher that shares it with the trainer. Raises CheckpointError where its family is not known."""
+    table = get_family(hf_config).rules(hf_config)
+    served = ServedWeights(table, teacher_spec(config).dtype(dict(hf_config)), expected_weights(table, hf_config))
+    return _serving(config.teacher, hf_config, served, 0, gpu_bytes, TRAINER_ASLEEP_BYTES)
+
+
+def _serving(
+    settings: SGLangConfig, hf_config: Mapping[str, object], served: ServedWeights, held: int,
+    gpu_bytes: int, asleep: int, of_adapters: int = 0,
+) -> EngineMemory:  # fmt: skip
+    """A GPU of a server of the model of a config.json; see `engine_memory`."""
+    family = get_family(hf_config)
+    model = family.model_fields(hf_config)
+    widths = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids)
+    return engine_memory(settings, served, widths, model.num_layers, held, gpu_bytes, asleep, of_adapters)
+
+
+def _machines(config: RunConfig, engine_gpus: int) -> tuple[int, int]:
     """(machines, GPUs of the last ones that nothing uses).
 
-    Trainer and critic, `trained` ranks, fill them in order; engines and teachers lie within one or over whole ones.
+    Trainer and critic fill them in order; engines and teachers lie within one or over whole ones.
+
+    Args:
+        engine_gpus: beside the trainer's.
     """
+    per_node, trained = config.cluster.gpus_per_node, config.layout.world_size + config.critic_ranks
+    teachers, teacher_tp = 0 if config.teacher_shares else config.teacher.launched, config.teacher.tp_size
     nodes, free = -(-trained // per_node), -trained % per_node
-    for servers, tp in ((engine_gpus // engine.tp_size, engine.tp_size), (teacher.launched, teacher.tp_size)):
+    for servers, tp in ((engine_gpus // config.sglang.tp_size, config.sglang.tp_size), (teachers, teacher_tp)):
         if tp > per_node:
             nodes += servers * -(-tp // per_node)
             continue
         rest = max(servers - free // tp, 0)
         more = -(-rest // (per_node // tp))
         nodes, free = nodes + more, free + more * per_node - servers * tp
-    return nodes, nodes * per_node - trained - engine_gpus - teacher.launched * teacher.tp_size
+    return nodes, nodes * per_node - trained - engine_gpus - teachers * teacher_tp
 
 
 def _remarks(layout: ParallelLayout, model: ModelFields, per_node: int, idle: int, without_engine: int) -> list[str]:

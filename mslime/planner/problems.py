@@ -8,6 +8,7 @@ from typing import Literal
 from mslime.config.engines import SGLangConfig
 from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
+from mslime.config.serving import Role
 from mslime.config.training import PolicySpec
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory
 from mslime.planner.phases import PhaseMemory
@@ -84,6 +85,7 @@ def host_problems(
             "optimizer": f"lower megatron.optimizer_offload_fraction ({offloaded_share(spec.megatron.extra):g})",
             "copies": "do without algorithm.kl_coef or model.teacher_path",
             "asleep": "set cluster.asleep_in: disk",
+            "taught": "give the teacher GPUs of its own (teacher.placement: separate)",
             "shards": f"lower rollout.groups_per_step ({settings.groups_per_step})",
         }[component]
         problems.append(Problem("trainer machine, host memory", host.total, has, component, f"{less}, or {more}"))
@@ -108,7 +110,7 @@ def trainer_problems(spec: PolicySpec, who: str, stages: tuple[StagePlan, ...], 
         return []
     memory = worst.memory
     sizes = {name: size for name, size in memory.components().items() if name != "reserve"}
-    if memory.sync < memory.activations + memory.working + memory.logits:
+    if memory.sync < memory.step:
         del sizes["sync"]
     component = max(sizes, key=lambda name: sizes[name])
     where = f"{who}, stage {worst.held.stage}"
@@ -140,32 +142,35 @@ def _way_out(spec: PolicySpec, component: str) -> str:
 
 
 def engine_problems(
-    settings: SGLangConfig, bucket_mib: float, longest: int, engine: EngineMemory | None, gpu_bytes: int
-) -> list[Problem]:
-    """`bucket_mib`: of a weight update; `longest`: tokens of a response with its prompt."""
+    settings: SGLangConfig, bucket_mib: float, longest: int, engine: EngineMemory | None, gpu_bytes: int,
+    who: Role = "engine",
+) -> list[Problem]:  # fmt: skip
+    """`bucket_mib`: of a weight update; `longest`: tokens of a response with its prompt; `who`: the server is."""
     if engine is None:
         return []
+    section = settings.section or settings.engine
     problems: list[Problem] = []
     if engine.tokens < longest:
         component = "weights" if engine.cache < engine.weights else "cache"
         problems.append(
             Problem(
-                "engine",
+                who,
                 engine.weights + longest * engine.token_bytes + engine.runtime,
                 gpu_bytes,
                 component,
-                f"raise sglang.tp_size ({settings.tp_size}) or sglang.mem_fraction_static: "
+                f"raise {section}.tp_size ({settings.tp_size}) or {section}.mem_fraction_static: "
                 f"the cache has room for {engine.tokens:,} tokens, and one response may have {longest:,}",
             )
         )
     if engine.runtime < engine.bucket + RUNTIME_BYTES:
         problems.append(
             Problem(
-                "engine, outside mem_fraction_static",
+                f"{who}, outside mem_fraction_static",
                 engine.bucket + RUNTIME_BYTES,
                 engine.runtime,
                 "bucket",
-                f"lower sglang.mem_fraction_static, or weights.bucket_mib ({bucket_mib:g})",
+                f"lower {section}.mem_fraction_static"
+                + (f", or weights.bucket_mib ({bucket_mib:g})" if engine.bucket else ""),
             )
         )
     return problems

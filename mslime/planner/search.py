@@ -19,10 +19,12 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.loader import build, merge
 from mslime.config.schema import RunConfig
 from mslime.config.training import PolicySpec, policy_spec
+from mslime.convert.encoding import expected_weights
 from mslime.convert.families import get_family
 from mslime.convert.kinds import padded_vocab_size
 from mslime.planner.activations import read_widths
-from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, engine_memory
+from mslime.planner.adapters import together
+from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
 from mslime.planner.flops import matrix_elements_per_token
 from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, phases
@@ -148,10 +150,13 @@ class Search:
         if config.sglang.urls:
             raise ConfigError("--search", config.sglang.urls[0], "engines of yours have their layout already",
                               "remove sglang.urls")  # fmt: skip
+        if config.sglang.pairs is not None:
+            raise ConfigError("--search", config.sglang.pairs, "how fast a pair generates is not predicted",
+                              "remove sglang.pairs for the search")  # fmt: skip
         if config.has_critic or config.teacher.serves:
             raise ConfigError("--search", "a critic or a teacher", "only policy and engines are searched",
                               "plan without --search, or leave critic and teacher out")  # fmt: skip
-        return config
+        return together(config)
 
     @cached_property
     def space(self) -> Space:
@@ -188,6 +193,17 @@ class Search:
         return self.family.rules(self.hf_config)
 
     @cached_property
+    def served(self) -> ServedWeights:
+        """Its weights as engines hold them; mslime starts all engines of a search."""
+        wire = engine_dtype(self.base, self.hf_config)
+        return ServedWeights(self.table, wire, expected_weights(self.table, self.hf_config))
+
+    @cached_property
+    def sent(self) -> int:
+        """Bytes of a sync."""
+        return model_parameters(self.table) * 2 if self.served.encoded is None else self.served.on_a_gpu(1)
+
+    @cached_property
     def widths(self) -> Any:
         """Of its layers."""
         return read_widths(self.family.transformer_fields(self.hf_config), self.model.moe_layer_ids)
@@ -208,6 +224,7 @@ class Search:
             optimizer_steps=t.optimizer_steps_per_rollout,
             active=matrix_elements_per_token(self.table, self.model.top_k), layers=self.model.num_layers,
             top_k=self.model.top_k if self.model.num_experts else 0, experts=self.model.num_experts,
+            width=self.sent / model_parameters(self.table),
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ the trainer
@@ -285,10 +302,9 @@ class Search:
     def _engine(self, settings: dict[str, Any], shared: bool) -> _Engines | None:
         config = self.base
         sglang: SGLangConfig = config.sglang.model_copy(update=settings)
-        wire = engine_dtype(config, self.hf_config)
         bucket = int(config.weights.bucket_mib * 2**20 * buckets_held(config.model_copy(update={"sglang": sglang})))
         memory = engine_memory(
-            sglang, self.table, self.widths, self.model.num_layers, wire, bucket, self.gpu_bytes,
+            sglang, self.served, self.widths, self.model.num_layers, bucket, self.gpu_bytes,
             TRAINER_ASLEEP_BYTES if shared else 0,
         )  # fmt: skip
         if memory.tokens < self.longest or memory.runtime < bucket + RUNTIME_BYTES:
@@ -312,7 +328,7 @@ class Search:
             return
         ahead = self.space.given("rollout", "max_staleness")
         rollout = {"max_staleness": 1} if ahead is None else {}
-        sync = model_parameters(self.table) * 2 / self.speeds.network
+        sync = self.sent / self.speeds.network
         for ranks in self._trainer_ranks():
             engines = self.engines(self.gpus - ranks, shared=False)
             if not engines:
@@ -342,7 +358,6 @@ class Search:
         ranks = self.space.given("cluster", "trainer_ranks") or self.gpus
         transport = self.space.given("weights", "transport") or ("shm" if machines == 1 else "delta")
         weights = {"transport": transport}  # files lie below output_dir, unless weights.directory is set
-        total = model_parameters(self.table) * 2
         engines, asleep_in = self.engines(ranks, shared=True), self.space.given("cluster", "asleep_in") or "memory"
         for trainer in self.trainers(ranks, usable, sleeps=asleep_in != "disk"):
             kind = next((each for each in engines if self._takes_turns(trainer, each)), None)
@@ -351,7 +366,7 @@ class Search:
             moved = max(memory.weights + memory.optimizer for memory in trainer.memory)
             seconds = {
                 "generate": kind.seconds, "train": sum(trainer.seconds.values()),
-                "sync": file_seconds(transport, total, machines),
+                "sync": file_seconds(transport, self.sent, machines),
                 "sleep": sleep_seconds(moved, max(memory.weights for memory in trainer.memory), asleep_in == "disk"),
             }  # fmt: skip
             cluster = {"placement": "colocated", "trainer_ranks": ranks}

@@ -53,7 +53,7 @@ def with_critic(
         return stages, (), ()
     unsent, limit = WeightPlan(senders, ()), longest_sequence(config)
     valued = make_stages(critic_spec(config), hf_config, limit, unsent, gpu_bytes, values=True)
-    if config.critic.placement != "shared":
+    if not config.shares_critic:
         return stages, valued, ()
     pairs = zip(stages, valued, strict=True)
     return tuple(replace(one, memory=one.memory.beside(other.memory)) for one, other in pairs), (), valued

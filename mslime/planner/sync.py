@@ -22,8 +22,8 @@ from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
 
-EXCHANGES = 3
-"""In which all trainer ranks agree at the end of a sync (`WeightSender.send`)."""
+EXCHANGES = 1
+"""In which all trainer ranks agree at the end of a sync by `broadcast` or `relay` (`WeightSender.send`)."""
 
 
 @dataclass(frozen=True)
@@ -391,11 +391,14 @@ def _fill_seconds(bucket: Bucket, rates: Rates, gpus_per_node: int) -> tuple[flo
     """(packing and gathering, which take every member; converting, which takes the sender).
 
     Experts that nobody gathers are neighbours in Megatron's buffer, and so is a single tensor: they are not packed.
+    What nobody gathers and the sender converts is not packed either, but counted so: one copy too many.
     """
     alone = len(bucket.members) == 1 and ".local_experts." in bucket.slots[0].names[0]
     packing = 0.0 if alone or len(bucket.slots) == 1 else _local_bytes(bucket) / rates.copy
     near, far = _gathered(bucket, gpus_per_node)
-    converting = 0.0 if bucket.in_order else bucket.hf_bytes / rates.copy
+    plain = bucket.converted_numel * DTYPE_BYTES[bucket.gathered_dtype]
+    # Quantising reads all of a bucket once more.
+    converting = (0 if bucket.in_order else plain) / rates.copy + (plain if bucket.packed_dtype else 0) / rates.copy
     return packing + max(near / rates.nvlink, far / rates.network), converting
 
 

@@ -76,6 +76,7 @@ class StepWork:
         active: elements that a token multiplies with.
         layers: decoder layers.
         top_k, experts: of routed layers; 0 without.
+        width: bytes of an element in engines, on average.
     """
 
     responses: int
@@ -87,6 +88,7 @@ class StepWork:
     layers: int
     top_k: int
     experts: int
+    width: float = 2.0
 
     @property
     def length(self) -> int:
@@ -203,7 +205,7 @@ def generate_seconds(engine: EngineMemory, engines: int, tp: int, work: StepWork
     each = -(-work.responses // engines)
     together = max(1, min(each, engine.tokens // max(1, work.length)))
     touched = 1 - (1 - work.top_k / work.experts) ** together if work.experts else 1.0
-    dense = min(1.0, work.active * 2 / tp / max(1, engine.weights))
+    dense = min(1.0, work.active * work.width / tp / max(1, engine.weights))
     weights = engine.weights * (dense + (1 - dense) * touched)
     read = weights + together * ((work.prompt + work.sampled / 2) * engine.token_bytes + engine.state_bytes)
     reading = read / (speeds.gpu.memory * 1e9 * READING)
@@ -225,7 +227,7 @@ def file_seconds(transport: str, total: int, machines: int) -> float:
     Args:
         total: bytes of all weights.
     """
-    if transport == "shm" or machines == 1:
+    if transport in ("shm", "handles") or machines == 1:
         return 2 * total / HOST_COPY
     return 2 * total * (CHANGED if transport == "delta" else 1.0) / SHARED_DIRECTORY
 

@@ -16,7 +16,7 @@ from mslime.config.fp8 import COPY_BYTES, fp8_rows
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig, TrainConfig
 from mslime.config.training import ModelSpec, PolicySpec, TrainingSpec
-from mslime.planner.activations import Widths, chunks_in_flight, kept_elements, working_elements
+from mslime.planner.activations import Widths, chunks_in_flight, kept_elements, working_bytes
 from mslime.planner.parameters import StageParameters
 from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
 
@@ -65,9 +65,14 @@ class TrainerMemory:
         return self.weights + self.gradients + self.optimizer
 
     @property
+    def step(self) -> int:
+        """What a training step adds: a micro-batch's logits are gone when the backward pass comes to the layers."""
+        return self.activations + max(self.working, self.logits)
+
+    @property
     def at_work(self) -> int:
         """What comes and goes: a training step or a weight sync, whichever takes more."""
-        return max(self.activations + self.working + self.logits, self.sync)
+        return max(self.step, self.sync)
 
     @property
     def peak(self) -> int:
@@ -182,9 +187,12 @@ def trainer_memory(
         gradients=trained.trained * gradient_width,
         optimizer=optimizer_bytes(spec, trained),
         activations=int(kept * tokens * width),
-        working=int(working_elements(widths, layout, held.layers, how) * tokens * width),
+        working=working_bytes(widths, layout, held.layers, how, tokens, width),
         logits=_output_bytes(spec, tokens, vocab_rows, widths.hidden) if held.stage == layout.pp - 1 else 0,
-        sync=max((_sync_bytes(bucket) for bucket in sync.stage_buckets(held.stage)), default=0),
+        sync=max(
+            sync_bytes(sync.stage_buckets(held.stage), neighbours_width(spec, adapters), _shares_memory(spec)).values(),
+            default=0,
+        ),
         reserve=CONTEXT_BYTES + int(gpu_bytes * FRAGMENTATION),
     )
 
@@ -220,7 +228,8 @@ def _of_own_share(
 
 
 def _output_bytes(spec: TrainingSpec, tokens: int, vocab_rows: int, hidden: int) -> int:
-    """Logits [T, V/TP], over which their gradient is written, what log-probs keep, and inputs of the last layers.
+    """Logits [T, V/TP], over which their gradient is written, what log-probs keep, inputs of the last layers, and the
+    gradient of the output layer's weight [V/TP, H] before it is added to the buffer.
 
     Logits above `train.logits_mib` are made block by block (`backends/megatron/log_probs/blocks.py`). The output layer
     then keeps the hidden states of all tokens, also with sequence parallelism, and sums their gradient in float32; the
@@ -228,17 +237,67 @@ def _output_bytes(spec: TrainingSpec, tokens: int, vocab_rows: int, hidden: int)
     """
     width = params_bytes(spec)
     logits, inputs = tokens * vocab_rows * width, tokens * (LOG_PROB_BYTES + 2 * hidden * width)
+    inputs += vocab_rows * hidden * width
     if logits <= spec.train.logit_bytes:
         return logits + inputs
     return spec.train.logit_bytes + inputs + tokens * hidden * (4 + width)
 
 
-def _sync_bytes(bucket: Bucket) -> int:
-    """On a sender: what it packs, gathers and converts, and the bucket that is still on its way."""
-    local, members = bucket.local_numel * DTYPE_BYTES[bucket.gathered_dtype], len(bucket.members)
-    packed = local if members > 1 or not bucket.in_order else 0
-    gathered = local * members if members > 1 and not bucket.in_order else 0
-    return packed + gathered + 2 * bucket.hf_bytes
+def neighbours_width(spec: TrainingSpec, adapters: StageParameters | None = None) -> int:
+    """Bytes of parameters that are neighbours in memory, and sent as they are; 0: they lie apart, or others are sent.
+
+    In the distributed optimizer's buffer they are neighbours.
+    """
+    return params_bytes(spec) if spec.megatron.use_distributed_optimizer and adapters is None else 0
+
+
+def _shares_memory(spec: TrainingSpec) -> bool:
+    return isinstance(spec, PolicySpec) and spec.weights.transport in ("handles", "mooncake")
+
+
+def sync_bytes(buckets: Sequence[Bucket], neighbours: int, shares: bool = False) -> dict[int, int]:
+    """By rank, what it needs at most: what it packs of a bucket, and a sender what it gathers and converts, beside the
+    bucket that it sent before, which is still on its way.
+
+    Args:
+        buckets: of any senders, in the order in which they are sent.
+        neighbours: width of parameters of which a bucket of the sender's own shards, in the order of what is sent, is
+            a view (`weights/buckets.py`); 0: there is none.
+        shares: whether it also has memory for a bucket that engines read.
+    """
+    most, on_its_way, shared = dict[int, int](), dict[int, int](), dict[int, int]()
+    for bucket in buckets:
+        packed, flat = _packed_bytes(bucket, neighbours), _flat_bytes(bucket, neighbours)
+        for rank in bucket.members:
+            needs = packed + on_its_way.get(rank, 0)
+            if rank == bucket.sender:
+                needs += _gathered_bytes(bucket) + flat
+                on_its_way[rank] = flat
+                shared[rank] = max(shared.get(rank, 0), bucket.hf_bytes if shares else 0)
+            most[rank] = max(most.get(rank, 0), needs)
+    return {rank: size + shared.get(rank, 0) for rank, size in most.items()}
+
+
+def _packed_bytes(bucket: Bucket, neighbours: int) -> int:
+    """A member's shards, of which a single one is sent as it lies."""
+    width = DTYPE_BYTES[bucket.gathered_dtype]
+    as_it_lies = len(bucket.slots) == 1 and width == neighbours
+    return bucket.local_numel * width if (len(bucket.members) > 1 or not bucket.in_order) and not as_it_lies else 0
+
+
+def _gathered_bytes(bucket: Bucket) -> int:
+    """Shards of all members; of those that make one tensor together, the largest such tensor; and what is converted
+    before it is quantised."""
+    width, members = DTYPE_BYTES[bucket.gathered_dtype], len(bucket.members)
+    gathered = bucket.local_numel * width * members if members > 1 and not bucket.in_order else 0
+    joined = max(slot.numel for slot in bucket.slots) * bucket.sharing * width
+    joined = joined if bucket.sharing > 1 and not bucket.in_order else 0
+    return gathered + joined + (bucket.converted_numel * width if bucket.packed_dtype else 0)
+
+
+def _flat_bytes(bucket: Bucket, neighbours: int) -> int:
+    own = bucket.in_order and len(bucket.members) == 1 and not bucket.packed_dtype
+    return 0 if own and DTYPE_BYTES[bucket.dtype] == neighbours else bucket.hf_bytes
 
 
 @dataclass(frozen=True)
@@ -251,6 +310,7 @@ class HostMemory:
         sync: what senders keep for `weights.transport`: with delta all that they send, with shm a bucket each.
         shards: of a step, for its ranks, in Ray's store; see `rollouts.RolloutBytes`.
         asleep: weights and optimizer of trainer and critic while engines have their GPUs (`cluster.asleep_in`).
+        taught: weights of a served teacher while the trainer has its GPUs (`teacher.placement: colocated`).
     """
 
     copies: int
@@ -258,18 +318,19 @@ class HostMemory:
     sync: int = 0
     shards: int = 0
     asleep: int = 0
+    taught: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.copies + self.optimizer + self.sync + self.shards + self.asleep
+        return self.copies + self.optimizer + self.sync + self.shards + self.asleep + self.taught
 
     @property
     def largest(self) -> str:
         """The part that is largest."""
         sizes = {
             "optimizer": self.optimizer, "copies": self.copies, "sync": self.sync, "shards": self.shards,
-            "asleep": self.asleep,
+            "asleep": self.asleep, "taught": self.taught,
         }  # fmt: skip
         return max(sizes, key=lambda name: sizes[name])
 

@@ -40,8 +40,9 @@ from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss
 from mslime.algorithms.statistics import LossStatistics, finalise
 from mslime.algorithms.token_batch import Reduce
 from mslime.config.algorithm import AlgorithmConfig
+from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError
-from mslime.config.schema import DataConfig, RunConfig
+from mslime.config.schema import RunConfig
 from mslime.data.sample import Group
 from mslime.data.source import Prompt
 from mslime.data.tokenizer import Tokenizer, load_tokenizer

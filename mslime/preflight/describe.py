@@ -23,11 +23,58 @@ def describe(run: ResolvedRun) -> RichGroup:
     """The resolved run as tables for a person: layout, model, batch arithmetic, staleness, switches, warnings."""
     config = run.config
     parts: list[Any] = [_model_table(run), _layout_table(config.layout)]
+    if run.adapters:
+        parts += [_adapters_table(run), *(_adapter_table(own) for own in run.adapters.values())]
+        told = {text: None for own in run.adapters.values() for text in warnings(own.config)}
+        parts += [Text(f"note: {text}") for text in run.notes]
+        parts += [Text(f"warning: {text}", style="yellow") for text in [*told, *gpu_warnings(config)]]
+        return RichGroup(*parts)
     if config.train.task == "rl":
         parts += [_batch_table(config), _switch_table(run)]
     parts += [Text(f"note: {text}") for text in run.notes]
     parts += [Text(f"warning: {text}", style="yellow") for text in [*warnings(config), *gpu_warnings(config)]]
     return RichGroup(*parts)
+
+
+def _adapters_table(run: ResolvedRun) -> Table:
+    """What the adapters share."""
+    config, weights = run.config, {entry.name: entry.weight for entry in run.config.adapters}
+    return facts_table(
+        "Several adapters",
+        [
+            ("adapters", ", ".join(f"{name} (weight {weight:g})" for name, weight in weights.items())),
+            (
+                "engines",
+                f"{config.sglang.servers} x TP{config.sglang.tp_size}, {config.rollout.concurrency} requests each; "
+                f"{config.adapters_alive} adapter versions served at once",
+            ),
+            ("weight check", _weight_check(run)),
+        ],
+    )
+
+
+def _adapter_table(run: ResolvedRun) -> Table:
+    """What one of several adapters has for itself."""
+    config = run.config
+    r, t, lora, a = config.rollout, config.train, config.lora, config.algorithm
+    decay = "" if t.lr_decay_style == "constant" else f", {t.lr_decay_style} decay to {t.min_lr:g}"
+    return facts_table(
+        f"Adapter {config.name}",
+        [
+            ("layers", f"rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"),
+            ("prompts", config.data.source or ", ".join(config.data.prompts)),
+            ("reward", _reward(config)),
+            (
+                "rollout",
+                f"{r.groups_per_step} groups x {r.group_size} responses, at most {r.max_response_tokens} tokens",
+            ),
+            ("staleness", f"max_staleness {r.max_staleness}; older tokens are {_PAST[config.on_stale]}"),
+            ("advantage and loss", f"{a.advantage}, {a.loss}"),
+            ("learning rate", f"{t.lr:g}{decay}"),
+            ("evaluation", ", ".join(s.name for s in config.data.eval_sets) or "off"),
+            ("run", f"{t.num_steps} steps, in {config.run_dir}"),
+        ],
+    )
 
 
 def _model_table(run: ResolvedRun) -> Table:
@@ -96,7 +143,7 @@ def _batch_table(config: RunConfig) -> Table:
             ("balance", _balance(t.quadratic_tokens)),
             (
                 "engines",
-                f"{engines} x TP{config.sglang.tp_size}, {r.concurrency} requests each; {in_flight} groups in flight"
+                f"{engines} x {config.sglang.shape}, {r.concurrency} requests each; {in_flight} groups in flight"
                 + (f"; {r.managers} rollout managers" if r.managers > 1 else ""),
             ),
             ("run", f"{t.num_steps} steps = {t.num_steps * responses:,} responses"),
@@ -184,7 +231,7 @@ def _served(part: RewardPartConfig) -> str:
 
 def _critic(config: RunConfig) -> str:
     critic = config.critic
-    where = "on the policy's GPUs" if critic.placement == "shared" else f"on {config.critic_ranks} GPUs of its own"
+    where = "on the policy's GPUs" if config.shares_critic else f"on {config.critic_ranks} GPUs of its own"
     warm_up = f", alone in the first {critic.warmup_steps} step(s)" if critic.warmup_steps else ""
     return f"{critic.path or config.model.path} with a value head, {where}, learning rate {critic.lr:g}{warm_up}"
 

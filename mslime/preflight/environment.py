@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform
 import re
@@ -13,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from mslime.config.errors import ConfigError
+from mslime.config.passthrough import installed_version
 from mslime.config.schema import RunConfig
 
 PACKAGES = (
@@ -47,7 +47,7 @@ def describe_environment() -> str:
 
     lines = {"python": platform.python_version(), "system": platform.platform()}
     for package in PACKAGES:
-        lines[package] = _version(package)
+        lines[package] = installed_version(package) or "not installed"
     lines["apex (NVIDIA's)"] = "importable" if importlib.util.find_spec("amp_C") is not None else "not installed"
     lines["NVIDIA driver"] = driver_version() or "none"
     lines["CUDA of torch"] = torch.version.cuda or "none (a build for CPU)"
@@ -59,13 +59,6 @@ def describe_environment() -> str:
     count = torch.cuda.device_count()
     lines["GPUs"] = ", ".join(torch.cuda.get_device_name(i) for i in range(count)) or "none"
     return "\n".join(f"{name}: {value}" for name, value in lines.items())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def driver_version() -> str | None:

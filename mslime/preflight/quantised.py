@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.hf_config import language_model
 from mslime.config.schema import RunConfig
-from mslime.convert.encoding import Fp8Blocks, encoded_weights
+from mslime.convert.encoding import Encoded, Encoding, Fp8Blocks, Int4Groups, encoded_weights
 from mslime.convert.hf import HFCheckpoint
 
-TRANSPORTS = ("broadcast", "shm")
-"""That carry tensors of several dtypes in one bucket."""
+TRANSPORTS = ("broadcast", "shm", "handles", "disk", "relay", "delta", "mooncake")
+"""That carry tensors of several dtypes in one bucket; one of a user's own may not."""
 
 
 def check_quantised(config: RunConfig, checkpoint: HFCheckpoint, hf_config: Mapping[str, object]) -> None:
@@ -33,35 +33,41 @@ def check_quantised(config: RunConfig, checkpoint: HFCheckpoint, hf_config: Mapp
             f"{config.model.path} is quantised ({encoded.method}), and weights of few bits travel with their scales by "
             f"{' or '.join(TRANSPORTS)} only", f"set weights.transport: {TRANSPORTS[0]}, or {plain}",
         )  # fmt: skip
-    if config.lora.on:
+    if config.syncs_adapters:
         raise ConfigError(
-            "lora.rank", config.lora.rank,
-            f"{config.model.path} is quantised ({encoded.method}), and adapters are trained beside plain weights only",
-            plain,
-        )  # fmt: skip
-    if config.colocated:
-        raise ConfigError(
-            "cluster.placement", "colocated",
-            f"{config.model.path} is quantised ({encoded.method}), and engines with quantised weights take no turns",
-            f"set cluster.placement: separate, or {plain}",
+            "lora.sync", config.lora.sync,
+            f"{config.model.path} is quantised ({encoded.method}), and engines that hold such weights serve no "
+            "adapters beside them",
+            f"set lora.sync: merged, which quantises the weights with the adapter in them, or {plain}",
         )  # fmt: skip
     text = language_model(hf_config)
     if config.cluster.device == "cpu" and text.get("kv_lora_rank") is not None:
         raise CheckpointError(
             f"{config.model.path}: quantization_config", encoded.method,
-            "on a CPU FP8 is emulated for ordinary attention, and this model has a latent one", plain,
+            "on a CPU quantised layers are emulated for ordinary attention, and this model has a latent one", plain,
         )  # fmt: skip
-    assert isinstance(encoded.encoding, Fp8Blocks)
-    _check_blocks(config, text, encoded.encoding.block)
+    _check_shares(config, text, encoded)
 
 
-def _check_blocks(config: RunConfig, text: Mapping[str, object], block: tuple[int, int]) -> None:
-    """SGLang gives each GPU whole blocks of an expert."""
+def _check_shares(config: RunConfig, text: Mapping[str, object], encoded: Encoded) -> None:
+    """SGLang gives each GPU whole blocks, or groups, of an expert."""
     width, tp = text.get("moe_intermediate_size"), config.sglang.tp_size
     tp //= int(str(config.sglang.extra.get("ep_size") or 1))
-    if isinstance(width, int) and width % (block[0] * max(tp, 1)):
+    unit, size = _unit(encoded.encoding)
+    if isinstance(width, int) and width % (size * max(tp, 1)):
         raise ConfigError(
             "sglang.tp_size", config.sglang.tp_size,
-            f"experts are {width} wide, which {tp} GPUs do not share out in blocks of {block[0]}, as SGLang wants them",
+            f"experts are {width} wide, which {tp} GPUs do not share out in {unit} of {size}, as SGLang wants them",
             "choose a smaller sglang.tp_size, sglang.ep_size as large as it, or a plain checkpoint",
         )  # fmt: skip
+
+
+def _unit(encoding: Encoding) -> tuple[str, int]:
+    """What shares a scale, and how many of an expert's units it takes."""
+    match encoding:
+        case Fp8Blocks():
+            return "blocks", encoding.block[0]
+        case Int4Groups():
+            return "groups", encoding.group
+        case _:
+            raise AssertionError(encoding)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mslime.config.cluster import WHOLE, Parts, check_machines
 from mslime.config.dtypes import engine_dtype, trainer_dtype
-from mslime.config.errors import CheckpointError, ConfigError, reading
+from mslime.config.errors import CheckpointError, ConfigError, UserError, reading
 from mslime.config.layout_rules import check_model
 from mslime.config.schema import RunConfig
 from mslime.convert.adapters import make_adapters
@@ -37,6 +38,7 @@ class ResolvedRun:
 
     Attributes:
         notes: what a person should know of the labels and the reward.
+        adapters: the run of each of several adapters by name, in their order; empty where there is one.
     """
 
     config: RunConfig
@@ -44,6 +46,7 @@ class ResolvedRun:
     family: Family
     model: ModelFields
     notes: tuple[str, ...] = ()
+    adapters: Mapping[str, ResolvedRun] = field(default_factory=dict[str, "ResolvedRun"])
 
     @property
     def replayed_layers(self) -> tuple[int, ...]:
@@ -55,7 +58,13 @@ class ResolvedRun:
         """Ends of the names of modules with an adapter, where engines are given adapters; else none."""
         if not self.config.syncs_adapters:
             return ()
-        return served_modules(make_adapters(self.family.rules(self.hf_config), self.config.lora))
+        table = self.family.rules(self.hf_config)
+        of_each = [served_modules(make_adapters(table, run.lora)) for run in self._with_adapters()]
+        return tuple(dict.fromkeys(module for modules in of_each for module in modules))
+
+    def _with_adapters(self) -> list[RunConfig]:
+        """The runs whose adapters the engines hold."""
+        return [*self.config.adapter_runs.values()] or [self.config]
 
     @property
     def probe_tolerance(self) -> float:
@@ -69,8 +78,14 @@ class ResolvedRun:
         return EXACT_TOLERANCE if exact else ROUNDED_TOLERANCE
 
 
-def resolve(config: RunConfig, parts: Parts = WHOLE) -> ResolvedRun:
-    """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake."""
+def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> ResolvedRun:
+    """Check the run against its checkpoint, tokenizer and data. Raises UserError for the first mistake.
+
+    Args:
+        data: also prompts and reward, which a server has none of.
+    """
+    if config.adapters:
+        return _resolve_adapters(config, parts)
     check_machines(config, parts)
     check_seams(config)
     _check_paths(config)
@@ -102,9 +117,22 @@ def resolve(config: RunConfig, parts: Parts = WHOLE) -> ResolvedRun:
     check_vocabulary(tokenizer, config.model.path)
     _check_teacher(config, model, tokenizer)
     checked = check_supervised_data if config.train.task == "sft" else check_data
-    notes = checked(config, tokenizer, config.rollout.longest(model.max_positions))
+    notes = checked(config, tokenizer, config.rollout.longest(model.max_positions)) if data else []
     _check_optional_packages(config)
     return ResolvedRun(with_model(config, hf_config), hf_config, family, model, tuple(notes))
+
+
+def _resolve_adapters(config: RunConfig, parts: Parts) -> ResolvedRun:
+    """Check the run of each of several adapters."""
+    found: dict[str, ResolvedRun] = {}
+    for name, own in config.adapter_runs.items():
+        try:
+            found[name] = resolve(own, parts)
+        except UserError as error:
+            raise type(error)(f"adapters.{name}: {error.field}", error.value, error.rule, error.way_out) from error
+    first = next(iter(found.values()))
+    notes = tuple(f"{name}: {note}" for name, run in found.items() for note in run.notes)
+    return ResolvedRun(with_model(config, first.hf_config), first.hf_config, first.family, first.model, notes, found)
 
 
 def _check_paths(config: RunConfig) -> None:
@@ -118,9 +146,9 @@ def _check_paths(config: RunConfig) -> None:
     if config.checkpoint.load is not None and not (config.checkpoint.load / "manifest.json").is_file():
         raise CheckpointError("checkpoint.load", str(config.checkpoint.load), "is no checkpoint: it has no "
                               "manifest.json", "name a checkpoints/step_N directory of a run")  # fmt: skip
-    for field, path in (("reference_path", config.model.reference_path), ("teacher_path", config.model.teacher_path)):
+    for key, path in (("reference_path", config.model.reference_path), ("teacher_path", config.model.teacher_path)):
         if path is not None and not (path / "config.json").is_file():
-            raise CheckpointError(f"model.{field}", str(path), "there is no config.json in this directory",
+            raise CheckpointError(f"model.{key}", str(path), "there is no config.json in this directory",
                                   "give a Hugging Face checkpoint")  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,10 +26,11 @@ from mslime.backends.sglang.client import EngineBusy, EngineDied
 from mslime.backends.sglang.endings import Endings
 from mslime.backends.sglang.generating import Finish, GenerateRequest, GenerateResult
 from mslime.config.choices import ReplayMode
+from mslime.config.data import EvalSetConfig
 from mslime.config.errors import EngineError, reading
 from mslime.config.model_facts import ModelFacts
 from mslime.config.rollout import RolloutConfig
-from mslime.config.schema import EvalSetConfig, RunConfig
+from mslime.config.schema import RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
@@ -146,6 +147,7 @@ class Generator:
         version: the weight version that the engines serve now; an answer names none that is newer, or older than its
             request.
         on_request: told (engine, start, end) of every answered request, seconds since the epoch.
+        places: a request is sent inside one of these blocks. None: as many as the engines are to run at once.
 
     Attributes:
         ready: cleared while the engines must not receive requests (a weight update).
@@ -161,13 +163,14 @@ class Generator:
         limits: EngineLimits,
         version: Callable[[], int],
         on_request: Callable[[str, float, float], None],
+        places: AbstractAsyncContextManager[None] | None = None,
     ) -> None:
         self._config, self._engines, self._tokenizer, self._model = config, engines, tokenizer, model
         self._version, self._on_request = version, on_request
         self._moe_layers = as_slice(model.moe_layer_ids)
         self._end_ids, self._stop = limits.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
         self._endings = Endings(self._end_ids, self._stop, tokenizer)
-        self._slots = asyncio.Semaphore(config.rollout.concurrency * len(engines.clients))
+        self._places = places or asyncio.Semaphore(config.rollout.concurrency * len(engines.clients))
         self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run
         self._numbers = itertools.count()
         self.cached_tokens = 0
@@ -197,7 +200,7 @@ class Generator:
         Raises:
             EngineError: no engine is left, or the last one tried refused; the sample keeps what it had.
         """
-        async with self._slots:
+        async with self._places:
             room = sampling.room(sample) if most is None else min(most, sampling.room(sample))
             if room <= 0:
                 return Step(0, "length")

@@ -9,13 +9,15 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.choices import PauseMode
+from mslime.config.data import EvalSetConfig
 from mslime.config.errors import EngineError, UserError
 from mslime.config.model_facts import ModelFacts
-from mslime.config.schema import EvalSetConfig, RunConfig
+from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group
 from mslime.data.source import PromptSource
@@ -66,6 +68,7 @@ class GroupService(ABC):
         teacher: scores finished responses, when it is served (`teacher`).
         eval_scorers: by held-out set, of those that are not scored as in training.
         on_progress, on_span: told about group counts and about stretches of work.
+        places: at the engines, see `Generator`.
 
     Attributes:
         books: where every group is, and the fate of every generated token.
@@ -83,13 +86,16 @@ class GroupService(ABC):
         eval_scorers: Mapping[str, Scorer] | None,
         on_progress: ProgressHook | None,
         on_span: SpanHook | None,
+        places: AbstractAsyncContextManager[None] | None = None,
     ) -> None:
         self._config, self._engines, self._tokenizer = config, engines, tokenizer
         self._scorer, self._model, self._limits = scorer, model, limits
         self._on_progress, self._on_span = on_progress, on_span
         self._eval_scorers = eval_scorers or {}
         self.books = Books(config, taught=teacher is not None)
-        self._generator = Generator(config, engines, tokenizer, model, limits, lambda: self.version, self._request_done)
+        self._generator = Generator(
+            config, engines, tokenizer, model, limits, lambda: self.version, self._request_done, places
+        )
         self._sampling = Sampling.for_training(config.rollout, config.train.replay, model, limits)
         scoring = Scoring(config.reward, config.rollout.max_response_tokens, scorer, teacher, self._teaching)
         self._workflow = open_workflow(config, tokenizer)

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mslime.backends.sglang.pool import all_or_first_failure
+from mslime.config.data import EvalSetConfig
 from mslime.config.errors import UserError
-from mslime.config.schema import EvalSetConfig, RunConfig
+from mslime.config.schema import RunConfig
 from mslime.data.checksums import FileSum
 from mslime.data.sample import Group
 from mslime.data.source import PromptStream

@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+from mslime.config.data import EvalSetConfig
 from mslime.config.errors import DataError, EngineError
 from mslime.config.model_facts import ModelFacts
-from mslime.config.schema import EvalSetConfig, RunConfig
+from mslime.config.schema import RunConfig
 from mslime.data.checksums import FileSum
 from mslime.data.sample import Group
 from mslime.data.source import Prompt, PromptStream
@@ -62,9 +64,10 @@ class RolloutService(GroupService):
         on_progress: ProgressHook | None = None,
         on_span: SpanHook | None = None,
         on_evaluated: EvaluatedHook | None = None,
+        places: AbstractAsyncContextManager[None] | None = None,
     ) -> None:
         super().__init__(
-            config, engines, tokenizer, scorer, model, limits, teacher, eval_scorers, on_progress, on_span
+            config, engines, tokenizer, scorer, model, limits, teacher, eval_scorers, on_progress, on_span, places
         )  # fmt: skip
         self._source, self._on_evaluated = source, on_evaluated
         self._clock = Clock()

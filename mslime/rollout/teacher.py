@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from typing import Protocol
+from collections.abc import Collection
+from typing import Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.backends.sglang.scoring import ScoreRequest
+from mslime.config.choices import EngineTag
 from mslime.config.errors import EngineError
 from mslime.data.sample import Sample
 
@@ -26,17 +28,33 @@ class ScoringEngines(Protocol):
         """Log-probs of given tokens. Raises EngineDied when a server died meanwhile, EngineError when it refused."""
         ...
 
+    async def hold_memory(self, tags: Collection[EngineTag]) -> None:
+        """Let all servers, which score nothing now, hold these parts of their memory and no others."""
+        ...
+
     def __len__(self) -> int:
         """Servers that are alive."""
         ...
 
 
 class ServedTeacher:
-    """Scores samples on the teacher's servers. Belongs to one event loop."""
+    """Scores samples on the teacher's servers; on GPUs that it shares, while it is awake. Belongs to one event loop."""
 
     def __init__(self, engines: ScoringEngines) -> None:
         self._engines = engines
         self._run, self._numbers = uuid.uuid4().hex[:8], itertools.count()
+        self._awake, self._idle, self._scoring = asyncio.Event(), asyncio.Event(), 0
+        self._awake.set()
+        self._idle.set()
+
+    async def hold_memory(self, tags: Collection[EngineTag]) -> None:
+        """Hold these parts on GPUs that are shared. Without all of them nothing is scored: what is being scored is
+        finished first, and what is asked meanwhile waits. Raises EngineError as the servers do."""
+        self._awake.clear()
+        await self._idle.wait()
+        await self._engines.hold_memory(tags)
+        if set(tags) == set(get_args(EngineTag)):
+            self._awake.set()
 
     async def score(self, sample: Sample) -> NDArray[np.float32]:
         """[T] float32: the teacher's log-prob of each trained token of a finished sample, 0 elsewhere.
@@ -49,9 +67,21 @@ class ServedTeacher:
         if len(trained):
             # Neither the prompt before the first trained token nor what follows the last one costs log-probs.
             first, end = int(trained[0]), int(trained[-1]) + 1
-            found = await self._answer(sample.tokens[:end], first, f"g{sample.group_id}")
+            found = await self._in_turn(sample.tokens[:end], first, f"g{sample.group_id}")
             scores[trained] = found[trained]
         return scores
+
+    async def _in_turn(self, tokens: NDArray[np.int32], start: int, session: str) -> NDArray[np.float32]:
+        while not self._awake.is_set():  # it may be put to sleep again before this goes on
+            await self._awake.wait()
+        self._scoring += 1
+        self._idle.clear()
+        try:
+            return await self._answer(tokens, start, session)
+        finally:
+            self._scoring -= 1
+            if not self._scoring:
+                self._idle.set()
 
     async def _answer(self, tokens: NDArray[np.int32], start: int, session: str) -> NDArray[np.float32]:
         refusals = 0

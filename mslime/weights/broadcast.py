@@ -7,27 +7,25 @@ Every wait has a deadline, and an engine that answers with an error ends the wai
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from mslime.config.errors import sync_error
+from mslime.config.errors import ChangesRefused, sync_error
 from mslime.config.keys import EngineInfo
-from mslime.network import listen
+from mslime.network import listen, own_address
 from mslime.threads import in_thread
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link
-from mslime.weights.waiting import all_done, until_loaded
+from mslime.weights.waiting import all_done, naming, until_answered
 
 
 def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: bool = False) -> TCPStore:
@@ -42,14 +40,6 @@ def open_store(host: str, world_size: int, timeout: timedelta, *, multi_tenant: 
         host, port, world_size, True, timeout,
         wait_for_workers=False, multi_tenant=multi_tenant, master_listen_fd=server.detach(),
     )  # fmt: skip
-
-
-def own_address(engine_url: str) -> str:
-    """The local address from which this machine reaches an engine: where the engine finds our store."""
-    url = urlsplit(engine_url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((url.hostname, url.port or 80))
-        return probe.getsockname()[0]
 
 
 def join_group(
@@ -114,8 +104,8 @@ class BroadcastTransport:
     """One flat broadcast a bucket to all engines at once."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
-        self._engines: tuple[EngineInfo, ...] = ()
+        self.link = link
+        self.engines: tuple[EngineInfo, ...] = ()
         self._announced: dict[int, bytes] = {}
         self._group: dist.ProcessGroup | None = None
         self._entered: Future[dist.Work] | None = None
@@ -128,47 +118,50 @@ class BroadcastTransport:
             WeightSyncError: an engine refused, or did not come before the deadline.
         """
         assert self._group is None, "connected already"
-        self._engines = tuple(engines)
-        self._group, self._store = meet(self._link, engines, [engine.ranks for engine in engines])
+        self.engines = tuple(engines)
+        self._group, self._store = meet(self.link, engines, [engine.ranks for engine in engines])
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingBroadcast:
         """Ask every engine to receive the bucket, and broadcast it."""
+        return self.send(bucket, flat, self._announce(bucket))
+
+    def send(self, bucket: Bucket, flat: torch.Tensor, announcement: bytes) -> PendingBroadcast:
+        """Ask every engine to receive what is announced of a bucket, and broadcast `flat`, which that is."""
         assert self._group is not None, "not connected"
-        announcement = self._announce(bucket)
-        answers = [self._link.receivers.receive(engine, announcement) for engine in self._engines]
+        answers = [self.link.receivers.receive(engine, announcement) for engine in self.engines]
+        if not flat.numel():
+            return PendingBroadcast(bucket, flat, None, answers, self.link.deadline_s)
         # In a thread of its own: over NCCL the first broadcast makes the communicator, and waits in it for every engine
         # without a deadline. Engines make their end when they receive the first bucket, so not in `connect`.
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         self._entered = in_thread(enter_broadcast, flat, self._group, stream)
-        return PendingBroadcast(bucket, flat, self._entered, answers, self._link.deadline_s)
+        return PendingBroadcast(bucket, flat, self._entered, answers, self.link.deadline_s)
 
     def _announce(self, bucket: Bucket) -> bytes:
         """The request for a bucket, which is the same at every sync."""
         if bucket.index not in self._announced:
-            names, shapes = [entry.name for entry in bucket.entries], [entry.shape for entry in bucket.entries]
-            announce = self._link.receivers.announce
-            self._announced[bucket.index] = announce(names, bucket.dtypes, shapes, self._link.name)
+            self._announced[bucket.index] = self.link.receivers.announce(bucket, self.link.name)
         return self._announced[bucket.index]
 
     def disconnect(self) -> None:
         """Destroy the group at both ends. An engine that no longer answers is left alone."""
         group, self._group = self._group, None
-        link = self._link
-        leaving = [link.receivers.leave(engine, link.name) for engine in self._engines] if group is not None else []
+        link = self.link
+        leaving = [link.receivers.leave(engine, link.name) for engine in self.engines] if group is not None else []
         # A broadcast that was never met holds the group's lock.
         if group is not None and (self._entered is None or self._entered.done()):
             dist.destroy_process_group(group)
-        wait(leaving, timeout=self._link.deadline_s)
+        wait(leaving, timeout=self.link.deadline_s)
         self._store = None
 
 
 @dataclass
 class PendingBroadcast:
-    """One bucket in flight: the broadcast on our side, an HTTP answer from every engine."""
+    """One bucket in flight: the broadcast on our side, if there is one, and an HTTP answer from every engine."""
 
     bucket: Bucket
     flat: torch.Tensor
-    entered: Future[dist.Work]
+    entered: Future[dist.Work] | None
     answers: Sequence[Future[None]]
     deadline_s: float
 
@@ -178,8 +171,20 @@ class PendingBroadcast:
         Raises:
             WeightSyncError: from the engine that refused it, or when the deadline passes.
         """
-        until_loaded(self.bucket, (self.entered, *self.answers))
+        for refused in self.refused():
+            raise naming(self.bucket.describe(), refused)
+
+    def refused(self) -> list[ChangesRefused]:
+        """Return when the broadcast is done and every engine has loaded the bucket, or refused changes of it.
+
+        Raises:
+            WeightSyncError: as `wait`, but for the refusals, which are returned.
+        """
+        if self.entered is None:
+            return until_answered(self.bucket, self.answers)
+        refused = until_answered(self.bucket, (self.entered, *self.answers))
         try:
             self.entered.result().wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as error:
             raise sync_error("send", self.bucket.describe(), f"the broadcast broke: {error}") from error
+        return refused

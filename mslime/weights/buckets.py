@@ -7,13 +7,16 @@ parameter buffer are packed as a view of it, and shards that make the flat buffe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from mslime.config.errors import sync_error
+from mslime.convert.encoding import Encoded
 from mslime.convert.table import RuleTable
+from mslime.convert.writers import SAFETENSORS_DTYPES
 from mslime.weights.plan import Bucket, Entry, Slot
 
 TORCH_DTYPES = {
@@ -115,17 +118,57 @@ def convert(bucket: Bucket, gathered: Sequence[torch.Tensor], table: RuleTable) 
     """
     if bucket.in_order:
         return gathered[0].as_strided((bucket.converted_numel,), (1,))
-    flat = torch.empty(bucket.converted_numel, dtype=gathered[0].dtype, device=gathered[0].device)
+    sharing = bucket.sharing
+
+    def shards_of(slot: Slot, index: int) -> list[torch.Tensor]:
+        ranks = gathered[index * sharing : (index + 1) * sharing]
+        return [rank[slot.offset : slot.offset + slot.numel].view(slot.shape) for rank in ranks]
+
+    return _converted(bucket, shards_of, gathered[0].device, table)
+
+
+def convert_alone(bucket: Bucket, params: Mapping[str, torch.Tensor], table: RuleTable) -> torch.Tensor:
+    """As `convert`, of a bucket that has one member: out of its parameters, which are not packed before.
+
+    Raises:
+        WeightSyncError: a parameter is missing or has another shape than the plan says.
+    """
+    shards = {slot: _shard(bucket, slot, slot.names[0], params) for slot in bucket.slots}
+    return _converted(bucket, lambda slot, _: [shards[slot]], shards[bucket.slots[0]].device, table)
+
+
+def _converted(
+    bucket: Bucket, shards_of: Callable[[Slot, int], list[torch.Tensor]], device: torch.device, table: RuleTable
+) -> torch.Tensor:
+    """A new flat buffer, into which every tensor is written once."""
+    flat = torch.empty(bucket.converted_numel, dtype=TORCH_DTYPES[bucket.gathered_dtype], device=device)
     pieces = iter(bucket.pieces)
     for slot in bucket.slots:
         for index, name in enumerate(slot.names):
-            ranks = gathered[index * bucket.sharing : (index + 1) * bucket.sharing]
-            shards = [rank[slot.offset : slot.offset + slot.numel].view(slot.shape) for rank in ranks]
-            for hf_name, tensor in table.bind(name).to_hf(shards):
-                piece = next(pieces)
-                assert (piece.name, piece.shape) == (hf_name, tuple(tensor.shape)), (piece, hf_name, tensor.shape)
-                flat[piece.offset : piece.offset + piece.numel].view(piece.shape).copy_(tensor)
+            rule = table.bind(name)
+            made = [next(pieces) for _ in rule.hf_names]
+            assert [piece.name for piece in made] == list(rule.hf_names), (made, rule.hf_names)
+            rule.write_hf(shards_of(slot, index), [_view(flat, piece) for piece in made])
     return flat
+
+
+def encode(bucket: Bucket, flat: torch.Tensor, encoded: Encoded) -> torch.Tensor:
+    """The flat buffer that is sent, [bucket.hf_bytes] uint8.
+
+    Args:
+        bucket: of the encoded plan, with something to quantise in it.
+        flat: of the plain bucket, from `convert`.
+    """
+    sent = torch.empty(bucket.hf_bytes, dtype=torch.uint8, device=flat.device)
+    targets = dict(named_tensors(bucket, sent))
+    for name, weight in named_tensors(replace(bucket, entries=bucket.pieces), flat):
+        if name in encoded.names:
+            plans = encoded.encoding.plans(name, SAFETENSORS_DTYPES[bucket.packed_dtype], tuple(weight.shape))
+            for plan, tensor in zip(plans, encoded.encoding.encode(weight), strict=True):
+                targets[plan.name].copy_(tensor)
+        else:
+            targets[name].copy_(weight)
+    return sent
 
 
 def named_tensors(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

@@ -24,14 +24,14 @@ from mslime.config.choices import version_name
 from mslime.config.errors import WeightSyncError
 from mslime.convert.hf import INDEX_NAME
 from mslime.convert.writers import SAFETENSORS_DTYPES, TensorPlan, safetensors_header
-from mslime.weights.files import FileTransport
+from mslime.weights.files import DirectoryTransport
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link
 
 _VERSION = re.compile(r"version_\d{6,}")
 
 
-class DiskTransport(FileTransport):
+class DiskTransport(DirectoryTransport):
     """Every bucket in a file of its own."""
 
     kind = "safetensors"
@@ -67,8 +67,10 @@ class DiskTransport(FileTransport):
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Write the bucket's file, whole or not at all."""
         path = self.path_of(bucket)
-        dtype = SAFETENSORS_DTYPES[bucket.dtype]
-        header = safetensors_header([TensorPlan(entry.name, dtype, entry.shape) for entry in bucket.entries])
+        tensors = zip(bucket.entries, bucket.dtypes, strict=True)
+        header = safetensors_header(
+            [TensorPlan(entry.name, SAFETENSORS_DTYPES[dtype], entry.shape) for entry, dtype in tensors]
+        )
         self.write_file(path, header, flat.view(torch.uint8).cpu())
         return path
 

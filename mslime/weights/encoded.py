@@ -1,7 +1,8 @@
 """Buckets of quantised weights: what is gathered is plain, what is sent is a weight of few bits and its scales.
 
-A sender quantises what it has gathered and converted, bucket by bucket, so that no rank holds the model twice. A weight
-and its scales go in one bucket: an engine never holds new numbers under old scales for longer than it takes to copy.
+Plans only, without torch; `buckets.encode` fills them. A sender quantises what it has gathered and converted, bucket by
+bucket, so that no rank holds the model twice. A weight and its scales go in one bucket: an engine never holds new
+numbers under old scales for longer than it takes to copy.
 """
 
 from __future__ import annotations
@@ -9,36 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from mslime.convert.encoding import Encoded
 from mslime.convert.writers import SAFETENSORS_DTYPES, TORCH_DTYPES, TensorPlan
-from mslime.weights.buckets import named_tensors
 from mslime.weights.plan import DTYPE_BYTES, Bucket, Entry, WeightPlan
 
 
 def encoded_plan(plan: WeightPlan, encoded: Encoded) -> WeightPlan:
     """The same buckets, with quantised weights in place of the plain ones; those that have none stay as they are."""
     return replace(plan, buckets=tuple(_encoded_bucket(bucket, encoded) for bucket in plan.buckets))
-
-
-def encode(bucket: Bucket, flat: torch.Tensor, encoded: Encoded) -> torch.Tensor:
-    """The flat buffer that is sent, [bucket.hf_bytes] uint8.
-
-    Args:
-        bucket: of the encoded plan, with something to quantise in it.
-        flat: of the plain bucket, from `convert`.
-    """
-    sent = torch.empty(bucket.hf_bytes, dtype=torch.uint8, device=flat.device)
-    targets = dict(named_tensors(bucket, sent))
-    for name, weight in named_tensors(replace(bucket, entries=bucket.pieces), flat):
-        if name in encoded.names:
-            plans = encoded.encoding.plans(name, SAFETENSORS_DTYPES[bucket.packed_dtype], tuple(weight.shape))
-            for plan, tensor in zip(plans, encoded.encoding.encode(weight), strict=True):
-                targets[plan.name].copy_(tensor)
-        else:
-            targets[name].copy_(weight)
-    return sent
 
 
 def _encoded_bucket(bucket: Bucket, encoded: Encoded) -> Bucket:

@@ -1,6 +1,7 @@
-"""What the transports `shm` and `disk` share: a sender writes a bucket into a file, and engines are told to read it.
+"""What `shm`, `handles`, `disk` and `mooncake` share: a sender writes a bucket somewhere, and engines are told to read
+it there: in a file, or in memory.
 
-No process group is made. What a sender asks before its first bucket is whether every engine sees its directory.
+No process group is made. What a sender asks before its first bucket is whether every engine sees its place.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from pathlib import Path
 import torch
 
 from mslime.config.choices import FileKind
+from mslime.config.errors import ChangesRefused
 from mslime.config.keys import EngineInfo
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link, Pending
-from mslime.weights.waiting import all_done, until_loaded
+from mslime.weights.waiting import all_done, naming, until_answered
 
 
 class FileTransport(ABC):
@@ -31,8 +33,8 @@ class FileTransport(ABC):
         self._announced: dict[int, tuple[Path, bytes]] = {}
 
     @abstractmethod
-    def open_directory(self) -> Path:
-        """Where the files will be. Raises WeightSyncError."""
+    def prepare(self, engines: Sequence[EngineInfo]) -> Callable[[EngineInfo], Future[None]]:
+        """Make the place where buckets will be; what asks an engine whether it sees that. Raises WeightSyncError."""
 
     @abstractmethod
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
@@ -55,11 +57,10 @@ class FileTransport(ABC):
         """See `transport.Transport`."""
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
-        """Ask every engine whether it sees this sender's directory. Raises WeightSyncError when one does not."""
+        """Ask every engine whether it sees this sender's place. Raises WeightSyncError when one does not."""
         self.engines = tuple(engines)
-        directory, link = self.open_directory(), self.link
-        seen = [link.receivers.see(engine, directory) for engine in engines]
-        all_done(seen, "connect", f"{len(engines)} engines", link.deadline_s)
+        ask = self.prepare(engines)
+        all_done([ask(engine) for engine in engines], "connect", f"{len(engines)} engines", self.link.deadline_s)
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
         """Write the bucket, and ask every engine to read it."""
@@ -75,10 +76,22 @@ class FileTransport(ABC):
         """The request that names a bucket; encoded anew only where its file is another one."""
         known = self._announced.get(bucket.index)
         if known is None or known[0] != path:
-            names, shapes = [entry.name for entry in bucket.entries], [entry.shape for entry in bucket.entries]
-            known = path, self.link.receivers.announce_file(names, bucket.dtypes, shapes, kind, path)
+            known = path, self.link.receivers.announce_file(bucket, kind, path)
             self._announced[bucket.index] = known
         return known[1]
+
+
+class DirectoryTransport(FileTransport):
+    """Buckets in files of a directory that engines see."""
+
+    @abstractmethod
+    def open_directory(self) -> Path:
+        """Where the files will be. Raises WeightSyncError."""
+
+    def prepare(self, engines: Sequence[EngineInfo]) -> Callable[[EngineInfo], Future[None]]:
+        """See `FileTransport`."""
+        directory, receivers = self.open_directory(), self.link.receivers
+        return lambda engine: receivers.see(engine, directory)
 
 
 @dataclass
@@ -91,5 +104,15 @@ class PendingFile:
 
     def wait(self) -> None:
         """Return when every rank of every engine has loaded the bucket. Raises WeightSyncError."""
-        until_loaded(self.bucket, self.answers)
-        self.arrived()
+        for refused in self.refused():
+            raise naming(self.bucket.describe(), refused)
+
+    def refused(self) -> list[ChangesRefused]:
+        """Return when every rank of every engine has loaded the bucket, or an engine refused changes of it.
+
+        Raises:
+            WeightSyncError: as `wait`, but for the refusals, which are returned.
+        """
+        if not (refused := until_answered(self.bucket, self.answers)):
+            self.arrived()
+        return refused

@@ -104,6 +104,16 @@ class Bucket:
     packed_dtype: str = ""
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors that are sent, in their order."""
+        return tuple(entry.name for entry in self.entries)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of the tensors that are sent, in their order."""
+        return tuple(entry.shape for entry in self.entries)
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """Of the tensors that are sent, in their order."""
         return tuple(entry.dtype or self.dtype for entry in self.entries)

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Store
 
 from mslime.config.choices import NOT_ARRIVED
 from mslime.config.errors import WeightSyncError, sync_error
-from mslime.config.keys import AnnouncedBucket, EngineInfo
+from mslime.config.keys import EngineInfo
 from mslime.config.pieces import Cut, Cuts, machine_lane
 from mslime.threads import in_thread
 from mslime.weights.broadcast import enter_broadcast, meet
@@ -84,15 +84,16 @@ class RelayTransport:
 
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
         """Ask every engine to take all buckets of all senders. Each sender asks, so that each is answered."""
-        receivers, names, news = self._link.receivers, tuple(self._names.values()), list[AnnouncedBucket]()
+        receivers, names, news = self._link.receivers, tuple(self._names.values()), list[Bucket]()
         self._syncs, self._broken, self._under_way = self._syncs + 1, False, True
         if self._known != tuple(buckets):
             self._known, self._plan = tuple(buckets), _name(buckets)
-            news = [self._announced(bucket) for bucket in buckets]
+            news = list(buckets)
             self._told.clear()
         self._cuts = self._agreed()
         cuts = self._cuts.name if self._cuts is not None else ""
-        announcement = receivers.announce_relay(f"{names[0]}-{self._syncs}", names, self._plan, news, cuts)
+        lanes = [self._numbers[bucket.sender] for bucket in news]
+        announcement = receivers.announce_relay(f"{names[0]}-{self._syncs}", names, self._plan, news, lanes, cuts)
         self._answers = [receivers.receive_all(engine, announcement) for engine in self._engines]
 
     def _agreed(self) -> Cuts | None:
@@ -100,10 +101,6 @@ class RelayTransport:
         told = [self._told.get(engine.url) for engine in self._engines]
         same = len({cuts.name for cuts in told if cuts is not None}) == 1 and None not in told
         return told[0] if same and self._machines else None
-
-    def _announced(self, bucket: Bucket) -> AnnouncedBucket:
-        names, shapes = zip(*((entry.name, entry.shape) for entry in bucket.entries), strict=True)
-        return AnnouncedBucket(self._numbers[bucket.sender], names, bucket.dtype, shapes)
 
     def complete(self) -> None:
         """Return when every engine has loaded all buckets. Raises WeightSyncError."""
@@ -163,7 +160,7 @@ class RelayTransport:
 
 def _name(buckets: Sequence[Bucket]) -> str:
     """Of a plan: the same for all senders of a run, and for no other buckets."""
-    tensors = ((bucket.sender, bucket.dtype, [(e.name, e.shape) for e in bucket.entries]) for bucket in buckets)
+    tensors = ((bucket.sender, bucket.dtypes, [(e.name, e.shape) for e in bucket.entries]) for bucket in buckets)
     return hashlib.sha256(repr(list(tensors)).encode()).hexdigest()
 
 

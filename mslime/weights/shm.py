@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from mslime.config.errors import WeightSyncError
-from mslime.weights.files import FileTransport
+from mslime.weights.files import DirectoryTransport
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link
 
@@ -33,7 +33,7 @@ PREFIX = "mslime-weights-"
 
 
 @dataclass
-class _Room:
+class Room:
     """Memory that engines map.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Room:
     file: int
 
 
-class ShmTransport(FileTransport):
+class ShmTransport(DirectoryTransport):
     """One file of shared memory for one sender."""
 
     kind = "mapped"
@@ -56,7 +56,7 @@ class ShmTransport(FileTransport):
         super().__init__(link)
         self._directory: Path | None = None
         self._lock = -1
-        self._room: _Room | None = None
+        self._room: Room | None = None
 
     def open_directory(self) -> Path:
         """A new private directory in /dev/shm."""
@@ -71,14 +71,14 @@ class ShmTransport(FileTransport):
         """Make room for the largest of this sender's buckets. Raises WeightSyncError where there is none."""
         mine = [bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank]
         if mine:
-            self._make_room(max(mine))
+            self.make_room(max(mine))
 
     def complete(self) -> None:
         """Nothing is left to do: the memory is kept for the next sync."""
 
     def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
         """Copy `flat` into the shared memory, from whatever device it is on."""
-        room = self._make_room(bucket.hf_bytes)
+        room = self.make_room(bucket.hf_bytes)
         room.flat[: bucket.hf_bytes].copy_(flat.view(torch.uint8))
         return room.path
 
@@ -89,16 +89,22 @@ class ShmTransport(FileTransport):
     def disconnect(self) -> None:
         """Let engines unmap the memory. One that no longer answers is left alone."""
         self._remove_names()
-        self._give_back_room()
+        self.give_back_room()
 
-    def _make_room(self, size: int) -> _Room:
+    def make_room(self, size: int) -> Room:
+        """What there is, or new memory where that is too small. Raises WeightSyncError."""
         if self._room is None or self._room.flat.numel() < size:
-            self._give_back_room()
+            self.give_back_room()
             directory = self._directory or self.open_directory()
-            self._room = _new_room(directory / secrets.token_hex(16), size)
+            self._room = self.new_room(directory / secrets.token_hex(16), size)
         return self._room
 
-    def _give_back_room(self) -> None:
+    def new_room(self, path: Path, size: int) -> Room:
+        """Memory of so many bytes that engines map by this path. Raises WeightSyncError where there is none."""
+        return _new_room(path, size)
+
+    def give_back_room(self) -> None:
+        """Let engines unmap the memory, and free it."""
         room, self._room = self._room, None
         if room is not None:
             forgotten = [self.link.receivers.forget(engine, room.path.parent) for engine in self.engines]
@@ -136,7 +142,7 @@ def remove_left_over() -> None:
                 os.close(lock)
 
 
-def _new_room(path: Path, size: int) -> _Room:
+def _new_room(path: Path, size: int) -> Room:
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -144,7 +150,7 @@ def _new_room(path: Path, size: int) -> _Room:
         if size > (free := space.f_bavail * space.f_frsize):
             raise OSError(errno.ENOSPC, f"{free >> 20:,} MiB of it are free")
         os.posix_fallocate(file, 0, size)  # memory that is missing later would kill whoever writes to it
-        return _Room(torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8), path, file)
+        return Room(torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8), path, file)
     except OSError as error:
         os.close(file)
         raise unusable(
@@ -152,10 +158,10 @@ def _new_room(path: Path, size: int) -> _Room:
         ) from error
 
 
-def unusable(rule: str) -> WeightSyncError:
-    """The error for a machine on which `shm` does not work."""
+def unusable(rule: str, transport: str = "shm") -> WeightSyncError:
+    """The error for a machine on which a transport through shared memory does not work."""
     return WeightSyncError(
-        "weights.transport", "shm", rule,
+        "weights.transport", transport, rule,
         f"make {SHARED_MEMORY} larger (docker run --shm-size; in Kubernetes an emptyDir of medium Memory), lower "
         "weights.bucket_mib or weights.senders, or set weights.transport: broadcast",
     )  # fmt: skip

@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from mslime.config.choices import MooncakeOver
 from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError, WeightSyncError, sync_error
 from mslime.config.keys import Endpoint, EngineInfo
@@ -25,10 +26,19 @@ from mslime.convert.encoding import Encoded
 from mslime.convert.families import read_hf_config
 from mslime.convert.hf import ShardWriter, copy_side_files, number_shards, publish, staging_directory, write_index
 from mslime.convert.table import RuleTable
-from mslime.weights.buckets import TORCH_DTYPES, convert, gather, in_memory_order, named_tensors, pack
+from mslime.weights.buckets import (
+    TORCH_DTYPES,
+    convert,
+    convert_alone,
+    encode,
+    gather,
+    in_memory_order,
+    named_tensors,
+    pack,
+)
 from mslime.weights.carried import CarriedTensors
 from mslime.weights.courier import Courier, Seconds, Turns
-from mslime.weights.encoded import encode, encoded_plan
+from mslime.weights.encoded import encoded_plan
 from mslime.weights.groups import SyncGroups
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
@@ -65,6 +75,7 @@ class SyncOptions:
         transport: as `weights.transport` says.
         directory: for weights in files, of this run alone; None: there is none.
         encoded: weights that engines are sent quantised; None: all are sent plain.
+        mooncake_over: what `mooncake` reads over.
     """
 
     dtype: str
@@ -76,6 +87,7 @@ class SyncOptions:
     transport: str = "broadcast"
     directory: Path | None = None
     encoded: Encoded | None = None
+    mooncake_over: MooncakeOver = "rdma"
 
 
 @dataclass(frozen=True)
@@ -135,7 +147,7 @@ class WeightSender:
         self._receivers, self._on_bucket = receivers, on_bucket
         self._make_transport = find_transport(options.transport)
         self._transport: Transport | None = None
-        self._sent = False
+        self._sent = self._observed = False
         self.engines: tuple[EngineInfo, ...] = ()
         plain = self._make_plan(options.dtype, groups.senders)
         self.plan = plain if options.encoded is None else encoded_plan(plain, options.encoded)
@@ -176,11 +188,7 @@ class WeightSender:
 
     def _raise_together(self, phase: str, failure: Exception | None) -> None:
         """Collective: the first failing rank's error is raised on every rank."""
-        failures = self._exchange(None if failure is None else _words_of(failure))
-        culprit = next(((rank, words) for rank, words in enumerate(failures) if words is not None), None)
-        if culprit is not None:
-            rank, (words, way_out) = culprit
-            raise sync_error(phase, f"trainer rank {rank}", words, way_out) from failure
+        _raise_first(phase, self._exchange(_words_of(failure)), failure)
 
     def connect(self, engines: Sequence[Endpoint], group: str | None = None) -> None:
         """Meet the engines: one group for each sender. Collective.
@@ -206,13 +214,17 @@ class WeightSender:
                 except WeightSyncError as error:
                     failure = error
             self._raise_together("connect", failure)
-        self.engines = self._exchange(self.engines)[0]
+        said = self._exchange((self.engines, isinstance(self._transport, SyncObserver)))
+        self.engines, self._observed = said[0][0], any(observes for _, observes in said)
 
     def _meet(self, receivers: Receivers, group: str) -> None:
         options, rank = self._options, self._groups.rank
         name = group_name(group, rank)
         senders = {sender: group_name(group, sender) for sender in self._groups.senders.everyone()}
-        link = Link(name, options.backend, options.deadline_s, receivers, group, rank, options.directory, senders)
+        link = Link(
+            name, options.backend, options.deadline_s, receivers, group, rank, options.directory, senders,
+            options.mooncake_over,
+        )  # fmt: skip
         self._transport = self._make_transport(link)
         self._transport.connect(self.engines)
 
@@ -232,9 +244,13 @@ class WeightSender:
             self._sent = True
         started = time.monotonic()
         params, spent = self._values(dict(self._params())), Seconds()
-        self._raise_together("send", self._send_buckets(version, params, started, spent))
-        self._raise_together("complete", self._tell_transport(lambda observer: observer.complete()))
-        everyone = self._exchange((time.monotonic() - started, spent, self._moved()))
+        phase, failure = "send", self._send_buckets(version, params, started, spent)
+        if self._observed:
+            self._raise_together(phase, failure)
+            phase, failure = "complete", self._tell_transport(lambda observer: observer.complete())
+        said = self._exchange((_words_of(failure), (time.monotonic() - started, spent, self._moved())))
+        _raise_first(phase, [words for words, _ in said], failure)
+        everyone = [each for _, each in said]
         moved = sum((each for _, _, each in everyone), Moved())
         return SendReport(
             version,
@@ -320,12 +336,15 @@ class WeightSender:
 
     def _fill(self, bucket: Bucket, params: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         """The bucket's flat buffer on its sender, None elsewhere; collective over the bucket's members."""
-        groups = self._groups
-        local = pack(bucket, params, groups.rank)
-        gathered = gather(bucket, local, groups.gathers.get(bucket.members), groups.rank)
-        if gathered is None:
-            return None
-        flat, encoded = convert(bucket, gathered, self._table), self._options.encoded
+        groups, encoded = self._groups, self._options.encoded
+        if len(bucket.members) == 1 and not bucket.in_order:
+            flat = convert_alone(bucket, params, self._table)
+        else:
+            local = pack(bucket, params, groups.rank)
+            gathered = gather(bucket, local, groups.gathers.get(bucket.members), groups.rank)
+            if gathered is None:
+                return None
+            flat = convert(bucket, gathered, self._table)
         return encode(bucket, flat, encoded) if encoded is not None and bucket.packed_dtype else flat
 
     def export(self, directory: Path, source: Path) -> None:
@@ -413,8 +432,23 @@ def finish_checkpoint(staging: Path, source: Path, dtype: str, files: Mapping[st
     write_index(staging, number_shards(staging, files), nbytes)
 
 
-def _words_of(failure: Exception) -> tuple[str, str]:
-    """What a rank's failure is called on others, and the way out that it names."""
+def _raise_first(phase: str, failures: Sequence[tuple[str, str] | None], own: Exception | None) -> None:
+    """The first failing rank's error, where there is one.
+
+    Args:
+        failures: of all ranks (`_words_of`).
+        own: of this one.
+    """
+    culprit = next(((rank, words) for rank, words in enumerate(failures) if words is not None), None)
+    if culprit is not None:
+        rank, (words, way_out) = culprit
+        raise sync_error(phase, f"trainer rank {rank}", words, way_out) from own
+
+
+def _words_of(failure: Exception | None) -> tuple[str, str] | None:
+    """What a rank's failure is called on others, and the way out that it names; None where there is none."""
+    if failure is None:
+        return None
     if not isinstance(failure, WeightSyncError):
         return repr(failure), ""
     if failure.field in ("weights.transport", "weights.directory"):

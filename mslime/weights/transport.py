@@ -1,7 +1,7 @@
 """How a filled bucket reaches the engines: what a transport is, and which there are (`weights.transport`).
 
-mslime's own are `broadcast`, `relay`, `shm`, `disk` and `delta`. A user's is named `module:function` and called with a
-`Link`; `contract.check_transport` says whether it keeps what is promised here.
+mslime's own are `broadcast`, `relay`, `shm`, `handles`, `disk`, `delta` and `mooncake`. A user's is named
+`module:function` and called with a `Link`; `contract.check_transport` says whether it keeps what is promised here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from mslime.config.choices import FileKind
-from mslime.config.keys import AnnouncedBucket, Endpoint, EngineInfo
+from mslime.config.choices import FileKind, MooncakeOver
+from mslime.config.keys import AnnouncedBucket, BucketVersion, Endpoint, EngineInfo
 from mslime.config.pieces import Cuts
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 TRANSPORTS: Mapping[str, str] = {
     "broadcast": "mslime.weights.broadcast:BroadcastTransport",
     "shm": "mslime.weights.shm:ShmTransport",
+    "handles": "mslime.weights.handles:HandleTransport",
     "disk": "mslime.weights.disk:DiskTransport",
     "delta": "mslime.weights.delta:DeltaTransport",
     "relay": "mslime.weights.relay:RelayTransport",
+    "mooncake": "mslime.weights.mooncake:MooncakeTransport",
 }
 """Transports by the name that `weights.transport` gives them, and where each is: imported when it is used."""
 
@@ -54,26 +56,28 @@ class Receivers(Protocol):
         """
         ...
 
-    def announce(
-        self, names: Sequence[str], dtypes: str | Sequence[str], shapes: Sequence[Sequence[int]], group: str
-    ) -> bytes:
-        """The description of a bucket for `receive`, the same for every engine and at every sync."""
+    def announce(self, bucket: AnnouncedBucket, group: str) -> bytes:
+        """The description of a bucket that is broadcast in the process group `group`, for `receive`; the same for every
+        engine and at every sync."""
         ...
 
-    def announce_file(
-        self,
-        names: Sequence[str],
-        dtypes: str | Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        kind: FileKind,
-        path: Path,
-    ) -> bytes:
+    def announce_file(self, bucket: AnnouncedBucket, kind: FileKind, path: Path) -> bytes:
         """The description of a bucket that lies in a file, for `receive`."""
         ...
 
+    def announce_version(self, bucket: AnnouncedBucket, group: str, version: BucketVersion) -> bytes:
+        """The description of a bucket, or of changes of it, that is broadcast in the process group `group`, for
+        `receive`."""
+        ...
+
+    def can_take_changes(self, engine: EngineInfo) -> Future[None]:
+        """Done when an engine says that it can take changes by a broadcast."""
+        ...
+
     def announce_relay(
-        self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket], cuts: str
-    ) -> bytes:
+        self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket], senders: Sequence[int],
+        cuts: str,
+    ) -> bytes:  # fmt: skip
         """The description of a whole sync for `receive_all`, the same from every sender.
 
         Args:
@@ -81,6 +85,7 @@ class Receivers(Protocol):
             lanes: the senders' process groups, in their order.
             plan: names the buckets.
             buckets: the plan's; empty where the engines know it.
+            senders: by bucket, the number of its lane.
             cuts: name of what each machine keeps, where it is sent no more; empty: whole buckets are sent.
         """
         ...
@@ -93,6 +98,10 @@ class Receivers(Protocol):
         """Done when an engine says that it can take buckets in files of this directory."""
         ...
 
+    def reach(self, engine: EngineInfo, place: Path, said: bytes) -> Future[None]:
+        """Done when an engine has read these bytes in memory of this process (`mslime.remote_memory`)."""
+        ...
+
     def forget(self, engine: EngineInfo, directory: Path) -> Future[None]:
         """Let an engine unmap the files of this directory."""
         ...
@@ -101,7 +110,7 @@ class Receivers(Protocol):
         """Let an engine take a bucket that is announced, by a broadcast or from a file; done when all its ranks have
         loaded it.
 
-        The future raises ChangesRefused where the file holds changes and the engine has loaded nothing of them.
+        The future raises ChangesRefused where changes are announced and the engine has loaded nothing of them.
         """
         ...
 
@@ -138,8 +147,10 @@ class Link:
         receivers: the engines' requests. The caller closes them.
         group: what the names of all senders' connections begin with.
         rank: of this sender.
-        directory: for weights in files; None where there is none (`weights.directory`).
+        directory: for weights in files; None where there is none (`weights.directory`), and where `delta` goes by
+            broadcasts (`weights.delta_over`).
         senders: names of the connections of all senders, by rank, in their order; empty: this one is alone.
+        mooncake_over: what `mooncake` reads over.
     """
 
     name: str
@@ -150,6 +161,7 @@ class Link:
     rank: int = 0
     directory: Path | None = None
     senders: Mapping[int, str] = field(default_factory=dict[int, str])
+    mooncake_over: MooncakeOver = "rdma"
 
 
 class Pending(Protocol):

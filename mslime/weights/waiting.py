@@ -27,12 +27,6 @@ def all_done(futures: Sequence[Future[Any]], phase: str, where: str, deadline_s:
         raise sync_error(phase, where, f"not finished within {deadline_s:.0f} s")
 
 
-def until_loaded(bucket: Bucket, futures: Iterable[Future[Any]]) -> None:
-    """Return when all are done, each of which keeps a deadline of its own. Raises WeightSyncError naming the bucket."""
-    for refused in until_answered(bucket, futures):
-        raise naming(bucket.describe(), refused)
-
-
 def until_answered(bucket: Bucket, futures: Iterable[Future[Any]]) -> list[ChangesRefused]:
     """Return when all are done, each of which keeps a deadline of its own; who refused changes.
 

@@ -16,7 +16,7 @@ from mslime.algorithms.advantages import GroupRewards
 from mslime.algorithms.policies import TokenLoss, ppo
 from mslime.algorithms.token_batch import TokenBatch
 from mslime.config.algorithm import AlgorithmConfig
-from mslime.config.schema import DataConfig
+from mslime.config.data import DataConfig
 from mslime.observe.hooks import StepRecord
 
 WAITS_AT = "MSLIME_TEST_WAITS_AT"
@@ -40,6 +40,12 @@ class Increments:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there."""
         self.drawn = state["drawn"]
+
+
+def fails_at_step_2(record: StepRecord) -> None:
+    """A hook that raises."""
+    if record.step == 2:
+        raise RuntimeError("told to fail at step 2")
 
 
 def centred(rewards: GroupRewards) -> NDArray[np.float64]:

@@ -94,12 +94,16 @@ class Run:
         self.process.wait()
 
 
-def start_run(values: dict[str, Any], directory: Path, *flags: str, command: str = "train") -> Run:
-    """`mslime train`, or another command, on these settings, with logs and outputs under `directory`."""
+def start_run(
+    values: dict[str, Any], directory: Path, *flags: str, command: str = "train", config: Path | None = None
+) -> Run:
+    """`mslime train`, or another command, on these settings, with logs and outputs under `directory`; or on a file as
+    it is."""
     directory.mkdir(parents=True, exist_ok=True)
-    values = {"name": "run", "output_dir": str(directory), **values}
-    config = directory / "run.yaml"
-    config.write_text(yaml.safe_dump(values))
+    if config is None:
+        values = {"name": "run", "output_dir": str(directory), **values}
+        config = directory / "run.yaml"
+        config.write_text(yaml.safe_dump(values))
     return _start(["-m", "mslime.cli", command, str(config), *flags], directory, ROOT)
 
 

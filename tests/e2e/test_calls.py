@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 
 import pytest
 import ray
 
-from mslime.config.errors import ConfigError, TrainerError
+from mslime.config.errors import ConfigError, TrainerError, WorkerError, sync_error
 from mslime.config.loader import build
-from mslime.control.calls import call
+from mslime.control.calls import call, gather
 from mslime.control.cluster import Cluster
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     yield
     ray.shutdown()
 
@@ -39,6 +41,23 @@ def test_a_users_mistake_in_another_process_is_raised_as_it_is(cluster: None) ->
 
     with pytest.raises(ConfigError, match="train.lr"):
         call(refuse.remote(), "rank 3", "train", 60)
+
+
+def test_a_rank_that_died_is_named_before_one_that_lost_it(cluster: None) -> None:
+    """The loss is known at once, the death a moment later."""
+
+    @ray.remote(max_retries=0)
+    def lose() -> None:
+        raise sync_error("exchange", "trainer rank 0", "another trainer rank is gone")
+
+    @ray.remote
+    class Rank:
+        def die(self) -> None:
+            time.sleep(1)
+            os._exit(1)
+
+    with pytest.raises(WorkerError, match="trainer rank 1"):
+        gather({"trainer rank 0": lose.remote(), "trainer rank 1": Rank.remote().die.remote()}, "weights", 60, {})
 
 
 def test_a_ray_of_the_caller_s_own_is_left_alone(cluster: None) -> None:

@@ -16,9 +16,10 @@ from mslime.observe.samples import file_of, recorded_steps, telling, versions_of
 from mslime.observe.timeline import read_spans
 from tests.e2e.functions import WAITS_AT
 from tests.e2e.harness import Run, start_run
-from tests.e2e.test_engine_gone import engines_of, kill_engine, more_steps, scale
+from tests.e2e.test_engine_gone import engines_of, more_steps, scale
 from tests.e2e.test_managers import assert_books_hold
 from tests.e2e.test_run import START_S, STEP_S, TP2_EP2, prompts, saved_step, settings
+from tests.fixtures.killing_transport import kill_family
 
 __all__ = ["prompts"]
 SHARED: dict[str, Any] = {"cluster": {"placement": "colocated"}, "weights": {"transport": "shm", "verify": "always"}}
@@ -109,14 +110,14 @@ def test_an_engine_dies_while_its_memory_is_the_trainers_and_the_run_goes_on_who
     run = start_run(values, tmp_path)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
-    kill_while_it_trains(run, tmp_path, 1)
+    kill_while_it_trains(run, tmp_path, "engine1")
     more_steps(run)
     assert "1 of 2 engines take the weights" in run.text()
     assert re.search(r"engine1 is gone \(.*\): it is started again when the trainer sleeps", run.text())
     run.wait_for(lambda: engines_of(run)[-1] == 2, START_S)
     assert min(engines_of(run)) == 1 and "engine1 is back at http" in run.text()
     assert scale(run, "--drain", "engine1") == {"engine0": "serving"}
-    kill_while_it_trains(run, tmp_path, 0)
+    kill_while_it_trains(run, tmp_path, "engine0")
     run.wait_for(lambda: "engine0 is back at http" in run.text(), START_S)
     more_steps(run)
     assert "no engine is left" in run.text() and engines_of(run)[-1] == 1
@@ -166,10 +167,58 @@ def test_one_step_ahead_responses_go_on_across_the_trainers_turns(
     assert run.left_over() == []
 
 
-def kill_while_it_trains(run: Run, directory: Path, index: int) -> None:
-    """An engine, in the middle of a step of the trainer."""
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_teacher_on_the_trainers_gpus_sleeps_and_scores_the_same_when_it_is_awake(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    """It is the model itself: what it says of step 1, after it has slept through the first sync, is the policy's, so
+    there is nothing to distil; later there is. Responses are interrupted with it at the end of each turn."""
+    values = settings(
+        tiny_qwen3_moe, prompts, **SHARED, megatron=TP2_EP2, train={"num_steps": 3}, checkpoint={"save_every": 2},
+        rollout={"max_staleness": 1, "max_response_tokens": 96},
+        teacher={"path": str(tiny_qwen3_moe), "placement": "colocated", "max_total_tokens": 4096},
+        algorithm={"advantage": "none", "opd_coef": 1.0, "correction": {"preset": "tis"}},
+    )  # fmt: skip
+    run = start_run(values, tmp_path)
+    runs.append(run)
+    assert run.finish(START_S + 3 * STEP_S) == 0, run.text()
+    rows = by_step(run.rows())
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert max(-rows[0]["advantage/min"], rows[0]["advantage/max"]) < 1e-4 < rows[-1]["advantage/max"]
+    log = (run.directory / "logs" / "rollouts.log").read_text()
+    held = re.findall(r"INFO teachers hold ([\w, ]+?)(?:$|:| began| \()", log, re.MULTILINE)
+    assert len(held) >= 6 and "nothing" in held[0], held
+    gave = re.findall(r"gave (\d+) bytes back: .*weights", (run.directory / "logs" / "teacher0.log").read_text())
+    assert len(gave) >= 3 and min(map(int, gave)) > 1 << 19, "its weights, and its cache"
+    assert run.left_over() == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_only_teacher_dies_while_it_sleeps_and_the_run_ends_with_what_it_has_trained(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(WAITS_AT, str(tmp_path))
+    values = settings(
+        tiny_qwen3_moe, prompts, **SHARED, megatron=TP2_EP2, train={"num_steps": 500}, checkpoint={"save_every": 0},
+        teacher={"path": str(tiny_qwen3_moe), "placement": "colocated", "max_total_tokens": 4096},
+        algorithm={"opd_coef": 1.0, "loss": "tests.e2e.functions:ppo_that_waits"},
+    )  # fmt: skip
+    run = start_run(values, tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
+    kill_while_it_trains(run, tmp_path, "teacher0")
+    assert run.finish(STEP_S + 120) == 2, run.text()
+    assert re.search(r"(?s)teacher = 'no server is left': none is started again.*teacher0", run.text()), run.text()
+    assert saved_step(run) == 2, "the step in which it died was trained"
+    assert run.left_over() == []
+
+
+def kill_while_it_trains(run: Run, directory: Path, name: str) -> None:
+    """A server, in the middle of a step of the trainer."""
     (directory / "stop").touch()
     run.wait_for((directory / "here").exists, STEP_S)
-    kill_engine(run, index)
+    kill_family(run.find(f"--served-model-name {name}-"))
     (directory / "here").unlink()
     (directory / "stop").unlink()

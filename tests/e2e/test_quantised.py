@@ -1,10 +1,11 @@
-"""A run from an FP8 checkpoint: its engine holds FP8 weights, its trainer plain ones."""
+"""Runs from FP8 and INT4 checkpoints: the engine holds what the checkpoint does, the trainer plain weights."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from mslime.convert.hf import HFCheckpoint
 from mslime.observe.names import is_known
 from mslime.observe.rows import by_step
 from mslime.offline.jobs import run_job
-from mslime.offline.requantise import ToFp8
+from mslime.offline.requantise import ToFp8, ToInt4
 from tests.e2e.harness import Run, assert_balanced, start_run
 from tests.e2e.test_run import START_S, STEP_S, TP2_EP2, prompts, settings
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
@@ -22,20 +23,33 @@ SIZES = {"hidden_size": 128, "moe_intermediate_size": 128, "num_key_value_heads"
 """In whole blocks, as SGLang's FP8 layers want them."""
 
 
+SEPARATE: dict[str, Any] = {"rollout": {"max_staleness": 1}, "weights": {"verify": "always"}}
+SHARED: dict[str, Any] = {
+    "cluster": {"placement": "colocated"}, "weights": {"transport": "shm", "verify": "always"},
+    "rollout": {"max_staleness": 0},
+}  # fmt: skip
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_a_run_from_fp8_weights_trains_and_resumes_with_engines_that_hold_such(
-    prompts: Path, tmp_path: Path, runs: list[Run]
+@pytest.mark.parametrize(
+    ("number", "placed"),
+    [("fp8", SEPARATE), ("fp8", SHARED), ("int4", SHARED)],
+    ids=["fp8 separate", "fp8 colocated", "int4 colocated"],
+)
+def test_a_run_from_quantised_weights_trains_and_resumes_with_engines_that_hold_such(
+    prompts: Path, tmp_path: Path, runs: list[Run], number: str, placed: dict[str, Any]
 ) -> None:
-    model = tmp_path / "fp8"
-    run_job(ToFp8(make_tiny_qwen3_moe(tmp_path / "plain", **SIZES), power_of_two=False), model)
+    plain, model = make_tiny_qwen3_moe(tmp_path / "plain", **SIZES), tmp_path / number
+    run_job(ToFp8(plain, power_of_two=False) if number == "fp8" else ToInt4(plain), model)
     stored = len(HFCheckpoint(model).stored)
+    # The probe is between plain and quantised weights: 4 bits take a random model of this size 0.6 nats away.
+    weights = placed["weights"] | ({"probe_tolerance": 1.5} if number == "int4" else {})
 
     def begin(steps: int) -> Run:
         values = settings(
-            model, prompts, megatron=TP2_EP2, train={"num_steps": steps}, weights={"verify": "always"},
-            rollout={"max_staleness": 1}, algorithm={"correction": {"preset": "tis"}},
-            checkpoint={"save_every": 1, "hf_every": 2},
+            model, prompts, megatron=TP2_EP2, train={"num_steps": steps}, **(placed | {"weights": weights}),
+            algorithm={"correction": {"preset": "tis"}}, checkpoint={"save_every": 1, "hf_every": 2},
         )  # fmt: skip
         runs.append(start_run(values, tmp_path / "run"))
         return runs[-1]

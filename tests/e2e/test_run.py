@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import uuid
@@ -103,8 +104,11 @@ def check_logs(logs: Path, console: str) -> None:
             "log-probs of 1 probe(s)", "saving", "exporting",
         )  # fmt: skip
         begun = [line for line in lines if ": done in " not in line]
-        assert [line.startswith(start) for start, line in zip(order, begun, strict=True)] == [True] * len(order), begun
-        assert len(lines) == 2 * len(order) - 1, "whatever is begun ends, with a duration"
+        assert len(lines) == 2 * len(begun) - 1, "whatever is begun ends, with a duration"
+        # A probe is scored twice where an engine adds other tokens to its text than it did after the last sync.
+        probe = "log-probs of 1 probe(s)"
+        once = [line for before, line in zip(["", *begun], begun, strict=False) if (before, line) != (probe, probe)]
+        assert [line.startswith(start) for start, line in zip(order, once, strict=True)] == [True] * len(order), once
     rollouts = told("rollouts.log", "rollouts")
     assert any(line.startswith("step 2: handed over, reward 0.") for line in rollouts)
     assert sum("evaluating on held_out: done in" in line for line in rollouts) == 2
@@ -311,7 +315,7 @@ def test_a_driver_that_is_killed_while_its_engine_starts_leaves_nothing_behind(
     run = start_run(settings(tiny_qwen3_moe, prompts), tmp_path)
     runs.append(run)
     run.wait_for(lambda: "engine0: starting its processes" in run.text(), START_S)
-    run.wait_for(lambda: len(run.find("mslime.backends.sglang.launch").children(recursive=True)) >= 4, START_S)
+    run.wait_for(lambda: len(run.find("mslime.backends.sglang.launch").children(recursive=True)) >= 3, START_S)
     files = shared_memory_of([p.pid for p in run.look()])
     run.process.kill()
     run.process.wait()
@@ -319,17 +323,48 @@ def test_a_driver_that_is_killed_while_its_engine_starts_leaves_nothing_behind(
     assert not [path for path in files if path.exists()]
 
 
+def with_a_killed_sender(values: dict[str, Any], notes: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Three steps on two ranks, each saved; in the sync after the second a sender is killed between two buckets."""
+    monkeypatch.setenv(VARIABLE, f"die@2 {uuid.uuid4()}")
+    monkeypatch.setenv(DEATHS, str(notes))
+    transport = "tests.fixtures.killing_transport:FakeAccidents"
+    return values | {
+        "megatron": TP2_EP2,
+        "weights": {"transport": transport, "bucket_mib": 0.25, "verify": "always"},
+        "train": values["train"] | {"num_steps": 3},
+        "checkpoint": {"save_every": 1, "save_hf": False},
+    }
+
+
+@pytest.mark.timeout(600)
+def test_engines_outlive_a_trainer_rank_that_is_killed_between_two_buckets(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the sync after the second step: another trainer goes on from the first, and the same server generates."""
+    run = start_run(with_a_killed_sender(settings(tiny_qwen3_moe, prompts), tmp_path, monkeypatch), tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 1, START_S + 2 * STEP_S)
+    server = run.find("mslime.backends.sglang.launch").pid
+    run.wait_for(lambda: "the run goes on from step 1 (1 of 3 in a row)" in run.text(), 2 * STEP_S)
+    run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
+    assert run.find("mslime.backends.sglang.launch").pid == server
+    assert run.finish(2 * STEP_S) == 0, run.text()
+    assert "trainer rank" in run.text() and (tmp_path / "version_2").exists() and "engine0 is gone" not in run.text()
+    assert (run.directory / "logs" / "engine0.log").read_text().count("server_args=") == 1
+    rows = by_step(run.rows())
+    assert [row["step"] for row in rows] == [1, 2, 3] and saved_step(run) == 3
+    assert_balanced(rows)
+    assert run.left_over() == []
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_trainer_rank_that_is_killed_between_two_buckets_is_named_and_the_run_started_again(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the sync after the second step, when the first is saved: the engine waits for a bucket that never comes."""
-    monkeypatch.setenv(VARIABLE, f"die@2 {uuid.uuid4()}")
-    monkeypatch.setenv(DEATHS, str(tmp_path))
-    sections = {"train": {"num_steps": 3}, "checkpoint": {"save_every": 1, "save_hf": False}}
-    weights = {"transport": "tests.fixtures.killing_transport:FakeAccidents", "bucket_mib": 0.25, "verify": "always"}
-    values = settings(tiny_qwen3_moe, prompts, megatron=TP2_EP2, weights=weights, **sections)
-    run = start_run(values, tmp_path, "--restarts", "1")
+    values = settings(tiny_qwen3_moe, prompts, cluster={"trainer_ranks": 2, "restarts": 0})
+    run = start_run(with_a_killed_sender(values, tmp_path, monkeypatch), tmp_path, "--restarts", "1")
     runs.append(run)
     assert run.finish(2 * START_S + 5 * STEP_S) == 0, run.text()
     assert "trainer rank" in run.text() and "trainer_rank" in run.text() and (tmp_path / "version_2").exists()
@@ -483,3 +518,29 @@ def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
     converted, exported = HFCheckpoint(out), HFCheckpoint(tmp_path / "hf_of_step_6")
     assert set(converted.info) == set(exported.info)
     assert all(bool((converted.tensor(n) == exported.tensor(n)).all()) for n in exported.info)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_a_trainer_rank_and_an_engine_that_are_lost_at_once_are_both_replaced(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    """The run goes on with the engine that is left, before the other is back; so it does when the service is lost."""
+    sections = {"train": {"num_steps": 500}, "checkpoint": {"save_every": 1, "keep": 1, "save_hf": False}}
+    run = start_run(settings(tiny_qwen3_moe, prompts, sglang={"num_engines": 2}, **sections), tmp_path)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
+    engines = [p for p in run.look() if "mslime.backends.sglang.launch" in " ".join(p.cmdline())]
+    run.find("ray::TrainerActor").kill()
+    engines[0].kill()
+    run.wait_for(lambda: "(1 of 3 in a row)" in run.text(), 3 * STEP_S)
+    steps = len(run.rows())
+    run.wait_for(lambda: len(run.rows()) > steps and " joins at " in run.text(), 2 * START_S)
+    assert any(f"engine{n} is gone" in run.text() for n in (0, 1)), run.text()
+    steps = len(run.rows())
+    run.find("ray::RolloutActor").kill()
+    run.wait_for(lambda: "rollout service" in run.text() and len(run.rows()) > steps + 1, START_S + 5 * STEP_S)
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish(60) == 130, run.text()
+    assert_balanced(by_step(run.rows()))
+    assert run.left_over() == []

@@ -77,18 +77,32 @@ def write_versions(trainer: MegatronTrainer, root: Path) -> dict[int, dict[str, 
     for version in (1, 2):
         hold_version(trainer, version)
         sums[version] = trainer.write_adapter(root / adapter_directory(version), verify=True)
+        trainer.export(root / f"peft{version}")
     return sums
+
+
+def of_single_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of all experts, [experts, ...], as those of each under peft's names."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        each = {name.replace(".experts.", f".experts.{i}."): part for i, part in enumerate(tensor.unbind())}
+        found |= each if ".experts." in name else {name: tensor}
+    return found
 
 
 @pytest.fixture(scope="module")
 def written(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
     root = tmp_path_factory.mktemp("adapters")
-    config = with_lora(make_config(tiny_qwen3_moe, root, tp=2, pp=2, ep=2))
+    return write_both(tiny_qwen3_moe, root)
+
+
+def write_both(checkpoint: Path, root: Path, **lora: Any) -> Written:
+    config = with_lora(make_config(checkpoint, root, tp=2, pp=2, ep=2), **lora)
     first, *others = run_trainers(write_versions, config, root)
     assert all(other == first for other in others)
     merged = {version: root / f"merged{version}" for version in (1, 2)}
     for version, directory in merged.items():
-        run_job(MergeLora(tiny_qwen3_moe, root / adapter_directory(version)), directory)
+        run_job(MergeLora(checkpoint, root / f"peft{version}"), directory)
     return Written(root, first, merged)
 
 
@@ -128,9 +142,12 @@ async def load(pool: EnginePool, adapter: AdapterVersion, alive: int = 2) -> Non
 def test_what_four_ranks_write_is_what_they_hold(written: Written) -> None:
     for version, sign in ((1, 1.0), (2, -0.7)):
         tensors = load_file(written.root / adapter_directory(version) / WEIGHTS)
-        assert tensors.keys() == written.sums[version].keys() and len(tensors) == 4 * 2 * (4 + 3 * 8)
-        for name, tensor in tensors.items():
+        assert tensors.keys() == written.sums[version].keys() and len(tensors) == 4 * 2 * (4 + 3)
+        single = of_single_experts(tensors)
+        for name, tensor in single.items():
             assert torch.equal(tensor, factor(name, tuple(tensor.shape)) * sign), name
+        exported = load_file(written.root / f"peft{version}" / WEIGHTS)
+        assert single.keys() == exported.keys() and all(torch.equal(single[name], exported[name]) for name in single)
     served = json.loads((written.root / adapter_directory(1) / CONFIG).read_text())
     assert (served["r"], served["lora_alpha"], served["use_rslora"]) == (4, 12, False), "6 / sqrt(4) is 12 / 4"
 
@@ -138,6 +155,42 @@ def test_what_four_ranks_write_is_what_they_hold(written: Written) -> None:
 def test_an_engine_holds_every_bit_and_says_what_the_trainer_says(
     written: Written, server: SharedServer, tiny_qwen3_moe: Path, tmp_path: Path
 ) -> None:
+    found = held_and_said(server, written)
+    config = with_lora(make_config(tiny_qwen3_moe, tmp_path))
+    said = run_trainers(say, config, {version: probed.tokens for version, probed in found.items()})[0]
+    for version, probed in found.items():
+        log_probs, chosen = said[version]
+        assert np.abs(probed.log_probs - log_probs).max() < 1e-4
+        assert np.array_equal(np.sort(probed.routes, -1), np.sort(chosen, -1)[: len(probed.routes)])
+    assert np.abs(said[1][0] - said[2][0])[: len(PROMPT)].max() > 0.1, "two versions are two models"
+
+
+@pytest.mark.nightly
+def test_experts_that_share_factors_are_served(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    """Bits, and log-probs of both versions: those of the trainer, and of transformers with the adapter merged."""
+    written = write_both(tiny_qwen3_moe, tmp_path, experts="shared_outer")
+    tensors = load_file(written.version(1).directory / WEIGHTS)
+    assert tensors.keys() == written.sums[1].keys() and len(tensors) == 4 * 2 * (4 + 3)
+    alone = [name for name, tensor in tensors.items() if ".experts." in name and len(tensor) == 1]
+    assert len(alone) == 4 * 3 and all("lora_B" in name if "down_proj" in name else "lora_A" in name for name in alone)
+    server = serve(tiny_qwen3_moe, tmp_path, lora=LORA | {"experts": "shared_outer"})
+    try:
+        found = held_and_said(server, written)
+    finally:
+        server.process.stop()
+    config = with_lora(make_config(tiny_qwen3_moe, tmp_path), experts="shared_outer")
+    said = run_trainers(say, config, {version: probed.tokens for version, probed in found.items()})[0]
+    for version, probed in found.items():
+        assert np.abs(probed.log_probs - said[version][0]).max() < 1e-4
+        ids = [int(token) for token in probed.tokens]
+        logits, _ = Reference(written.merged[version])(ids, probed.routes)
+        merged = torch.from_numpy(logits).log_softmax(-1).numpy()[np.arange(len(ids) - 1), ids[1:]]
+        assert np.abs(probed.log_probs[1:] - merged).max() < 1e-4
+    assert np.abs(said[1][0] - said[2][0])[: len(PROMPT)].max() > 0.1, "two versions are two models"
+
+
+def held_and_said(server: SharedServer, written: Written) -> dict[int, Any]:
+    """What an engine says with each version, of which it holds every bit, and none of the other's."""
     found: dict[int, Any] = {}
 
     async def work(client: EngineClient, pool: EnginePool) -> None:
@@ -150,13 +203,7 @@ def test_an_engine_holds_every_bit_and_says_what_the_trainer_says(
             found[version] = probed[server.url]
 
     with_engine(server, work)
-    config = with_lora(make_config(tiny_qwen3_moe, tmp_path))
-    said = run_trainers(say, config, {version: probed.tokens for version, probed in found.items()})[0]
-    for version, probed in found.items():
-        log_probs, chosen = said[version]
-        assert np.abs(probed.log_probs - log_probs).max() < 1e-4
-        assert np.array_equal(np.sort(probed.routes, -1), np.sort(chosen, -1)[: len(probed.routes)])
-    assert np.abs(said[1][0] - said[2][0])[: len(PROMPT)].max() > 0.1, "two versions are two models"
+    return found
 
 
 def say(trainer: MegatronTrainer, tokens: dict[int, Any]) -> dict[int, Any]:
@@ -172,13 +219,13 @@ def say(trainer: MegatronTrainer, tokens: dict[int, Any]) -> dict[int, Any]:
 def test_a_bit_that_changed_on_the_way_is_found(written: Written, server: SharedServer, tmp_path: Path) -> None:
     shutil.copytree(written.root / adapter_directory(1), tmp_path / "changed")
     tensors = load_file(tmp_path / "changed" / WEIGHTS)
-    name = next(name for name in tensors if "experts.5.up_proj.lora_B" in name)
-    tensors[name].view(torch.int32)[3, 2] ^= 1
+    name = next(name for name in tensors if "experts.up_proj.lora_B" in name)
+    tensors[name].view(torch.int32)[5, 3, 2] ^= 1
     save_file(tensors, tmp_path / "changed" / WEIGHTS)
 
     async def work(client: EngineClient, pool: EnginePool) -> None:
         await load(pool, AdapterVersion("changed", 1, tmp_path / "changed"))
-        with pytest.raises(WeightSyncError, match=r"experts\.5\.up_proj\.lora_B.*1 of 224") as caught:
+        with pytest.raises(WeightSyncError, match=r"experts\.up_proj\.lora_B.*1 of 56") as caught:
             await pool.compare(written.sums[1], strict=True, adapter=1)
         assert server.url in str(caught.value)
 

@@ -11,7 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,13 @@ import torch.distributed as dist
 
 from mslime.backends.megatron.model.naming import named_local_params
 from mslime.backends.megatron.step.trainer import MegatronTrainer
-from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.probing import ProbeRequest
 from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.backends.sglang.recorded import RECORDED
+from mslime.config.choices import PauseMode
 from mslime.config.keys import Endpoint
 from mslime.convert.families import FAMILIES, get_family
 from mslime.convert.hf import HFCheckpoint
@@ -33,7 +36,7 @@ from mslime.preflight.resolve import EXACT_TOLERANCE
 from tests.engines.conftest import serve
 from tests.engines.test_weight_sync import PROMPT, are_those_of, change_weights, engine_log_probs, publish
 from tests.engines.trainer_ranks import make_config, make_shard, run_trainers, worst_logit_difference
-from tests.fixtures.engine_calls import with_pool
+from tests.fixtures.engine_calls import load, with_pool
 from tests.fixtures.families import CASES
 from tests.fixtures.families.case import FamilyCase
 
@@ -244,7 +247,8 @@ def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> 
 
     Returns:
         What it says of that to this rank; and a probe, with what this rank says of it. For a model that derives tensors
-        from its weights two more: before the end of a third sync, when they are those of the second, and after it.
+        from its weights more: before the end of a third sync, when they are those of the second, and after it; and the
+        same of an engine that keeps a request through its pause, in both ways that there are.
     """
     receivers, rank = SGLangReceivers(trainer.spec.deadlines), trainer.parallel.rank
     sender = trainer.weight_sender(receivers)
@@ -261,6 +265,10 @@ def send_changed(trainer: MegatronTrainer, engine: Endpoint, exported: Path) -> 
         if rank == 0:
             with_pool(sender.engines, lambda pool: pool.end_update())
         probes.append(probe(trainer, engine, 3))
+        for version, mode in enumerate(KEEPS, 4):
+            change_weights(trainer, 0.1 * (-1) ** version)
+            publish(sender, version, rank, end=False)
+            probes += probes_beside_a_request(trainer, engine, version, mode)
     sender.disconnect()
     sender.export(exported, trainer.spec.checkpoint)
     return said, probes
@@ -278,6 +286,59 @@ def probe(trainer: MegatronTrainer, engine: Endpoint, version: int) -> tuple[Pro
     dist.broadcast_object_list(answer)
     assert answer[0] is not None
     return answer[0], trainer.probe([answer[0].tokens])
+
+
+KEEPS: tuple[PauseMode, ...] = ("retract", "in_place")
+"""Pauses through which an engine keeps requests."""
+
+
+def probes_beside_a_request(
+    trainer: MegatronTrainer, engine: Endpoint, version: int, mode: PauseMode
+) -> list[tuple[Probed, Any]]:
+    """Two probes of an engine that keeps a request through its pause: before the end of a sync, after which the request
+    is lost, and after it, when it is answered under this version. What this rank says of each."""
+    request = ProbeRequest(f"beside-{version}", PROMPT, version, want_routes=bool(trainer.model.num_experts))
+
+    async def ask() -> list[Probed]:
+        async with EngineClient(engine.url, "engine", model=trainer.model, keys=engine.keys) as client:
+            pool = EnginePool([client], 2)
+            lost = await under_way(pool, f"lost-{mode}")
+            await pool.pause(mode)
+            (stale,) = (await pool.probe(request)).values()
+            assert not lost.done()
+            await pool.begin_again()
+            with pytest.raises(EngineDied, match="weights that failed it"):
+                await lost
+            await pool.resume()
+            kept = await under_way(pool, f"kept-{mode}")
+            await pool.pause(mode)
+            await pool.end_update()
+            await pool.stamp(version)
+            (sound,) = (await pool.probe(replace(request, rid=f"again-{version}"))).values()
+            assert not kept.done()
+            await pool.flush_cache()
+            await pool.resume()
+            result = await kept
+            assert len(result.output_ids) == LONG and result.versions[-1][:1] == (version,)
+            assert result.retractions == (mode == "retract")
+            return [stale, sound]
+
+    answers = asyncio.run(ask()) if trainer.parallel.rank == 0 else [None, None]
+    dist.broadcast_object_list(answers)
+    return [(each, trainer.probe([each.tokens])) for each in answers if each is not None]
+
+
+LONG = 150
+"""Tokens of a request that is not over when an engine is paused."""
+
+
+async def under_way(pool: EnginePool, rid: str) -> asyncio.Task[GenerateResult]:
+    """A request that an engine is working on."""
+    request = GenerateRequest(rid, PROMPT, LONG, ignore_eos=True, cache_key=rid)
+    asked = asyncio.create_task(pool.generate(request))
+    while not await load(pool.clients[0], "running"):
+        await asyncio.sleep(0.01)
+    return asked
 
 
 def differences(probed: Sequence[tuple[Probed, Any]]) -> Differences:
@@ -326,8 +387,10 @@ def test_the_engine_serves_the_synced_weights_as_transformers_computes_them(
     assert len(decoded) == 12 and (found - expected).abs().max() <= 2e-5
     assert (after - before).abs().max() > 1e-3
     derives, found = name.startswith("deepseek"), [differences(each) for each in zip(*probed, strict=True)]
-    assert [each.too_large(EXACT_TOLERANCE) for each in found] == [False, *[True, False] * derives]
-    assert found[-1].log_probs < 1e-5 and found[-1].routes == 1.0 and meta["weight_version"] == str(2 + derives)
+    stale_and_sound = [True, False] * (1 + len(KEEPS)) * derives
+    assert [each.too_large(EXACT_TOLERANCE) for each in found] == [False, *stale_and_sound]
+    assert found[-1].log_probs < 1e-5 and found[-1].routes == 1.0
+    assert meta["weight_version"] == str(2 + (1 + len(KEEPS)) * derives)
 
 
 def test_families_say_of_themselves_what_is_tried(ran: Ran) -> None:

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import CheckpointError
 from mslime.config.schema import RunConfig
 from mslime.convert.torch_dist import DistCheckpoint
-from tests.engines.lora_ranks import fill_factors, whole_factors, worst
+from mslime.offline.jobs import run_job
+from mslime.offline.merge_lora import MergeLora
+from tests.engines.lora_ranks import fill_factors, held_factors, whole_factors, worst
 from tests.engines.megatron_ranks import RankFailed
 from tests.engines.trainer_ranks import make_config, run_trainers, shard_of
 from tests.fixtures.peft_models import peft_model
@@ -33,9 +36,16 @@ def train_and_save(trainer: MegatronTrainer, directory: Path) -> None:
     for seed in (1, 2):
         trainer.train([shard_of(trainer, seed=seed)])
     trainer.save(directory, {"next_step": 2})
-    saved = whole_factors(trainer)
+    saved = of_all_stages(trainer)
     trainer.train([shard_of(trainer, seed=3)])
-    torch.save((saved, whole_factors(trainer)), directory.with_suffix(".pt"))
+    torch.save((saved, of_all_stages(trainer)), directory.with_suffix(".pt"))
+
+
+def of_all_stages(trainer: MegatronTrainer) -> dict[str, Any]:
+    """Whole factors of a run whose ranks differ in their stage alone."""
+    stages: list[dict[str, Any]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(stages, whole_factors(trainer))
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
 
 
 def resume(trainer: MegatronTrainer, directory: Path) -> list[float]:
@@ -73,6 +83,58 @@ def test_another_layout_goes_on_from_a_checkpoint(
     sizes: dict[str, Any], saved: Path, tiny_qwen3_moe: Path, tmp_path: Path
 ) -> None:
     for found in run_trainers(resume, config_of(tiny_qwen3_moe, tmp_path, **sizes), saved):
+        assert found[0] == 0.0 and found[1] < 1e-5
+
+
+SHARED = {**LORA, "experts": "shared_outer"}
+
+
+def test_factors_that_experts_share_go_on_in_another_layout(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    """Each rank of experts holds a copy: one is saved, in whatever layout, and all are alike after it is read."""
+    both = {"tp": 2, "ep": 2, "dp": 2, "use_distributed_optimizer": True}
+    one = {"use_distributed_optimizer": True}
+    run_trainers(train_and_save, config_of(tiny_qwen3_moe, tmp_path, SHARED, **one), tmp_path / "step_2")
+    for found in run_trainers(resume, config_of(tiny_qwen3_moe, tmp_path, SHARED, **both), tmp_path / "step_2"):
+        assert found[0] == 0.0 and found[1] < 1e-5
+    run_trainers(load_and_save, config_of(tiny_qwen3_moe, tmp_path, SHARED, **both), tmp_path)
+    (tmp_path / "again.pt").write_bytes((tmp_path / "step_2.pt").read_bytes())
+    (found,) = run_trainers(resume, config_of(tiny_qwen3_moe, tmp_path, SHARED, **one), tmp_path / "again")
+    assert found[0] == 0.0 and found[1] < 1e-5
+    with pytest.raises(RankFailed, match="was saved with"):
+        run_trainers(load, config_of(tiny_qwen3_moe, tmp_path, **one), tmp_path / "step_2")
+
+
+def load_and_save(trainer: MegatronTrainer, directory: Path) -> None:
+    trainer.load(directory / "step_2")
+    trainer.save(directory / "again", {"next_step": 2})
+
+
+KINDS = {
+    "experts late": ["model.layers.[01].self_attn.*_proj", "model.layers.[23].*_proj"],
+    "experts early": ["model.layers.[01].*.experts.*_proj", "model.layers.[23].self_attn.*_proj"],
+}
+"""Four layers: with two pipeline stages the first has no adapter on experts, or none but those."""
+PP2, ONE = {"pp": 2, "use_distributed_optimizer": True}, {"use_distributed_optimizer": True}
+
+
+@pytest.mark.parametrize("where", KINDS)
+@pytest.mark.parametrize(
+    ("saving", "sizes"),
+    [
+        (PP2, PP2),
+        pytest.param(ONE, PP2, marks=pytest.mark.nightly),
+        pytest.param(PP2, ONE, marks=pytest.mark.nightly),
+        pytest.param(PP2, {**PP2, "dp": 2, "ep": 2}, marks=pytest.mark.nightly),
+        pytest.param({"pp": 2}, {"pp": 2}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_a_stage_that_lacks_a_kind_of_adapters_takes_part_in_checkpoints(
+    saving: dict[str, Any], sizes: dict[str, Any], where: str, tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
+    lora = {**LORA, "targets": KINDS[where]}
+    run_trainers(train_and_save, config_of(tiny_qwen3_moe, tmp_path, lora, **saving), tmp_path / "step_2")
+    for found in run_trainers(resume, config_of(tiny_qwen3_moe, tmp_path, lora, **sizes), tmp_path / "step_2"):
         assert found[0] == 0.0 and found[1] < 1e-5
 
 
@@ -131,6 +193,39 @@ def test_an_exported_adapter_is_read_by_peft_and_started_from(
     assert max((a - found[0]).abs().max() for a in run_trainers(start_from, again)) < 2e-5
     with pytest.raises(RankFailed, match="set lora.rank to what the adapter has"):
         run_trainers(start_from, config_of(tiny_qwen3_moe, tmp_path, {"rank": 8, "alpha": 6, "init": str(out)}))
+
+
+@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.nightly), {"tp": 2, "ep": 2, "pp": 2}], ids=str)
+def test_an_adapter_whose_experts_share_factors_is_exported_merged_and_started_from(
+    sizes: dict[str, Any], tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "adapter"
+    found = run_trainers(export, config_of(tiny_qwen3_moe, tmp_path, SHARED, **sizes), out)
+    factors = load_file(out / "adapter_model.safetensors")
+    read, written = (
+        factors[f"base_model.model.model.layers.1.mlp.experts.up_proj.lora_{each}.weight"] for each in "AB"
+    )
+    assert read.shape[0] == 1 and written.shape[0] == 8
+    again = config_of(tiny_qwen3_moe, tmp_path, {**SHARED, "init": str(out)}, tp=2, ep=2)
+    assert max((a - found[0]).abs().max() for a in run_trainers(start_from, again)) < 2e-5
+    run_job(MergeLora(tiny_qwen3_moe, out), tmp_path / "merged")
+    (merged,) = run_trainers(start_from, config_of(tmp_path / "merged", tmp_path, {}))
+    (base,) = run_trainers(start_from, config_of(tiny_qwen3_moe, tmp_path, {}))
+    assert (merged - found[0]).abs().max() < 2e-5 < 1e-2 < (base - found[0]).abs().max()
+
+
+def as_made(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    """Whole factors of a rank that are not shared out over tensor-parallel ranks."""
+    whole = {name: (tensor, bound) for name, tensor, bound, _ in held_factors(trainer) if bound.tp_axis is None}
+    return {hf: part.clone() for tensor, bound in whole.values() for hf, part in bound.to_hf([tensor.detach()])}
+
+
+def test_what_experts_share_begins_alike_on_every_rank(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
+    (one,) = run_trainers(as_made, config_of(tiny_qwen3_moe, tmp_path, SHARED))
+    shared = [name for name in one if ".experts.gate_proj.lora_A" in name]
+    assert len(shared) == 4 and all(float(one[name].std()) > 0 for name in shared)
+    for found in run_trainers(as_made, config_of(tiny_qwen3_moe, tmp_path, SHARED, tp=2, ep=2, dp=2)):
+        assert all(torch.equal(found[name], one[name]) for name in shared)
 
 
 def test_a_directory_without_an_adapter_is_refused(tiny_qwen3_moe: Path, tmp_path: Path) -> None:

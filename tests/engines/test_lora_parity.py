@@ -11,7 +11,7 @@ import pytest
 from tests.engines.lora_ranks import compare, lora_config, record, trainer_of
 from tests.engines.megatron_parity import Case, log_probs, make_shards
 from tests.engines.megatron_ranks import run_ranks
-from tests.engines.test_megatron_parity import DIST, EP, ETP, FULL, LAYOUTS, PP, TP
+from tests.engines.test_megatron_parity import CP, DIST, EP, ETP, FULL, LAYOUTS, PP, TP
 from tests.fixtures.families import CASES
 from tests.fixtures.tiny_models import make_tiny_qwen3_dense
 
@@ -44,6 +44,7 @@ def moe(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 IN_CI = {
     "dp2_distributed_optimizer_overlapped", "tp2_ep2_recompute", "tp2_dp2_ep2_etp2", "pp2_vpp2_recompute",
     "cp2_tp2_ep2", "etp2", "queries_and_values_alone", "deepseek-v3",
+    "shared_by_experts", "shared_by_experts_sharded",
 }  # fmt: skip
 """Each way to share a layer out; the others are combinations, and nightly."""
 
@@ -57,12 +58,20 @@ def test_adapters_train_like_one_process(name: str, moe: tuple[Path, Path]) -> N
     check(*moe, LAYOUTS[name], {})
 
 
+SHARED = {"experts": "shared_outer"}
+OVERLAPPED = {**DIST, "overlap_grad_reduce": True, "overlap_param_gather": True}
 FURTHER = {
     "etp2": (Case(2, {ETP: 2}), {}),  # experts shared out over ranks that are data-parallel elsewhere
     "queries_and_values_alone": (Case(2, {TP: 2}), {"targets": ["q_proj", "v_proj"], "rank": 3}),
     "one_half_of_gated_layers": (Case(2, {TP: 2, EP: 2}), {"targets": ["up_proj", "model.layers.[12].*.o_proj"]}),
     "experts_alone_recomputed": (Case(2, {PP: 2, **FULL}), {"targets": ["experts"], "rs_lora": True}),
     "experts_alone_sharded": (Case(2, {**DIST}), {"targets": ["experts"]}),  # no dense parameter has an optimizer
+    "shared_by_experts": (Case(4, {TP: 2, EP: 2}), SHARED),
+    "shared_by_experts_in_stages": (Case(2, {PP: 2, **FULL}), SHARED),
+    "shared_by_experts_sharded": (Case(4, {TP: 2, EP: 2, ETP: 2, **DIST}), SHARED),
+    "shared_by_experts_etp2": (Case(2, {ETP: 2}), SHARED),
+    "shared_by_experts_alone": (Case(2, {EP: 2, **OVERLAPPED}), {**SHARED, "targets": ["experts"]}),
+    "shared_by_experts_cp2": (Case(4, {CP: 2, TP: 2, EP: 2}), SHARED),
     "attention_alone": (Case(4, {TP: 2, EP: 2, **DIST}), {"targets": ["attention"]}),
 }
 
@@ -100,7 +109,7 @@ def policies(rank: int, world: int, init: str, checkpoint: Path, other: Path) ->
     config = lora_config(checkpoint, Case(world, {TP: world} if world > 1 else {}), {})
     trainer = trainer_of(config, rank, world, init)
     shard = make_shards(Case(), 1, 0, None)[0]
-    own, held = trainer.log_probs(shard), trainer._reference
+    own, held = trainer.log_probs(shard), trainer.base.reference
     found = {"own": own, "reference": trainer.log_probs(shard, "reference"), "again": trainer.log_probs(shard)}
     trainer.close()
     apart = config.model_copy(update={"model": config.model.model_copy(update={"reference_path": other})})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.engines.lora_ranks import LORA, factor, record
 from tests.engines.megatron_parity import Case, make_shards, run_config
 from tests.engines.megatron_ranks import run_ranks
 from tests.fixtures.families import CASES
-from tests.fixtures.peft_models import factors_of, peft_model
+from tests.fixtures.peft_models import factors_of, peft_model, share_outer
 
 SFT = Case(train={"task": "sft", "lr_decay_style": "constant", "lr_warmup_steps": 0, "clip_grad": 0})
 MODELS = {
@@ -25,6 +26,8 @@ MODELS = {
     "glm-4": {},
     "qwen2-moe": {},
     "mixtral": {"targets": ["attention"]},
+    "qwen3-moe, shared": {"experts": "shared_outer"},
+    "deepseek-v3, shared": {"experts": "shared_outer", "rs_lora": True},
 }
 
 
@@ -48,7 +51,26 @@ def negative_log_likelihood(model: Any, shard: Any) -> tuple[torch.Tensor, torch
     return -(found * torch.from_numpy(shard.weights)).sum(), found.detach()
 
 
-IN_CI = ("qwen3-moe", "deepseek-v3")
+def of_each(factors: dict[str, torch.Tensor], names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Every expert's factors by peft's names, where some are of all experts of a layer."""
+    return {name: factors[name] if name in factors else factors[of_all(name)][0] for name in names}
+
+
+def of_all(name: str) -> str:
+    return re.sub(r"\.experts\.\d+\.", ".experts.", name)
+
+
+def trained_by(model: Any, kept: dict[str, torch.Tensor]) -> dict[str, tuple[torch.nn.Parameter, torch.Tensor]]:
+    """The model's factors, each with what is kept of it, by the name that it is kept under."""
+    found: dict[str, tuple[torch.nn.Parameter, torch.Tensor]] = {}
+    for name, parameter in factors_of(model).items():
+        own = name in kept
+        found[name if own else of_all(name)] = (parameter, kept[name] if own else kept[of_all(name)][0])
+    assert found.keys() == kept.keys()
+    return found
+
+
+IN_CI = ("qwen3-moe", "deepseek-v3", "qwen3-moe, shared")
 
 
 @pytest.mark.parametrize(
@@ -56,13 +78,17 @@ IN_CI = ("qwen3-moe", "deepseek-v3")
 )
 def test_adapters_learn_what_peft_learns(name: str, tmp_path: Path) -> None:
     lora = {**LORA, **MODELS[name]}
-    checkpoint = CASES[name].make(tmp_path / "model")
+    checkpoint = CASES[name.split(",")[0]].make(tmp_path / "model")
     run_ranks(record, 1, checkpoint, SFT, lora, tmp_path / "record.pt")
     kept = torch.load(tmp_path / "record.pt", weights_only=False)
     config = read_hf_config(checkpoint)
-    adapters = make_adapters(get_family(config).rules(config), LoraConfig(**lora))
+    table = get_family(config).rules(config)
+    adapters = make_adapters(table, LoraConfig(**lora))
     factors = {name: factor(name, shape) for name, shape in adapters.table.hf_shapes().items()}
-    model = peft_model(checkpoint, adapters.target_modules, lora, factors)
+    each = make_adapters(table, LoraConfig(**lora | {"experts": "per_expert"})).table.hf_shapes()
+    model = peft_model(checkpoint, adapters.target_modules, lora, of_each(factors, each))
+    if adapters.lora.shares_outer:
+        share_outer(model)
     trained, train = factors_of(model), run_config(checkpoint, SFT).train
     optimizer = torch.optim.AdamW(
         trained.values(), lr=train.lr, betas=(train.adam_beta1, train.adam_beta2), eps=1e-4,
@@ -75,11 +101,12 @@ def test_adapters_learn_what_peft_learns(name: str, tmp_path: Path) -> None:
         assert float(loss) == pytest.approx(kept["metrics"][step]["loss/total"], abs=1e-5)
         if step == 0:
             assert (log_probs - kept["log_probs"][0]).abs().max() < 2e-5
-            worst = {n: float((p.grad - kept["gradients"][n]).abs().max()) for n, p in trained.items()}
+            pairs = trained_by(model, kept["gradients"]).items()
+            worst = {n: float((p.grad - gradient).abs().max()) for n, (p, gradient) in pairs}
             assert max(worst.values()) < 1e-5, sorted(worst.items(), key=lambda item: -item[1])[:4]
             assert max(float(p.grad.abs().max()) for p in trained.values()) > 1e-3
         optimizer.step()
-    assert max(float((p - kept["after"][n]).abs().max()) for n, p in trained.items()) < 1e-5
+    assert max(float((p - after).abs().max()) for p, after in trained_by(model, kept["after"]).values()) < 1e-5
 
 
 def test_new_factors_are_drawn_as_peft_draws_them_and_by_their_names_alone() -> None:

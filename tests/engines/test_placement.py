@@ -81,7 +81,7 @@ def test_colocated_engines_get_the_gpus_of_neighbouring_trainer_ranks(machines: 
         places = [cluster.engine_places(index)[0] for index in range(2)] + cluster.one_more_engine()
         options = [*(cluster.trainer_options(rank) for rank in range(12)), *(place.options for place in places)]
         spots = ray.get([remote_class(Asked).options(**own).remote().spot.remote() for own in options])
-        with pytest.raises(ConfigError, match="share the trainer's 12 GPUs, 4 each"):
+        with pytest.raises(ConfigError, match="share 12 of the trainer's GPUs, 4 each"):
             cluster.one_more_engine()
     for index, place in enumerate(places):
         mine, (node, _) = spots[4 * index : 4 * index + 4], spots[12 + index]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mslime.backends.megatron.replay.routing_replay import token_keys
+from mslime.backends.megatron.replay.route_rows import token_keys
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.data.shard import TrainShard
 from tests.engines.trainer_ranks import (

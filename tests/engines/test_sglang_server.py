@@ -145,13 +145,13 @@ def test_a_port_that_is_taken_between_choice_and_bind_is_replaced_at_once(
     taken: list[socket.socket] = []
     launch = ServerProcess._launch
 
-    def launch_after_a_rival(self: ServerProcess, port: int, identity: str) -> SupervisedProcess:
+    def launch_after_a_rival(self: ServerProcess, port: int, identity: str, bootstrap: int) -> SupervisedProcess:
         if not taken:
             rival = socket.socket()
             rival.bind(("127.0.0.1", port))
             rival.listen()
             taken.append(rival)
-        return launch(self, port, identity)
+        return launch(self, port, identity, bootstrap)
 
     monkeypatch.setattr(ServerProcess, "_launch", launch_after_a_rival)
     process = ServerProcess(engine_spec(cpu_run(tiny_qwen3_moe, deadlines={"engine_start_s": 150})), 0, tmp_path)
@@ -165,7 +165,7 @@ def test_a_port_that_is_taken_between_choice_and_bind_is_replaced_at_once(
         mine = [c for p in pids for c in psutil.Process(p).net_connections("tcp") if c.status == psutil.CONN_LISTEN]
         assert {c.laddr.ip for c in mine} == {"127.0.0.1"}, "its rendezvous too listens on loopback alone"
         files = shared_memory_of(pids)
-        assert {path.name[:4] for path in files} == {"sem.", "sgla"}
+        assert {path.name[:4] for path in files} == {"sgla"}, "semaphores of forked processes have no names"
         os.kill(pids[0], signal.SIGKILL)
         deadline = time.monotonic() + 30
         while (left := _alive(pids)) and time.monotonic() < deadline:
@@ -202,6 +202,12 @@ def test_a_server_that_we_start_sends_experts_in_one_byte_each(sglang_server: Sh
     text = answer["meta_info"]["routed_experts"]
     layers, top_k, rows = sglang_server.model.num_layers, sglang_server.model.top_k, 3 + 4 - 1
     assert text.startswith("u1:") and len(base64.b64decode(text[3:])) == rows * layers * top_k
+
+
+def test_what_a_server_starts_on_a_cpu_is_forked_and_imports_nothing_again(sglang_server: SharedServer) -> None:
+    below = [psutil.Process(pid) for pid in sglang_server.process.pids[1:]]
+    assert {p.name() for p in below} == {"python", "sglang::scheduler", "sglang::detokenizer"}
+    assert not [p for p in below if "multiprocessing" in " ".join(p.cmdline())]
 
 
 def test_an_attached_server_needs_no_process(sglang_server: SharedServer) -> None:

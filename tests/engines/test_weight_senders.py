@@ -158,3 +158,38 @@ def test_what_a_transport_refuses_before_a_sync_is_raised_on_every_rank_with_its
         assert "--shm-size" in way_out and "broadcast" in way_out
     assert len(engines[0].order()) == before + 1, "rank 0 sent before it was rank 1's turn, and no more after that"
     assert not left_in_shared_memory()
+
+
+def complete_once(trainer: MegatronTrainer, urls: list[str]) -> tuple[list[str], str]:
+    """What rank 0's transport is told of a whole sync, and what all are told of one that it cannot complete."""
+    sender = sender_of(trainer)
+    sender.connect([Endpoint(url) for url in urls])
+    transport: Any = sender._transport
+    told: list[str] = []
+    if trainer.parallel.rank == 0:
+        start, complete = transport.start, transport.complete
+        transport.start = lambda *args: (told.append("bucket"), start(*args))[1]
+        transport.complete = lambda: (complete(), told.append("complete"))
+    sender.send(1)
+    of_the_first = list(told)
+    if trainer.parallel.rank == 0:
+        transport.complete = _full_disk
+    with pytest.raises(WeightSyncError) as caught:
+        sender.send(2)
+    sender.disconnect()
+    return of_the_first, str(caught.value)
+
+
+def _full_disk() -> None:
+    raise OSError("No space left on device")
+
+
+def test_a_transport_is_told_when_all_have_sent_and_its_failure_is_raised_on_every_rank(
+    engines: list[StandInEngine], tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
+    config = config_of(tiny_qwen3_moe, tmp_path, "disk", dp=2, ep=2)
+    outcomes = run_trainers(complete_once, config, [engine.url for engine in engines])
+    told = outcomes[0][0]
+    assert told.count("complete") == 1 and told[-1] == "complete" and "bucket" in told
+    for _, message in outcomes:
+        assert "weights.complete" in message and "trainer rank 0" in message and "No space left" in message

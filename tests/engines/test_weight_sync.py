@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import resource
 import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -37,6 +39,9 @@ pytestmark = pytest.mark.timeout(240, func_only=True)  # the first test waits fo
 
 PROMPT = list(range(40, 90))
 BUCKETS = {"weights": {"bucket_mib": 0.05}}  # many buckets for a small model
+needs_mooncake = pytest.mark.skipif(
+    importlib.util.find_spec("mooncake") is None, reason="mooncake-transfer-engine-non-cuda is missing"
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +56,9 @@ def engine(sglang_server: SharedServer) -> Iterator[Endpoint]:
     sglang_server.restore()
 
 
-def config_of(checkpoint: Path, output: Path, transport: str = "broadcast", **sizes: Any) -> Any:
+def config_of(checkpoint: Path, output: Path, transport: str = "broadcast", over: str = "disk", **sizes: Any) -> Any:
     config = make_config(checkpoint, output, **sizes)
-    weights = {**BUCKETS["weights"], "transport": transport}
+    weights = {**BUCKETS["weights"], "transport": transport, "delta_over": over}
     return config.model_copy(update={"weights": config.weights.model_copy(update=weights)})
 
 
@@ -169,10 +174,22 @@ def transformers_log_probs(path: Path) -> torch.Tensor:
         (6, {"pp": 2}),
         (8, {"dp": 2, "ep": 2}),
         (14, {"transport": "shm", "dp": 2, "ep": 2}),
+        (20, {"transport": "handles", "dp": 2, "ep": 2}),
+        pytest.param(22, {"transport": "mooncake", "dp": 2, "ep": 2}, marks=needs_mooncake),
         (16, {"transport": "disk", "dp": 2, "ep": 2}),
         (18, {"transport": "relay", "tp": 2, "ep": 2}),
     ],
-    ids=["1 process", "tp2 ep2", "pp2", "dp2 ep2", "shm dp2 ep2", "disk dp2 ep2", "relay tp2 ep2"],
+    ids=[
+        "1 process",
+        "tp2 ep2",
+        "pp2",
+        "dp2 ep2",
+        "shm dp2 ep2",
+        "handles dp2 ep2",
+        "mooncake dp2 ep2",
+        "disk dp2 ep2",
+        "relay tp2 ep2",
+    ],
 )
 def test_the_engine_serves_the_trainers_weights_under_their_version(
     checkpoint: Path, engine: Endpoint, tmp_path: Path, version: int, sizes: dict[str, Any]
@@ -211,7 +228,8 @@ def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint, export: Path) 
     assert RECORDED not in {said for _, said in receivers.heard}
     (info,) = sender.engines
     with_pool([info], lambda pool: pool.begin_update())
-    nowhere = receivers.announce_file(["a"], "float32", [[4]], "mapped", Path("/dev/shm/nowhere"))
+    bucket = SimpleNamespace(names=["a"], dtypes=["float32"], shapes=[[4]])
+    nowhere = receivers.announce_file(bucket, "mapped", Path("/dev/shm/nowhere"))
     with pytest.raises(WeightSyncError) as caught:
         receivers.receive(info, nowhere).result()
     with_pool([info], lambda pool: pool.end_update())
@@ -222,13 +240,14 @@ def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint, export: Path) 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(500)  # a server of its own
-def test_every_rank_of_an_engine_reads_a_bucket_before_the_sender_is_answered(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["shm", pytest.param("mooncake", marks=needs_mooncake)])
+def test_every_rank_of_an_engine_reads_a_bucket_before_the_sender_is_answered(tmp_path: Path, transport: str) -> None:
     """The memory is written over with the next bucket then. Also where the model's own loader loads."""
     # On a CPU, SGLang pads experts that are not a multiple of 64 on each rank.
     checkpoint = make_tiny_qwen3_moe(tmp_path / "model", moe_intermediate_size=128)
     server = serve(checkpoint, tmp_path / "logs", sglang={"tp_size": 2}, weights={"loader": "model"})
     try:
-        config = config_of(checkpoint, tmp_path, "shm")
+        config = config_of(checkpoint, tmp_path, transport)
         said = run_trainers(sync_to_two_ranks, config, server.endpoint, tmp_path / "exported")[0]
         assert "rank 0: FileNotFoundError" in said
         assert len(parameters_of(server.endpoint)) == 2 and are_those_of(server.endpoint, tmp_path / "exported")
@@ -266,11 +285,19 @@ def sync_changes(trainer: MegatronTrainer, engine: Endpoint, before: Path) -> li
     return moved
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"tp": 2, "ep": 1}], ids=["dp2 ep2", "tp2"])
+@pytest.mark.parametrize(
+    ("over", "sizes"),
+    [
+        ("disk", {"tp": 2, "ep": 1}),
+        ("broadcast", {"dp": 2, "ep": 2}),
+        pytest.param("disk", {"dp": 2, "ep": 2}, marks=pytest.mark.nightly),
+    ],
+    ids=["disk tp2", "broadcast dp2 ep2", "disk dp2 ep2"],
+)
 def test_changes_alone_bring_an_engine_to_the_trainers_weights_and_are_refused_by_one_that_has_others(
-    checkpoint: Path, engine: Endpoint, tmp_path: Path, sizes: dict[str, int]
+    checkpoint: Path, engine: Endpoint, tmp_path: Path, over: str, sizes: dict[str, int]
 ) -> None:
-    check_changes(checkpoint, engine, tmp_path, sizes)
+    check_changes(checkpoint, engine, tmp_path, over, sizes)
 
 
 @pytest.mark.nightly
@@ -280,7 +307,8 @@ def test_changes_alone_bring_every_rank_of_an_engine_to_the_trainers_weights(tmp
     checkpoint = make_tiny_qwen3_moe(tmp_path / "model", moe_intermediate_size=128)
     server = serve(checkpoint, tmp_path / "logs", sglang={"tp_size": 2})
     try:
-        check_changes(checkpoint, server.endpoint, tmp_path, {"dp": 2, "ep": 2})
+        for over in ("disk", "broadcast"):
+            check_changes(checkpoint, server.endpoint, tmp_path / over, over, {"dp": 2, "ep": 2})
     finally:
         server.process.stop()
 
@@ -372,8 +400,8 @@ def sync_by_their_own_loaders(
     return 0, len(sender.plan.buckets)
 
 
-def check_changes(checkpoint: Path, engine: Endpoint, tmp_path: Path, sizes: dict[str, int]) -> None:
-    results = run_trainers(sync_changes, config_of(checkpoint, tmp_path, "delta", **sizes), engine, checkpoint)
+def check_changes(checkpoint: Path, engine: Endpoint, tmp_path: Path, over: str, sizes: dict[str, int]) -> None:
+    results = run_trainers(sync_changes, config_of(checkpoint, tmp_path, "delta", over, **sizes), engine, checkpoint)
     assert [compared for compared, _, _ in results[0]] == [tensors_of(checkpoint)] * 6
     senders = [sent for sent in results if sent]
     assert len(senders) == sizes.get("ep", 1)

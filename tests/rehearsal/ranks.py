@@ -28,6 +28,7 @@ from tests.engines.trainer_ranks import (
     shard_of,
     worst_logit_difference,
 )
+from tests.rehearsal import fp8_by_hand
 from tests.rehearsal.cases import Case
 from tests.rehearsal.extension.calls import CALLS
 from tests.rehearsal.on_host import OnHost
@@ -47,11 +48,13 @@ def rehearse(rank: int, world_size: int, init_method: str, case: Case, family: P
         out: of this case, empty.
     """
     resource.setrlimit(resource.RLIMIT_DATA, (LARGEST, LARGEST))
-    config = make_run(family / "checkpoint", out, "cuda", case.sizes, case.settings, case.ranks)
+    config = make_run(family / "checkpoint", out, "cuda", case.sizes, case.settings, case.ranks, case.fp8)
     expected = torch.load(family / "reference.pt")
     with OnHost():
         trainer = MegatronTrainer(policy_spec(config), rank, world_size, init_method)
         found = {"layers": layers_of(trainer), **compare(trainer, expected, case.compares_gradients)}
+        if case.fp8 is not None and case.ranks == 1:
+            found["by_hand"] = fp8_by_hand.differences(trainer, case.fp8)
         found |= go_on(trainer, family / "checkpoint", out, expected)
         trainer.close()
     return found | {"calls": dict(CALLS)}
@@ -152,7 +155,7 @@ def send(
     Threads of mslime, which convert and send, compute on the host like everything else.
     """
     resource.setrlimit(resource.RLIMIT_DATA, (LARGEST, LARGEST))
-    config = make_run(family / "checkpoint", out, "cuda", case.sizes, case.settings, case.ranks)
+    config = make_run(family / "checkpoint", out, "cuda", case.sizes, case.settings, case.ranks, case.fp8)
     config = config.model_copy(update={"weights": config.weights.model_copy(update={"transport": transport})})
     run = threading.Thread.run
 
@@ -167,6 +170,8 @@ def send(
         sender.connect([Endpoint(url) for url in urls])
         for version in (1, 2):
             change_weights(trainer, 0.01 * version)
+            if case.fp8 is not None:
+                one_step(trainer)
             sender.send(version)
         sender.disconnect()
         sender.export(out / "exported", family / "checkpoint")

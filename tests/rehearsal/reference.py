@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.config.choices import Fp8Recipe
 from mslime.config.schema import RunConfig
 from mslime.convert.families import get_family, read_hf_config
 from tests.engines import lora_ranks, megatron_parity
@@ -30,8 +31,9 @@ ADAPTED = ("qwen3-moe", "deepseek-v3")
 
 
 def make_run(
-    checkpoint: Path, out: Path, device: str, sizes: dict[str, int], megatron: dict[str, Any], ranks: int = 1
-) -> RunConfig:
+    checkpoint: Path, out: Path, device: str, sizes: dict[str, int], megatron: dict[str, Any], ranks: int = 1,
+    fp8: Fp8Recipe | None = None,
+) -> RunConfig:  # fmt: skip
     """A run of a family's tiny model; sizes by the names of `trainer_ranks.PARALLEL`."""
     hf = read_hf_config(checkpoint)
     routed = get_family(hf).model_fields(hf).num_experts
@@ -43,7 +45,7 @@ def make_run(
             "cluster": {"device": device, "trainer_ranks": ranks},
             "megatron": {PARALLEL[key]: size for key, size in sizes.items()} | megatron,
             "weights": {"bucket_mib": 0.05},
-            "train": {"lr": 1e-2, "adam_eps": 1e-5, "num_steps": 10, "replay": "r3" if routed else "off"},
+            "train": {"lr": 1e-2, "adam_eps": 1e-5, "num_steps": 10, "fp8": fp8, "replay": "r3" if routed else "off"},
             "deadlines": {"trainer_start_s": 100, "train_step_s": 300, "weight_sync_s": 100},
         }
     )

@@ -18,7 +18,7 @@ from tests.rehearsal.cases import Case, cases, judge
 from tests.rehearsal.outcomes import Outcome, directory_name, finish, options
 from tests.rehearsal.worker import rehearse
 
-DEADLINE_S = 400
+DEADLINE_S = 1200
 
 
 def one(case: Case, families: Path) -> Outcome:

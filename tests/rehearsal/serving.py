@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mslime.backends.sglang.flags import Part, command_line, environment, server_fields
+from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environment, server_fields
 from mslime.config.schema import RunConfig
 from mslime.config.serving import ServerSpec, engine_spec
 from tests.fixtures.launch_scripts import MODELS, launch
@@ -37,9 +37,12 @@ ENGINE_MODULES = (
 ASKED = (
     "device", "dtype", "tp_size", "ep_size", "mem_fraction_static", "max_running_requests", "max_total_tokens",
     "random_seed", "served_model_name", "enable_return_routed_experts", "sampling_mask_max_tokens", "nnodes",
-    "weight_version", "model_path", "tokenizer_path",
+    "weight_version", "model_path", "tokenizer_path", "disaggregation_mode", "disaggregation_transfer_backend",
+    "disaggregation_bootstrap_port", "disaggregation_decode_retraction_backup",
 )  # fmt: skip
 """Fields whose value must survive SGLang's resolution wherever mslime sets one."""
+PAIRED = next(iter(MODELS))
+"""Whose engines are also resolved as pairs (`sglang.pairs`)."""
 DECIDED = ("attention_backend", "moe_runner_backend", "moe_a2a_backend", "page_size", "chunked_prefill_size")
 """What SGLang decides by itself, for the table."""
 
@@ -113,12 +116,14 @@ def launched_by_mslime(config: RunConfig) -> tuple[ServerSpec, Part | None]:
     return replace(spec, settings=settings), Part(0, "127.0.0.1:29500")
 
 
-def engine_of(script: str, root: Path) -> list[Check]:
-    """The command line of a launch script's engines, resolved."""
+def engine_of(script: str, root: Path, half: HalfOfPair | None = None) -> list[Check]:
+    """The command line of a launch script's engines, resolved; or of one half of a pair that does the same."""
     config = launch(script, root).config
     spec, part = launched_by_mslime(config)
+    if half is not None:
+        spec = replace(spec, settings=spec.settings.model_copy(update={"pairs": "mooncake"}))
     routes = config.train.replay == "r3"
-    fields = server_fields(spec, 0, "127.0.0.1", 30000, "mslime-engine0", routes, part)
+    fields = server_fields(spec, 0, "127.0.0.1", 30000, "mslime-engine0", routes, part, half)
     argv = command_line(fields)[3:]
     gpus = min(spec.settings.tp_size, config.cluster.gpus_per_node)
     found = inner("resolve", argv, gpus, config.cluster.gpu_memory_gb)
@@ -158,6 +163,12 @@ def main() -> int:
         "engine: imports": engine_imports,
         "engine: plug-ins": engine_plug_ins,
         **{f"engine of run-{script}.sh": lambda root, script=script: engine_of(script, root) for script in MODELS},
+        **{
+            f"engine of run-{PAIRED}.sh that would {half.half} in a pair": lambda root, half=half: engine_of(
+                PAIRED, root, half
+            )
+            for half in (HalfOfPair("prefill", 30001), HalfOfPair("decode"))
+        },
     }
     chosen = {name: each for name, each in work.items() if given.only in name}
     return finish(

@@ -21,7 +21,7 @@ SHORT = {
     "grad_norm / the CPU trainer's - 1": "grad_norm",
 }
 """The columns of a trainer's numbers, by what `cases.judge` calls them."""
-OTHERS = ("adapters", "engine", "Triton", "Transformer Engine", "weights")
+OTHERS = ("adapters", "engine", "full size", "Triton", "Transformer Engine", "weights")
 """What the names of cases begin with that are no trainers."""
 
 

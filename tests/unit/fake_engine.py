@@ -77,6 +77,7 @@ class FakeEngine:
         self.sums: dict[str, str] | None = {}
         self.tokens: Callable[[str], list[int]] = lambda text: [ord(c) for c in text]
         self.broken: set[str] = set()
+        self.refused: set[str] = set()
         self.seen: list[tuple[str, dict[str, Any]]] = []
         self.running = self.most_running = 0
         self.paused = False
@@ -130,6 +131,8 @@ class FakeEngine:
             return web.json_response({"error": {"message": "the queue is full"}}, status=self.busy.pop(0))
         if request.path in self.broken:
             return web.json_response({"error": {"message": "told to fail"}}, status=500)
+        if request.path in self.refused:  # as SGLang does in some places: with status 200
+            return web.json_response({"success": False, "message": "told to refuse"})
         if request.path == "/tokenize":
             return web.json_response({"tokens": [self.tokens(text) for text in body["prompt"]]})
         if request.path == "/weights_checker":

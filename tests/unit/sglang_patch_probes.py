@@ -173,6 +173,12 @@ def merged_segments() -> None:
 
 
 def expert_adapters() -> None:
+    """Experts with all factors of their own, and such that share those on the hidden state's side."""
+    for shared in (False, True):
+        _expert_adapters(shared)
+
+
+def _expert_adapters(shared: bool) -> None:
     """Three tokens of two adapters and one of none, each on two of three experts."""
     import torch
     from sglang.srt.lora.layers import FusedMoEWithLoRA
@@ -182,6 +188,8 @@ def expert_adapters() -> None:
     w13, w2 = torch.randn(experts, 2 * inner, hidden), torch.randn(experts, hidden, inner)
     up_a, up_b = torch.randn(2, experts, 2 * rank, hidden), torch.randn(2, experts, 2 * inner, rank)
     down_a, down_b = torch.randn(2, experts, rank, inner), torch.randn(2, experts, hidden, rank)
+    if shared:
+        up_a, down_b = up_a[:, :1], down_b[:, :1]
     x, ids = torch.randn(4, hidden), torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2]])
     weights, slots = torch.rand(4, 2), [0, 1, -1, 1]
 
@@ -196,9 +204,11 @@ def expert_adapters() -> None:
     info = SimpleNamespace(
         max_lora_rank=rank, token_lora_mapping=torch.tensor(slots), has_active_lora=True, gate_up_lora_a_weights=up_a,
         gate_up_lora_b_weights=up_b, down_lora_a_weights=down_a, down_lora_b_weights=down_b,
+        experts_shared_outer_loras=shared,
     )  # fmt: skip
     got = FusedMoEWithLoRA._forward_with_lora(layer, x, (weights, ids, None), info)
     expected = torch.zeros(4, hidden, dtype=torch.float64)
+    up_a, down_b = up_a.expand(2, experts, -1, -1), down_b.expand(2, experts, -1, -1)
     for token, slot in enumerate(slots):
         for choice, e in enumerate(ids[token].tolist()):
             gate, up, down = w13[e][:inner].double(), w13[e][inner:].double(), w2[e].double()
@@ -232,6 +242,62 @@ def emulated_fp8() -> None:
     torch.testing.assert_close(
         method.apply(layer, x, bias).double(), x.double() @ expected.T + bias.double(), atol=1e-3, rtol=1e-5
     )
+
+
+def emulated_int4() -> None:
+    """Experts of packed INT4 that the patched SGLang makes compute with what they stand for, in float64."""
+    import torch
+    from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import CompressedTensorsWNA16MoE
+
+    method = CompressedTensorsWNA16MoE.__new__(CompressedTensorsWNA16MoE)
+    method.num_bits, method.sym, method.strategy = 4, True, "group"
+    random = torch.Generator().manual_seed(0)
+
+    def made(out: int, into: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of three experts: packed, scales, and the weights in float64, number by number."""
+        values = torch.randint(-8, 8, (3, out, into), generator=random)
+        scales = torch.rand(3, into // 32, out, generator=random) + 0.5
+        packed, weights = torch.zeros(3, into // 8, out, dtype=torch.int64), torch.empty(3, out, into).double()
+        for column in range(into):
+            packed[:, column // 8] |= (values[:, :, column] + 8) << (4 * (column % 8))
+            weights[:, :, column] = values[:, :, column].double() * scales[:, column // 32].double()
+        packed = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+        return packed, scales, weights / 50
+
+    (w13, s13, up), (w2, s2, down) = made(128, 96), made(96, 64)
+    layer = SimpleNamespace(
+        num_experts=3, w13_weight_packed=w13, w2_weight_packed=w2, w13_weight_scale=s13 / 50, w2_weight_scale=s2 / 50
+    )
+    method.process_weights_after_loading(layer)  # pyright: ignore[reportArgumentType]
+    assert layer.w13_weight_packed is w13 and layer.w2_weight_packed is w2, "the bits stay"
+    method.create_moe_runner(layer, MoeRunnerConfig(activation="silu"))  # pyright: ignore[reportArgumentType]
+    x = torch.randn(5, 96, generator=random)
+    ids, shares = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]]), torch.rand(5, 2, generator=random)
+    sent = SimpleNamespace(hidden_states=x, topk_output=StandardTopKOutput(shares, ids, x))
+    got = method.apply_weights(layer, sent).hidden_states  # pyright: ignore[reportArgumentType]
+    for token in range(5):
+        expected = torch.zeros(96).double()
+        for share, expert in zip(shares[token], ids[token], strict=True):
+            gate, value = (up[expert] @ x[token].double()).chunk(2)
+            expected += share.double() * (down[expert] @ (torch.nn.functional.silu(gate) * value))
+        torch.testing.assert_close(got[token].double(), expected, atol=1e-3, rtol=1e-4)
+
+
+def every_dtype_beside_int4() -> None:
+    import torch
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    config = CompressedTensorsConfig.__new__(CompressedTensorsConfig)
+    assert {torch.float32, torch.bfloat16} <= {*config.get_supported_act_dtypes()}
+
+
+def plain_indices() -> None:
+    sys.modules.setdefault("prometheus_client", SimpleNamespace(Counter=lambda *_: None))  # type: ignore[arg-type]
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+    assert not MooncakeKVSender.supports_host_tensor_indices
 
 
 def sgl_kernel() -> None:
@@ -278,6 +344,9 @@ PROBES: dict[str, Callable[[], None]] = {
         merged_segments,
         expert_adapters,
         emulated_fp8,
+        emulated_int4,
+        every_dtype_beside_int4,
+        plain_indices,
     )
 }
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mslime.backends.sglang import adapter_update
+from mslime.backends.sglang.adapter_engines import AdapterEngines
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.flags import command_line, environment, server_fields
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, of_version
@@ -129,6 +130,10 @@ def test_flags_of_a_server_with_adapters(tmp_path: Path) -> None:
     line = " ".join(command_line(fields))
     assert "--enable-lora" in line and "--max-lora-rank 8 --lora-target-modules q_proj v_proj" in line
     assert "--max-loras-per-batch 2 --max-loaded-loras 3" in line and "--lora-backend torch_native" in line
+    assert "shared-outer" not in line
+    shared = config(model={"path": str(tmp_path)}, cluster={"device": "cpu"}, lora=LORA | {"experts": "shared_outer"})
+    fields = server_fields(engine_spec(shared, ("gate_proj", "down_proj")), 0, "h", 1)
+    assert "--experts-shared-outer-loras" in command_line(fields)
     assert not [
         flag
         for flag in command_line(server_fields(engine_spec(run), 0, "h", 1))
@@ -148,9 +153,16 @@ def test_flags_of_a_server_with_adapters(tmp_path: Path) -> None:
             {"enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["all"], "max_loaded_loras": 2},
             "--max-loaded-loras 2",
         ),
+        (
+            {
+                "enable_lora": True, "max_lora_rank": 4, "lora_target_modules": ["all"],
+                "experts_shared_outer_loras": True,
+            },
+            "started with --experts-shared-outer-loras",
+        ),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_server_that_was_started_for_other_adapters_is_refused(info: dict[str, Any], words: str) -> None:
     async def work() -> None:
         async with FakeEngine() as fake:
@@ -377,6 +389,108 @@ def test_no_engine_is_paused_or_flushed_for_an_adapter() -> None:
     with_pool(work, engines=1)
 
 
+def of(owner: str, number: int) -> AdapterVersion:
+    return AdapterVersion(f"{owner}-v{number}", number, Path(f"{owner}{number}"), owner)
+
+
+async def switched(pool: EnginePool, adapter: AdapterVersion, alive: int = 2, interrupt: bool = False) -> Serving:
+    serving = await pool.load_adapter(adapter, alive)
+    await pool.switch(adapter.version, interrupt, adapter.owner)
+    return serving
+
+
+def test_several_adapters_have_versions_of_their_own() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
+        maths, code = AdapterEngines(pool, "maths"), AdapterEngines(pool, "code")
+        await switched(pool, of("maths", 4))
+        with pytest.raises(AssertionError, match="before an adapter of code"):
+            await code.generate(request("too early"))
+        assert (await switched(pool, of("code", 1))).adapters == {1}
+        assert (await switched(pool, of("maths", 5))).adapters >= {5}
+        found = [await engines.generate(request(rid)) for engines, rid in ((maths, "m"), (code, "c"))]
+        assert [each.versions for each in found] == [((5, 0, 2),), ((1, 0, 2),)]
+        bodies = {body["rid"]: body["lora_path"] for path, body in fakes[0].seen if path == "/generate"}
+        assert bodies == {"m": "maths-v5", "c": "code-v1"}
+        (client,) = pool.clients
+        await client.adapters.settled()
+        assert client.adapters.loaded == (of("code", 1), of("maths", 5))
+        assert client.adapters.of_version(1, "maths") is None and client.adapters.of_version(1) is None
+        fakes[0].sums = {"a": "1 2"}
+        await pool.compare({"a": "1 2"}, True, 1, "code")
+        assert fakes[0].seen[-1] == ("/weights_checker", {"action": "mslime-held-adapter code-v1"})
+
+    with_pool(work, engines=1)
+
+
+def test_an_adapter_interrupts_its_own_requests_alone() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
+        (client,), aborted = pool.clients, list[str | None]()
+
+        async def abort(rid: str | None = None) -> None:
+            aborted.append(rid)
+            running.pop(str(rid)).set()
+
+        client.abort = abort  # type: ignore[method-assign]
+        await switched(pool, of("maths", 1))
+        await switched(pool, of("code", 1))
+        running = {f"{owner}{i}": asyncio.Event() for owner in ("maths", "code") for i in range(2)}
+
+        async def runs(rid: str) -> None:
+            with client.adapters.used(rid, rid[:-1]):
+                await running[rid].wait()
+
+        tasks = [asyncio.create_task(runs(rid)) for rid in list(running)]
+        await asyncio.sleep(0)
+        await AdapterEngines(pool, "code").abort()
+        assert sorted(map(str, aborted)) == ["code0", "code1"] and sorted(running) == ["maths0", "maths1"]
+        assert sorted(client.adapters.requests_by("maths")) == ["maths0", "maths1"]
+        await switched(pool, of("code", 2), interrupt=True)
+        assert len(aborted) == 2, "none of its own is older"
+        await switched(pool, of("maths", 2), interrupt=True)
+        assert sorted(map(str, aborted)) == ["code0", "code1", "maths0", "maths1"]
+        await asyncio.gather(*tasks)
+
+    with_pool(work, engines=1)
+
+
+def test_room_for_versions_is_each_adapters_own() -> None:
+    async def work() -> None:
+        client: Any = FakeRequests(stubborn=0)
+        for adapter in (of("maths", 1), of("code", 1), of("code", 2)):
+            await adapter_update.load(client, adapter, 2)
+            client.adapters.switch(adapter)
+        with client.adapters.used("m", "maths"), client.adapters.used("c", "code"):
+            await adapter_update.load(client, of("code", 3), 2)
+        assert client.aborted == [] and client.adapters.unloaded == ["code-v1"]
+        assert client.adapters.loaded == (of("maths", 1), of("code", 2), of("code", 3))
+        assert client.resumed == 1, "it joined once"
+
+    asyncio.run(work())
+
+
+def test_an_engine_that_joins_has_every_adapter_before_it_has_requests() -> None:
+    async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
+        maths = AdapterEngines(pool, "maths")
+        await switched(pool, of("maths", 4))
+        await switched(pool, of("code", 1))
+        async with FakeEngine() as late:
+            client = EngineClient(late.url, "late", model=model_facts(VOCABULARY, num_layers=LAYERS, top_k=TOP_K))
+            await client.pause("retract")
+            await pool.admit(client)
+            await pool.load_adapter(of("code", 2), 2)
+            early = [asyncio.create_task(maths.generate(request(f"early{i}"))) for i in range(4)]
+            await asyncio.sleep(0.05)
+            assert not any(path == "/generate" for path, _ in late.seen), "code is not switched to there yet"
+            await pool.switch(2, interrupt=False, owner="code")
+            found = await asyncio.gather(*early)
+            assert {each.engine for each in found} == {"e0", "late"}
+            assert {each.versions for each in found} == {((4, 0, 2),)}
+            assert {body["lora_path"] for path, body in late.seen if path == "/generate"} == {"maths-v4"}
+            await pool.close()
+
+    with_pool(work, engines=1)
+
+
 def test_adapters_that_differ_are_named_with_their_engine() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
         await pool.load_adapter(version(1), 2)
@@ -421,6 +535,13 @@ def test_what_sglang_joins_is_taken_apart_again() -> None:
     kept[at.format("qkv_proj", "B")] = torch.cat([q, torch.zeros_like(v), v])
     found = dict(taken_apart(kept, without))
     assert torch.equal(found[at.format("v_proj", "B")], v)
+    # And of all experts at once: [experts, ...].
+    shapes = {"gate_proj": 5, "up_proj": 5}
+    tensors = {at.format(m, "A"): torch.randn(2, 3, 4) for m in shapes}
+    tensors |= {at.format(m, "B"): torch.randn(2, rows, 3) for m, rows in shapes.items()}
+    experts = {at.format("gate_up_proj", f): torch.cat([tensors[at.format(m, f)] for m in shapes], 1) for f in "AB"}
+    found = dict(taken_apart(experts, {name: tensor.shape for name, tensor in tensors.items()}))
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
 # ------------------------------------------------------------------------------------------------------------- control

@@ -154,7 +154,7 @@ def test_the_critic_is_described_and_one_of_fewer_tokens_or_positions_is_refused
         (["--observe.wandb-project", "x"], "observe.wandb"),
         (
             ["--weights.transport", "pigeons"],
-            "weights.transport = 'pigeons': is broadcast, shm, disk, delta, relay or `module:function`",
+            "is broadcast, shm, handles, disk, delta, relay, mooncake or `module:function`",
         ),
         (["--weights.transport", "tests.unit.user_transport:of_two"], "it is called with (link)"),
         (["--rolout.group-size", "4"], "did you mean 'rollout'"),
@@ -201,12 +201,14 @@ def test_fp8_checkpoints_are_served_as_they_are(
     assert main(["convert", "fp8", str(plain), str(fp8), "--workers", "1"]) == 0
     status, _, err = check(capsys, fp8, prompts)
     assert status == 0, err
+    shared = ("--cluster.placement", "colocated", "--rollout.max_staleness", "0")
+    for sent, *others in (("delta",), ("disk",), ("relay", "--lora.rank", "4"), ("shm", *shared)):
+        status, _, err = check(capsys, fp8, prompts, "--weights.transport", sent, *others)
+        assert status == 0, err
     for options, words in (
-        (("--weights.transport", "delta", "--weights.directory", str(tmp_path)), ("weights.transport", "broadcast")),
-        (("--weights.transport", "relay"), ("weights.transport", "broadcast")),
-        (("--lora.rank", "4"), ("lora.rank", "convert bf16")),
+        (("--weights.transport", "examples.extending.transport:timed"), ("weights.transport", "broadcast")),
+        (("--lora.rank", "4", "--lora.sync", "adapter"), ("lora.sync", "merged", "convert bf16")),
         (("--sglang.tp_size", "2"), ("sglang.tp_size", "blocks of 128")),
-        (("--cluster.placement", "colocated", "--weights.transport", "shm"), ("cluster.placement", "take no turns")),
     ):
         status, _, err = check(capsys, fp8, prompts, *options)
         assert status == 2 and all(word in err for word in words), err
@@ -234,11 +236,23 @@ def test_quantised_weights_of_latent_attention_are_not_emulated(prompts: Path, t
 def test_quantised_weights_that_cannot_be_sent_are_refused_for_rl(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    for kind, words in (("fp8", ("blocks of 128", "tp_size")), ("int4", ("INT4", "mslime convert bf16"))):
-        assert main(["convert", kind, str(checkpoint), str(tmp_path / kind), "--workers", "1"]) == 0
-        status, _, err = check(capsys, tmp_path / kind, prompts)
+    attention = ("--group", "16", "--include", r"self_attn\.._proj")
+    for name, kind, flags, words in (
+        ("fp8", "fp8", (), ("blocks of 128", "tp_size")),
+        (
+            "attention",
+            "int4",
+            attention,
+            ("layers.0.self_attn.k_proj", "INT4 of routed experts", "mslime convert bf16"),
+        ),
+        ("groups", "int4", ("--group", "32"), ("groups of 32", "sglang.tp_size")),
+    ):
+        assert main(["convert", kind, str(checkpoint), str(tmp_path / name), "--workers", "1", *flags]) == 0
+        tp = ("--sglang.tp_size", "2") if name == "groups" else ()
+        status, _, err = check(capsys, tmp_path / name, prompts, *tp)
         assert status == 2 and all(word in err for word in words), err
-        assert check(capsys, tmp_path / kind, prompts, "--train.task", "sft")[0] == 0
+        assert check(capsys, tmp_path / name, prompts, "--train.task", "sft")[0] == 0
+    assert check(capsys, tmp_path / "groups", prompts)[0] == 0
 
 
 def test_every_pass_through_field_can_be_listed(capsys: pytest.CaptureFixture[str]) -> None:

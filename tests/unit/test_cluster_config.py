@@ -59,9 +59,10 @@ def test_more_gpus_than_a_machine_has_need_a_ray_cluster(
     check_machines(run({"device": "cuda", "ray_address": "auto", **cluster}, **sections))
 
 
-def test_machines_share_no_memory() -> None:
-    weights: dict[str, Any] = {"weights": {"transport": "shm"}}
-    says = r"weights\.transport = 'shm'.*17 GPUs .16 trainer, 1 engines.*one machine has 8"
+@pytest.mark.parametrize("transport", ["shm", "handles"])
+def test_machines_share_no_memory(transport: str) -> None:
+    weights: dict[str, Any] = {"weights": {"transport": transport}}
+    says = rf"weights\.transport = '{transport}'.*17 GPUs .16 trainer, 1 engines.*one machine has 8"
     with pytest.raises(ConfigError, match=says) as caught:
         run({"device": "cuda", "trainer_ranks": 16, "ray_address": "auto"}, **weights)
     assert "broadcast, or disk" in caught.value.way_out

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from mslime.backends.sglang.memory import to_release, to_resume
+from mslime.backends.sglang.flags import server_fields
+from mslime.backends.sglang.memory import backup_of, restore, to_release, to_resume
 from mslime.backends.sglang.released import REFUSED, RELEASED, TAGS, Released
 from mslime.config.choices import EngineTag
 from mslime.config.cluster import claims, count_gpus, describe_gpus
@@ -18,9 +20,11 @@ from mslime.config.serving import engine_spec, teacher_spec
 from mslime.config.training import asleep_directory
 from mslime.control.placement import Spot, gpus_of
 from mslime.control.sharing import PHASES, Shared
+from mslime.planner.command import plan_of as plan_of_values
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
 from mslime.planner.plan import RunPlan
 from mslime.planner.problems import GIB
+from tests.fixtures.full_size import CONFIGS
 from tests.unit.test_plan import planned
 
 COLOCATED = {"cluster": {"placement": "colocated"}, "weights": {"transport": "shm"}}
@@ -37,11 +41,20 @@ def config_of(**sections: Any) -> RunConfig:
 EIGHT = {"cluster": {"trainer_ranks": 8, "device": "cuda"}}
 
 
+def taught(**settings: Any) -> dict[str, Any]:
+    """By a served teacher on the trainer's GPUs."""
+    return {"teacher": {"path": "/t", "placement": "colocated", **settings}, "algorithm": {"opd_coef": 1.0}}
+
+
+TAUGHT = taught()
+
+
 @pytest.mark.parametrize(
     ("sections", "field", "said"),
     [
         ({"weights": {"transport": "broadcast"}}, "weights.transport", "one process group on one GPU"),
         ({"weights": {"transport": "relay"}}, "weights.transport", "one process group on one GPU"),
+        ({"weights": {"transport": "mooncake"}}, "weights.transport", "registered on its GPU between syncs"),
         ({"train": {"task": "sft"}}, "cluster.placement", "supervised"),
         ({"lora": {"rank": 8}}, "cluster.placement", "adapters"),
         ({"rollout": {"max_staleness": 2}}, "rollout.max_staleness", "only makes tokens older"),
@@ -60,9 +73,20 @@ EIGHT = {"cluster": {"trainer_ranks": 8, "device": "cuda"}}
         ({"cluster": {"placement": "separate", "asleep_directory": "/x"}}, "cluster.asleep_directory", "never sleeps"),
         ({"megatron": {"enable_cuda_graph": True}}, "megatron.enable_cuda_graph", "addresses"),
         ({"megatron": {"cuda_graph_impl": "local"}}, "megatron.cuda_graph_impl", "addresses"),
+        ({"weights": {"transport": "delta", "delta_over": "broadcast"}}, "weights.delta_over", "one process group"),
         ({"megatron": {"nccl_ub": True}}, "megatron.nccl_ub", "addresses"),
         ({"sglang": {"enable_memory_saver": False}}, "sglang.enable_memory_saver", "gives its memory back"),
         ({"sglang": {"weight_cache_mode": "client"}}, "sglang.weight_cache_mode", "not given back"),
+        (TAUGHT | {"cluster": {"placement": "separate"}}, "teacher.placement", "shared with nobody"),
+        (TAUGHT | EIGHT | {"teacher": {"urls": ["http://t"], "placement": "colocated"}}, "teacher.placement",
+         "launches no teacher"),
+        (TAUGHT | EIGHT | {"rollout": {"managers": 2}, "sglang": {"num_engines": 2}}, "teacher.placement", "managers"),
+        (TAUGHT, "teacher.tp_size", "must leave some of the trainer's 1 GPUs"),
+        (taught(tp_size=3) | EIGHT, "teacher.tp_size", "divide them"),
+        (taught(enable_weights_cpu_backup=False) | EIGHT, "teacher.placement", "by its backup"),
+        (taught(tp_size=2) | EIGHT | {"sglang": {"num_engines": 7}}, "sglang.num_engines", "teacher's 2 leave"),
+        (taught(tp_size=4) | {"cluster": {"trainer_ranks": 12, "device": "cuda", "gpus_per_node": 6,
+         "ray_address": "h:6379"}, "weights": {"transport": "disk"}}, "teacher.tp_size", "do not divide the 6"),
     ],
 )  # fmt: skip
 def test_what_cannot_share_gpus_is_refused_by_name(sections: dict[str, Any], field: str, said: str) -> None:
@@ -73,7 +97,8 @@ def test_what_cannot_share_gpus_is_refused_by_name(sections: dict[str, Any], fie
 
 @pytest.mark.parametrize("sections", [
     {}, {"rollout": {"max_staleness": 1}}, {"rollout": {"pause_mode": "in_place"}},
-    {"weights": {"transport": "disk"}}, {"weights": {"transport": "delta"}}, {"weights": {"transport": "m:f"}},
+    {"weights": {"transport": "disk"}}, {"weights": {"transport": "handles"}},
+    {"weights": {"transport": "delta"}}, {"weights": {"transport": "m:f"}},
     {"algorithm": {"advantage": "gae"}}, {"algorithm": {"kl_coef": 0.1}}, EIGHT | {"sglang": {"num_engines": 8}},
     EIGHT | {"sglang": {"num_engines": 2, "tp_size": 4}}, {"megatron": {"cuda_graph_impl": "none"}},
     {"algorithm": {"advantage": "gae"}, "critic": {"placement": "separate"}}, {"cluster": {"asleep_in": "disk"}},
@@ -87,6 +112,8 @@ def test_what_can_share_gpus_is_taken(sections: dict[str, Any]) -> None:
 def test_engines_on_the_trainers_gpus_claim_none_of_their_own() -> None:
     shared = config_of(**EIGHT, sglang={"num_engines": 2, "tp_size": 4})
     assert count_gpus(claims(shared)) == 8 and describe_gpus(claims(shared)) == "8 GPUs (8 trainer and engines)"
+    with_teacher = config_of(**EIGHT, sglang={"num_engines": 6}, **taught(tp_size=2))
+    assert count_gpus(claims(with_teacher)) == 8
     apart = build(shared.as_dict() | {"cluster": {**EIGHT["cluster"], "gpus_per_node": 16}})
     assert count_gpus(claims(apart)) == 16
     roomy = {"cluster": {**EIGHT["cluster"], "gpus_per_node": 16}}
@@ -94,9 +121,20 @@ def test_engines_on_the_trainers_gpus_claim_none_of_their_own() -> None:
     assert describe_gpus(claims(critic)) == "16 GPUs (8 trainer and engines, 8 critic)"
 
 
-def test_only_engines_give_memory_back_and_state_sleeps_where_it_was_asked_to() -> None:
-    taught = config_of(teacher={"path": "/t"}, algorithm={"opd_coef": 1.0})
-    assert engine_spec(taught).gives_back and not teacher_spec(taught).gives_back
+def test_who_shares_gpus_gives_memory_back_and_a_teacher_keeps_its_weights_meanwhile() -> None:
+    model = {"path": CONFIGS / "qwen3-30B-A3B"}
+    beside = config_of(model=model, **EIGHT, **taught(**model))
+    roomy = {"cluster": {**EIGHT["cluster"], "gpus_per_node": 16}}
+    apart = config_of(model=model, **roomy, **taught(**model, placement="separate"))
+    assert engine_spec(apart).gives_back and not teacher_spec(apart).gives_back
+    spec = teacher_spec(beside)
+    assert spec.gives_back and server_fields(spec, 0, "h", 1)["enable_weights_cpu_backup"]
+    assert server_fields(spec, 0, "h", 1)["enable_memory_saver"]
+    for other in (teacher_spec(apart), engine_spec(beside)):
+        assert not server_fields(other, 0, "h", 1)["enable_weights_cpu_backup"]
+
+
+def test_state_sleeps_where_it_was_asked_to() -> None:
     places = [("cpu", "auto", True), ("cuda", "auto", False), ("cpu", "memory", False), ("cuda", "disk", True)]
     for device, asleep_in, in_files in places:
         config = config_of(cluster={"device": device, "asleep_in": asleep_in})
@@ -133,6 +171,21 @@ def test_what_is_released_and_resumed_leads_to_what_is_to_be_held(released: set[
     assert not set(found.to_release(held)) & released and set(found.to_resume(held)) <= released
 
 
+def test_weights_that_are_kept_come_back_bit_for_bit_whenever_they_are_wanted() -> None:
+    draw = torch.Generator().manual_seed(0)
+    made = [torch.randn(5, 3, generator=draw), torch.randn(7, generator=draw).bfloat16(), torch.ones(2, 2)]
+    held = [torch.nn.Parameter(each.clone()) for each in made]
+    held.append(torch.nn.Parameter(made[2].to(torch.float8_e4m3fn), requires_grad=False))
+    kept = backup_of(held)
+    for _ in range(2):
+        with torch.no_grad():
+            for parameter in held:
+                parameter.zero_()
+        restore(held, kept)
+        assert all(torch.equal(parameter, each) for parameter, each in zip(held, made, strict=False))
+        assert torch.equal(held[3].float(), made[2])
+
+
 # ------------------------------------------------------------------------------------------------- who has the memory
 
 
@@ -141,20 +194,28 @@ class FakeSides:
 
     def __init__(self) -> None:
         self.trainer, self.engines, self.calls = set[str](), {"weights", "kv_cache", "cuda_graph"}, list[str]()
-        self.largest: list[tuple[set[str], set[str]]] = []
+        self.teachers, self.hung = {*self.engines}, list[str]()
+        self.largest: list[tuple[set[str], set[str], set[str]]] = []
         self.starting, self.begun, self.may = list[str](), list[str](), True
-        self.gone, self.silent = dict[str, str](), False
+        self.gone, self.silent, self.teacher_died = dict[str, str](), False, False
         self.fails: Callable[[], None] = lambda: None
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
-        self.largest.append((set(self.trainer), set(self.engines)))
+        self.largest.append((set(self.trainer), set(self.engines), set(self.teachers)))
 
     def hold_memory(self, tags: Any) -> None:
         if self.silent:
             raise EngineError("e", "memory", "none is left", "read its log")
         self.engines = set(tags)
         self._note(f"engines {' '.join(sorted(tags))}".rstrip())
+
+    def hold_teachers(self, tags: Any) -> list[str]:
+        if self.teacher_died:
+            raise EngineError("teacher0", "/weights_checker", "connection refused", "read its log")
+        self.teachers = set(tags)
+        self._note(f"teachers {' '.join(sorted(tags))}".rstrip())
+        return self.hung
 
     def hold(self, parts: Any) -> None:
         self.fails()
@@ -188,27 +249,65 @@ class FakeSides:
         self.starting = self.starting[1:]
 
 
-def shared_of(sides: FakeSides) -> Shared:
+def shared_of(sides: FakeSides, teacher: bool = False) -> Shared:
     made: Any = sides
-    return Shared(made, made, made, sides.tend, lambda: None)
+    sides.teachers = sides.teachers if teacher else set()
+    return Shared(made, made, made, sides.tend, lambda: None, made if teacher else None)
 
 
 def fits(sides: FakeSides) -> bool:
     """Whether no more was ever held than one phase has."""
     return all(
-        any(trainer <= phase.trainer and engines <= phase.engines for phase in PHASES.values())
-        for trainer, engines in sides.largest
+        any(trainer <= p.trainer and engines <= p.engines and teachers <= p.teachers for p in PHASES.values())
+        for trainer, engines, teachers in sides.largest
     )
 
 
 @pytest.mark.parametrize("before", PHASES)
 @pytest.mark.parametrize("after", PHASES)
 def test_no_gpu_ever_holds_more_than_one_phase_needs(before: Any, after: Any) -> None:
+    sides, wanted = FakeSides(), PHASES[after]
+    shared = shared_of(sides, teacher=True)
+    shared.enter(before)
+    shared.enter(after)
+    assert (sides.trainer, sides.engines, sides.teachers) == (wanted.trainer, wanted.engines, wanted.teachers)
+    sides.largest = [(trainer, set(), teachers) for trainer, _, teachers in sides.largest if trainer]
+    assert fits(sides), "a teacher is on other GPUs than an engine"
+
+
+@pytest.mark.parametrize("before", PHASES)
+@pytest.mark.parametrize("after", PHASES)
+def test_no_gpu_of_an_engine_ever_holds_more_than_one_phase_needs(before: Any, after: Any) -> None:
     sides = FakeSides()
     shared = shared_of(sides)
     shared.enter(before)
     shared.enter(after)
-    assert (sides.trainer, sides.engines) == (set(PHASES[after].trainer), set(PHASES[after].engines)) and fits(sides)
+    assert sides.engines == PHASES[after].engines and not any("teacher" in call for call in sides.calls)
+    assert fits(sides)
+
+
+def test_a_teacher_that_hangs_is_ended_and_a_rescue_ends_all_of_them() -> None:
+    sides = FakeSides()
+    sides.hung = ["teacher1"]
+    shared = shared_of(sides, teacher=True)
+    shared.begin_training()
+    assert sides.calls.index("halt teacher1") < sides.calls.index("trainer gradients optimizer weights")
+    shared = shared_of(sides := FakeSides(), teacher=True)
+    with shared.awake("save", 3, last=True):
+        assert sides.calls.count("stop engines") == 2
+
+
+def test_the_only_teacher_dies_while_it_sleeps_and_the_error_says_so_and_a_rescue_has_its_room() -> None:
+    sides = FakeSides()
+    shared = shared_of(sides, teacher=True)
+    shared.begin_training()
+    sides.teacher_died = True
+    with pytest.raises(
+        EngineError, match=r"(?s)none is started again.*teacher0.*connection refused.*teacher.num_engines"
+    ):
+        shared.enter("generate")
+    with shared.awake("save", 3, last=True):
+        assert sides.trainer == PHASES["save"].trainer and sides.calls.count("stop engines") == 2
 
 
 def test_a_step_is_in_this_order_and_what_is_held_already_is_not_asked_for_again() -> None:
@@ -316,7 +415,7 @@ def test_a_shared_gpu_needs_the_larger_of_its_phases_and_not_their_sum() -> None
     memory, phases = shared.stages[0].memory, {phase.phase: phase for phase in shared.phases}
     assert memory == apart.stages[0].memory and list(phases) == list(PHASES)
     train, send, save, generate = (phases[name] for name in ("train", "send", "save", "generate"))
-    at_work = memory.activations + memory.working + memory.logits
+    at_work = memory.activations + max(memory.working, memory.logits)
     assert train.trainer == memory.weights + memory.gradients + memory.optimizer + at_work + memory.reserve
     assert train.engine == ENGINE_ASLEEP_BYTES
     assert send.total == memory.weights + memory.sync + memory.reserve + (
@@ -350,3 +449,24 @@ def test_a_phase_that_does_not_fit_is_named() -> None:
 def test_gpus_without_an_engine_are_remarked_upon() -> None:
     [remark] = plan_of("colocated", sglang={"num_engines": 1, "tp_size": 4}).remarks
     assert remark.startswith("4 of the trainer's GPUs have no engine on them")
+
+
+def test_a_teacher_that_shares_is_planned_on_gpus_without_an_engine_and_in_the_machines_memory() -> None:
+    values = {"model": {"path": str(CONFIGS / "qwen3-30B-A3B")}, "sglang": {"num_engines": 1, "tp_size": 4},
+              "megatron": LAYOUT, "weights": {"transport": "shm", "bucket_mib": 1024}, "algorithm": {"opd_coef": 1.0},
+              "teacher": {"path": str(CONFIGS / "qwen3-30B-A3B"), "tp_size": 4, "placement": "colocated"},
+              "cluster": {"placement": "colocated", "gpu_memory_gb": 141, "host_memory_gb": 2000}}  # fmt: skip
+    plan = plan_of_values(values, gpus=8)
+    assert (plan.trainer_gpus, plan.nodes, plan.remarks) == (8, 1, ()) and plan.fits
+    served, taught = (next(p for p in plan.phases if p.server == who) for who in ("engine", "teacher"))
+    assert taught.phase == "generate" and taught.total == pytest.approx(served.total, abs=1e6)
+    assert plan.engine is not None and plan.host.taught == 4 * plan.engine.weights
+    values["cluster"]["gpus_per_node"] = 16
+    without = plan_of_values({**values, "teacher": {**values["teacher"], "placement": "separate"}}, gpus=12)
+    assert without.trainer_gpus == 8 and without.host.taught == 0 and len(without.phases) == len(plan.phases) - 1
+    assert without.host.total == plan.host.total - plan.host.taught
+    values["teacher"] |= {"tp_size": 1, "mem_fraction_static": 0.3}
+    small = plan_of_values(values, gpus=8)
+    assert [problem.where for problem in small.problems] == ["teacher"] and "teacher.tp_size" in small.problems[
+        0
+    ].way_out

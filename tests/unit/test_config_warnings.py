@@ -113,6 +113,18 @@ def test_what_means_nothing_is_warned_of_with_the_reason(
         ({"weights": {"transport": "delta"}, "sglang": {"urls": ["http://a:1"]}}, "is refused when the run meets it"),
         ({"weights": {"transport": "relay"}, "sglang": {"urls": ["http://a:1"]}}, "sglang/plugins/relay"),
         ({"weights": {"transport": "delta", "loader": "model"}}, "all of every bucket will be sent"),
+        ({"weights": {"delta_over": "broadcast"}}, "weights.delta_over has no effect"),
+        (
+            {"cluster": {"placement": "colocated", "restarts": 2}, "weights": {"transport": "shm"}},
+            "cluster.restarts 2 has no effect: engines share",
+        ),
+        ({"weights": {"mooncake_over": "tcp"}}, "weights.mooncake_over has no effect"),
+        ({"weights": {"transport": "mooncake", "directory": "there"}}, "weights.directory has no effect"),
+        ({"weights": {"transport": "mooncake"}, "sglang": {"urls": ["http://a:1"]}}, "is refused when the run meets"),
+        (
+            {"weights": {"transport": "delta", "delta_over": "broadcast", "directory": "there"}},
+            "weights.directory has no effect: weights.delta_over is broadcast",
+        ),
     ],
 )
 def test_what_has_no_effect_is_named(sections: dict[str, Any], said: str) -> None:
@@ -133,7 +145,11 @@ def test_what_has_no_effect_is_named(sections: dict[str, Any], said: str) -> Non
         {"rollout": {"dynamic_filter": "zero_variance"}},
         {"weights": {"transport": "disk", "directory": "there"}},
         {"weights": {"transport": "delta", "directory": "there"}},
+        {"weights": {"transport": "delta", "delta_over": "broadcast"}},
         {"weights": {"transport": "shm"}},
+        {"cluster": {"restarts": 2}},
+        {"cluster": {"placement": "colocated", "restarts": 0}, "weights": {"transport": "shm"}},
+        {"weights": {"transport": "mooncake", "mooncake_over": "tcp"}},
     ],
 )
 def test_the_same_settings_where_they_act_are_not_warned_of(sections: dict[str, Any]) -> None:

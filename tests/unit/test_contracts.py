@@ -15,9 +15,9 @@ from mslime.algorithms.policies import LOSSES, TokenLoss
 from mslime.algorithms.token_batch import TokenBatch
 from mslime.cli import main
 from mslime.config.algorithm import PRESETS, AlgorithmConfig
+from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError, UserError
 from mslime.config.loader import build
-from mslime.config.schema import DataConfig
 from mslime.data.sample import Group
 from mslime.data.source import Prompt
 from mslime.preflight.contracts import _check_algorithm as check_algorithm

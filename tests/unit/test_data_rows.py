@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mslime.cli import main
+from mslime.config.data import DataConfig
 from mslime.config.errors import DataError, UserError, hub_download
-from mslime.config.schema import DataConfig
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
 from tests.fixtures.tiny_models import make_tiny_qwen3_dense, make_tokenizer

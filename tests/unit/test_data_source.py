@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mslime.config.data import DataConfig
 from mslime.config.errors import DataError
-from mslime.config.schema import DataConfig
 from mslime.data.source import PromptSource, split_slice
 from tests.unit.rollout_fakes import FakeTokenizer
 

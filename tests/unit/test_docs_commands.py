@@ -39,10 +39,11 @@ NOT_RUN = {
     r"mslime convert (to-|fp8|bf16|int4|compare|run)": "parsed only; tests/engines/test_convert_tools.py runs them",
     r"mslime (check|train) run\.yaml --model\.path my-model-fp8": "needs such a model; tests/e2e/test_quantised.py",
     r"mslime convert merge-lora": "parsed only; tests/unit/test_lora_convert.py merges",
-    r"mslime train examples/quickstart/lora\.yaml": "needs the quickstart's warm start",
+    r"mslime train examples/quickstart/(lora|several)\.yaml": "needs the quickstart's warm start",
     r"mslime (rollout|eval|train .*--replay) ": "parsed only; tests/e2e/test_debug.py runs them",
     r"mslime doctor": "parsed only; tests/unit/test_doctor.py and tests/e2e/test_doctor.py run it",
     r"mslime scale ": "parsed only; tests/e2e/test_engine_gone.py asks a run that trains",
+    r"mslime serve ": "parsed only; tests/e2e/test_serve.py asks a server",
     r"mslime .*\.\.\.$": "parsed only; more is to be filled in",
 }
 """What is not run, and why."""
@@ -53,6 +54,10 @@ NO_SETTINGS = {
     "megatron.core.dist_checkpointing.load": "a function of megatron-core",
     "train.jsonl": "a file",
     "lora.md": "a page",
+    "serve.yaml": "a file",
+    "shared.yaml": "a file",
+    "fleet.yaml": "a file",
+    "serve.json": "a file",
     "model.layers": "names of tensors",
     "model.safetensors.index.json": "a file",
 }
@@ -87,6 +92,12 @@ def readme_run() -> str:
     return next(body for language, body in _FENCE.findall((ROOT / "README.md").read_text()) if language == "yaml")
 
 
+def shown_runs() -> list[tuple[str, str]]:
+    """(file name, text) of the configurations whose first line names their file; `run.yaml` is README's."""
+    blocks = (body for page in PAGES for language, body in _FENCE.findall(page.read_text()) if language == "yaml")
+    return [(named[1], body) for body in blocks if (named := re.match(r"# (?!run)([\w-]+\.yaml)\n", body))]
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory where the pages' names are: hollow checkpoints, prompts, README's run.yaml, finished runs."""
@@ -103,6 +114,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "examples").symlink_to(ROOT / "examples")
     for name in ("run.yaml", "RUN.yaml"):
         (place / name).write_text(in_place(readme_run(), place))
+    for name, text in shown_runs():
+        (place / name).write_text(in_place(text, place))
     for run in {run for _, command in COMMANDS for run in re.findall(r"\boutputs/([\w-]+)", command)}:
         make_synthetic_run(place / "outputs" / run, steps=10)
     return place

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,72 +18,8 @@ from mslime.config.gpus import GPUS, nominal
 from mslime.doctor import command, gpus, host, network, packages, speeds, step
 from mslime.doctor.findings import Check, Finding, Gpu, Node, Options, fail, ok, unseen, warn
 from mslime.doctor.nvml import REASONS, see_gpus
-from mslime.doctor.shares import MATMUL
-
-GIB = 2**30
-H100 = "NVIDIA H100 80GB HBM3"
-
-
-class FakeNvml:
-    """Stands in for `pynvml`: two H100, with what a test changes. Only names that the real module has may be asked."""
-
-    NVML_NVLINK_MAX_LINKS = 36
-    NVML_FEATURE_ENABLED = 1
-    NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_VOLATILE_ECC = NVML_TEMPERATURE_GPU = 0
-
-    class NVMLError(Exception):
-        """As NVML's."""
-
-    def __init__(self, count: int = 2, driver: bool = True, silent: tuple[str, ...] = (), **answers: Any) -> None:
-        self.count, self.driver, self.silent, self.open = count, driver, silent, False
-        for number, bit in enumerate(REASONS):
-            setattr(self, bit, 1 << number)
-        self.answers: dict[str, Any] = {
-            "nvmlDeviceGetEccMode": [1, 1], "nvmlDeviceGetTotalEccErrors": 0, "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
-            "nvmlDeviceGetPersistenceMode": 1, "nvmlDeviceGetPowerManagementLimit": 700_000,
-            "nvmlDeviceGetPowerManagementDefaultLimit": 700_000, "nvmlDeviceGetTemperature": 32,
-            "nvmlDeviceGetCurrentClocksEventReasons": 0, "nvmlDeviceGetCurrPcieLinkWidth": 16,
-            "nvmlDeviceGetMaxPcieLinkWidth": 16, "nvmlDeviceGetMigMode": [0, 0],
-            "nvmlDeviceGetComputeRunningProcesses": [], "nvmlDeviceGetName": H100, "nvmlDeviceGetUUID": "GPU-1",
-        } | answers  # fmt: skip
-
-    def nvmlInit(self) -> None:
-        if not self.driver:
-            raise self.NVMLError("Driver Not Loaded")
-        self.open = True
-
-    def nvmlShutdown(self) -> None:
-        self.open = False
-
-    def nvmlDeviceGetCount(self) -> int:
-        return self.count
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-        @dataclass
-        class Memory:
-            total: int = 80 * GIB
-            used: int = GIB // 2
-
-        return Memory()
-
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
-        if link >= 18:
-            raise self.NVMLError("Invalid Argument")
-        return 1
-
-    def __getattr__(self, name: str) -> Any:
-        def answer(handle: int, *arguments: Any) -> Any:
-            assert self.open, "asked after the end"
-            if name in self.silent:
-                raise self.NVMLError("Not Supported")
-            return self.answers[name]
-
-        if name not in self.answers:
-            raise AttributeError(name)
-        return answer
+from mslime.doctor.speeds import MATMUL
+from tests.fixtures.fake_nvml import GIB, H100, FakeNvml
 
 
 def machine(*changes: Mapping[str, Any], **node: Any) -> Node:

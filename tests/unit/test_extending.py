@@ -16,8 +16,8 @@ from mslime.algorithms.advantages import group_rewards, rollout_advantages
 from mslime.algorithms.losses import policy_loss
 from mslime.algorithms.statistics import finalise
 from mslime.config.algorithm import AlgorithmConfig
+from mslime.config.data import DataConfig
 from mslime.config.loader import build
-from mslime.config.schema import DataConfig
 from mslime.data.sample import Group, Sample
 from mslime.data.user_source import UserSource
 from mslime.observe.hooks import call_step_hook

@@ -48,6 +48,27 @@ FACTS = {
         r'Literal\["(k1|abort|r3|some|all)", "',
         {"config/choices.py"},
     ),
+    "which dtype stands for `auto`": (
+        r'or "(bfloat16|float16|float32)"|"(bfloat16|float16|float32)" if |else "(bfloat16|float16|float32)"',
+        {"config/dtypes.py", "backends/sglang/handshake.py"},  # the second one knows SGLang's own rule
+    ),
+    "whether experts are grouped": (r'get\("moe_grouped_gemm", ', {"config/megatron.py"}),
+    "who is on whose GPUs": (
+        r'placement [!=]= "(colocated|separate|shared)"',
+        {"config/schema.py", "config/colocated.py"},  # the second one refuses settings of a placement
+    ),
+    "whether engines are given adapters alone": (
+        r'lora\.sync [!=]= "adapter"',
+        {"config/schema.py", "config/lora.py", "config/adapters.py"},  # the others refuse it, or want it
+    ),
+    "the scale of an adapter": (r"\.alpha / |math\.sqrt\(self\.rank\)", {"config/lora.py"}),
+    "versions of adapters that an engine has at once": (r"max_staleness \+ 2", {"config/schema.py"}),
+    "how a checkpoint says that it is quantised": (
+        r'"quant_method"', {"convert/quantised.py", "offline/requantise.py"},  # the one reads it, the other writes it
+    ),
+    "blocks of FP8 weights": (r"\(128, 128\)", {"convert/codecs.py"}),
+    "rows that FP8 needs": (r'"blockwise": \d', {"config/fp8.py"}),
+    "whether a package is installed": (r"PackageNotFoundError", {"config/passthrough.py"}),
     "the sizes of a model": (r"\n    (num_experts|moe_layer_ids): ", {"config/model_facts.py"}),
     "routed or not": (r'"n_routed_experts", "num_local_experts"', set[str]()),
 }  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from mslime.backends.megatron.model.grouped_state import share_empty_states
 from mslime.backends.megatron.model.settings import transformer_config
 from mslime.backends.megatron.step.batches import PADDING, RowLayout, SequenceSlicer
 from mslime.config.errors import ConfigError
@@ -156,3 +157,23 @@ def test_the_plan_counts_copies_of_the_weights_and_padding() -> None:
 def test_rows_are_whole_blocks_of_the_recipe() -> None:
     """Transformer Engine 2.20: blocks of 128 rows, and 16 for a product's dimensions."""
     assert (fp8_rows("blockwise"), fp8_rows("tensorwise"), fp8_rows(None)) == (128, 16, 1)
+
+
+class FakeGroupedLayer(torch.nn.Module):
+    """In the place of megatron-core's, whose Transformer Engine is for GPUs: a layer without a state of FP8 fails."""
+
+    num_gemms = 3
+
+    def _split_extra_state(self, state: torch.Tensor) -> list[torch.Tensor]:
+        if not len(state):
+            raise TypeError("'NoneType' object is not subscriptable")
+        return [*state.split(1)]
+
+
+def test_experts_without_a_state_of_fp8_are_saved_and_others_as_before() -> None:
+    layer = FakeGroupedLayer()
+    with pytest.raises(TypeError):
+        layer._split_extra_state(torch.empty(0))
+    share_empty_states(torch.nn.Sequential(torch.nn.Linear(1, 1), layer))
+    assert [len(state) for state in layer._split_extra_state(torch.empty(0))] == [0, 0, 0]
+    assert [state.tolist() for state in layer._split_extra_state(torch.arange(3))] == [[0], [1], [2]]

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mslime.config.data import EvalSetConfig
 from mslime.config.errors import ConfigError, DataError, EngineError, RewardError, TrainerError
 from mslime.config.loader import build
-from mslime.config.schema import EvalSetConfig, RunConfig
+from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, check_invariants
 from mslime.data.user_source import open_prompts

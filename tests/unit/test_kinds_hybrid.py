@@ -52,6 +52,9 @@ def test_shards_have_their_shape_and_give_the_tensors_back(kind: Kind, ranks: in
     back = kind.unshard(shards)
     assert all(torch.equal(mine, yours) for mine, yours in zip(back, parts, strict=True))
     assert all(tensor.is_contiguous() for tensor in back)
+    into = [torch.full_like(part, torch.nan) for part in parts]
+    kind.unshard_into(shards, into)
+    assert all(torch.equal(mine, yours) for mine, yours in zip(into, parts, strict=True))
 
 
 def test_gated_attention_sees_each_groups_queries_gates_key_and_value() -> None:

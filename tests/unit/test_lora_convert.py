@@ -194,6 +194,90 @@ def test_what_is_no_plain_lora_is_refused_by_name(
         AdapterFile.open(tmp_path / "adapter")
 
 
+def test_what_engines_are_given_is_no_adapter_to_go_on_from(models: dict[str, Path], tmp_path: Path) -> None:
+    """All experts of a layer are one tensor in it: the same bits, and fewer names."""
+    single = adapters_of(models["qwen3-moe"])
+    stacked = single.with_stacked_experts()
+    shapes, of_one = stacked.table.hf_shapes(), single.table.hf_shapes()
+    whole = [name for name, shape in shapes.items() if len(shape) == 3]
+    experts = shapes[whole[0]][0]
+    assert len(of_one) - len(shapes) == len(whole) * (experts - 1) > 0
+    for name in whole:
+        parts = [of_one[name.replace(".experts.", f".experts.{i}.")] for i in range(experts)]
+        assert set(parts) == {shapes[name][1:]}
+    assert stacked.target_modules == single.target_modules
+    write(stacked, tmp_path / "adapter", models["qwen3-moe"])
+    with pytest.raises(CheckpointError, match="all experts of a layer are in one tensor(?s:.*)mslime convert run"):
+        MergeLora(models["qwen3-moe"], tmp_path / "adapter")
+
+
+SHARED = {"experts": "shared_outer"}
+
+
+def shared_by_experts(name: str) -> bool:
+    outer = (".down_proj.lora_B" if ".down_proj." in name else ".lora_A") + "."
+    return ".experts." in name and outer in name
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_what_experts_share_is_one_tensor_and_the_rest_lies_beside_it(models: dict[str, Path], name: str) -> None:
+    own, shared = adapters_of(models[name]), adapters_of(models[name], **SHARED)
+    before, files = own.with_stacked_experts().table.hf_shapes(), shared.as_files.table.hf_shapes()
+    assert before.keys() == files.keys()
+    for hf, shape in files.items():
+        assert shape == ((1, *before[hf][1:]) if shared_by_experts(hf) else before[hf]), hf
+    assert sum(map(shared_by_experts, files)) * 2 == sum(len(shape) == 3 for shape in files.values()) > 0
+    factors = draw(shared)
+    for bound in shared.table.bound.values():
+        for size in (1, 2):
+            shards = [bound.to_megatron(factors.__getitem__, rank, size) for rank in range(size)]
+            assert all(tuple(shard.shape) == bound.local_shape(size) for shard in shards)
+            assert all(part.equal(factors[hf]) for hf, part in bound.to_hf(shards))
+    assert shared.target_modules == own.target_modules
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_merging_what_experts_share_is_what_peft_merges_of_each(
+    models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    lora = {"rank": 4, "alpha": 6}
+    factors = write(adapters_of(models[name], **lora, **SHARED).as_files, tmp_path / "adapter", models[name])
+    run_job(MergeLora(models[name], tmp_path / "adapter"), tmp_path / "merged", workers=1)
+    merged = {}
+    for path in sorted((tmp_path / "merged").glob("*.safetensors")):
+        merged |= load_file(path)
+    single = adapters_of(models[name], **lora)
+    each: dict[str, torch.Tensor] = {}
+    for hf in single.table.hf_shapes():
+        before, _, after = hf.partition(".experts.")
+        expert, _, rest = after.partition(".")
+        stack = factors.get(f"{before}.experts.{rest}")
+        each[hf] = factors[hf] if stack is None else stack[min(int(expert), len(stack) - 1)]
+    expected = peft_model(models[name], single.target_modules, lora, each).merge_and_unload().state_dict()
+    adapted = {key.removeprefix(PREFIX).replace(".lora_A", "") for key in each if ".lora_A" in key}
+    assert max(float((merged[key] - expected[key]).abs().max()) for key in adapted) < 1e-7
+
+
+def test_a_shared_adapter_is_of_this_model_whole_and_said_to_be_shared(models: dict[str, Path], tmp_path: Path) -> None:
+    model = models["qwen3-moe"]
+    factors = write(adapters_of(model, **SHARED).as_files, tmp_path / "adapter", model)
+    file = AdapterFile.open(tmp_path / "adapter")
+    file.check(adapters_of(model, **SHARED))
+    with pytest.raises(CheckpointError, match="lora.experts is per_expert"):
+        file.check(adapters_of(model))
+    write(adapters_of(model), tmp_path / "single", model)
+    with pytest.raises(CheckpointError, match="lora.experts is shared_outer"):
+        AdapterFile.open(tmp_path / "single").check(adapters_of(model, **SHARED))
+    fewer = {name: tensor[:4].clone() if tensor.ndim == 3 else tensor for name, tensor in factors.items()}
+    save_file(fewer, tmp_path / "adapter" / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"4 experts(?s:.*)the model has \S*experts.4."):
+        MergeLora(model, tmp_path / "adapter")
+    name = next(name for name, tensor in factors.items() if len(tensor) > 1 and tensor.ndim == 3)
+    save_file(factors | {name: factors[name][:3].clone()}, tmp_path / "adapter" / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"must be \[1, ...\] or \[8, ...\]"):
+        MergeLora(model, tmp_path / "adapter")
+
+
 def test_an_adapter_to_start_from_has_the_settings_of_the_run(models: dict[str, Path], tmp_path: Path) -> None:
     write(adapters_of(models["qwen3-moe"]), tmp_path / "adapter", models["qwen3-moe"])
     file = AdapterFile.open(tmp_path / "adapter")

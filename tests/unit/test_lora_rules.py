@@ -35,6 +35,8 @@ from mslime.config.training import ModelSpec  # noqa: E402
         ({"lora": {"rank": 4, "dropout": 0.1}}, "lora.dropout = 0.1: must be 0"),
         ({"lora": {"rank": 4, "use_dora": True}}, "lora.use_dora = True: DoRA"),
         ({"lora": {"init": "there"}}, "lora.init = 'there': adapters are off"),
+        ({"lora": {"experts": "shared_outer"}}, "lora.experts = 'shared_outer': adapters are off"),
+        ({"lora": {"rank": 4, "experts": "shared"}}, "lora.experts"),
         ({"lora": {"rank": 4}, "megatron": {"moe_shared_expert_overlap": True}}, "moe_shared_expert_overlap"),
         ({"lora": {"rank": 4, "targets": []}}, "lora.targets"),
         ({"lora": {"rank": 4, "alpha": 0}}, "lora.alpha"),
@@ -72,6 +74,16 @@ def test_a_plan_counts_gradients_and_optimizer_of_adapters_alone() -> None:
         assert after.memory.optimizer * 20 < before.memory.optimizer
     assert full.host.copies > 0 and lora.host.copies == 0, "the reference is the model without adapters"
     assert lora.sync_bytes == full.sync_bytes
+
+
+def test_a_plan_counts_what_experts_share_once() -> None:
+    sections = {"cluster": {"trainer_ranks": 16}, "megatron": LAYOUT}
+    lora = {"rank": 8, "targets": ["experts"], "experts": "shared_outer"}
+    hidden, ffn = 2048, 768
+    for stage in planned("qwen3-30B-A3B", **sections, lora=lora).stages:
+        # A of gate and of up and B of down are whole on every rank; the others are halved by ETP 2, and shared by EP 4.
+        assert stage.adapters is not None
+        assert (stage.adapters.dense, stage.adapters.expert) == (8 * 24 * 3 * hidden, 8 * 24 * 32 * 3 * ffn // 2)
 
 
 class Fused:

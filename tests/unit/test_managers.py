@@ -77,7 +77,7 @@ def test_engines_are_divided_and_the_first_to_refuse_an_input_speaks_for_all(
 def test_each_manager_compares_its_own_engines(group: tuple[ManagerGroup, list[FakeActor]]) -> None:
     several, actors = group
     assert asyncio.run(several.compare({"a": "1 7"}, strict=True)) == 5
-    assert [actor.calls[0][1:] for actor in actors] == [("compare", {"a": "1 7"}, True, None)] * 2
+    assert [actor.calls[0][1:] for actor in actors] == [("compare", {"a": "1 7"}, True, None, "")] * 2
 
 
 def test_a_manager_that_died_is_named_after_the_others_have_answered(

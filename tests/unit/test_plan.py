@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from mslime.planner.engine import static_fraction
 from mslime.planner.parameters import model_parameters, stage_parameters, work_per_token
 from mslime.planner.plan import RunPlan, make_plan
 from mslime.planner.problems import GIB
-from mslime.planner.trainer import offloaded_bytes_per_parameter, optimizer_bytes_per_parameter
+from mslime.planner.trainer import offloaded_bytes_per_parameter, optimizer_bytes_per_parameter, sync_bytes
 from tests.fixtures.full_size import CONFIGS, published_config
+from tests.fixtures.syncs import experts, shared
 
 # Billions of parameters as published (model cards, papers), which is what the config.json files must add up to.
 PUBLISHED_BILLIONS = {
@@ -367,7 +369,7 @@ def test_logits_above_their_limit_take_the_limit_and_hidden_states() -> None:
         sections = {"train": {"max_tokens_per_micro_batch": tokens, "replay": "off", **train}, "cluster": gpus}
         return planned("qwen2.5-0.5B", **sections).stages[0].memory.logits
 
-    inputs = tokens * (76 + 2 * 896 * 2)
+    inputs = tokens * (76 + 2 * 896 * 2) + 151_936 * 896 * 2  # and the weight's gradient
     whole = logits(logits_mib=80_000)
     assert whole == tokens * 151_936 * 2 + inputs
     assert logits() == 2**30 + inputs + tokens * 896 * (4 + 2)
@@ -380,10 +382,10 @@ def test_json_holds_every_number(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(out)
     assert status == 0 and found["fits"] and found["layout"]["ep"] == 8 and found["trainer_gpus"] == 8
     [stage] = found["stages"]
-    assert stage["peak"] == stage["memory"]["weights"] + stage["memory"]["gradients"] + stage["memory"]["optimizer"] + (
-        stage["memory"]["reserve"]
-        + max(sum(stage["memory"][k] for k in ("activations", "working", "logits")), stage["memory"]["sync"])
-    )
+    memory = stage["memory"]
+    step = memory["activations"] + max(memory["working"], memory["logits"])
+    stays = sum(memory[k] for k in ("weights", "gradients", "optimizer", "reserve"))
+    assert stage["peak"] == stays + max(step, memory["sync"])
     assert found["engine"]["tokens"] > 0 and found["sync_bytes"] == 2 * found["parameters"]
 
 
@@ -421,6 +423,23 @@ def test_a_teacher_that_is_launched_takes_machines() -> None:
     sglang = {"num_engines": 1, "tp_size": 4}
     plan = planned("olmoe-1B-7B", cluster={"trainer_ranks": 4}, sglang=sglang, **sections)
     assert plan.nodes == 2
+
+
+def test_a_teacher_on_the_trainers_gpus_has_the_dtype_that_its_server_is_started_with() -> None:
+    hf_config = published_config("olmoe-1B-7B")
+
+    def held(dtype: str, **megatron: Any) -> int:
+        sections = {
+            "algorithm": {"opd_coef": 1.0}, "teacher": {"path": ".", "tp_size": 4, "placement": "colocated"},
+            "sglang": {"num_engines": 1, "tp_size": 4}, "weights": {"transport": "shm"}, "megatron": megatron,
+            "cluster": {"device": "cuda", "trainer_ranks": 8, "placement": "colocated"},
+        }  # fmt: skip
+        config = plan_config({"model": {"path": str(CONFIGS / "olmoe-1B-7B")}, **sections})
+        return make_plan(config, hf_config, teacher={**hf_config, "torch_dtype": dtype}).host.taught
+
+    in_bfloat16 = held("bfloat16")
+    assert in_bfloat16 == held("float16") > 0, "a teacher keeps its checkpoint's dtype"
+    assert held("float32", params_dtype="float32") == 2 * in_bfloat16, "the trainer's, where it is in float32"
 
 
 def test_a_critic_is_a_second_model_without_an_output_layer() -> None:
@@ -461,3 +480,16 @@ def test_experts_that_the_layout_does_not_divide_are_refused_by_name() -> None:
 def test_uneven_stages_say_which_size_would_work() -> None:
     with pytest.raises(ConfigError, match="num_layers_in_last_pipeline_stage: 13"):
         planned("deepseek-v3", megatron={"pipeline_model_parallel_size": 4}, cluster={"trainer_ranks": 4})
+
+
+def test_a_sync_takes_a_bucket_and_the_one_before_it_on_the_rank_that_sends_them() -> None:
+    """Buckets of 200 bytes: gathered as they lie from two ranks, or packed and converted."""
+    own, of_two, converted = experts(0, 1000), experts(0, 200, (0, 1)), shared(0, 200)
+    assert sync_bytes([own], 2) == {0: 0}, "a view of the parameters"
+    assert sync_bytes([own], 0) == {0: 1000}, "a copy, where they lie apart"
+    assert sync_bytes([of_two], 2) == {0: 200, 1: 0}, "each shard is sent as it lies, into what is sent"
+    assert sync_bytes([of_two], 4) == {0: 300, 1: 100}, "shards are rounded into a copy first"
+    assert sync_bytes([converted, of_two, experts(1, 400, (1, 0))], 2) == {0: 200 + 200, 1: 400}
+    assert sync_bytes([converted, converted], 2) == {0: 200 + 200 + 200}
+    joined = replace(converted, members=(0, 1))
+    assert joined.sharing == 2 and sync_bytes([joined], 2)[0] == 200 + 400 + 200 + 200

@@ -276,7 +276,7 @@ def test_the_command_prints_lanes_bound_and_prediction(capsys: pytest.CaptureFix
     lanes = r"received from senders by +2 of the 4 ranks of an engine on a machine, at most 6\.\d GiB each"
     assert re.search(lanes, said)
     assert re.search(r"at least +0\.1 s \(s: fill 0\.\d\d, wire 0\.1\d, inside 0\.01\)", said)
-    assert re.search(r"prediction +0\.\d s, limited by \w+ \(s: fill .*wire .*inside .*load .*latency 0\.04\)", said)
+    assert re.search(r"prediction +0\.\d s, limited by \w+ \(s: fill .*wire .*inside .*load .*latency 0\.02\)", said)
     assert "5 ms a sync, 30 us a tensor, 10 ms an exchange" in said
     assert "0.1 ms for the start of a collective" in said
     assert re.search(r"outside +\S+ GiB, \S+ of it for buckets of the weight update", said)

@@ -13,9 +13,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mslime.backends.sglang.client import EngineClient
+from mslime.backends.sglang.client import EngineClient, EngineDied
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
 from mslime.backends.sglang.pool import EnginePool
 from mslime.backends.sglang.probing import ProbeRequest, parse_probe
+from mslime.config.choices import PauseMode
 from mslime.config.errors import EngineError, WeightSyncError
 from mslime.config.loader import build
 from mslime.control.probe import WeightProbe
@@ -142,12 +144,13 @@ def test_an_answer_that_does_not_add_up_is_no_answer(changes: dict[str, Any], to
 
 
 class FakeClient(EngineClient):
-    """Writes down what it is asked; dies, or refuses, when a test says so."""
+    """Writes down what it is asked; refuses when a test says so. Answers requests when `answered` is set."""
 
     def __init__(self, name: str, fails: EngineError | None = None) -> None:
         super().__init__(f"http://{name}", name)
         self.calls: list[str] = []
-        self._fails = fails
+        self.fails = fails
+        self.answered = asyncio.Event()
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -155,36 +158,113 @@ class FakeClient(EngineClient):
     async def pause(self, mode: Any) -> None:
         self.calls.append(f"pause {mode}")
 
+    async def flush_cache(self, patience_s: float = 0.0) -> None:
+        self.calls.append("flush")
+
+    async def abort(self, rid: str | None = None) -> None:
+        self.calls.append("abort")
+
+    async def begin_weight_update(self) -> None:
+        self.calls.append("begin")
+
+    async def end_weight_update(self) -> None:
+        self.calls.append("end")
+
     async def probe(self, request: ProbeRequest) -> Probed:
         self.calls.append("probe")
-        if self._fails is not None:
-            raise self._fails
+        if self.fails is not None:
+            raise self.fails
         return probed()
 
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        await self.answered.wait()
+        ids, log_probs = np.zeros(1, np.int32), np.zeros(1, np.float32)
+        return GenerateResult(ids, log_probs, "length", ((7, 0, 1),), None, None, 0, "", self.name)
 
-def test_engines_answer_between_two_pauses_and_those_with_requests_are_not_asked() -> None:
+
+def test_engines_answer_between_two_pauses() -> None:
     refusal = EngineError("b", "r", "HTTP 400", "")
-    clients = [FakeClient("a"), FakeClient("b", refusal), FakeClient("c")]
+    clients = [FakeClient("a"), FakeClient("b", refusal)]
 
     async def main() -> tuple[dict[str, Probed], list[str]]:
         pool = EnginePool(clients, 1)
         await pool.pause("in_place")
-        pool._slots[2].assigned = 1
         return await pool.probe(REQUEST), [*pool.dead]
 
     found, dead = asyncio.run(main())
     assert [*found] == ["http://a"] and dead == ["b"]
     assert clients[0].calls == ["pause in_place", "resume", "probe", "pause in_place"]
-    assert clients[2].calls == ["pause in_place"]
 
 
-def test_no_engine_is_asked_where_all_have_requests() -> None:
-    async def main() -> dict[str, Probed]:
-        pool = EnginePool([FakeClient("a")], 1)
-        pool._slots[0].assigned = 1
-        return await pool.probe(REQUEST)
+KEPT_ON: dict[PauseMode, list[str]] = {"retract": ["flush", "resume", "probe"], "in_place": ["resume", "probe"]}
+"""What an engine is asked that kept requests; they are prefilled anew on nothing that older weights computed."""
 
-    assert asyncio.run(main()) == {}
+
+class Kept:
+    """A pool of an engine that keeps a request through its pause, and of an idle one."""
+
+    def __init__(self, mode: PauseMode) -> None:
+        self.clients = [FakeClient("a"), FakeClient("b")]
+        self.pool, self.mode = EnginePool(self.clients, 1), mode
+
+    async def probed(self, fails: EngineError | None = None) -> asyncio.Task[GenerateResult]:
+        """The request after a probe, which its engine has answered."""
+        request = GenerateRequest("kept", [1], 4)
+        asked = asyncio.create_task(self.pool.generate(request))
+        await asyncio.sleep(0)
+        await self.pool.pause(self.mode)
+        self.clients[0].fails = fails
+        assert {"http://a", "http://b"} - set(await self.pool.probe(REQUEST)) == ({"http://a"} if fails else set())
+        self.clients[0].answered.set()
+        await asyncio.sleep(0.01)
+        return asked
+
+
+@pytest.mark.parametrize("mode", KEPT_ON)
+def test_what_an_engine_with_requests_answers_beside_a_probe_is_handed_out_when_engines_go_on(mode: PauseMode) -> None:
+    async def main() -> Kept:
+        kept = Kept(mode)
+        asked = await kept.probed()
+        assert not asked.done(), "handed out before the trainer has said what it thinks of the probe"
+        await kept.pool.flush_cache()
+        await kept.pool.resume()
+        assert (await asked).engine == "a"
+        assert (await kept.pool.generate(GenerateRequest("next", [1], 4))).engine == "a"
+        return kept
+
+    first, second = asyncio.run(main()).clients
+    assert first.calls == [f"pause {mode}", *KEPT_ON[mode], "resume"]
+    assert second.calls == [f"pause {mode}", "resume", "probe", f"pause {mode}", "flush", "resume"]
+
+
+@pytest.mark.parametrize("mode", KEPT_ON)
+def test_what_an_engine_answers_beside_a_probe_that_fails_is_lost_and_the_engine_is_not(mode: PauseMode) -> None:
+    async def main() -> Kept:
+        kept = Kept(mode)
+        asked = await kept.probed()
+        serving = await kept.pool.begin_again()
+        assert serving.urls == ("http://a", "http://b") and not serving.gone
+        with pytest.raises(EngineDied, match="weights that failed it"):
+            await asked
+        await kept.pool.resume()
+        assert (await kept.pool.generate(GenerateRequest("next", [1], 4))).engine == "a"
+        return kept
+
+    first, second = asyncio.run(main()).clients
+    rest = [f"pause {mode}", "abort", "end", "begin", "resume"]
+    assert first.calls == [f"pause {mode}", *KEPT_ON[mode], *rest]
+    assert second.calls == [f"pause {mode}", "resume", "probe", f"pause {mode}", *rest]
+
+
+def test_an_engine_with_requests_that_refuses_its_probe_is_left_out_with_what_it_answered() -> None:
+    async def main() -> None:
+        kept = Kept("retract")
+        asked = await kept.probed(EngineError("a", "r", "HTTP 400", ""))
+        with pytest.raises(EngineDied):
+            await asked
+        assert [*kept.pool.dead] == ["a"]
+
+    asyncio.run(main())
 
 
 # ------------------------------------------------------------------------------------------------------- the decision

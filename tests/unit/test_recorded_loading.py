@@ -105,6 +105,44 @@ def test_buckets_of_several_sizes_share_one_buffer_that_is_given_back(buckets: B
     assert arrived(buckets, small) is arrived(buckets, small)
 
 
+class Turned(FakeModel):
+    """Holds a part of `up`, turned round, as SGLang does with packed weights; `change` is what it does else."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor] = lambda turned: turned) -> None:
+        super().__init__()
+        self.up = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+        self.change = change
+
+    def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        pairs = list(named)
+        super().load_weights([pair for pair in pairs if pair[0] != "up"])
+        up = dict(pairs)["up"]
+        with torch.no_grad():
+            self.up.data.copy_(self.change(up.t().contiguous().narrow(0, 1, 2).narrow(1, 3, 3)))
+
+
+def test_a_part_of_a_tensor_that_is_turned_round_first_is_a_copy_too(buckets: Buckets) -> None:
+    model = Turned()
+    copies = recorded(model, arrived(buckets, values(0)))
+    assert not copies.why_not
+    for seed in (1, 2):
+        buckets.release()
+        arrived(buckets, values(seed))
+        copies.make()
+        assert torch.equal(model.up, values(seed)["up"].t()[1:3, 3:6])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda turned: turned * 2, lambda turned: turned.mul_(2), lambda turned: turned.as_strided((2, 3), (1, 2))],
+    ids=["another tensor", "written over", "another view"],
+)
+def test_what_is_done_to_a_turned_tensor_is_left_to_the_models_loader(
+    buckets: Buckets, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    assert "aten.copy_" in recorded(Turned(change), arrived(buckets, values(0))).why_not
+
+
 def filled(model: FakeModel, name: str, tensor: torch.Tensor) -> None:
     """As SGLang's default loader does with a parameter of one value."""
     param = getattr(model, name).data

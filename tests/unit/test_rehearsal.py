@@ -14,7 +14,7 @@ import torch
 from tests.engines.trainer_ranks import PARALLEL
 from tests.fixtures.families import CASES as FAMILIES
 from tests.fixtures.launch_scripts import MODELS
-from tests.rehearsal import adapters, extension
+from tests.rehearsal import adapters, extension, full_size
 from tests.rehearsal.cases import LIKE, Case, cases, judge
 from tests.rehearsal.cuda.build import HERE, with_stubs, written_in
 from tests.rehearsal.extension import attention, context_parallel
@@ -111,6 +111,17 @@ def test_one_bad_number_of_one_rank_is_not_well(key: str, bad: object) -> None:
     assert not all(check.well for check in judge(case, ranks))
 
 
+@pytest.mark.parametrize("component", full_size.COMPONENTS)
+def test_one_component_of_a_full_size_step_that_is_not_as_planned_is_not_well(component: str) -> None:
+    gib = 1 << 30
+    planned = dict.fromkeys(full_size.COMPONENTS, 4 * gib) | {"gpu": 80 * gib, "reserve": gib}
+    measured = dict.fromkeys(full_size.COMPONENTS, int(4.1 * gib)) | {"sync as planned": 4 * gib, "left": 0}
+    found = {"layout": "TP2", "stage": 0, "tokens": 8, "planned": planned, "measured": measured | {"reserved": gib}}
+    assert all(check.well for check in full_size.judge(found))
+    found["measured"] = found["measured"] | {component: int(4.3 * gib)}
+    assert [check.what for check in full_size.judge(found) if not check.well] == [component]
+
+
 def test_a_case_that_shows_nothing_is_not_well_and_results_of_another_state_are_made_anew(tmp_path: Path) -> None:
     assert not Outcome("nothing", [], "", 1.0).well
     made: list[str] = []
@@ -140,8 +151,8 @@ def test_the_extension_knows_all_functions_of_the_real_one_and_says_which_it_doe
     assert len(extension.FUNCTIONS) == len(set(extension.FUNCTIONS)) > 150
     assert all(callable(vars(extension)[name]) for name in extension.FUNCTIONS)
     assert {"fused_attn_fwd", "generic_gemm", "multi_tensor_adam", "thd_out_correction"} <= set(extension.IMPLEMENTED)
-    with pytest.raises(extension.NotRehearsed, match="fp8_transpose"):
-        vars(extension)["fp8_transpose"]()
+    with pytest.raises(extension.NotRehearsed, match="newton_schulz"):
+        vars(extension)["newton_schulz"]()
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (3, 0)])

@@ -17,16 +17,15 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
-from mslime.backends.megatron.replay.routing_replay import (
-    LayerReplay,
+from mslime.backends.megatron.replay.route_rows import (
     ShardRoutes,
     check_routes,
-    refuse_bypass,
     row_ages,
     row_hashes,
     scored_rows,
     token_keys,
 )
+from mslime.backends.megatron.replay.routing_replay import LayerReplay, refuse_bypass
 from mslime.backends.megatron.step.batches import RowLayout, SequenceSlicer
 from mslime.config.errors import ConfigError, EngineError
 from mslime.data.routes import Routes

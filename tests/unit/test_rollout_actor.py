@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from mslime.control import assemble as assembly
-from mslime.control import rollouts
+from mslime.control import rollouts, run_rollouts
 from mslime.control.assemble import Assembled
+from mslime.control.run_rollouts import RunRollouts
 from mslime.data.sample_log import SampleLog
 from mslime.rollout.protocols import StepBatch
 from tests.fixtures.model_facts import model_facts
@@ -36,21 +37,19 @@ def test_responses_go_on_while_a_step_is_assembled(monkeypatch: pytest.MonkeyPat
         assert answered.wait(20), "nothing else was done meanwhile"
         return Assembled([], {}, [], [])
 
-    monkeypatch.setattr(rollouts, "redirect_output", lambda path: None)
     monkeypatch.setattr(assembly, "assemble", slow_assemble)
     config = make_config()
-    actor = rollouts.RolloutActor(SimpleNamespace(config=config, model=None), "unused.log")  # type: ignore[arg-type]
-    actor._service = FakeService()  # type: ignore[assignment]
-    actor._layers = []
-    actor._source_name, actor._samples = str, SampleLog("none", None)  # type: ignore[assignment, arg-type]
-    monkeypatch.setattr(rollouts.samples, "file_of", lambda run_dir, step: tmp_path / "unused")
+    of = RunRollouts(SimpleNamespace(config=config, model=None), None, [])  # type: ignore[arg-type]
+    of.service = FakeService()  # type: ignore[assignment]
+    of._samples = SampleLog("none", None)  # type: ignore[arg-type]
+    monkeypatch.setattr(run_rollouts.samples, "file_of", lambda run_dir, step: tmp_path / "unused")
 
     async def work() -> None:
         async def another_response() -> None:
             await asyncio.sleep(0)
             answered.set()
 
-        taken, _ = await asyncio.gather(actor.take(0), another_response())
+        taken, _ = await asyncio.gather(of.take(0), another_response())
         assert taken.metrics == {}
 
     asyncio.run(work())
@@ -75,8 +74,9 @@ def test_a_probe_fits_into_sequences_and_cache(
     run = SimpleNamespace(config=config, model=model_facts(vocab_size=300), replayed_layers=(1,))
     actor = rollouts.RolloutActor(run, "unused.log")  # type: ignore[arg-type]
     actor._pool = FakePool()  # type: ignore[assignment]
-    actor._tokenizer = SimpleNamespace(encode=lambda text, special_tokens: [1, 999, *range(2, 300)])  # type: ignore[assignment]
-    assert asyncio.run(actor.probe(5)) == ({"http://e": "answer"} if tokens else {})
-    assert [(each.input_ids, each.version, each.want_routes) for each in asked] == [
-        ([*range(1, tokens + 1)], 5, True)
+    tokenizer = SimpleNamespace(encode=lambda text, special_tokens: [1, 999, *range(2, 300)])
+    actor._of = {"a": RunRollouts(run, tokenizer, [], "a")}  # type: ignore[arg-type]
+    assert asyncio.run(actor.probe(5, "a")) == ({"http://e": "answer"} if tokens else {})
+    assert [(each.input_ids, each.version, each.want_routes, each.adapter) for each in asked] == [
+        ([*range(1, tokens + 1)], 5, True, "a")
     ] * bool(tokens)

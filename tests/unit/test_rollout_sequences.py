@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mslime.backends.sglang.generating import GenerateRequest
+from mslime.config.data import EvalSetConfig
 from mslime.config.errors import RolloutError
-from mslime.config.schema import EvalSetConfig
 from mslime.control.assemble import assemble
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.rollout.state import open_state, save_state

@@ -15,8 +15,8 @@ import pytest
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.backends.sglang.generating import GenerateRequest
+from mslime.config.data import EvalSetConfig
 from mslime.config.errors import DataError, EngineError, RewardError
-from mslime.config.schema import EvalSetConfig
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.observe.progress import summary_line
 from mslime.rollout.protocols import StepBatch

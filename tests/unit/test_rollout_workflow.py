@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
+from mslime.config.data import EvalSetConfig
 from mslime.config.errors import ConfigError, RolloutError
-from mslime.config.schema import EvalSetConfig
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.contract import check_workflow

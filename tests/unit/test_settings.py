@@ -12,9 +12,10 @@ import jsonschema
 import pytest
 
 from mslime.cli import main
+from mslime.config.data import EvalSetConfig
 from mslime.config.errors import ConfigError
 from mslime.config.loader import load_config, parse_flags, parse_yaml
-from mslime.config.schema import EvalSetConfig, RunConfig
+from mslime.config.schema import RunConfig
 from mslime.config.settings import all_settings, as_json_schema, as_markdown, sections
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from mslime.backends.cpu.sglang import SITE_DIR
-from mslime.backends.sglang.flags import Part, command_line, environment, server_fields
+from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environment, server_fields
 from mslime.backends.sglang.process import SupervisedProcess, log_tail
 from mslime.backends.sglang.server import ServerPart, ServerProcess, attach
 from mslime.config.errors import EngineError
@@ -121,14 +121,37 @@ elif __name__ == "__mp_main__":
     print("child up", flush=True)
 """
 
+# Forks as a server on a CPU does.
+FORKS = """
+import multiprocessing, os, time
+from mslime.backends.sglang import launch
 
-@pytest.mark.parametrize("killed", ["guard", "owner", "guard and owner", "server", "guard while children start"])
+def work():
+    print("child up", flush=True)
+    time.sleep(300)
+
+os.environ[launch._SERVER_PID] = str(os.getpid())
+launch.fork_children()
+multiprocessing.set_start_method("spawn", force=True)
+lock = multiprocessing.Lock()
+multiprocessing.Process(target=work).start()
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(
+    ("killed", "code", "processes"),
+    [
+        *[(k, SPAWNS, 3) for k in ("guard", "owner", "guard and owner", "server", "guard while children start")],
+        *[(k, FORKS, 2) for k in ("guard", "server")],
+    ],
+)
 def test_no_process_and_no_shared_memory_outlives_the_guard_the_owner_or_the_server(
-    tmp_path: Path, killed: str
+    tmp_path: Path, killed: str, code: str, processes: int
 ) -> None:
     before = set(os.listdir("/dev/shm"))
-    script = tmp_path / "spawns.py"
-    script.write_text(SPAWNS)
+    script = tmp_path / "starts.py"
+    script.write_text(code)
     log = tmp_path / "log"
     owner_code = f"""
 import os, sys, time
@@ -144,7 +167,9 @@ time.sleep(300)
     guard = int(owner.stdout.readline())
     below = psutil.Process(guard)
     starting = killed == "guard while children start"
-    assert wait_for(lambda: len(below.children(recursive=True)) == 3 and (starting or "child up" in log.read_text()))
+    assert wait_for(
+        lambda: len(below.children(recursive=True)) == processes and (starting or "child up" in log.read_text())
+    )
     family = [guard, *(p.pid for p in below.children(recursive=True))]
     victims = {"owner": [owner.pid], "server": [family[1]], "guard and owner": [guard, owner.pid]}
     for pid in victims.get(killed, [guard]):
@@ -153,6 +178,23 @@ time.sleep(300)
     assert wait_for(lambda: not {n for n in set(os.listdir("/dev/shm")) - before if n.startswith("sem.mp-")})
     owner.kill()
     owner.wait(10)
+
+
+@pytest.mark.parametrize(("threads", "method"), [(1, "fork"), (2, "spawn")])
+def test_children_are_forked_where_no_other_thread_holds_a_lock(threads: int, method: str) -> None:
+    code = f"""
+import multiprocessing, threading
+from mslime.backends.sglang import launch
+launch.fork_children()
+stay = threading.Event()
+others = [threading.Thread(target=stay.wait) for _ in range({threads} - 1)]
+[other.start() for other in others]
+multiprocessing.set_start_method("spawn", force=True)
+print(multiprocessing.get_start_method())
+stay.set()
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=ENV, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{method}\n"
 
 
 def test_a_process_that_starts_when_its_server_is_gone_already_ends_at_once() -> None:
@@ -442,6 +484,13 @@ def test_every_flag_is_known_to_the_installed_server_and_keeps_its_value(tiny_ru
         "json_model_override_args": {"a": 1},
         "cuda_graph_bs_decode": [1, 2],
     }
+    paired = tiny_run.sglang.model_copy(update={"pairs": "mooncake"})
+    of_pair = engine_spec(tiny_run.model_copy(update={"sglang": paired}))
+    halves = [
+        server_fields(of_pair, 2, "127.0.0.1", 3333, half=half)
+        for half in (HalfOfPair("prefill", 4444), HalfOfPair("decode"))
+    ]
+    assert [half["disaggregation_mode"] for half in halves] == ["prefill", "decode"]
     code = """
 import json, sys
 from mslime.backends.cpu import sglang
@@ -453,10 +502,11 @@ ServerArgs.add_cli_args(parser)
 negatable = sorted(a.dest for a in parser._actions if isinstance(a, argparse.BooleanOptionalAction))
 flags = {o for a in parser._actions for o in a.option_strings}
 odd = sorted(a.dest for a in parser._actions if "--" + a.dest.replace("_", "-") not in flags)
-print("\\n" + json.dumps([vars(parser.parse_args(sys.argv[1:])), negatable, odd], default=str))
+lines = [vars(parser.parse_args(line)) for line in json.loads(sys.argv[1])]
+print("\\n" + json.dumps([lines, negatable, odd], default=str))
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, *command_line(fields)[3:]],
+        [sys.executable, "-c", code, json.dumps([command_line(each)[3:] for each in (fields, *halves)])],
         env=ENV,
         capture_output=True,
         text=True,
@@ -464,12 +514,11 @@ print("\\n" + json.dumps([vars(parser.parse_args(sys.argv[1:])), negatable, odd]
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    parsed, negatable, odd = json.loads(done.stdout.splitlines()[-1])
-    for name, value in fields.items():
-        if value is None:
-            continue
-        expected = json.dumps(value) if isinstance(value, dict) else value
-        assert parsed[name] == expected, name
+    lines, negatable, odd = json.loads(done.stdout.splitlines()[-1])
+    for parsed, asked in zip(lines, (fields, *halves), strict=True):
+        for name, value in asked.items():
+            expected = json.dumps(value) if isinstance(value, dict) else value
+            assert value is None or parsed[name] == expected, name
     from mslime.backends.sglang import flags
 
     assert set(negatable) == flags._NEGATABLE and set(odd) == set(flags._FLAG_NAMES)

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mslime.config.data import EvalSetConfig
 from mslime.config.reward import RewardConfig
-from mslime.config.schema import EvalSetConfig
 from mslime.control.assemble import SourceNames, data_source
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.rollout.rewards.scoring import overlong_penalty, repeated_share, shaped

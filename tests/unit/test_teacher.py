@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from mslime.backends.sglang.client import EngineClient, EngineDied
 from mslime.backends.sglang.flags import server_fields
 from mslime.backends.sglang.pool import EnginePool
+from mslime.backends.sglang.released import TAGS
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.backends.sglang.teacher import meet_teacher
 from mslime.config.errors import ConfigError, EngineError
@@ -221,6 +222,42 @@ def test_only_trained_tokens_are_scored_and_only_what_they_need_is_sent() -> Non
     (request,) = engines.requests
     assert (len(request.input_ids), request.start, request.session_id) == (6, 3, "g7")
     assert not run(ServedTeacher(engines).score(finished(0))).any() and len(engines.requests) == 1
+
+
+def test_a_teacher_that_sleeps_finishes_what_it_scores_and_lets_the_rest_wait() -> None:
+    class FakeSleeper(FakeTeacher):
+        held, running = frozenset[str](TAGS), 0
+
+        async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
+            assert self.held == set(TAGS), "nobody asks while it sleeps"
+            self.running += 1
+            await asyncio.sleep(0.05)
+            self.running -= 1
+            return await super().score(request)
+
+        async def hold_memory(self, tags: Any) -> None:
+            assert not self.running, "requests run"
+            self.held = frozenset(tags)
+
+    async def go() -> None:
+        engines = FakeSleeper()
+        teacher = ServedTeacher(engines)
+        first = asyncio.create_task(teacher.score(finished()))
+        await asyncio.sleep(0.01)
+        await teacher.hold_memory([])
+        assert first.done() or len(engines.requests) == 1
+        waiting = [asyncio.create_task(teacher.score(finished())) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        await teacher.hold_memory(("weights",))
+        assert len(engines.requests) == 1 and not any(task.done() for task in waiting)
+        await teacher.hold_memory(TAGS)
+        await teacher.hold_memory([])  # before those that wait have gone on
+        await asyncio.sleep(0.1)
+        assert len(engines.requests) == 1
+        await teacher.hold_memory(TAGS)
+        assert all(scores.any() for scores in await asyncio.gather(first, *waiting)) and len(engines.requests) == 4
+
+    run(go())
 
 
 def test_refusals_are_tried_again_and_a_death_is_taken_over() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError, UserError
 from mslime.config.loader import build
-from mslime.config.schema import DataConfig
 from mslime.data.source import PromptSource
 from mslime.data.user_source import UserSource, open_prompts
 from tests.unit import user_functions

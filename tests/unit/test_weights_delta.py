@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,16 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mslime.backends.sglang.changes import changed, hold, put, read_changes, take_back
+from mslime.backends.sglang.changes import changed as changed_by
+from mslime.backends.sglang.changes import hold, put, read_changes, take_back
 from mslime.backends.sglang.digest import word_sum
 from mslime.backends.sglang.recorded import Bucket as EngineBucket
-from mslime.backends.sglang.recorded import Buckets, Copies, Homes
+from mslime.backends.sglang.recorded import Buckets, Copies, Homes, Received
 from mslime.config.choices import version_name
 from mslime.config.errors import WeightSyncError
 from mslime.config.keys import EngineInfo
-from mslime.weights import delta
+from mslime.weights import differences
 from mslime.weights.contract import check_transport
-from mslime.weights.delta import DeltaTransport, find_changes
+from mslime.weights.delta import DeltaTransport
+from mslime.weights.differences import find_changes
 from mslime.weights.plan import Bucket, Entry
 from mslime.weights.transport import Link, MoveCounter, Moved, SyncObserver, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine
@@ -42,11 +46,18 @@ def bucket_of(index: int, dtype: str) -> Bucket:
 BUCKETS = [bucket_of(index, dtype) for index, dtype in enumerate(SIZES)]
 
 
+@pytest.fixture(params=["disk", "broadcast"])
+def carried(link: Link, request: pytest.FixtureRequest) -> Link:
+    """As `weights.delta_over` says."""
+    return link if request.param == "disk" else replace(link, directory=None)
+
+
 @pytest.fixture
-def transport(link: Link, engines: list[StandInEngine]) -> DeltaTransport:
-    made = DeltaTransport(link)
+def transport(carried: Link, engines: list[StandInEngine]) -> Iterator[DeltaTransport]:
+    made = DeltaTransport(carried)
     made.connect([EngineInfo(engine.url) for engine in engines])
-    return made
+    yield made
+    made.disconnect()
 
 
 def new_weights() -> dict[int, torch.Tensor]:
@@ -92,53 +103,56 @@ def deliver_changes(
     return moved
 
 
-def files_of(link: Link) -> list[str]:
-    assert link.directory is not None
-    return sorted(path.name for path in link.directory.glob("*/version_*/*"))
+def assert_written(link: Link, expected: list[str]) -> None:
+    """The files of the last version, where there are any."""
+    if link.directory is not None:
+        assert sorted(path.name for path in link.directory.glob("*/version_*/*")) == expected
 
 
 CHANGED = ["bucket_00000.changes.safetensors", "bucket_00001.changes.safetensors"]
 WHOLE = ["bucket_00000.safetensors", "bucket_00001.safetensors"]
 
 
-def test_changes_keep_the_contract_of_a_transport(engines: list[StandInEngine], link: Link) -> None:
+def test_changes_keep_the_contract_of_a_transport(engines: list[StandInEngine], carried: Link) -> None:
     make = find_transport("delta")
-    assert isinstance(make(link), SyncObserver) and isinstance(make(link), MoveCounter)
+    assert isinstance(make(carried), SyncObserver) and isinstance(make(carried), MoveCounter)
     infos = [EngineInfo(engine.url) for engine in engines]
-    said = check_transport(make, link, infos, lambda: [engine.held() for engine in engines])
+    said = check_transport(make, carried, infos, lambda: [engine.held() for engine in engines])
     assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
 
 
 def test_fifty_updates_are_exact_and_move_what_changed(
-    engines: list[StandInEngine], link: Link, transport: DeltaTransport
+    engines: list[StandInEngine], carried: Link, transport: DeltaTransport
 ) -> None:
     weights, whole = new_weights(), sum(bucket.hf_bytes for bucket in BUCKETS)
-    assert deliver(transport, 1, weights) == Moved(whole) and files_of(link) == WHOLE
+    assert deliver(transport, 1, weights) == Moved(whole)
+    assert_written(carried, WHOLE)
     for version in range(2, 52):
         count = change(weights, (0.01, 0.05, 0.0)[version % 3], version)
         moved = deliver(transport, version, weights)
         # 4 bytes for where and 2 or 4 for what, of as many elements in each bucket as it has of all.
-        assert (moved.changed, moved.elements) == (count, sum(SIZES.values())) and moved.bytes < 8 * count + 65
-        assert files_of(link) == CHANGED
+        assert (moved.changed, moved.elements) == (count, sum(SIZES.values())) and moved.bytes < 8 * count + 1
+        assert_written(carried, CHANGED)
         if version % 10 == 0 or version == 51:
             assert_held(engines, weights)
 
 
 def test_more_changes_than_weights_go_as_a_whole_and_may_be_followed_by_changes(
-    engines: list[StandInEngine], link: Link, transport: DeltaTransport
+    engines: list[StandInEngine], carried: Link, transport: DeltaTransport
 ) -> None:
     weights, whole = new_weights(), sum(bucket.hf_bytes for bucket in BUCKETS)
     deliver(transport, 1, weights)
     count = change(weights, 1.0, 1)
-    assert deliver(transport, 2, weights) == Moved(whole, count, count) and files_of(link) == WHOLE
+    assert deliver(transport, 2, weights) == Moved(whole, count, count)
+    assert_written(carried, WHOLE)
     change(weights, 0.001, 2)
     deliver(transport, 3, weights)
     assert_held(engines, weights)
-    assert files_of(link) == CHANGED
+    assert_written(carried, CHANGED)
 
 
 def test_the_same_version_again_and_another_connection_are_exact(
-    engines: list[StandInEngine], link: Link, transport: DeltaTransport
+    engines: list[StandInEngine], carried: Link, transport: DeltaTransport
 ) -> None:
     weights = new_weights()
     deliver(transport, 1, weights)
@@ -182,9 +196,29 @@ def test_after_two_refusals_in_a_row_a_bucket_goes_as_a_whole_from_then_on(
     assert caplog.text.count("goes as a whole") == 2 and caplog.text.count("and from now on") == 1
 
 
-def test_a_failure_that_is_no_refusal_is_raised_and_nothing_is_sent_again(
-    engines: list[StandInEngine], link: Link, transport: DeltaTransport
+@pytest.mark.parametrize("wrong", [0, 1, 2])
+def test_changes_whose_sums_are_others_are_refused(
+    engines: list[StandInEngine], transport: DeltaTransport, caplog: pytest.LogCaptureFixture, wrong: int
 ) -> None:
+    caplog.set_level(logging.WARNING)
+    weights, right, asked = new_weights(), transport._checksum, list[int]()
+    deliver(transport, 1, weights)
+
+    def of_another(tensor: torch.Tensor) -> int:
+        asked.append(len(asked) % 3)
+        return right(tensor) + (asked[-1] == wrong)
+
+    transport._checksum = of_another
+    deliver_changes(engines, transport, 2, weights)
+    assert "damaged" in caplog.text if wrong < 2 else "is not what was to be sent" in caplog.text
+    assert caplog.text.count("goes as a whole") == len(BUCKETS)
+
+
+def test_a_failure_that_is_no_refusal_is_raised_and_nothing_is_sent_again(
+    engines: list[StandInEngine], link: Link
+) -> None:
+    transport = DeltaTransport(link)
+    transport.connect([EngineInfo(engine.url) for engine in engines])
     weights = new_weights()
     deliver(transport, 1, weights)
     change(weights, 0.01, 1)
@@ -192,7 +226,7 @@ def test_a_failure_that_is_no_refusal_is_raised_and_nothing_is_sent_again(
     transport.begin(2, BUCKETS)
     with pytest.raises(WeightSyncError, match="bucket 0.*no weights today"):
         transport.start(BUCKETS[0], weights[0]).wait()
-    assert files_of(link) == sorted([*WHOLE, CHANGED[0]]), "version 1, and changes of it"
+    assert_written(link, sorted([*WHOLE, CHANGED[0]]))  # version 1, and changes of it
 
 
 # ---------------------------------------------------------------------------------------------------- what is different
@@ -211,12 +245,12 @@ def test_changes_are_those_that_numpy_finds_of_any_bits_size_and_address(
     before, now = (torch.tensor(data.draw(draw), dtype=torch.int64).to(bits) for _ in range(2))
     flat = torch.cat([torch.zeros(start, dtype=bits), now])[start:].view(BITS[dtype][0])
     expected = np.flatnonzero(before.numpy().view(of_numpy) != now.numpy().view(of_numpy))
-    whole = delta._CHUNK
+    whole = differences._CHUNK
     try:
-        delta._CHUNK = chunk
+        differences._CHUNK = chunk
         count, found = find_changes(flat, before) if size else (0, None)
     finally:
-        delta._CHUNK = whole
+        differences._CHUNK = whole
     assert count == len(expected)
     if size and count * (4 + flat.itemsize) <= size * flat.itemsize:
         assert found is not None and found.index.tolist() == expected.tolist()
@@ -226,6 +260,11 @@ def test_changes_are_those_that_numpy_finds_of_any_bits_size_and_address(
 
 
 # -------------------------------------------------------------------------------------------------------- in an engine
+
+
+def changed(path: Path, bucket: EngineBucket, model: torch.nn.Module) -> Received:
+    """The bucket with the changes of a file."""
+    return changed_by(read_changes(path), path.parent, bucket, model)
 
 
 class Holding(torch.nn.Module):

@@ -19,8 +19,8 @@ from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint
 from mslime.offline.jobs import run_job
 from mslime.offline.requantise import ToFp8, ToInt4
-from mslime.weights.buckets import named_tensors
-from mslime.weights.encoded import encode, encoded_plan
+from mslime.weights.buckets import encode, named_tensors
+from mslime.weights.encoded import encoded_plan
 from mslime.weights.plan import DTYPE_BYTES, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
@@ -78,12 +78,18 @@ def test_what_is_sent_is_what_the_converter_writes(plain: Path, fp8: Path) -> No
 
 def test_int4_is_what_the_converter_writes(plain: Path, tmp_path: Path) -> None:
     run_job(ToInt4(plain, group=32), tmp_path / "out")
-    names = HFCheckpoint(tmp_path / "out").quantised_names
-    encoded = Encoded(Int4Groups(32), names, "INT4")
+    encoded = encoded_weights(HFCheckpoint(tmp_path / "out"), config_of(tmp_path / "out"))
+    assert encoded is not None and encoded.encoding == Int4Groups(32) and len(encoded.names) == 2 * 8 * 3
     written = written_by(tmp_path / "out")
     assert_equal(sent(encoded_plan(plan_of(plain), encoded), plain, encoded), written)
-    with pytest.raises(CheckpointError, match="convert bf16"):
+
+
+def test_int4_of_other_layers_than_experts_is_not_sent(plain: Path, tmp_path: Path) -> None:
+    """Engines hold one `weight_shape` for what they join, so nobody could tell that they hold what was sent."""
+    run_job(ToInt4(plain, group=32, include=r"q_proj"), tmp_path / "out")
+    with pytest.raises(CheckpointError, match="INT4 of routed experts") as caught:
         encoded_weights(HFCheckpoint(tmp_path / "out"), config_of(tmp_path / "out"))
+    assert "q_proj" in str(caught.value) and "convert bf16" in str(caught.value)
 
 
 def test_it_is_what_numpy_computes(plain: Path, fp8: Path) -> None:
@@ -149,7 +155,7 @@ def test_other_scales_than_of_blocks_are_not_sent(fp8: Path, kind: str) -> None:
     weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": kind}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     section = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups, "ignore": []}
-    with pytest.raises(CheckpointError, match="FP8 with a scale for each block, and nothing else"):
+    with pytest.raises(CheckpointError, match="FP8 with a scale for each block, or INT4 in groups, and nothing else"):
         encoded_weights(HFCheckpoint(fp8), config_of(fp8) | {"quantization_config": section})
 
 

@@ -1,8 +1,9 @@
-"""The transports shm and disk: they keep the contract, hide and remove their files, and say what they cannot do."""
+"""The transports shm, handles and disk: they keep the contract, remove their files, and say what they cannot do."""
 
 from __future__ import annotations
 
 import fcntl
+import inspect
 import json
 import os
 import signal
@@ -11,21 +12,24 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.multiprocessing import reductions
 
-from mslime.backends.sglang.files import Files, answer_leave, group_of, group_to_see, parse_group
+from mslime.backends.sglang.files import Files, answer_leave, group_of, group_to_see, open_handle, parse_group
 from mslime.backends.sglang.recorded import Buckets
 from mslime.config.errors import WeightSyncError
+from mslime.config.handles import take_handle, write_handle
 from mslime.config.keys import EngineInfo
 from mslime.convert.hf import INDEX_NAME
 from mslime.weights import contract, shm
 from mslime.weights.buckets import named_tensors
 from mslime.weights.contract import check_transport
 from mslime.weights.disk import DiskTransport
+from mslime.weights.handles import HandleTransport, handle_of
 from mslime.weights.plan import Bucket, Entry
 from mslime.weights.shm import ShmTransport
 from mslime.weights.transport import Link, SyncObserver, find_transport
@@ -64,7 +68,7 @@ def expect(engines: list[StandInEngine], version: int) -> None:
     contract._compare(BUCKETS, version, [engine.held() for engine in engines])
 
 
-@pytest.mark.parametrize("name", ["shm", "disk"])
+@pytest.mark.parametrize("name", ["shm", "handles", "disk"])
 def test_buckets_in_files_keep_the_contract(
     name: str, engines: list[StandInEngine], link: Link, shared_memory: Path
 ) -> None:
@@ -100,6 +104,85 @@ def test_shared_memory_is_private_and_has_a_name_only_until_all_engines_have_map
     assert [mapped_by(engine, shared_memory) for engine in engines] == [1, 1], "one mapping for all syncs"
     transport.disconnect()
     assert [mapped_by(engine, shared_memory) for engine in engines] == [0, 0]
+
+
+def shared_by_torch(process: int | str) -> int:
+    """Mappings of memory that torch shares by name."""
+    return Path(f"/proc/{process}/maps").read_text().count("/torch_")
+
+
+def test_memory_behind_handles_is_opened_once_by_each_engine_and_free_after_each_sync(
+    engines: list[StandInEngine], link: Link, shared_memory: Path
+) -> None:
+    transport, before = HandleTransport(link), shared_by_torch("self")
+    transport.connect(infos(engines))
+    for version in (1, 2, 3):
+        transport.begin(version, BUCKETS)
+        for number, bucket in enumerate(BUCKETS):
+            transport.start(bucket, contract._filled(bucket, version)).wait()
+            assert [shared_by_torch(engine.pid) for engine in engines] == [1, 1], "one mapping for all buckets"
+            assert not list(shared_memory.iterdir()) and shared_by_torch("self") == before + 1, number
+        transport.complete()
+        assert [shared_by_torch(engine.pid) for engine in engines] == [0, 0]
+        assert shared_by_torch("self") == before, "colocated engines need it now"
+        expect(engines, version)
+    transport.disconnect()
+    transport.disconnect()
+
+
+def test_a_handle_is_for_one_process(tmp_path: Path) -> None:
+    path, flat = tmp_path / "memory", torch.arange(5, dtype=torch.uint8)
+    for number in range(2):
+        write_handle(path, number, handle_of(flat))
+    opened = [open_handle(take_handle(path), torch.device("cpu")) for _ in range(2)]
+    opened[0][3] = 77
+    assert [tensor.tolist() for tensor in (opened[1], flat)] == [[0, 1, 2, 77, 4]] * 2
+    with pytest.raises(FileNotFoundError):
+        take_handle(path)
+    with pytest.raises(FileNotFoundError):
+        take_handle(tmp_path / "never written")
+
+
+def test_memory_on_another_kind_of_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="memory on a GPU, and this engine runs on cpu"):
+        open_handle((1, b"handle", 8, 0, b"counter", 0, b"event", 1), torch.device("cpu"))
+    with pytest.raises(ValueError, match="memory on a CPU, and this engine runs on cuda:1"):
+        open_handle((0, b"manager", b"handle", 8), torch.device("cuda:1"))
+
+
+class FakeCudaStorage:
+    """What torch says of memory on a GPU, as `torch.multiprocessing.reductions` takes it apart."""
+
+    device, is_cuda = 3, True
+
+    def untyped_storage(self) -> FakeCudaStorage:
+        return self
+
+    def _share_cuda_(self) -> tuple[Any, ...]:
+        return (self.device, b"\x00handle", 8, 16, b"counter", 2, b"event", True)
+
+
+def test_cudas_handles_are_what_torch_itself_sends_but_for_the_number_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of CUDA runs here: this is the order of torch's fields, which another torch may change."""
+    write_handle(tmp_path / "x", 0, handle_of(cast("Any", FakeCudaStorage())))
+    opened: list[tuple[Any, ...]] = []
+
+    def open_it(*fields: Any) -> torch.UntypedStorage:
+        opened.append(fields)
+        raise RuntimeError("no CUDA here")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", open_it)
+    with pytest.raises(RuntimeError, match="no CUDA"):
+        open_handle(take_handle(tmp_path / "x"), torch.device("cuda:1"))
+    assert opened == [(1, b"\x00handle", 8, 16, b"counter", 2, b"event", True)]
+    fields = ["handle", "storage_size_bytes", "storage_offset_bytes", "ref_counter_handle", "ref_counter_offset",
+              "event_handle", "event_sync_required"]  # fmt: skip
+    source = "".join(inspect.getsource(reductions).split())
+    listed = ",".join(fields)
+    assert f"(device,{listed},)=storage._share_cuda_()" in source
+    assert f"storage=storage_cls._new_shared_cuda(storage_device,storage_{listed},)" in source
 
 
 def test_a_bucket_that_is_larger_than_those_before_gets_more_memory(

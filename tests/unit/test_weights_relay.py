@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import Future
 from dataclasses import replace
@@ -79,9 +80,9 @@ def test_tensors_are_described_once_and_again_to_engines_that_are_met_anew(
     told: list[int] = []
     announce = link.receivers.announce_relay
 
-    def counting(sync: str, lanes: Any, plan: str, buckets: Any, cuts: str) -> bytes:
+    def counting(sync: str, lanes: Any, plan: str, buckets: Any, senders: Any, cuts: str) -> bytes:
         told.append(len(buckets))
-        return announce(sync, lanes, plan, buckets, cuts)
+        return announce(sync, lanes, plan, buckets, senders, cuts)
 
     monkeypatch.setattr(link.receivers, "announce_relay", counting)
     transport = connected(link, engines)
@@ -199,6 +200,25 @@ def test_one_rank_of_an_engine_is_asked_to_join_a_lane(link: Link, monkeypatch: 
         ).result()
     names = ["n", lane_to_join(3, "n"), lane_to_join(3, "n", 1)]
     assert asked == [("h", 5, 2, 4, name, "gloo") for name in names]
+
+
+def test_every_bucket_is_announced_with_the_lane_of_its_sender_and_its_tensors(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    receivers: Any = link.receivers
+    monkeypatch.setattr(receivers, "receive_all", lambda engine, said: done(asked.append(json.loads(said))))
+    transport = RelayTransport(replace(link, rank=4, senders={0: "job-rank0", 4: "job-rank4"}))
+    monkeypatch.setattr(transport, "_engines", (EngineInfo("http://127.0.0.1:8"),))
+    buckets = [replace(bucket, sender=sender) for bucket, sender in zip(BUCKETS, (4, 0, 0), strict=True)]
+    transport.begin(1, buckets)
+    (said,) = asked
+    order = parse_order(said["group_name"])
+    assert order is not None and order.lanes == ("job-rank0", "job-rank4") and order.senders == (1, 0, 0)
+    assert order.tensors == tuple(len(bucket.names) for bucket in buckets)
+    assert said["names"] == [name for bucket in buckets for name in bucket.names]
+    assert said["shapes"] == [list(shape) for bucket in buckets for shape in bucket.shapes]
+    assert said["dtypes"] == [dtype for bucket in buckets for dtype in bucket.dtypes]
 
 
 class TwoMachines:

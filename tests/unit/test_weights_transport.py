@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -201,9 +202,10 @@ def answering(answer: dict[str, Any]) -> Iterator[tuple[str, list[tuple[str, str
 def test_all_requests_of_a_sender_share_a_connection_and_carry_the_key_that_each_path_needs() -> None:
     with answering({"success": True}) as (url, asked):
         receivers, keys = receivers_within(5), EngineKeys("the-api", "the-admin")
-        bucket = receivers.announce(["a"], ["float32"], [[2]], "group")
+        bucket: Any = SimpleNamespace(names=["a"], dtypes=["float32"], shapes=[[2]])
+        announced = receivers.announce(bucket, "group")
         for _ in range(3):
-            receivers.receive(EngineInfo(url, keys=keys), bucket).result()
+            receivers.receive(EngineInfo(url, keys=keys), announced).result()
         with pytest.raises(WeightSyncError, match="does not describe itself"):
             receivers.describe(Endpoint(url, keys))
         receivers.close()

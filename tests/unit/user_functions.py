@@ -13,7 +13,7 @@ from mslime.algorithms.advantages import GroupRewards
 from mslime.algorithms.policies import TokenLoss
 from mslime.algorithms.token_batch import TokenBatch
 from mslime.config.algorithm import AlgorithmConfig
-from mslime.config.schema import DataConfig
+from mslime.config.data import DataConfig
 from mslime.data.sample import Sample
 from mslime.observe.hooks import StepRecord
 

@@ -56,13 +56,14 @@ def expert_adapters(module: Any) -> None:
 def _forward_with_lora(self: Any, hidden_states: Any, topk_output: Any, lora_info: Any, **_: Any) -> Any:
     """[tokens, hidden] -> the same: what each token's experts say of it, with the adapter of its request.
 
-    Factors lie as SGLang keeps them: gate and up of A one below the other, B of gate above B of up, alpha / rank in B.
+    Factors lie as SGLang keeps them: gate and up of A one below the other, B of gate above B of up, alpha / rank in B;
+    where experts share the outer factors, A of gate and up and B of down, there is one of them for all.
     """
     import torch
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
     from torch.nn import functional
 
-    base, rank = self.base_layer, lora_info.max_lora_rank
+    base, rank, shared = self.base_layer, lora_info.max_lora_rank, lora_info.experts_shared_outer_loras
     dispatched = base.dispatcher.dispatch(hidden_states=hidden_states, topk_output=topk_output)
     x, (weights, ids, _) = dispatched.hidden_states, dispatched.topk_output
     slots = lora_info.token_lora_mapping
@@ -71,19 +72,19 @@ def _forward_with_lora(self: Any, hidden_states: Any, topk_output: Any, lora_inf
         token, choice = (ids == expert).nonzero(as_tuple=True)
         if not token.numel():
             continue
-        rows, slot_of = x[token], slots[token]
+        rows, slot_of, outer = x[token], slots[token], 0 if shared else expert
         used = [int(slot) for slot in slot_of.unique() if slot >= 0] if lora_info.has_active_lora else []
         gate_up = functional.linear(rows, base.w13_weight[expert])
         for slot in used:
             mine, b = slot_of == slot, lora_info.gate_up_lora_b_weights[slot, expert]
-            h, half = rows[mine] @ lora_info.gate_up_lora_a_weights[slot, expert].T, b.shape[0] // 2
+            h, half = rows[mine] @ lora_info.gate_up_lora_a_weights[slot, outer].T, b.shape[0] // 2
             gate_up[mine] += torch.cat([h[:, :rank] @ b[:half].T, h[:, rank:] @ b[half:].T], -1)
         gate, up = gate_up.chunk(2, -1)
         active = functional.silu(gate) * up
         down = functional.linear(active, base.w2_weight[expert])
         for slot in used:
             mine = slot_of == slot
-            a, b = lora_info.down_lora_a_weights[slot, expert], lora_info.down_lora_b_weights[slot, expert]
+            a, b = lora_info.down_lora_a_weights[slot, expert], lora_info.down_lora_b_weights[slot, outer]
             down[mine] += active[mine] @ a.T @ b.T
         output.index_add_(0, token, down.to(output.dtype) * weights[token, choice, None])
     return base.dispatcher.combine(combine_input=StandardCombineInput(hidden_states=output.to(x.dtype)))

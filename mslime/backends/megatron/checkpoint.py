@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mslime.backends.megatron.checkpoint_files import InProcessSave, SafeLoad
 from mslime.backends.megatron.generators import load_generators, save_generators
-from mslime.backends.megatron.step.optimizer import begin_states, load_states, without_classes
+from mslime.backends.megatron.step.optimizer import begin_states, load_states, states_of, without_classes
 from mslime.config.errors import CheckpointError
 from mslime.data import checkpoints
 from mslime.data.checksums import FileSum, check_sums, share
@@ -165,7 +165,7 @@ def _state(
         for key, chunk in _named(chunks)
     }
     model = dict(state)
-    held = optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    held = states_of(optimizer, model, is_loading=is_loading, metadata=metadata)
     state["optimizer"] = without_classes(held)
     state["schedule"] = schedule.state_dict()
     return state

@@ -107,6 +107,11 @@ class EngineClient:
         self.adapters = ServingAdapters(self._unload_adapter)
         self._session: aiohttp.ClientSession | None = None
 
+    @property
+    def servers(self) -> tuple[EngineClient, ...]:
+        """Clients of its servers one by one: itself, unless it is of a pair."""
+        return (self,)
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -131,7 +136,7 @@ class EngineClient:
         """
         self._check_ids(request)
         limit = answer_limit(request, self.model)
-        with self.adapters.used(request.rid) as adapter:
+        with self.adapters.used(request.rid, request.adapter) as adapter:
             body = request.payload() | _with(adapter)
             answer = await self._call("POST", "/generate", body, self.deadlines.engine_request_s, limit)
         with self.reading(f"request {request.rid}"):
@@ -155,7 +160,7 @@ class EngineClient:
         """
         assert self.model is not None, "a probe is of a client that knows the model"
         self._check_ids(request.generation)
-        adapter = self.adapters.of_version(request.version)
+        adapter = self.adapters.of_version(request.version, request.adapter)
         body = request.payload() | _with(adapter)
         answer = await self._retrying("POST", "/generate", body, self.deadlines.weight_sync_s)
         with self.reading(f"request {request.rid}"):
@@ -223,7 +228,7 @@ class EngineClient:
         await self._once("/init_weights_update_group", body)
 
     async def receive_bucket(self, description: bytes) -> str:
-        """Let the engine take part in a broadcast (see `receivers.bucket_description`).
+        """Let the engine take part in a broadcast (see `receivers.update_request`).
 
         Returns:
             When it has loaded the bucket, what it says of that.
@@ -258,9 +263,9 @@ class EngineClient:
         plug-in that can say."""
         return await self._held(HELD)
 
-    async def held_adapter(self, version: int) -> list[dict[str, Any]] | None:
+    async def held_adapter(self, version: int, owner: str = "") -> list[dict[str, Any]] | None:
         """What every rank holds of the tensors of the loaded adapter of a version; see `held_weights`."""
-        adapter = self.adapters.of_version(version)
+        adapter = self.adapters.of_version(version, owner)
         assert adapter is not None, f"{self.url} has no adapter of version {version}"
         return await self._held(HELD_ADAPTER + adapter.name)
 
@@ -416,11 +421,9 @@ class EngineClient:
             return isinstance(error, EngineBusy) or (broke and state.attempt_number < 3)
 
         retrying = tenacity.AsyncRetrying(
-            retry=again,
-            stop=tenacity.stop_after_delay(timeout_s),
+            retry=again, stop=tenacity.stop_after_delay(timeout_s), reraise=True,
             wait=tenacity.wait_exponential(multiplier=0.1, max=2.0),
-            reraise=True,
-        )
+        )  # fmt: skip
         return await retrying(self._call, method, path, body, timeout_s)
 
     async def _call(

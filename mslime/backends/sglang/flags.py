@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mslime.backends.cpu.sglang import SITE_DIR
+from mslime.config.choices import Half
 from mslime.config.hf_config import read_hf_config
 from mslime.config.serving import ServedLora, ServerSpec
 
@@ -56,9 +57,21 @@ class Part:
     meeting: str
 
 
+@dataclass(frozen=True)
+class HalfOfPair:
+    """One of the two servers of a pair.
+
+    Attributes:
+        bootstrap_port: of the half that prefills, at which the other one meets it for each request.
+    """
+
+    half: Half
+    bootstrap_port: int = 0
+
+
 def server_fields(
     spec: ServerSpec, index: int, host: str, port: int, identity: str | None = None, routes: bool = False,
-    part: Part | None = None,
+    part: Part | None = None, half: HalfOfPair | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """ServerArgs fields of server `index`; what the user passed through wins over our defaults.
 
@@ -66,6 +79,7 @@ def server_fields(
         identity: name under which it serves its model, by which it is known from other servers.
         routes: whether it is to return the experts that every token was routed to.
         part: of a server that spans several machines.
+        half: of a pair.
 
     Raises:
         CheckpointError: there is no config.json that can be read.
@@ -91,12 +105,24 @@ def server_fields(
         "sampling_mask_max_tokens": spec.mask_tokens,
         "sleep_on_idle": cpu,  # an idle scheduler otherwise spins on a whole core
         "enable_memory_saver": spec.gives_back and not cpu,  # on a CPU our plug-in does it (`memory`)
+        "enable_weights_cpu_backup": spec.gives_back and spec.role == "teacher",
     }
     if spec.lora is not None:
         fields |= _lora_fields(spec.lora, cpu)
     if part is not None:
         fields |= {"nnodes": engine.nnodes, "node_rank": part.rank, "dist_init_addr": part.meeting}
+    if half is not None:
+        fields |= _half_fields(half, engine.pairs)
     return fields | engine.extra
+
+
+def _half_fields(half: HalfOfPair, transfer: str | None) -> dict[str, Any]:
+    """What makes a server one of a pair. The one that decodes does not put requests back: their routes lie where their
+    cache lay, and would be lost with it. It fails them with HTTP 503 instead, and they are sent again."""
+    fields: dict[str, Any] = {"disaggregation_mode": half.half, "disaggregation_transfer_backend": transfer}
+    if half.half == "prefill":
+        return fields | {"disaggregation_bootstrap_port": half.bootstrap_port}
+    return fields | {"disaggregation_decode_retraction_backup": "none"}
 
 
 def _lora_fields(lora: ServedLora, cpu: bool) -> dict[str, Any]:
@@ -109,6 +135,7 @@ def _lora_fields(lora: ServedLora, cpu: bool) -> dict[str, Any]:
         "lora_target_modules": list(lora.modules),
         "max_loras_per_batch": lora.alive,
         "max_loaded_loras": lora.alive + 1,
+        "experts_shared_outer_loras": lora.shares_outer or None,
     }
 
 
@@ -132,7 +159,7 @@ def command_line(fields: Mapping[str, Any]) -> list[str]:
 
 def environment(
     base: Mapping[str, str], *, cpu: bool, ranks: int, gpus: Sequence[str] | None, recorded: bool = False,
-    files: bool = False, gives_back: bool = False, adapters: bool = False, peers: bool = False,
+    files: bool = False, gives_back: bool = False, adapters: bool = False, peers: bool = False, masks: bool = False,
 ) -> dict[str, str]:  # fmt: skip
     """The server's environment variables.
 
@@ -145,6 +172,7 @@ def environment(
         gives_back: it gives its memory back when asked (see `memory`).
         adapters: it says what it holds of adapters (see `held_adapters`).
         peers: it gives its weights to an engine that is back (see `peers`).
+        masks: it is one of a pair, whose sampling masks go from one to the other.
     """
     env = dict(base)
     env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would cost a timeout
@@ -159,6 +187,7 @@ def environment(
     paths = [*map(str, own), env.get("PYTHONPATH")]
     if cpu:
         env["SGLANG_USE_CPU_ENGINE"] = "1"
+        env["SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"] = "0"  # it waits for an event of a GPU's stream
         env["OMP_NUM_THREADS"] = env.get("OMP_NUM_THREADS", "1")
         paths.insert(0, str(SITE_DIR))
         if ranks > 1:  # one NUMA node has several ranks then, and sglang wants their cores spelt out
@@ -167,6 +196,8 @@ def environment(
     else:
         # Expandable segments and the like, meant for the trainer, break the engine's memory saver.
         env.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+    if masks:
+        env["SGLANG_ENABLE_DISAGG_SAMPLING_MASK"] = "1"
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     if env.get("SGLANG_PLUGINS"):  # those that the user wants; without it SGLang loads all

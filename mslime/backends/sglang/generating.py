@@ -48,6 +48,7 @@ class GenerateRequest:
         routes_start: first position whose routes are returned, at most len(input_ids).
         session_id: requests of one session go to one engine (see `EnginePool`), which then reuses its prefix cache.
         cache_key: only prefixes that a request of the same key computed are reused; empty for requests without a key.
+        adapter: which of a run's several adapters answers; empty in a run of one, or of none.
     """
 
     rid: str
@@ -65,6 +66,7 @@ class GenerateRequest:
     routes_start: int = 0
     session_id: str = ""
     cache_key: str = ""
+    adapter: str = ""
 
     @property
     def restricted(self) -> bool:
@@ -208,7 +210,7 @@ def parse_generation(
     restricted, encoded = request.restricted, meta.get(ROUTES)
     incomplete = (request.want_routes and encoded is None) or (restricted and MASKS not in meta)
     if finish == "abort" and (incomplete or len(ids) == 0):
-        return _nothing(request, engine, meta)
+        return nothing(request, engine, meta)
     n = len(ids)
     assert n <= request.max_new_tokens, f"{n} tokens, and at most {request.max_new_tokens} were asked for"
     supports = _supports(meta, ids, model) if restricted else None
@@ -293,7 +295,7 @@ def _supports(meta: Mapping[str, Any], ids: NDArray[np.int32], model: ModelFacts
     return supports
 
 
-def _nothing(request: GenerateRequest, engine: str, meta: dict[str, Any]) -> GenerateResult:
+def nothing(request: GenerateRequest, engine: str, meta: Mapping[str, Any]) -> GenerateResult:
     """The result of a request that was aborted before it produced anything that can be used."""
     retractions = int(meta.get("num_retractions") or 0)
     supports = Supports.empty() if request.restricted else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
@@ -17,7 +17,7 @@ from typing import Any, get_args
 from mslime.backends.cpu.sglang import SGLANG_VERSION
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.config.choices import PauseMode
+from mslime.config.choices import Half, PauseMode
 from mslime.config.errors import EngineError
 from mslime.config.serving import ServedLora
 
@@ -90,6 +90,26 @@ async def handshake(client: EngineClient, needs: Needs) -> int:
 
 
 async def _handshake(client: EngineClient, needs: Needs) -> int:
+    roles = ("null",) if len(client.servers) == 1 else get_args(Half)
+    limit = min([await _check_server(*each, needs) for each in zip(client.servers, roles, strict=True)])
+    await _probe(client, "log-probs", _probe_log_probs)
+    if needs.routes:
+        await _probe(client, "routed experts", _probe_routes)
+    if needs.truncation:
+        await _probe(client, "sampling mask", partial(_probe_supports, truncation=needs.truncation))
+    if needs.memory:
+        await _probe(client, "memory that is given back", _probe_memory)
+    await _probe(client, "weight-update sessions", _probe_session)
+    await _probe(client, "pause modes", _probe_pause_modes)
+    return limit
+
+
+async def _check_server(client: EngineClient, role: str, needs: Needs) -> int:
+    """What a server says of itself, before anything is generated; see `handshake`.
+
+    Args:
+        role: what it must be of a pair; `null`: it is none.
+    """
     if client.identity and (found := (await client.model_info()).get("served_model_name")) != client.identity:
         raise client.error(
             f"serves {found!r}", f"another server answers on its port; ours serves its model as {client.identity!r}"
@@ -106,12 +126,13 @@ async def _handshake(client: EngineClient, needs: Needs) -> int:
     for declared in DECLARED:
         _check_declared(client, declared, schema)
     model = await client.model_info()
-    if (role := model.get("disaggregation_mode") or "null") != "null":
+    if (found := model.get("disaggregation_mode") or "null") != role:
         # A request that names no pair is refused (managers/scheduler.py), or with the transfer backend `fake` waits
         # until the time of a probe is up: so the role is read before anything is generated.
         raise _missing(
-            client, "prefill and decode in one server",
-            f"it is one half of a pair: start it without --disaggregation-mode {role}",
+            client, "prefill and decode in one server" if role == "null" else f"{role} for the other half of a pair",
+            f"it is one half of a pair: start it without --disaggregation-mode {found}" if role == "null" else
+            f"it was started with --disaggregation-mode {found}",
         )  # fmt: skip
     served = tuple(model.get("architectures") or ())
     if needs.architectures and served != needs.architectures:
@@ -119,27 +140,18 @@ async def _handshake(client: EngineClient, needs: Needs) -> int:
     await client.version()
     if needs.routes and not info.get("enable_return_routed_experts"):
         raise _missing(client, "routed experts", "it was started without --enable-return-routed-experts")
-    await _probe(client, "log-probs", _probe_log_probs)
-    if needs.routes:
-        await _probe(client, "routed experts", _probe_routes)
-    if needs.truncation:
-        # A min-p draw from a seed, which such a server gives every request, kills it (layers/sampler.py).
-        if needs.truncation.get("min_p") and info.get("enable_deterministic_inference"):
-            raise _missing(client, "min-p draws", "it was started with --enable-deterministic-inference")
-        await _probe(client, "sampling mask", partial(_probe_supports, truncation=needs.truncation))
+    # A min-p draw from a seed, which such a server gives every request, kills it (layers/sampler.py).
+    if needs.truncation.get("min_p") and info.get("enable_deterministic_inference"):
+        raise _missing(client, "min-p draws", "it was started with --enable-deterministic-inference")
     if needs.lora is not None and (lacks := _lacks_adapters(needs.lora, info)):
         raise _missing(client, "adapters", lacks)
-    if needs.memory:
-        await _probe(client, "memory that is given back", _probe_memory)
-    await _probe(client, "weight-update sessions", _probe_session)
-    await _probe(client, "pause modes", _probe_pause_modes)
     limit = info.get("max_req_input_len")
     if not isinstance(limit, int) or limit < 1:
         raise _missing(client, "longest input", f"/server_info gives max_req_input_len as {limit!r}")
     return limit
 
 
-async def handshake_all(clients: list[EngineClient], needs: Needs) -> int:
+async def handshake_all(clients: Sequence[EngineClient], needs: Needs) -> int:
     """`handshake` with every engine at once; the input that one of them refuses: of so many tokens, or more."""
     return min(await asyncio.gather(*(handshake(client, needs) for client in clients)))
 
@@ -155,6 +167,8 @@ def _lacks_adapters(lora: ServedLora, info: Mapping[str, Any]) -> str:
         return f"its --lora-target-modules lack {', '.join(absent)}"
     if (most := info.get("max_loaded_loras")) is not None and most <= lora.alive:
         return f"it was started with --max-loaded-loras {most}, and {lora.alive + 1} are loaded at once"
+    if bool(info.get("experts_shared_outer_loras")) != lora.shares_outer:
+        return f"it was started with{'out' * lora.shares_outer} --experts-shared-outer-loras"
     return ""
 
 

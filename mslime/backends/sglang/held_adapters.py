@@ -92,5 +92,5 @@ def taken_apart(
             if module is None or joined is None:
                 continue
             before = [name.replace(f".{module}.", f".{part}.") for part in parts[: parts.index(module)]]
-            start = sum(shapes[each][0] if each in shapes else shape[0] for each in before)
-            yield name, joined[start : start + shape[0]]
+            start = sum(shapes.get(each, shape)[-2] for each in before)
+            yield name, joined.narrow(-2, start, shape[-2])

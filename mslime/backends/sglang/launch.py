@@ -1,18 +1,21 @@
-"""What `python -m sglang.launch_server` does, with three things that its command line cannot say.
+"""What `python -m sglang.launch_server` does, with what its command line cannot say.
 
 The server's key comes from the environment and leaves it at once: neither the command line, nor the log, nor what the
-server starts shows it. Its processes (they are spawned, so each imports this module first) die with the server, however
-it ends, also while they still import. And the store through which its ranks meet listens on the server's own address.
+server starts shows it. Its processes (on GPUs they are spawned, so each imports this module first; on a CPU forked) die
+with the server, however it ends, also while they still import. And the store through which its ranks meet listens on
+the server's own address.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import multiprocessing
 import os
 import signal
 import socket
 import sys
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,23 @@ def listen_on_own_address() -> None:
     rendezvous._create_c10d_store = create_store
 
 
+def fork_children() -> None:
+    """Let schedulers and the detokenizer begin as copies of this process, which has imported what they need.
+
+    SGLang spawns them, because CUDA does not survive a fork: each imports torch and SGLang once more, which was two
+    thirds of the CPU time of a start, and half of the memory. Where this process has a second thread by then, whose
+    locks nobody would give back in a copy, they are spawned as ever.
+    """
+    listen_on_own_address()
+    register_after_fork(die_with_the_server, lambda die: die())
+    set_start_method = multiprocessing.set_start_method
+
+    def fork_where_alone(method: str | None, force: bool = False) -> None:
+        set_start_method("fork" if len(os.listdir("/proc/self/task")) == 1 else method, force)
+
+    multiprocessing.set_start_method = fork_where_alone
+
+
 def main(argv: list[str]) -> None:
     """Serve until the end. Settings as for `sglang.launch_server`; keys from the environment."""
     os.environ[_SERVER_PID] = str(os.getpid())
@@ -85,6 +105,9 @@ def main(argv: list[str]) -> None:
 
     load_plugins()
     settings = prepare_server_args(argv)
+    fields: Any = settings  # SGLang makes them when it is imported
+    if fields.device == "cpu" and fields.dp_size == 1:  # else a controller starts the schedulers, from threads
+        fork_children()
     settings.api_key = HiddenKey(key) if key else None
     settings.admin_api_key = HiddenKey(admin_key) if admin_key else None
     try:

@@ -6,15 +6,17 @@ have released. Here such a call does nothing, and `/weights_checker` tells what 
 the client asks instead of remembering, so that it knows also after a connection broke.
 
 Weights that come back are zeros until a sync has brought the new ones, also where no tensor of a checkpoint covers them
-(rows of padding), which recorded copies leave alone. On a GPU SGLang's memory saver gives the memory back; on a CPU,
-where it is not to be had, pages of parameters and of the cache are dropped here.
+(rows of padding), which recorded copies leave alone. A teacher's, which nobody sends, come back as they were
+(SGLang's `enable_weights_cpu_backup`). On a GPU SGLang's memory saver gives the memory back; on a CPU, where it is not
+to be had, pages of parameters and of the cache are dropped here, and what is to come back is in a file meanwhile.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, get_args
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import IO, Any, get_args
 
 import torch
 
@@ -25,6 +27,8 @@ from mslime.config.choices import EngineTag
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _RUNS = "requests run"
 _REFUSED = {REFUSED: ""}
+_BACKUP: list[IO[bytes]] = []
+"""The weights of a server on a CPU that keeps them: a file without a name, written once, since they never change."""
 _log = logging.getLogger(__name__)
 
 
@@ -67,6 +71,8 @@ def _release(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> A
     runner = self.tp_worker.model_runner
     if runner.device == "cpu":
         held = [*(runner.model.parameters() if "weights" in tags else ())]
+        if runner.server_args.enable_weights_cpu_backup and held and not _BACKUP:
+            _BACKUP.append(backup_of(held))
         held += cache_tensors(runner.token_to_kv_pool) if "kv_cache" in tags else ()
         _log.info("gave %d bytes back: %s", drop_pages(held), ", ".join(tags))
     return answer
@@ -80,11 +86,28 @@ def _resume(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> An
         return ResumeMemoryOccupationReqOutput()
     recv_req.tags = tags
     answer = original(self, recv_req)
-    if "weights" in tags:
+    runner = self.tp_worker.model_runner
+    if "weights" in tags and not runner.server_args.enable_weights_cpu_backup:
         with torch.no_grad():
-            for parameter in self.tp_worker.model_runner.model.parameters():
+            for parameter in runner.model.parameters():
                 parameter.zero_()
+    elif "weights" in tags and runner.device == "cpu":
+        restore(runner.model.parameters(), _BACKUP[0])
     return answer
+
+
+def backup_of(parameters: Iterable[torch.nn.Parameter]) -> IO[bytes]:
+    """A file without a name that has the bits of these, and goes with this process."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server lives
+    torch.save([parameter.data for parameter in parameters], file)
+    return file
+
+
+def restore(parameters: Iterable[torch.nn.Parameter], backup: IO[bytes]) -> None:
+    """Give the same parameters, in the same order, the bits that `backup_of` has kept."""
+    backup.seek(0)
+    for parameter, kept in zip(parameters, torch.load(backup), strict=True):
+        parameter.data.copy_(kept)
 
 
 def _tell(original: Callable[[Any, Any], Any], self: Any, recv_req: Any) -> Any:

@@ -30,6 +30,7 @@ from mslime.backends.sglang.heartbeat import Heartbeats
 from mslime.backends.sglang.probing import ProbeRequest
 from mslime.backends.sglang.scoring import ScoreRequest
 from mslime.backends.sglang.serving_adapters import AdapterVersion
+from mslime.backends.sglang.slots import Slot
 from mslime.config.choices import EngineTag, PauseMode
 from mslime.config.errors import EngineError, WeightSyncError, sync_error
 from mslime.data.probe import Probed
@@ -50,46 +51,12 @@ class Serving:
     Attributes:
         urls: of the engines that do.
         gone: by name, what the engines died of that are dead.
-        adapters: versions of adapters that requests have, or that were loaded just now.
+        adapters: versions of the owner's adapters that requests have, or that were loaded just now.
     """
 
     urls: tuple[str, ...]
     gone: Mapping[str, str]
     adapters: frozenset[int] = frozenset()
-
-
-class _Slot:
-    """One engine with its share of the work.
-
-    Attributes:
-        error: what it died of.
-        answered, missed: see `heartbeat.Watched`.
-        served: time (`time.monotonic`) of its last answer to a request: more than a sign of life, which SGLang also
-            sees in its scheduler's word that a heartbeat was aborted.
-        leaving: it gets no requests any more, and is forgotten at the next weight update.
-    """
-
-    def __init__(self, client: EngineClient, concurrency: int) -> None:
-        self.client = client
-        self.assigned = 0
-        self.limit = asyncio.Semaphore(concurrency)
-        self.error: EngineError | None = None
-        self.answered = self.served = time.monotonic()
-        self.missed = 0
-        self.leaving = False
-        self._death: asyncio.Future[None] | None = None
-
-    @property
-    def death(self) -> asyncio.Future[None]:
-        """Done when the engine is dead. One for all requests: a task for each would cost as much as they do."""
-        if self._death is None:
-            self._death = asyncio.get_running_loop().create_future()
-        return self._death
-
-    def kill(self, error: EngineError) -> None:
-        if self.error is None:
-            self.error = error
-            self.death.set_result(None)
 
 
 class EnginePool:
@@ -105,11 +72,12 @@ class EnginePool:
         assert clients and concurrency > 0
         assert len({c.name for c in clients}) == len(clients), "engines need distinct names"
         self._concurrency = concurrency
-        self._slots = [_Slot(client, concurrency) for client in clients]
+        self._slots = [Slot(client, concurrency) for client in clients]
         self._admitted: dict[str, EngineClient] = {}
         self._heartbeats = Heartbeats(silence_s, lambda: self._slots) if math.isfinite(silence_s) else None
-        self._sessions: OrderedDict[str, _Slot] = OrderedDict()
+        self._sessions: OrderedDict[str, Slot] = OrderedDict()
         self._paused: PauseMode = "retract"
+        self._newest: dict[str, AdapterVersion] = {}  # of each owner, for engines that join
 
     def __len__(self) -> int:
         """Engines that are alive."""
@@ -148,6 +116,14 @@ class EnginePool:
         """Stop one request, wherever it runs, or all."""
         await self.broadcast(lambda client: client.abort(rid))
 
+    async def abort_of(self, owner: str) -> None:
+        """Stop all requests of one of several adapters."""
+
+        async def one(client: EngineClient) -> None:
+            await asyncio.gather(*(client.abort(rid) for rid in client.adapters.requests_by(owner)))
+
+        await self.broadcast(one)
+
     def give_up(self, since: float) -> None:
         """Engines that have requests and answered none since then (`time.monotonic`) hang: they are dead, and their
         requests fail."""
@@ -169,14 +145,16 @@ class EnginePool:
         await self.broadcast(lambda client: client.pause(mode))
 
     async def resume(self) -> None:
-        """Let every engine go on."""
+        """Let every engine go on. What those have answered that went on for a probe is good."""
         await self.broadcast(lambda client: client.resume())
+        for slot in self._slots:
+            slot.proven.set()
         if self._heartbeats is not None:
             self._heartbeats.start()
 
     async def flush_cache(self) -> None:
-        """Forget cached prefixes everywhere."""
-        await self.broadcast(lambda client: client.flush_cache())
+        """Forget cached prefixes everywhere; those that went on for a probe have done so before."""
+        await self.broadcast(lambda client: client.flush_cache(), paused=True)
 
     # -------------------------------------------------------------------------------------------- who belongs to it
     #
@@ -214,7 +192,7 @@ class EnginePool:
             return ""
         del self._admitted[name]
         self._slots = [slot for slot in self._slots if slot.client.name != name]
-        self._slots.append(_Slot(client, self._concurrency))
+        self._slots.append(Slot(client, self._concurrency))
         return giver.client.name
 
     async def retire(self, name: str) -> None:
@@ -228,28 +206,31 @@ class EnginePool:
                     with suppress(EngineDied):
                         await self._unless_dead(slot, slot.client.abort())
 
-    async def _change(self) -> None:
-        """Take who was admitted, forget who leaves."""
+    async def _change(self, ready: bool = True) -> None:
+        """Take who was admitted, forget who leaves.
+
+        Args:
+            ready: who was admitted may have requests at once.
+        """
         admitted, self._admitted = self._admitted, {}
-        slots: list[_Slot] = []
+        slots: list[Slot] = []
         for slot in self._slots:
             client = admitted.pop(slot.client.name, None)
             if client is not None:
-                slots.append(_Slot(client, self._concurrency))
+                slots.append(Slot(client, self._concurrency, ready))
             elif not slot.leaving:
                 slots.append(slot)
                 continue
             slot.kill(EngineDied(slot.client.name, slot.client.url, "it left the run", "ask another engine"))
             await slot.client.close()
-        self._slots = slots + [_Slot(client, self._concurrency) for client in admitted.values()]
+        self._slots = slots + [Slot(client, self._concurrency, ready) for client in admitted.values()]
 
     # --------------------------------------------------------------------------------------------- weight update
     #
     # pause -> begin_update -> the trainer sends -> [compare] -> end_update -> stamp -> [probe] -> flush_cache, resume
     #
     # A version is stamped last, so an engine that was left in the middle never claims the new one. The comparison comes
-    # before `end_update`, while the parameters lie as they were loaded. A probe is answered by an engine that goes on,
-    # so all that it says is of the stamped version.
+    # before `end_update`, while the parameters lie as they were loaded. A probe is of the stamped version.
 
     async def begin_update(self) -> Serving:
         """Open a weight-update session on every engine that lives, the admitted ones among them.
@@ -277,38 +258,40 @@ class EnginePool:
         unless all do.
 
         Args:
-            alive: adapters that an engine serves at once.
+            alive: versions of this owner's adapters that an engine serves at once.
 
         Raises:
             EngineError: all refuse.
             EngineDied: all are gone: what the first one died of.
         """
-        await self._change()
-        urls = await self.broadcast(lambda client: adapter_update.load(client, adapter, alive), spare=True)
-        held = frozenset(each.version for client in self.clients for each in client.adapters.loaded)
+        await self._change(ready=False)
+        others = [newest for owner, newest in self._newest.items() if owner != adapter.owner]
+        urls = await self.broadcast(lambda client: adapter_update.load(client, adapter, alive, others), spare=True)
+        held = frozenset(a.version for client in self.clients for a in client.adapters.loaded_of(adapter.owner))
         return Serving(tuple(urls), {name: error.brief for name, error in self.dead.items()}, held)
 
-    async def switch(self, version: int, interrupt: bool) -> None:
-        """Give new requests the adapter of a version that is loaded.
+    async def switch(self, version: int, interrupt: bool, owner: str = "") -> None:
+        """Give new requests of an owner the adapter of a version that is loaded.
 
         Args:
             interrupt: requests with an older one return what they have; else they end under it.
         """
-        live = [slot.client for slot in self._slots if slot.error is None]
-        for client in live:
-            if (adapter := client.adapters.of_version(version)) is not None:
-                client.adapters.switch(adapter)
+        for slot in [slot for slot in self._slots if slot.error is None]:
+            if (adapter := slot.client.adapters.of_version(version, owner)) is not None:
+                slot.client.adapters.switch(adapter)
+                slot.ready.set()
+                self._newest[owner] = adapter
         if self._heartbeats is not None:
             self._heartbeats.start()
         if interrupt:
-            await self.broadcast(lambda client: adapter_update.interrupt_older(client, INTERRUPT_S))
+            await self.broadcast(lambda client: adapter_update.interrupt_older(client, INTERRUPT_S, owner))
 
     async def begin_again(self) -> Serving:
         """`begin_update` after an update that broke off. The engines hold a mixture, and are to get all weights anew.
         The trainer must have left its groups with them, for until then they may wait for a bucket. Raises like that.
         """
 
-        async def end(slot: _Slot) -> None:
+        async def end(slot: Slot) -> None:
             try:
                 await self._unless_dead(slot, slot.client.end_weight_update())
             except EngineDied as error:  # asked once more to begin, it would take a second deadline
@@ -316,16 +299,28 @@ class EnginePool:
             except EngineError:
                 pass  # who refuses to begin is noticed next
 
+        await self._disprove()
         await asyncio.gather(*(end(slot) for slot in self._slots if slot.error is None))
         return await self.begin_update()
 
-    async def compare(self, expected: Sums, strict: bool = False, adapter: int | None = None) -> int:
+    async def _disprove(self) -> None:
+        """Let engines that went on for a probe rest again, without the requests that they kept, which fail: what they
+        were answered may be of wrong weights."""
+        unproven = [slot for slot in self._slots if slot.error is None and not slot.proven.is_set()]
+        for slot in unproven:
+            self._slots[self._slots.index(slot)] = Slot(slot.client, self._concurrency, leaving=slot.leaving)
+            slot.kill(slot.client.error("probe", "its answers may be of weights that failed it", EngineDied))
+        if unproven:
+            await self.broadcast(lambda client: client.pause(self._paused), spare=True)
+            await self.broadcast(lambda client: client.abort(), spare=True)
+
+    async def compare(self, expected: Sums, strict: bool = False, adapter: int | None = None, owner: str = "") -> int:
         """Compare every bit of what the engines hold with what the trainer sent.
 
         Args:
             expected: of all tensors.
             strict: an engine that cannot say what it holds is one that differs; else it is left alone.
-            adapter: version of the adapter that these are the tensors of; None: they are weights.
+            adapter: version of the owner's adapter that these are the tensors of; None: they are weights.
 
         Returns:
             Number of tensors compared, over all engines.
@@ -339,7 +334,7 @@ class EnginePool:
             if adapter is None:
                 reported, plug_in = await client.held_weights(), "receiver"
             else:
-                reported, plug_in = await client.held_adapter(adapter), "adapters"
+                reported, plug_in = await client.held_adapter(adapter, owner), "adapters"
             with client.reading("sums of its weights"):
                 cannot = _NO_PLUG_IN.format(plug_in) if reported is None else why_not(reported)
                 if cannot:
@@ -383,37 +378,42 @@ class EnginePool:
         await self.broadcast(lambda client: client.stamp(version), spare=True)
 
     async def probe(self, request: ProbeRequest) -> dict[str, Probed]:
-        """What every engine says of a fixed text, by its URL. They are paused again afterwards, as they were. One that
-        refuses, or answers what cannot be, is taken for dead, unless all do. One that kept requests through its pause
-        is not asked: they would go on, and the text might wait until the first of them has ended."""
+        """What every engine says of a fixed text, by its URL. They are paused again afterwards, as they were; but one
+        that kept requests goes on with them, whose answers wait for `resume`, or are lost in `begin_again`. One that
+        refuses, or answers what cannot be, is taken for dead, unless all do."""
 
         async def one(client: EngineClient) -> tuple[str, Probed]:
-            if client.adapters.of_version(request.version) is not None:  # it generates meanwhile
+            if client.adapters.of_version(request.version, request.adapter) is not None:  # it generates meanwhile
                 return client.url, await client.probe(request)
+            slot = next(slot for slot in self._slots if slot.client is client)
+            if kept := slot.assigned > 0:
+                slot.proven.clear()
+                if self._paused == "retract":  # its requests are prefilled anew
+                    await client.flush_cache()
             await client.resume()
             found = await client.probe(request)
-            await client.pause(self._paused)
+            if not kept:
+                await client.pause(self._paused)
             return client.url, found
 
-        adapters = any(client.adapters.loaded for client in self.clients)
-        return dict(await self.broadcast(one, spare=True, idle=not adapters))
+        return dict(await self.broadcast(one, spare=True))
 
     async def broadcast(
-        self, call: Callable[[EngineClient], Coroutine[Any, Any, T]], spare: bool = False, idle: bool = False
+        self, call: Callable[[EngineClient], Coroutine[Any, Any, T]], spare: bool = False, paused: bool = False
     ) -> list[T]:
         """One call to every live engine at the same time; the answers of those that live on. Nobody is asked where the
         only ones left are admitted ones.
 
         Args:
             spare: do without those that refuse, where others do not: they are taken for dead.
-            idle: only to those that have no requests.
+            paused: not to those that went on for a probe.
 
         Raises:
             EngineError: one refused, after all have answered; or all died, what the first one died of.
         """
         if not len(self) and self._admitted:
             return []
-        slots = [slot for slot in self._live() if not (idle and slot.assigned)]
+        slots = [slot for slot in self._live() if slot.proven.is_set() or not paused]
         answers = await asyncio.gather(
             *(self._unless_dead(slot, call(slot.client)) for slot in slots), return_exceptions=True
         )
@@ -434,7 +434,7 @@ class EnginePool:
         if self._heartbeats is not None:
             self._heartbeats.stop()
 
-    def _live(self) -> list[_Slot]:
+    def _live(self) -> list[Slot]:
         """The engines that are alive. Raises what the first one died of when there are none."""
         live = [slot for slot in self._slots if slot.error is None]
         if not live:
@@ -450,7 +450,7 @@ class EnginePool:
         finally:
             slot.assigned -= 1
 
-    def _choose(self, session_id: str) -> _Slot:
+    def _choose(self, session_id: str) -> Slot:
         slot = self._sessions.get(session_id) if session_id else None
         if slot is None or slot.error is not None or slot.leaving:
             live = self._live()
@@ -464,15 +464,17 @@ class EnginePool:
         return slot
 
     @staticmethod
-    async def _limited(slot: _Slot, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
+    async def _limited(slot: Slot, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> T:
         async with slot.limit:
+            await slot.ready.wait()
             answer = await call(slot.client)
         slot.answered = slot.served = time.monotonic()
         slot.missed = 0
+        await slot.proven.wait()
         return answer
 
     @staticmethod
-    async def _unless_dead(slot: _Slot, work: Awaitable[T]) -> T:
+    async def _unless_dead(slot: Slot, work: Awaitable[T]) -> T:
         """The result of `work`, or the engine's death if that comes first."""
         task = asyncio.ensure_future(work)
         try:

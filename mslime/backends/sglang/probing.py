@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from mslime.backends.sglang.generating import GenerateRequest, parse_generation
+from mslime.backends.sglang.generating import GenerateRequest, GenerateResult, parse_generation
 from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
 from mslime.config.model_facts import ModelFacts
 from mslime.data.probe import NEW_TOKENS, Probed
@@ -27,12 +28,14 @@ class ProbeRequest:
         input_ids: [T] token ids, at least 2.
         version: of the weights that must answer.
         want_routes: return the experts of every token but the last.
+        adapter: which of a run's several adapters answers; empty in a run of one, or of none.
     """
 
     rid: str
     input_ids: Sequence[int]
     version: int
     want_routes: bool
+    adapter: str = ""
 
     @property
     def generation(self) -> GenerateRequest:
@@ -56,7 +59,18 @@ def parse_probe(
         adapter: it was answered with the adapter of its version, of which the engine says nothing.
     """
     text = parse_scores(ScoreRequest(request.rid, request.input_ids), answer, model.vocab_size)
-    new = parse_generation(request.generation, answer, engine, model)
+    return probed(request, text, parse_generation(request.generation, answer, engine, model), model, adapter)
+
+
+def probed(
+    request: ProbeRequest, text: NDArray[np.float32], new: GenerateResult, model: ModelFacts, adapter: bool = False
+) -> Probed:
+    """What `parse_probe` returns and raises.
+
+    Args:
+        text: [T] log-probs of the text.
+        new: what was added to it.
+    """
     assert len(new.output_ids) == NEW_TOKENS, f"{len(new.output_ids)} tokens of {NEW_TOKENS}, finished by {new.finish}"
     versions = {version for version, _, _ in new.versions}
     assert adapter or versions == {request.version}, f"weights of version {versions}, and {request.version} was asked"

@@ -18,14 +18,24 @@ from typing import Any, TypeVar
 import orjson
 import torch
 
+from mslime.backends.sglang.changes import PROBE_CHANGES, group_of_version
 from mslime.backends.sglang.client import EngineClient
 from mslime.backends.sglang.digest import whole_sum, word_sum
-from mslime.backends.sglang.files import NO_SUCH_GROUP, REFUSED, UNSEEN, group_of, group_to_forget, group_to_see
+from mslime.backends.sglang.files import (
+    NO_SUCH_GROUP,
+    REFUSED,
+    UNREACHED,
+    UNSEEN,
+    group_of,
+    group_to_forget,
+    group_to_reach,
+    group_to_see,
+)
 from mslime.backends.sglang.recorded import OWN_LOADER, RECORDED
 from mslime.backends.sglang.relay import PROBE, Order, lane_to_join
 from mslime.config.choices import FileKind
 from mslime.config.errors import MALFORMED, ChangesRefused, EngineError, WeightSyncError, sync_error
-from mslime.config.keys import AnnouncedBucket, Endpoint, EngineInfo
+from mslime.config.keys import AnnouncedBucket, BucketVersion, Endpoint, EngineInfo
 from mslime.config.pieces import Cuts, told
 from mslime.config.schema import DeadlineConfig
 
@@ -33,10 +43,15 @@ _T = TypeVar("_T")
 CLOSE_SECONDS = 10.0
 NO_PLUG_IN = f"{OWN_LOADER}the server has no plug-in of mslime"
 WITHOUT_FILES = "the server takes no buckets in files: it was started without mslime's plug-in"
+WITHOUT_CHANGES = "the server takes no changes by broadcasts: it was started without mslime's plug-in"
 WITHOUT_RELAY = "the server's ranks pass no buckets on: it was started without mslime's plug-in"
 USE_BROADCAST = (
-    "set weights.transport: broadcast; shm is for engines on the machine of every sender, and disk and delta "
-    "for a weights.directory that all machines share"
+    "set weights.transport: broadcast; shm and handles are for engines on the machine of every sender, and disk and "
+    "delta for a weights.directory that all machines share"
+)
+USE_MOONCAKE = (
+    "install the extra `mooncake` for the engine too, open the sender's ports to its machine, or set "
+    "weights.transport: broadcast"
 )
 _log = logging.getLogger(__name__)
 
@@ -97,43 +112,33 @@ class SGLangReceivers:
         call = self._client(engine.endpoint).join_group(host, port, rank, world_size, name, backend)
         return self._submit(call, "connect", engine.url)
 
-    def announce(
-        self, names: Sequence[str], dtypes: str | Sequence[str], shapes: Sequence[Sequence[int]], group: str
-    ) -> bytes:
-        """The request for a bucket, which is the same at every sync and for every engine: see `receive`.
+    def announce(self, bucket: AnnouncedBucket, group: str) -> bytes:
+        """The request for a bucket, which is the same at every sync and for every engine: see `receive`."""
+        return update_request([bucket], group)
 
-        Args:
-            names, shapes: of the tensors in the flat buffer, in order.
-            dtypes: of each, as torch names it; one name where all have the same.
-        """
-        return bucket_description(names, dtypes, shapes, group)
-
-    def announce_file(
-        self,
-        names: Sequence[str],
-        dtypes: str | Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        kind: FileKind,
-        path: Path,
-    ) -> bytes:
+    def announce_file(self, bucket: AnnouncedBucket, kind: FileKind, path: Path) -> bytes:
         """The request for a bucket that lies in a file: see `receive`.
 
         Args:
             kind: what lies in the file.
         """
-        return bucket_description(names, dtypes, shapes, group_of(kind, path))
+        return update_request([bucket], group_of(kind, path))
+
+    def announce_version(self, bucket: AnnouncedBucket, group: str, version: BucketVersion) -> bytes:
+        """The request for a bucket, or for changes of it, that is broadcast: see `receive`."""
+        return update_request([bucket], group_of_version(version, group))
+
+    def can_take_changes(self, engine: EngineInfo) -> Future[None]:
+        """Done when an engine says that it can take changes by a broadcast. Raises WeightSyncError."""
+        return self._submit(self._ask(engine, PROBE_CHANGES, WITHOUT_CHANGES, "files"), "connect", engine.url)
 
     def announce_relay(
-        self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket], cuts: str
-    ) -> bytes:
+        self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket], senders: Sequence[int],
+        cuts: str,
+    ) -> bytes:  # fmt: skip
         """The request for a whole sync: see `receive_all`."""
-        senders, tensors = tuple(each.sender for each in buckets), tuple(len(each.names) for each in buckets)
-        return update_request(
-            [name for each in buckets for name in each.names],
-            [each.dtype for each in buckets for _ in each.names],
-            [shape for each in buckets for shape in each.shapes],
-            Order(sync, plan, tuple(lanes), senders, tensors, cuts).as_group(),
-        )
+        tensors = tuple(len(each.names) for each in buckets)
+        return update_request(buckets, Order(sync, plan, tuple(lanes), tuple(senders), tensors, cuts).as_group())
 
     def can_relay(self, engine: EngineInfo) -> Future[None]:
         """Done when an engine says that its ranks can pass buckets on. Raises WeightSyncError."""
@@ -160,6 +165,19 @@ class SGLangReceivers:
                 raise
 
         return self._submit(seen(), "connect", f"{engine.url}: {directory}")
+
+    def reach(self, engine: EngineInfo, place: Path, said: bytes) -> Future[None]:
+        """Done when an engine has read these bytes in memory of this process. Raises WeightSyncError."""
+
+        async def reached() -> None:
+            try:
+                await self._ask(engine, group_to_reach(place, said), WITHOUT_FILES, "files")
+            except EngineError as error:
+                if UNREACHED in error.rule:
+                    raise sync_error("transport", engine.url, error.rule, USE_MOONCAKE) from error
+                raise
+
+        return self._submit(reached(), "connect", engine.url)
 
     def forget(self, engine: EngineInfo, directory: Path) -> Future[None]:
         """Let an engine unmap the files of this directory."""
@@ -265,24 +283,13 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def bucket_description(
-    names: Sequence[str], dtypes: str | Sequence[str], shapes: Sequence[Sequence[int]], group: str
-) -> bytes:
-    """The request for a bucket: one flat buffer that holds these tensors, in order, broadcast in a group.
-
-    Args:
-        dtypes: of each, as torch names it; one name where all have the same.
-    """
-    return update_request(names, [dtypes] * len(names) if isinstance(dtypes, str) else dtypes, shapes, group)
-
-
-def update_request(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str) -> bytes:
-    """The body of `/update_weights_from_distributed`: tensors, one after the other in flat buffers."""
+def update_request(buckets: Sequence[AnnouncedBucket], group: str) -> bytes:
+    """The body of `/update_weights_from_distributed`: tensors, one after the other in flat buffers, one a bucket."""
     return orjson.dumps(
         {
-            "names": list(names),
-            "dtypes": list(dtypes),
-            "shapes": [list(shape) for shape in shapes],
+            "names": [name for bucket in buckets for name in bucket.names],
+            "dtypes": [dtype for bucket in buckets for dtype in bucket.dtypes],
+            "shapes": [list(shape) for bucket in buckets for shape in bucket.shapes],
             "group_name": group,
             "load_format": "flattened_bucket",
             "flush_cache": False,  # once for the whole sync, by whoever holds the engines' pause

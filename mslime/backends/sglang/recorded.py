@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, buffer: torch.UntypedStorage, written: set[int]) -> None:
         super().__init__()
         self._buffer, self._written = buffer.data_ptr(), written
-        self._joined: dict[int, _Joined] = {}
+        self._joined: dict[int, _Joined | _Cloned] = {}
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.other = ""
 
@@ -86,6 +86,8 @@ class Recorder(TorchDispatchMode):
             self._note(func, args)
         elif func is torch.ops.aten.cat.default and all(map(self._is_sent, args[0])):
             self._joined[_address(result)] = _Joined(result, args[0], args[1] if len(args) > 1 else 0)
+        elif func is torch.ops.aten.clone.default and self._is_sent(args[0]):
+            self._joined[_address(result)] = _Cloned(result, args[0])
         return result
 
     def _note(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -107,7 +109,7 @@ class Recorder(TorchDispatchMode):
         if self._is_sent(source):
             return [(into.detach(), source.detach())]
         joined = self._joined.get(_address(source))
-        return joined.copies(into.detach()) if joined is not None and joined.is_all_of(source) else []
+        return joined.copies(into.detach(), source) if joined is not None else []
 
     def _is_sent(self, found: Any) -> bool:
         return isinstance(found, torch.Tensor) and _address(found) == self._buffer
@@ -125,14 +127,38 @@ class _Joined:
     parts: Sequence[torch.Tensor]
     dim: int
 
-    def is_all_of(self, source: torch.Tensor) -> bool:
-        """Whether `source`, which lies in the memory of the whole, is the whole."""
-        return (source.shape, source.stride()) == (self.whole.shape, self.whole.stride())
-
-    def copies(self, into: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """That fill `into` with the whole."""
+    def copies(self, into: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """That fill `into` with `source`, which lies in the memory of the whole; none where it is not all of it."""
+        if (source.shape, source.stride()) != (self.whole.shape, self.whole.stride()):
+            return []
         shares = into.split([part.shape[self.dim] for part in self.parts], self.dim)
         return [(share, part.detach()) for share, part in zip(shares, self.parts, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Cloned:
+    """A tensor out of the buffer that was copied before a part of it is: SGLang turns packed INT4 weights round.
+
+    Attributes:
+        whole: the copy, in an order of its own. Kept, see `_Joined`.
+        sent: what it is a copy of.
+    """
+
+    whole: torch.Tensor
+    sent: torch.Tensor
+
+    def copies(self, into: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """That fills `into` with `source`, a part of the whole; none where it is another view of its memory."""
+        strides = self.whole.stride()
+        if source.stride() != strides or source.dtype != self.whole.dtype:
+            return []
+        begin, rest = int(self.sent.storage_offset()), int(source.storage_offset() - self.whole.storage_offset())
+        for dim in sorted(range(self.whole.dim()), key=lambda dim: -strides[dim]):
+            at, rest = divmod(rest, strides[dim])
+            if at + source.shape[dim] > self.whole.shape[dim]:
+                return []
+            begin += at * self.sent.stride(dim)
+        return [(into, self.sent.detach().as_strided(source.shape, self.sent.stride(), begin))]
 
 
 class Homes:
@@ -207,7 +233,7 @@ class Held:
     """What a model holds of a bucket.
 
     Attributes:
-        version: the directory that it came from.
+        version: the directory that it came from; by a broadcast, the version's name below that of the connection.
         total: word sum of the bucket as the model's parameters give it back.
     """
 

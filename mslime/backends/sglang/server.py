@@ -17,10 +17,11 @@ from typing import Protocol
 
 from mslime.backends.cpu.sglang import check_version
 from mslime.backends.sglang.client import EngineClient, blocking
-from mslime.backends.sglang.flags import Part, command_line, environment, server_fields
+from mslime.backends.sglang.flags import HalfOfPair, Part, command_line, environment, server_fields
 from mslime.backends.sglang.guard import descendants
 from mslime.backends.sglang.launch import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 from mslime.backends.sglang.process import SupervisedProcess, log_tail
+from mslime.config.choices import Half
 from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.schema import DeadlineConfig
@@ -54,6 +55,8 @@ class EngineAddress:
         log_path: its log, if we own it.
         keys: what it asks of a client.
         identity: the name that it serves its model under, a random one if we launched it; empty for others.
+        bootstrap_port: where a server that only prefills is met by the one that decodes.
+        prefill: of a pair, the half that prefills; this is the one that decodes then. None: it does both.
     """
 
     name: str
@@ -61,11 +64,18 @@ class EngineAddress:
     log_path: Path | None = None
     keys: EngineKeys = NO_KEYS
     identity: str = ""
+    bootstrap_port: int = 0
+    prefill: EngineAddress | None = None
 
     @property
     def endpoint(self) -> Endpoint:
         """What a client of its HTTP interface needs."""
         return Endpoint(self.url, self.keys)
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        """Of all its servers, each of which takes weights."""
+        return (self.endpoint,) if self.prefill is None else (self.endpoint, self.prefill.endpoint)
 
 
 def attach(url: str, index: int, role: Role = "engine", keys: EngineKeys = NO_KEYS) -> EngineAddress:
@@ -141,6 +151,7 @@ class ServerProcess:
         keys: what it asks of its clients; default: a new random key.
         routes: whether it can return the experts that tokens were routed to.
         others: its other machines, in order.
+        half: which of a pair it is; None: it prefills and decodes.
     """
 
     def __init__(
@@ -154,11 +165,13 @@ class ServerProcess:
         keys: EngineKeys | None = None,
         routes: bool = False,
         others: Sequence[OtherMachine] = (),
+        half: Half | None = None,
     ) -> None:
         assert len(others) == spec.settings.nnodes - 1, f"{len(others)} other machines, nnodes {spec.settings.nnodes}"
         self._others = others
         self.spec, self.index, self.host, self.gpus, self.port = spec, index, host, gpus, port
-        self.name = f"{spec.role}{index}"
+        self.name = f"{spec.role}{index}" + ("_prefill" if half == "prefill" else "")
+        self._half: Half | None = half
         self.log_path = Path(log_dir) / f"{self.name}.log"
         assert spec.device != "auto", "`control.cluster.resolved_device` decides it"
         self.cpu = spec.device == "cpu"
@@ -180,8 +193,11 @@ class ServerProcess:
             if port_in_use(self.host, port):
                 raise self._port_taken(port)
             identity = f"{self.name}-{secrets.token_hex(8)}"
-            process = self._launch(port, identity)
-            address = EngineAddress(self.name, f"http://{self.host}:{port}", self.log_path, self.keys, identity)
+            bootstrap_port = free_port(self.host) if self._half == "prefill" else 0
+            process = self._launch(port, identity, bootstrap_port)
+            address = EngineAddress(
+                self.name, f"http://{self.host}:{port}", self.log_path, self.keys, identity, bootstrap_port
+            )
             if self._wait_ready(process, address):
                 process.remember_shared_memory()
                 return address
@@ -222,10 +238,11 @@ class ServerProcess:
         for other in self._others:
             other.stop()
 
-    def _launch(self, port: int, identity: str) -> SupervisedProcess:
+    def _launch(self, port: int, identity: str, bootstrap_port: int) -> SupervisedProcess:
         meeting = f"{self.host}:{free_port(self.host)}"
         part = Part(0, meeting) if self._others else None
-        fields = server_fields(self.spec, self.index, self.host, port, identity, self.routes, part)
+        half = None if self._half is None else HalfOfPair(self._half, bootstrap_port)
+        fields = server_fields(self.spec, self.index, self.host, port, identity, self.routes, part, half)
         env = _environment(self.spec, self.keys, self.gpus)
         self._process = SupervisedProcess(self.name, command_line(fields), env, self.log_path)
         for other in self._others:
@@ -288,7 +305,7 @@ def _environment(spec: ServerSpec, keys: EngineKeys, gpus: Sequence[str] | None 
     env = environment(
         os.environ, cpu=spec.device == "cpu", ranks=spec.settings.tp_size, gpus=gpus, recorded=spec.recorded,
         files=spec.role == "engine", gives_back=spec.gives_back, adapters=spec.lora is not None,
-        peers=spec.settings.rejoin == "peer",
+        peers=spec.settings.rejoin == "peer", masks=spec.settings.pairs is not None and spec.mask_tokens is not None,
     )  # fmt: skip
     return env | {KEY_VARIABLE: keys.api, ADMIN_KEY_VARIABLE: keys.admin}
 

@@ -3,6 +3,8 @@
 Every version of the adapters has a name of its own at the engine. A request has one adapter from its first token to its
 last, so its tokens are of that version: SGLang's own spans name the version of the weights alone, which never change.
 An adapter is unloaded when it is not the newest and its last request has ended.
+
+Where a run trains several adapters, each is an owner of versions, and has a newest one of its own.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ class AdapterVersion:
     Attributes:
         name: under which engines have it, unique among runs.
         version: of the weights.
-        directory: that engines read it from, in peft's format.
+        directory: that engines read it from.
+        owner: which of a run's several adapters it is a version of; empty in a run of one.
     """
 
     name: str
     version: int
     directory: Path
+    owner: str = ""
 
 
 class ServingAdapters:
@@ -41,23 +45,32 @@ class ServingAdapters:
         unload: lets the engine forget the adapter of a name.
 
     Attributes:
-        current: that new requests have; None: none was switched to yet, and they have the base alone.
+        newest: that new requests have, by owner. Those of an owner without one have the base alone.
     """
 
     def __init__(self, unload: Callable[[str], Awaitable[None]]) -> None:
         self._unload = unload
         self._loaded: dict[AdapterVersion, set[str]] = {}
         self._unloading = set[asyncio.Task[None]]()
-        self.current: AdapterVersion | None = None
+        self.newest: dict[str, AdapterVersion] = {}
 
     @property
     def loaded(self) -> tuple[AdapterVersion, ...]:
         """From the oldest to the newest."""
         return tuple(self._loaded)
 
-    def requests_of_older(self) -> list[str]:
-        """Ids of requests that have another adapter than the current one, of the oldest first."""
-        return [rid for adapter, rids in self._loaded.items() if adapter != self.current for rid in rids]
+    def loaded_of(self, owner: str) -> tuple[AdapterVersion, ...]:
+        """Those of one owner, from the oldest to the newest."""
+        return tuple(adapter for adapter in self._loaded if adapter.owner == owner)
+
+    def requests_of_older(self, owner: str = "") -> list[str]:
+        """Ids of requests that have another adapter of this owner than its newest, of the oldest first."""
+        newest = self.newest.get(owner)
+        return [rid for adapter in self.loaded_of(owner) if adapter != newest for rid in self._loaded[adapter]]
+
+    def requests_by(self, owner: str) -> list[str]:
+        """Ids of all requests that have an adapter of this owner."""
+        return [rid for adapter in self.loaded_of(owner) for rid in self._loaded[adapter]]
 
     def requests_of(self, adapter: AdapterVersion) -> list[str]:
         """Ids of requests that have this one."""
@@ -68,10 +81,10 @@ class ServingAdapters:
         self._loaded[adapter] = set()
 
     def switch(self, adapter: AdapterVersion) -> None:
-        """Give it to new requests; those that nobody uses any more are unloaded."""
+        """Give it to new requests of its owner; those that nobody uses any more are unloaded."""
         assert adapter in self._loaded, f"{adapter.name} is not loaded"
-        self.current = adapter
-        for other in self.loaded:
+        self.newest[adapter.owner] = adapter
+        for other in self.loaded_of(adapter.owner):
             self._forget_unused(other)
 
     def drop(self, adapter: AdapterVersion) -> None:
@@ -79,15 +92,16 @@ class ServingAdapters:
         if adapter in self._loaded:
             self._forget_unused(adapter)
 
-    def of_version(self, version: int) -> AdapterVersion | None:
+    def of_version(self, version: int, owner: str = "") -> AdapterVersion | None:
         """The loaded one of a version."""
-        return next((adapter for adapter in self._loaded if adapter.version == version), None)
+        return next((adapter for adapter in self.loaded_of(owner) if adapter.version == version), None)
 
     @contextmanager
-    def used(self, rid: str) -> Iterator[AdapterVersion | None]:
-        """A request is at the engine inside; with the adapter that is current now."""
-        adapter = self.current
+    def used(self, rid: str, owner: str = "") -> Iterator[AdapterVersion | None]:
+        """A request is at the engine inside; with the adapter that is its owner's newest now."""
+        adapter = self.newest.get(owner)
         if adapter is None:
+            assert not owner, f"request {rid} came before an adapter of {owner}"
             yield None
             return
         self._loaded[adapter].add(rid)
@@ -103,7 +117,7 @@ class ServingAdapters:
             await asyncio.gather(*self._unloading)
 
     def _forget_unused(self, adapter: AdapterVersion) -> None:
-        if adapter == self.current or self._loaded.get(adapter, True):
+        if adapter == self.newest.get(adapter.owner) or self._loaded.get(adapter, True):
             return
         del self._loaded[adapter]
         task = asyncio.create_task(self._unload_one(adapter), name=f"unload {adapter.name}")

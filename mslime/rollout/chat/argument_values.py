@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
-from mslime.rollout.chat.messages import Tools
+from mslime.rollout.chat.messages import NO_JSON, Tools, parsed_json
 
 Schema = Mapping[str, Any]
 _KINDS: Mapping[type, str] = {
@@ -40,9 +40,8 @@ def typed(text: str, schema: object) -> Any:
         ValueError: it is no value at all, and the schema allows no text.
     """
     kinds = _allowed(schema)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+    value = parsed_json(text)
+    if value is NO_JSON:
         return _unlike_json(text, kinds)
     return text if "string" in kinds and _kind(value) not in kinds - {"string"} else value
 

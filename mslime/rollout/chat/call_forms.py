@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, cast
 
 from mslime.rollout.chat.argument_values import parameters_of, typed
-from mslime.rollout.chat.messages import Tools, canonical_json
+from mslime.rollout.chat.messages import NO_JSON, Tools, canonical_json, first_json, parsed_json
 from mslime.rollout.chat.renderer import ParsedCall
 
 Piece = tuple[str, str]
@@ -85,19 +85,14 @@ def joined(pieces: Sequence[Piece]) -> str:
 
 def call_of(name: str, arguments: str, raw: str, written_id: str = "") -> ParsedCall:
     """A call whose arguments are written as JSON; none written are no arguments."""
-    try:
-        found = json.loads(arguments if arguments.strip() else "{}")
-    except (ValueError, RecursionError):
-        return broken(raw, "invalid_json")
-    return _made(name, found, raw, written_id)
+    found = parsed_json(arguments if arguments.strip() else "{}")
+    return broken(raw, "invalid_json") if found is NO_JSON else _made(name, found, raw, written_id)
 
 
 def object_call(text: str, raw: str) -> ParsedCall:
     """A call written as {"name": ..., "arguments": {...}}, perhaps with an id."""
-    try:
-        return _of_object(json.loads(text), raw)
-    except (ValueError, RecursionError):
-        return broken(raw, "invalid_json")
+    found = parsed_json(text)
+    return broken(raw, "invalid_json") if found is NO_JSON else _of_object(found, raw)
 
 
 def broken(raw: str, status: str) -> ParsedCall:
@@ -241,11 +236,10 @@ def _mistral_list(block: Block) -> Found:
     text, calls = block.body, list[ParsedCall]()
     at = _past(r"\s*\[\s*", text, 0)
     while at:
-        try:
-            found, end = json.JSONDecoder().raw_decode(text, at)
-        except (ValueError, RecursionError):
+        if (found := first_json(text, at)) is None:
             return Found([*calls, broken(text[at:] if calls else block.raw, "invalid_json")])
-        calls.append(_of_object(found, text[at:end]))
+        value, end = found
+        calls.append(_of_object(value, text[at:end]))
         if closed := _past(r"\s*\]", text, end):
             return Found(calls, text[closed:])
         at = _past(r"\s*,\s*", text, end)
@@ -267,10 +261,10 @@ def _mistral_named(block: Block) -> Found:
     if tags not in (["[ARGS]"], ["[CALL_ID]", "[ARGS]"]):
         return Found([broken(block.raw, "malformed_structure")])
     arguments = others[-1][1]
-    try:
-        end = json.JSONDecoder().raw_decode(arguments, _past(r"\s*", arguments, 0))[1]
-    except (ValueError, RecursionError):
+    found = first_json(arguments, _past(r"\s*", arguments, 0))
+    if found is None:
         return Found([broken(block.raw, "invalid_json")])
+    _, end = found
     written_id = others[0][1].strip() if len(others) == 2 else ""
     raw = block.raw.removesuffix(arguments[end:])
     return Found([call_of(name.strip(), arguments[:end], raw, written_id)], arguments[end:])

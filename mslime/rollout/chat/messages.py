@@ -61,10 +61,28 @@ def canonical_json(text: str) -> str:
 
 
 def _canonical_json(text: str) -> str:
+    value = parsed_json(text or "{}")
+    return text if value is NO_JSON else json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+NO_JSON = object()
+"""Stands for the value of a text that is no JSON."""
+
+
+def parsed_json(text: str, otherwise: Any = NO_JSON) -> Any:
+    """The value of a text that a model or a client wrote; `otherwise` where it is no JSON, or nested too deep."""
     try:
-        return json.dumps(json.loads(text or "{}"), sort_keys=True, separators=(",", ":"))
+        return json.loads(text)
     except (ValueError, RecursionError):
-        return text
+        return otherwise
+
+
+def first_json(text: str, at: int = 0) -> tuple[Any, int] | None:
+    """The JSON value that stands there, and where it ends; None where there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None
 
 
 _KEPT = 1024
@@ -195,11 +213,8 @@ def _template_message(m: Message, native: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _template_call(call: Call, native: Mapping[str, str]) -> dict[str, Any]:
-    try:
-        arguments = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        arguments = call.arguments
-    arguments = arguments if isinstance(arguments, dict) else call.arguments
+    found = parsed_json(call.arguments)
+    arguments = found if isinstance(found, dict) else call.arguments
     name = {"name": call.name, "arguments": arguments}
     return {"id": call.native or native.get(call.id, call.id), "type": "function", "function": name}
 

@@ -5,13 +5,12 @@ Tags that are tokens of the vocabulary are looked for as tokens: spelled out wit
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mslime.rollout.chat.call_forms import Block, CallForm, Found, Piece, joined
-from mslime.rollout.chat.messages import Tools, canonical_json
+from mslime.rollout.chat.messages import NO_JSON, Tools, canonical_json, parsed_json
 from mslime.rollout.chat.renderer import Parsed, ParsedCall
 
 THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -180,10 +179,7 @@ class HarmonyParser:
 
 
 def _harmony_call(name: str, body: str, header: str) -> ParsedCall:
-    try:
-        arguments = json.loads(body or "{}")
-    except (ValueError, RecursionError):
-        return ParsedCall("", "", body, "invalid_json")
+    arguments = parsed_json(body or "{}")
     if not isinstance(arguments, dict):
-        return ParsedCall("", "", body, "malformed_structure")
+        return ParsedCall("", "", body, "invalid_json" if arguments is NO_JSON else "malformed_structure")
     return ParsedCall(name, canonical_json(body), f"{header}<|message|>{body}")

@@ -146,17 +146,13 @@ class TemplateRenderer:
         """The text that the template writes after the end of a reply for new messages; None where it would write
         something before it otherwise."""
         head = self._head(history, said, tools)
-        try:
-            whole = self._text([*history, said, *new], tools, True)
-        except Exception:  # jinja's errors are Exceptions; the template raises what it likes
-            return None
-        return whole[len(head) :] if head and whole.startswith(head) else None
+        whole = self._text_or_none([*history, said, *new], tools, True)
+        return whole[len(head) :] if head and whole is not None and whole.startswith(head) else None
 
     def _head(self, history: Messages, said: Mapping[str, Any], tools: Tools) -> str:
         """The text up to the token that ends the reply, or up to the next message's; empty where there is none."""
-        try:
-            text = self._text([*history, said], tools, False)
-        except Exception:  # as above
+        text = self._text_or_none([*history, said], tools, False)
+        if text is None:
             return ""
         end = self._end(said, tools)
         if end is None:
@@ -187,22 +183,19 @@ class TemplateRenderer:
 
     def _closes(self, thinking: tuple[str, str]) -> bool:
         """Whether the prompt ends the reasoning before the model says anything: then there is none to be dropped."""
-        try:
-            return self._text(_HISTORIES[0], (), True).rstrip().endswith(thinking[1])
-        except Exception:  # as above
-            return False
+        text = self._text_or_none(_HISTORIES[0], (), True)
+        return text is not None and text.rstrip().endswith(thinking[1])
 
     def _opener(self, said: Mapping[str, Any], kind: Sequence[str]) -> list[int]:
         """The special token that messages of these roles begin with after a reply, if there is one."""
         new = [_made(role, i) for i, role in enumerate(kind)]
         tools = [_TOOL] if "tool_calls" in said else []
         said = {key: value for key, value in said.items() if key != "reasoning_content"}  # may be dropped then
-        try:
-            text = self._text([*_HISTORIES[0], said], tools, False)
-            whole = self._text([*_HISTORIES[0], said, *new], tools, False)
-        except Exception:  # as above
+        text = self._text_or_none([*_HISTORIES[0], said], tools, False)
+        whole = self._text_or_none([*_HISTORIES[0], said, *new], tools, False)
+        if text is None or whole is None or not whole.startswith(text):
             return []
-        ids = self._encode(whole[len(text) :]) if whole.startswith(text) else []
+        ids = self._encode(whole[len(text) :])
         return [i for i in ids[:1] if i in self._special()]
 
     # ---------------------------------------------------------------------------------------------- what is admitted
@@ -251,12 +244,14 @@ class TemplateRenderer:
 
     def _written(self, said: Mapping[str, Any], tools: Tools) -> tuple[str, str] | None:
         """(the text before a reply, the reply's); None where the template writes no such conversation."""
-        try:
-            whole = self._text([*_HISTORIES[0], said], tools, False)
-            befores = [self._text(_HISTORIES[0], tools, prompt) for prompt in (True, False)]
-        except Exception:  # as above
+        whole = self._text_or_none([*_HISTORIES[0], said], tools, False)
+        befores = [self._text_or_none(_HISTORIES[0], tools, prompt) for prompt in (True, False)]
+        if whole is None:
             return None
-        return next(((before, whole[len(before) :]) for before in befores if whole.startswith(before)), None)
+        return next(
+            ((before, whole[len(before) :]) for before in befores if before is not None and whole.startswith(before)),
+            None,
+        )
 
     def _plain(self) -> dict[str, Any]:
         return {"role": "assistant", "content": _SAID, **self._reasoned()}
@@ -280,6 +275,13 @@ class TemplateRenderer:
         return self._tokenizer.apply_chat_template(
             shown, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
         )
+
+    def _text_or_none(self, messages: Messages, tools: Tools, prompt: bool) -> str | None:
+        """See `_text`; None where the template refuses such a conversation."""
+        try:
+            return self._text(messages, tools, prompt)
+        except Exception:  # jinja's errors are Exceptions; the template raises what it likes
+            return None
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -8,7 +8,16 @@ from typing import Any
 
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.chat.forest import Turn
-from mslime.rollout.chat.messages import Call, Message, as_list, as_object, as_text, canonical_json, text_of
+from mslime.rollout.chat.messages import (
+    Call,
+    Message,
+    as_list,
+    as_object,
+    as_text,
+    canonical_json,
+    parsed_json,
+    text_of,
+)
 from mslime.rollout.server.requests import Event, Request, Told, asked, integer, texts, tool
 
 _READ = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")
@@ -126,10 +135,7 @@ def _blocks(turn: Turn) -> list[dict[str, Any]]:
 
 def _object(arguments: str) -> dict[str, Any]:
     """Arguments as the API has them, an object. Others are below a key of ours: they never match what is recorded."""
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        found = arguments
+    found = parsed_json(arguments, otherwise=arguments)
     return found if isinstance(found, dict) else {"arguments": found}
 
 

@@ -1,4 +1,4 @@
-"""Transformer Engine's `transformer_engine_torch` in plain torch, for what a GPT in bfloat16 or float32 uses.
+"""Transformer Engine's `transformer_engine_torch` in plain torch, for what a GPT in bfloat16, float32 or FP8 uses.
 
 Transformer Engine's own Python runs unchanged above it: every argument of every call into the extension is what it
 would be on a GPU. Signatures are those of version 2.20.2. A function that is not written here is there, because
@@ -12,6 +12,7 @@ from typing import Any
 from tests.rehearsal.extension.attention import *  # noqa: F403
 from tests.rehearsal.extension.context_parallel import *  # noqa: F403
 from tests.rehearsal.extension.enums import *  # noqa: F403
+from tests.rehearsal.extension.fp8 import *  # noqa: F403
 from tests.rehearsal.extension.gemm import *  # noqa: F403
 from tests.rehearsal.extension.names import CLASSES, FUNCTIONS
 from tests.rehearsal.extension.norms import *  # noqa: F403

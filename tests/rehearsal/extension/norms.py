@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.rehearsal.extension.calls import counted
 from tests.rehearsal.extension.enums import TORCH_DTYPES
+from tests.rehearsal.extension.fp8 import quantize
 
 
 def _scale(weight: Tensor, zero_centered_gamma: bool) -> Tensor:
@@ -20,11 +21,12 @@ def rmsnorm_fwd(
     input: Tensor, weight: Tensor, eps: float, ln_out: Tensor | None, quantizer: object, otype: Any, sm_margin: int,
     zero_centered_gamma: bool,
 ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
-    """(output, nothing, 1 / root mean square: float32 of the leading dimensions)."""
-    assert quantizer is None
+    """(output, in FP8 where there is a quantizer; nothing; 1 / root mean square: float32 of the leading dimensions)."""
     wide = input.float()
     rsigma = torch.rsqrt(wide.square().mean(-1) + eps)
     out = (wide * rsigma[..., None] * _scale(weight, zero_centered_gamma)).to(TORCH_DTYPES[int(otype)])
+    if quantizer is not None:
+        return quantize(out, quantizer, ln_out, None), None, rsigma
     if ln_out is not None:
         out = ln_out.copy_(out)
     return out, None, rsigma

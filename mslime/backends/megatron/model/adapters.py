@@ -13,8 +13,9 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -29,8 +30,9 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from mslime.backends.megatron.model.naming import named_factors, named_parameters
+from mslime.backends.megatron.model.naming import SHARED_BY_EXPERTS, named_factors, named_parameters
 from mslime.backends.megatron.parallel import tensor_shard
 from mslime.config.errors import CheckpointError
 from mslime.config.lora import LORA_KEY, LoraConfig
@@ -50,41 +52,57 @@ class Adapter(torch.nn.Module):
     """`scale * B A x`, for one weight of one rank.
 
     Attributes:
+        weight: canonical name of what it is added to.
         lora_A: [parts * rank, in features of this rank].
         lora_B: [rows, rank]: of each row of the weight that has an adapter, in the weight's order.
         off: it adds nothing.
     """
 
-    def __init__(self, bound: BoundAdapter, config: TransformerConfig, scale: float, read: Read, like: Tensor) -> None:
+    def __init__(
+        self, bound: BoundAdapter, config: TransformerConfig, scale: float, read: Read, like: Tensor,
+        shared: dict[str, torch.nn.Parameter],
+    ) -> None:  # fmt: skip
         """
         Args:
             read: gives a factor's tensor by name, as `RuleTable` reads checkpoints.
             like: the layer's weight, for dtype and device.
+            shared: factors that all experts of a layer share, by canonical name; those that are made here are added.
         """
         super().__init__()
-        self.scale, self.off = scale, False
+        self.weight, self.scale, self.off = bound.base.name, scale, False
         self._expert, self._axis = bound.base.is_expert, bound.base.tp_axis
-        self._sequence_parallel = config.sequence_parallel and not self._expert
-        place = tensor_shard(self._expert)
-        self._rows, self._out = bound.rule.rows(*place), like.shape[0]
-        self.lora_A, self.lora_B = (
-            self._marked(rule.to_megatron(read, *place).to(like.dtype).to(like.device, copy=True), rule, *place)
-            for rule in (bound.a, bound.b)
-        )
+        self._sequence_parallel = config.sequence_parallel
+        self._rows, self._out = bound.rule.rows(*tensor_shard(self._expert)), like.shape[0]
 
-    def _marked(self, value: Tensor, rule: BoundRule, rank: int, size: int) -> torch.nn.Parameter:
+        def factor(rule: BoundRule) -> torch.nn.Parameter:
+            if rule.name in shared:
+                return shared[rule.name]
+            value = rule.to_megatron(read, *tensor_shard(rule.is_expert))
+            made = self._marked(value.to(like.dtype).to(like.device, copy=True), rule)
+            if hasattr(made, SHARED_BY_EXPERTS):
+                shared[rule.name] = made
+            return made
+
+        self.lora_A, self.lora_B = factor(bound.a), factor(bound.b)
+
+    def _marked(self, value: Tensor, rule: BoundRule) -> torch.nn.Parameter:
         """A factor with megatron-core's words on whose it is: what is summed over ranks, and counted once.
 
-        A factor that every tensor-parallel rank holds sees a part of the sequence only with sequence parallelism.
+        A factor that every tensor-parallel rank holds sees a part of the sequence only with sequence parallelism. One
+        that all experts share is no expert's: each rank of a stage has a summand of its gradient, that of the tokens
+        and features that its experts see, so it is summed over all of them, as that of a norm is.
         """
-        factor, whole = torch.nn.Parameter(value.contiguous()), rule.tp_axis is None
+        factor, whole, expert = torch.nn.Parameter(value.contiguous()), rule.tp_axis is None, rule.is_expert
+        rank, size = tensor_shard(expert)
         marks: dict[str, bool] = {
-            "allreduce": not self._expert,
-            "sequence_parallel": whole and self._sequence_parallel,
-            "tensor_model_parallel": not whole or self._expert,
+            "allreduce": not expert,
+            "sequence_parallel": whole and self._sequence_parallel and not expert,
+            "tensor_model_parallel": not whole or expert,
         }
-        if whole and self._expert and size > 1:
+        if whole and expert and size > 1:
             marks["shared"] = rank > 0  # the gradient norm counts one copy of it
+        if self._expert and not expert:
+            marks[SHARED_BY_EXPERTS] = True
         vars(factor).update(marks)
         return factor
 
@@ -160,8 +178,9 @@ class _SumOverExpertRanks(torch.autograd.Function):
 
 
 def _summed(factor: Tensor) -> Tensor:
-    """A factor that every rank of an expert holds: each has a summand of its gradient."""
-    if tensor_shard(True)[1] == 1:
+    """A factor that every rank of an expert holds: each has a summand of its gradient. That of one that all experts
+    share is summed over all ranks later."""
+    if tensor_shard(True)[1] == 1 or hasattr(factor, SHARED_BY_EXPERTS):
         return factor
     return _SumOverExpertRanks.apply(factor)  # type: ignore[no-any-return]
 
@@ -177,7 +196,7 @@ class GroupedAdapters(torch.nn.ModuleList):
 
 def trained_adapters(
     spec: PolicySpec, hf_config: Mapping[str, object], chunks: Sequence[GPTModel], config: TransformerConfig
-) -> Adapters | None:
+) -> tuple[Adapters, PlacedAdapters] | None:
     """The adapters that a run trains, put into its chunks; None where it trains the model.
 
     Raises:
@@ -188,58 +207,135 @@ def trained_adapters(
         return None
     stages = spec.megatron.stage_layers(config.num_layers)
     adapters, file = adapters_of_run(get_family(hf_config).rules(hf_config), spec.lora, spec.layout, stages)
-    attach_adapters(chunks, adapters, config, None if file is None else file.reader(), spec.seed)
-    return adapters
+    placed = attach_adapters(chunks, adapters, config, None if file is None else file.reader(), spec.seed)
+    return adapters, placed
 
 
 def attach_adapters(
     chunks: Sequence[GPTModel], adapters: Adapters, config: TransformerConfig, read: Read | None, seed: int
-) -> None:
+) -> PlacedAdapters:
     """Freeze the chunks, and put an adapter into every layer that is to have one.
 
     Args:
+        chunks: without adapters: those of another name are taken out first.
         read: gives factors of a saved adapter; None: new ones (`new_factor`).
         seed: of new ones.
     """
+    assert next(adapters_of(chunks), None) is None, "the chunks have adapters already"
     shapes = adapters.table.hf_shapes()
     given = read or (lambda name: new_factor(name, shapes[name], seed))
+    placed, shared = PlacedAdapters(), dict[str, torch.nn.Parameter]()
     for chunk in chunks:
         chunk.requires_grad_(False)
         here = [*zip(chunk.named_parameters(), named_parameters(chunk), strict=True)]
         for (local, weight), (name, _) in here:
             bound = adapters.bound.get(name)
             if bound is not None:
-                _put(chunk, local, Adapter(bound, config, adapters.lora.scale, given, weight))
+                placed.add(chunk, local, Adapter(bound, config, adapters.lora.scale, given, weight, shared))
         if chunk.pre_process and config.recompute_granularity is not None:
             # A layer that is recomputed gives gradients to those of its inputs that need one, or to nobody.
-            chunk.embedding.register_forward_hook(_needs_gradient)
+            placed.inputs.append(chunk.embedding)
+    placed.put_in()
+    return placed
 
 
-def _put(chunk: GPTModel, local: str, adapter: Adapter) -> None:
-    grouped = _GROUPED.fullmatch(local)
-    layer = chunk.get_submodule(grouped[1] if grouped else local.removesuffix(".weight"))
-    if not grouped:
-        layer.add_module("adapter", adapter)
-        layer.register_forward_hook(_add)
-    elif grouped[2] == "0":
-        layer.add_module("adapter", GroupedAdapters([adapter]))
-        layer.register_forward_hook(_add_grouped)
-    else:
-        held = layer.adapter
-        assert isinstance(held, GroupedAdapters) and len(held) == int(grouped[2])
-        held.append(adapter)
+class PlacedAdapters:
+    """Adapters of one name and the layers that they belong into: they can be taken out of the model, so that those of
+    another name take their place, and be put back in.
+
+    Attributes:
+        inputs: modules whose outputs must have gradients while the adapters are in the model.
+        resting: they add nothing: another's turn in a pass of several (`InOnePass`).
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[torch.nn.Module] = []
+        self.resting = False
+        self._layers: list[tuple[torch.nn.Module, Adapter | GroupedAdapters]] = []
+        self._hooks: list[RemovableHandle] = []
+
+    def add(self, chunk: GPTModel, local: str, adapter: Adapter) -> None:
+        """Note the adapter of a weight of the chunk, by its local name; experts of a layer come in their order."""
+        grouped = _GROUPED.fullmatch(local)
+        layer = chunk.get_submodule(grouped[1] if grouped else local.removesuffix(".weight"))
+        if not grouped:
+            self._layers.append((layer, adapter))
+        elif grouped[2] == "0":
+            self._layers.append((layer, GroupedAdapters([adapter])))
+        else:
+            owner, held = self._layers[-1]
+            assert owner is layer and isinstance(held, GroupedAdapters) and len(held) == int(grouped[2])
+            held.append(adapter)
+
+    def put_in(self) -> None:
+        """The model has these adapters from here on."""
+        for layer, adapter in self._layers:
+            assert "adapter" not in dict(layer.named_children()), "the layer has another adapter"
+            layer.add_module("adapter", adapter)
+        self.hook()
+
+    def take_out(self) -> None:
+        """The model is the base alone from here on."""
+        self.unhook()
+        for layer, _ in self._layers:
+            del layer.adapter
+
+    def hook(self) -> None:
+        """The layers compute with these adapters from here on, whether or not they are modules of the model."""
+        assert not self._hooks, "they are in the model already"
+        for layer, adapter in self._layers:
+            add = _add_grouped if isinstance(adapter, GroupedAdapters) else _add
+            self._hooks.append(layer.register_forward_hook(partial(add, self, adapter)))
+        self._hooks += [module.register_forward_hook(_needs_gradient) for module in self.inputs]
+
+    def unhook(self) -> None:
+        """The layers compute as the base does from here on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
 
-def _add(layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    return output if layer.adapter.off else (output[0] + layer.adapter(inputs[0]), output[1])
+class InOnePass:
+    """Adapters of several names on the layers at once, of which one computes at a time. A context manager.
+
+    Args:
+        every: none of which is in the model.
+    """
+
+    def __init__(self, every: Sequence[PlacedAdapters]) -> None:
+        self._every = every
+
+    def __enter__(self) -> Self:
+        for placed in self._every:
+            placed.resting = True
+            placed.hook()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for placed in self._every:
+            placed.unhook()
+            placed.resting = False
+
+    def choose(self, chosen: PlacedAdapters) -> None:
+        """The layers compute with these from here on."""
+        for placed in self._every:
+            placed.resting = placed is not chosen
+
+
+Output = tuple[Tensor, Tensor | None]
+
+
+def _add(placed: PlacedAdapters, adapter: Adapter, layer: Any, inputs: tuple[Any, ...], output: Output) -> Output:
+    return output if placed.resting or adapter.off else (output[0] + adapter(inputs[0]), output[1])
 
 
 def _add_grouped(
-    layer: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
-) -> tuple[Tensor, Tensor | None]:
-    if layer.adapter[0].off:
+    placed: PlacedAdapters, adapters: GroupedAdapters, layer: Any, inputs: tuple[Any, ...], output: Output
+) -> Output:
+    first: Any = adapters[0]
+    if placed.resting or first.off:
         return output
-    return output[0] + layer.adapter(inputs[0], inputs[1]), output[1]
+    return output[0] + adapters(inputs[0], inputs[1]), output[1]
 
 
 def _needs_gradient(module: torch.nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -252,7 +348,7 @@ def new_factor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.zeros(shape)
     # Torch's generator on CPUs reads 32 bits of a seed.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-    return (torch.rand(shape, generator=generator) * 2 - 1) / shape[1] ** 0.5
+    return (torch.rand(shape, generator=generator) * 2 - 1) / shape[-1] ** 0.5
 
 
 def adapters_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
@@ -278,7 +374,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __init__(self, chunks: Sequence[GPTModel], params: Mapping[str, Tensor]) -> None:
         self._params = params
-        self._adapters = dict(_adapters_by_weight(chunks))
+        self._adapters = {adapter.weight: adapter for adapter in adapters_of(chunks)}
 
     def __getitem__(self, name: str) -> Tensor:
         adapter = self._adapters.get(name)
@@ -289,13 +385,6 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._params)
-
-
-def _adapters_by_weight(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Adapter]]:
-    by_factor = {id(adapter.lora_A): adapter for adapter in adapters_of(chunks)}
-    for name, tensor in named_factors(chunks):
-        if id(tensor) in by_factor:
-            yield name.replace(f".adapter.{FACTORS[0]}", ".weight"), by_factor[id(tensor)]
 
 
 class StoredAdapters(torch.nn.Module):

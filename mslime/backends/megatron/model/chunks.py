@@ -14,6 +14,8 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mslime.backends.megatron.model.dispatch import forget_micro_batches
+from mslime.backends.megatron.model.grouped_state import share_empty_states
 from mslime.backends.megatron.model.naming import named_local_params
 from mslime.backends.megatron.model.norms import use_joint_qk_norms, use_post_norms
 from mslime.backends.megatron.model.rotary import use_packed_rotary
@@ -53,6 +55,8 @@ def build_chunks(
     chunks = [_build_chunk(config, model, device, stage, mtp, values, adapters).to(device) for stage in stages]
     for chunk in chunks:
         mark_parameters(chunk)
+        forget_micro_batches(chunk)
+        share_empty_states(chunk)
     return chunks
 
 

@@ -14,7 +14,10 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from mslime.convert.adapters import is_factor
-from mslime.convert.parameter_names import canonical_name
+from mslime.convert.parameter_names import canonical_name, of_all_experts
+
+SHARED_BY_EXPERTS = "shared_by_experts"
+"""Attribute of a parameter that all experts of a layer share: modules of several experts hold it."""
 
 
 def unwrap(chunk: torch.nn.Module) -> GPTModel:
@@ -69,4 +72,6 @@ def named_factors(chunks: Iterable[GPTModel]) -> Iterator[tuple[str, Tensor]]:
 
 def _named(chunk: GPTModel, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     layers, first = layer_ids(chunk), first_local_expert(chunk)
-    return ((canonical_name(local, first, layers), tensor) for local, tensor in tensors)
+    for local, tensor in tensors:
+        name = canonical_name(local, first, layers)
+        yield (of_all_experts(name) if hasattr(tensor, SHARED_BY_EXPERTS) else name), tensor

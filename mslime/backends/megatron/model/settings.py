@@ -168,7 +168,7 @@ def _numeric_fields(megatron: MegatronConfig, device: torch.device) -> dict[str,
 
 def _moe_fields(spec: ModelSpec, device: torch.device) -> dict[str, Any]:
     return {
-        "moe_grouped_gemm": device.type == "cuda",
+        "moe_grouped_gemm": spec.megatron.groups_experts(cuda=device.type == "cuda"),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

@@ -6,23 +6,17 @@ same experts; a reference policy always routes by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from mslime.backends.megatron.parallel import ParallelState
-from mslime.backends.megatron.replay.routing_replay import (
-    ReplayReport,
-    RouteRows,
-    RoutingReplay,
-    ShardRoutes,
-    check_routes,
-)
+from mslime.backends.megatron.replay.route_rows import RouteRows, ShardRoutes, check_routes
+from mslime.backends.megatron.replay.routing_replay import ReplayReport, RoutingReplay, Tally, complete
 from mslime.backends.megatron.step.batches import PADDING, MicroBatch, SequenceSlicer
 from mslime.backends.megatron.step.pipeline import RouteHooks
 from mslime.config.choices import ReplayMode
@@ -39,9 +33,10 @@ class _LayOut:
 
     replay: RoutingReplay
     rows_of: Callable[[MicroBatch], RouteRows]
+    tally: Tally
 
     def before_forward(self, chunk: int, batch: MicroBatch) -> None:
-        self.replay.lay_out(chunk, self.rows_of(batch))
+        self.replay.lay_out(chunk, self.rows_of(batch), self.tally)
 
     def after_forward(self, chunk: int, batch: MicroBatch) -> None: ...
 
@@ -77,7 +72,7 @@ class _Observe:
         for index, slicer in self.slicers.items():
             known = np.flatnonzero(slicer.layer_rows != PADDING)
             tokens.append(slicer.layer_rows[known])
-            experts.append(self.replay.recorded(index).cpu().numpy()[known])
+            experts.append(complete(self.replay.records[index]).cpu().numpy()[known])
         return RoutedRows(np.concatenate(tokens), self.replay.layer_ids, np.concatenate(experts))
 
 
@@ -101,20 +96,7 @@ class Routing:
     device: torch.device
     max_age: int | None = None
     _recorded: dict[int, Records] = field(default_factory=dict)
-
-    @classmethod
-    def attach(
-        cls,
-        mode: ReplayMode,
-        chunks: Sequence[GPTModel],
-        model: ModelFields,
-        parallel: ParallelState,
-        device: torch.device,
-        max_age: int | None,
-    ) -> Routing:
-        """Attach to the routers of these chunks. Raises ConfigError when a router would bypass the replay."""
-        replay = None if mode == "off" else RoutingReplay(chunks, chunks[0].config)
-        return cls(mode, replay, model, parallel, device, max_age)
+    _tally: Tally | None = None
 
     @contextmanager
     def old_log_prob_pass(self, shard: TrainShard, step: int) -> Iterator[RouteHooks | None]:
@@ -122,8 +104,8 @@ class Routing:
         if self.replay is None:
             yield None
         elif self.mode == "r3":
-            with self._replaying(shard, step, gradient=False) as hooks:
-                yield hooks
+            with self.replay.replaying(gradient=False):
+                yield self._laid_out(self.replay, shard, step)
         else:
             with self.replay.recording():
                 yield _Keep(self.replay)
@@ -146,37 +128,40 @@ class Routing:
         if self.replay is None:
             yield None
             return
-        with self._replaying(shard, step, gradient=True) as hooks:
-            yield hooks
+        with self.replay.replaying(gradient=True):
+            yield self.gradient_routes(shard, step)
 
-    @contextmanager
-    def _replaying(self, shard: TrainShard, step: int, *, gradient: bool) -> Iterator[RouteHooks]:
-        replay = self.replay
-        assert replay is not None
+    def gradient_routes(self, shard: TrainShard, step: int) -> RouteHooks | None:
+        """Those of `gradient_pass`, for one of several that share a pass: inside `RoutingReplay.replaying`."""
+        return None if self.replay is None else self._laid_out(self.replay, shard, step)
+
+    def _laid_out(self, replay: RoutingReplay, shard: TrainShard, step: int) -> RouteHooks:
+        records: Records = {}
         if self.mode == "r3":
             check_routes(shard, self.model.num_experts, self.model.top_k)
             routes = ShardRoutes.from_rollout(shard, replay.layer_ids, self.max_age)
         else:
-            replay.records = self._recorded.pop(step)
+            records = self._recorded.pop(step)
             routes = ShardRoutes.to_record(shard, replay.layer_ids)
 
         def rows_of(batch: MicroBatch) -> RouteRows:
-            recorded = replay.recorded(batch.index) if self.mode == "r2" else None
+            recorded = complete(records[batch.index]) if self.mode == "r2" else None
             return routes.rows(batch.slicer, self.device, recorded)
 
-        with replay.replaying(gradient=gradient):
-            yield _LayOut(replay, rows_of)
+        self._tally = replay.tally()
+        return _LayOut(replay, rows_of, self._tally)
 
     def report(self, shard: TrainShard) -> ReplayReport | None:
-        """What the last gradient pass replayed, over all ranks; None when off. A collective.
+        """What the last pass replayed for this trainer, over all ranks; None when off. A collective.
 
         Raises:
             AssertionError: the routes consumed are not those of the step, each exactly once.
         """
         if self.replay is None:
             return None
+        assert self._tally is not None, "no pass has run"
         if self.mode == "r2":
-            return self.replay.report(None)
+            return self.replay.report(self._tally, None)
         speaks = self.parallel.tp_rank == 0 and self.parallel.rows.cp_rank == 0
         routes = ShardRoutes.from_rollout(shard, self.replay.layer_ids, self.max_age)
-        return self.replay.report(routes.fingerprint() if speaks else 0)
+        return self.replay.report(self._tally, routes.fingerprint() if speaks else 0)

@@ -30,38 +30,38 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import Router, TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.transformer.transformer_config import TransformerConfig
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mslime.backends.megatron.step.batches import SequenceSlicer
-from mslime.config.errors import ConfigError, EngineError
-from mslime.data.routes import Routes
-from mslime.data.shard import TrainShard
+from mslime.backends.megatron.replay.route_rows import RouteRows, row_hashes
+from mslime.config.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class RouteRows:
-    """Routes of one micro-batch, cut and ordered like the tokens that this rank's routers see.
+@dataclass
+class Tally:
+    """What the routers of this rank did in a trainer's part of a pass: int64 scalars.
 
     Attributes:
-        experts: [rows, layers, top-k], uint8 or int16 (a pipeline holds many of these at once); the layers are those
-            of `RoutingReplay.layer_ids`, in that order.
-        mask: [rows] bool; False where the router chooses by itself.
-        scored: [rows] bool; rows whose logits enter the loss.
-        too_old: [rows] bool; rows whose routes are not replayed for their age.
-        keys: [rows] int64; identify a token over all ranks of the step (`token_keys`), 0 on padding.
+        rows: replayed (row, layer) pairs; `scored`, `covered`, `too_old`: those whose row's logits enter the loss, and
+            of these the replayed ones and the ones that were left to the routers for their age.
+        fingerprint: sum of the hashes of replayed rows (`row_hashes`).
+        agreed: by layer, replayed rows whose natural choice was the same set of experts; added to in place.
     """
 
-    experts: Tensor
-    mask: Tensor
+    rows: Tensor
     scored: Tensor
+    covered: Tensor
     too_old: Tensor
-    keys: Tensor
+    fingerprint: Tensor
+    agreed: dict[int, Tensor]
 
-    def __post_init__(self) -> None:
-        rows = self.experts.shape[:1]
-        assert self.mask.shape == self.scored.shape == self.keys.shape == rows, (self.experts.shape, self.mask.shape)
-        assert self.too_old.shape == rows, (self.experts.shape, self.too_old.shape)
+    @classmethod
+    def zeros(cls, layer_ids: Sequence[int], device: torch.device) -> Tally:
+        """Of a pass that has not begun."""
+
+        def zero() -> Tensor:
+            return torch.zeros((), dtype=torch.int64, device=device)
+
+        return cls(zero(), zero(), zero(), zero(), zero(), {layer: zero() for layer in layer_ids})
 
 
 @dataclass(frozen=True)
@@ -96,143 +96,10 @@ class ReplayReport:
         }
 
 
-def token_keys(shard: TrainShard) -> NDArray[np.int64]:
-    """[N] int64: (sequence id, position) in one number; unique over all shards of a step, never 0."""
-    positions = np.concatenate([np.arange(n) for n in shard.lengths]) if len(shard.lengths) else np.zeros(0, np.int64)
-    return (np.repeat(shard.sequence_ids, shard.lengths) << 32) + positions + 1
-
-
-def scored_rows(shard: TrainShard) -> NDArray[np.bool_]:
-    """[N] bool: rows that predict a trained token (the next one of their sequence)."""
-    scored = np.zeros(len(shard.tokens), np.bool_)
-    scored[:-1] = shard.loss_mask[1:]
-    scored[[stop - 1 for start, stop in shard.spans() if stop > start]] = False
-    return scored
-
-
-def row_ages(shard: TrainShard) -> NDArray[np.int32]:
-    """[N] int32: weight versions between those that computed a row's route and those that are trained.
-
-    A row is computed to sample the token after it. Versions never fall along a sequence, so the age of the next token
-    that was sampled is the largest of all later ones; 0 where none is sampled after the row.
-    """
-    assert shard.segment_ages is not None, "rows have ages where the shard knows the version that is trained"
-    ages = np.zeros(len(shard.tokens), np.int32)
-    for start, stop in shard.spans():
-        ages[start : stop - 1] = np.maximum.accumulate(shard.segment_ages[start + 1 : stop][::-1])[::-1]
-    return ages
-
-
-def check_routes(shard: TrainShard, num_experts: int, top_k: int) -> None:
-    """Refuse routes that cannot be replayed, before any collective: looked at once a shard, on the host.
-
-    Raises:
-        EngineError: a trained token's row has no route, or a row has an expert twice or one that does not exist.
-    """
-    routes = shard.routes
-    assert routes is not None, "replay from the rollout needs routes in the shard"
-    missing = np.flatnonzero(scored_rows(shard) & ~routes.mask)
-    if len(missing):
-        raise EngineError(
-            "routes", f"{len(missing)} trained tokens without a route, the first in {_place(shard, int(missing[0]))}",
-            "with train.replay = r3 the engine reports the experts of every token that is trained on",
-            "start the engine with enable_return_routed_experts, or set train.replay to r2 or off",
-        )  # fmt: skip
-    experts = np.sort(routes.experts[routes.mask], axis=-1)
-    if routes.experts.shape[-1] != top_k or int(experts.max(initial=0)) >= num_experts:
-        raise EngineError(
-            "routes", f"top-{routes.experts.shape[-1]} of experts up to {int(experts.max(initial=0))}",
-            f"the trained model routes to {top_k} of {num_experts} experts", "serve the checkpoint that is trained",
-        )  # fmt: skip
-    repeated = np.flatnonzero((experts[..., 1:] == experts[..., :-1]).any(axis=(1, 2)))
-    if len(repeated):
-        row = int(np.flatnonzero(routes.mask)[repeated[0]])
-        raise EngineError(
-            "routes", f"{routes.experts[row].tolist()} at {_place(shard, row)}",
-            "the experts of one token and layer are distinct (an all-zero row means that the engine did not fill it)",
-            "turn off what drops captured routes in the engine (pipeline stages, external prefix caches)",
-        )  # fmt: skip
-
-
-def _place(shard: TrainShard, row: int) -> str:
-    sequence = int(np.searchsorted(np.cumsum(shard.lengths), row, side="right"))
-    start = shard.spans()[sequence][0]
-    return f"sequence {shard.sequence_ids[sequence]}, position {row - start}"
-
-
-@dataclass(frozen=True)
-class ShardRoutes:
-    """What replay needs of a shard, as columns over its N tokens; made once a pass, cut for every micro-batch.
-
-    Attributes:
-        layer_ids: the stage's MoE layers.
-        experts: [N, layers, top-k], uint8 or int16; None when the trainer records its own (r2).
-        mask, scored, too_old, keys: [N], see `RouteRows`; without experts every token is in the mask.
-    """
-
-    layer_ids: tuple[int, ...]
-    experts: NDArray[np.integer] | None
-    mask: NDArray[np.bool_]
-    scored: NDArray[np.bool_]
-    too_old: NDArray[np.bool_]
-    keys: NDArray[np.int64]
-
-    @classmethod
-    def from_rollout(cls, shard: TrainShard, layer_ids: Sequence[int], max_age: int | None = None) -> ShardRoutes:
-        """R3: the routes that came with the shard, those of weights beyond `max_age` left out."""
-        assert shard.routes is not None
-        routes = _layers_of(shard.routes, layer_ids)
-        narrow = np.uint8 if routes.experts.dtype == np.uint8 else np.int16
-        experts = routes.experts.astype(narrow)
-        too_old = np.zeros(len(shard.tokens), np.bool_) if max_age is None else row_ages(shard) > max_age
-        return cls(tuple(layer_ids), experts, routes.mask & ~too_old, scored_rows(shard), too_old, token_keys(shard))
-
-    @classmethod
-    def to_record(cls, shard: TrainShard, layer_ids: Sequence[int]) -> ShardRoutes:
-        """R2: the experts come from `RoutingReplay.recorded`."""
-        every = np.ones(len(shard.tokens), np.bool_)
-        return cls(tuple(layer_ids), None, every, scored_rows(shard), ~every, token_keys(shard))
-
-    def rows(self, slicer: SequenceSlicer, device: torch.device, recorded: Tensor | None = None) -> RouteRows:
-        """One micro-batch as the routers of this rank see it; `recorded` was recorded under the same slicer."""
-        if self.experts is None:
-            assert recorded is not None and len(recorded) == len(slicer.layer_rows), "recorded under another layout"
-            experts = recorded
-        else:
-            experts = torch.from_numpy(slicer.at_layer_rows(self.experts, 0)).to(device)
-        return RouteRows(
-            experts=experts,
-            mask=torch.from_numpy(slicer.at_layer_rows(self.mask, False)).to(device),
-            scored=torch.from_numpy(slicer.at_layer_rows(self.scored, False)).to(device),
-            too_old=torch.from_numpy(slicer.at_layer_rows(self.too_old, False)).to(device),
-            keys=torch.from_numpy(slicer.at_layer_rows(self.keys, 0)).to(device),
-        )
-
-    def fingerprint(self) -> int:
-        """What all ranks of a stage and data-parallel rank together must consume in one pass (r3)."""
-        assert self.experts is not None
-        hashes = row_hashes(torch.from_numpy(self.experts), torch.from_numpy(self.keys), self.layer_ids)
-        return int(hashes[torch.from_numpy(self.mask)].sum())
-
-
-def _layers_of(routes: Routes, layer_ids: Sequence[int]) -> Routes:
-    return routes if routes.layer_ids == tuple(layer_ids) else routes.stage_slice(layer_ids)
-
-
-def row_hashes(experts: Tensor, keys: Tensor, layer_ids: Sequence[int]) -> Tensor:
-    """[rows, layers] int64 hash of (token, layer, experts in order), with wrapping arithmetic."""
-    layers = torch.tensor([layer + 1 for layer in layer_ids], dtype=torch.int64, device=keys.device)
-    hashed = _mix(_mix(keys)[:, None] + layers * 0x632BE59BD9B4E019)
-    for column in experts.unbind(-1):
-        hashed = _mix(hashed ^ (column.long() + 1))
-    return hashed
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection on int64 that spreads every bit."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+def complete(experts: Tensor) -> Tensor:
+    """R2: [rows, layers, top-k] int16, what was kept of a micro-batch (`RoutingReplay.keep`), of every model chunk."""
+    assert experts.numel() == 0 or int(experts.min()) >= 0, "not recorded in every model chunk"
+    return experts
 
 
 class LayerReplay(RouterReplay):
@@ -315,11 +182,12 @@ class LayerReplay(RouterReplay):
 class RoutingReplay:
     """Replay (and recording) of routes in every router of one trainer rank.
 
-    A pass is one run of the pipeline schedule:
+    A pass is one run of the pipeline schedule; several trainers may share it, each with a tally of its own:
 
         with replay.replaying(gradient=True):
-            ... before each model forward of chunk c: replay.lay_out(c, rows)
-        report = replay.report(expected)
+            tally = replay.tally()
+            ... before each model forward of chunk c: replay.lay_out(c, rows, tally)
+        report = replay.report(tally, expected)
 
     Attributes:
         layer_ids: global (0-based) ids of this rank's MoE layers, over its virtual pipeline chunks in order.
@@ -338,18 +206,14 @@ class RoutingReplay:
         self.layer_ids = tuple(layer.layer_id for layer in self.layers)
         self.device = next(chunks[0].parameters()).device
         self.records: dict[Hashable, Tensor] = {}
-        self._totals = self._zero_totals()
 
-    def _zero_totals(self) -> dict[str, Tensor]:
-        return {
-            name: torch.zeros((), dtype=torch.int64, device=self.device)
-            for name in ("rows", "scored", "covered", "too_old", "sum")
-        }
+    def tally(self) -> Tally:
+        """Of a trainer's part in a pass that is to come."""
+        return Tally.zeros(self.layer_ids, self.device)
 
     @contextmanager
     def replaying(self, *, gradient: bool) -> Iterator[None]:
         """A pass whose forward passes use the rows laid out for them; checks at the end that all were used."""
-        self._totals = self._zero_totals()
         with self._action(RouterReplayAction.REPLAY_FORWARD, gradient):
             yield
             for layer in self.layers:
@@ -372,18 +236,19 @@ class RoutingReplay:
             for layer in self.layers:
                 layer.stop()
 
-    def lay_out(self, chunk: int, rows: RouteRows) -> None:
-        """Replay `rows` in the next forward pass of model chunk `chunk`."""
+    def lay_out(self, chunk: int, rows: RouteRows, tally: Tally) -> None:
+        """Replay `rows` in the next forward pass of model chunk `chunk`, and count them in `tally`."""
         columns = [self.layer_ids.index(layer.layer_id) for layer in self.chunks[chunk]]
         for column, layer in zip(columns, self.chunks[chunk], strict=True):
+            layer.agreed = tally.agreed[layer.layer_id]
             layer.lay_out(rows.experts[:, column], rows.mask)
         replayed = rows.mask.sum() * len(columns)
         hashes = row_hashes(rows.experts[:, columns], rows.keys, [self.layer_ids[c] for c in columns])
-        self._totals["rows"] += replayed
-        self._totals["scored"] += rows.scored.sum() * len(columns)
-        self._totals["covered"] += (rows.scored & rows.mask).sum() * len(columns)
-        self._totals["too_old"] += (rows.scored & rows.too_old).sum() * len(columns)
-        self._totals["sum"] += (hashes * rows.mask[:, None]).sum()
+        tally.rows += replayed
+        tally.scored += rows.scored.sum() * len(columns)
+        tally.covered += (rows.scored & rows.mask).sum() * len(columns)
+        tally.too_old += (rows.scored & rows.too_old).sum() * len(columns)
+        tally.fingerprint += (hashes * rows.mask[:, None]).sum()
 
     def keep(self, chunk: int, micro_batch: Hashable) -> None:
         """R2: remember what the routers of `chunk` chose in the forward pass that just ended, as `micro_batch`."""
@@ -396,14 +261,8 @@ class RoutingReplay:
             self.records[micro_batch][:, self.layer_ids.index(layer.layer_id)] = indices.to(torch.int16)
             layer.clear_indices()
 
-    def recorded(self, micro_batch: Hashable) -> Tensor:
-        """R2: [rows, layers, top-k] int16, what was kept as `micro_batch`."""
-        experts = self.records[micro_batch]
-        assert experts.numel() == 0 or int(experts.min()) >= 0, "not recorded in every model chunk"
-        return experts
-
-    def report(self, expected: int | None, group: dist.ProcessGroup | None = None) -> ReplayReport:
-        """Sum what happened in the last pass over all trainer ranks. A collective.
+    def report(self, tally: Tally, expected: int | None, group: dist.ProcessGroup | None = None) -> ReplayReport:
+        """Sum what happened in a pass over all trainer ranks. A collective.
 
         Args:
             expected: this rank's share of what must have been consumed (`ShardRoutes.fingerprint` on one rank of each
@@ -416,10 +275,10 @@ class RoutingReplay:
         """
         by_layer = torch.zeros(self.num_layers, 2, dtype=torch.int64, device=self.device)
         for layer in self.layers:
-            assert layer.agreed is not None, "no pass has run"
-            by_layer[layer.layer_id, 0] = layer.agreed
-            by_layer[layer.layer_id, 1] = self._totals["rows"] // len(self.layers)
-        totals = torch.stack([*self._totals.values(), torch.tensor(expected or 0, device=self.device)])
+            by_layer[layer.layer_id, 0] = tally.agreed[layer.layer_id]
+            by_layer[layer.layer_id, 1] = tally.rows // len(self.layers)
+        counts = (tally.rows, tally.scored, tally.covered, tally.too_old, tally.fingerprint)
+        totals = torch.stack([*counts, torch.tensor(expected or 0, device=self.device)])
         if dist.is_initialized():
             dist.all_reduce(by_layer, group=group)
             dist.all_reduce(totals, group=group)
@@ -428,11 +287,11 @@ class RoutingReplay:
         assert expected is None or fingerprint == due, (
             "the routes consumed are not those of the step, each exactly once"
         )
-        counts = by_layer.tolist()
+        of_layers = by_layer.tolist()
         return ReplayReport(
             coverage=covered / scored if scored else 1.0,
             too_old=too_old / scored if scored else 0.0,
-            agreement={layer: agreed / n for layer, (agreed, n) in enumerate(counts) if n},
+            agreement={layer: agreed / n for layer, (agreed, n) in enumerate(of_layers) if n},
             fingerprint=fingerprint,
             rows=rows,
         )

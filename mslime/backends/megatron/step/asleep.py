@@ -215,7 +215,7 @@ class DeviceState:
     def _storages(self, part: TrainerPart) -> list[Storage]:
         """Those of a part, each once, in an order that stays; without what cannot be resized, or is small."""
         if part == "gradients":
-            found = _unique(buffer.grad_data for chunk in self._wrapped for buffer in _buffers(chunk))
+            found = _unique(buffer.grad_data for chunk in self._wrapped for buffer in gradient_buffers(chunk))
         else:
             found = _unique(self._weights())
             if part == "optimizer":
@@ -226,7 +226,7 @@ class DeviceState:
 
     def _weights(self) -> Iterator[torch.Tensor]:
         for chunk in self._wrapped:
-            yield from (buffer.param_data for buffer in _buffers(chunk) if buffer.param_data is not None)
+            yield from (buffer.param_data for buffer in gradient_buffers(chunk) if buffer.param_data is not None)
             yield from chunk.module.parameters()
             yield from chunk.module.buffers()
 
@@ -260,7 +260,8 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _buffers(chunk: DistributedDataParallel) -> list[Any]:
+def gradient_buffers(chunk: DistributedDataParallel) -> list[Any]:
+    """Of a wrapper: those of its dense parameters, then of its experts."""
     wrapper: Any = chunk  # its `buffers` are not those of `Module`
     return [*wrapper.buffers, *wrapper.expert_parallel_buffers]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,9 @@ from mslime.config.schema import TrainConfig
 # At every save megatron-core 0.16.1 formats each tensor that an optimizer does not own, and each factory of such
 # tensors (of a gated MLP), into a message for debugging that nobody reads: numbers of all of them come off the GPU.
 ShardedBase.__str__ = lambda part: f"{type(part).__name__}({part.key})"  # type: ignore[method-assign]
+
+_NOBODY: Any = "nobody"
+"""Stands for a parameter in the state of an optimizer that has none here."""
 
 
 def build_optimizer(
@@ -69,6 +73,80 @@ def begin_states(optimizer: MegatronOptimizer) -> None:
             part.init_state_fn(inner, part.config)  # type: ignore[attr-defined]
 
 
+def states_of(
+    optimizer: MegatronOptimizer, model: dict[str, Any], *, is_loading: bool, metadata: Any
+) -> dict[Any, Any]:
+    """The sharded state of an optimizer, by the numbers of its parts where it has several.
+
+    Parts without parameters have none: dense layers where adapters are on experts alone. megatron-core 0.16.1 fails on
+    a chain with one. A part that has its parameters on other ranks alone tells how many steps it has taken, too: what
+    is no tensor is saved by the first rank for all.
+    """
+    live, idle = _live_parts(optimizer), _idle_parts(optimizer)
+    given: dict[str, Any] = {"is_loading": is_loading, "metadata": metadata}
+    with _counting(optimizer, idle):
+        held: dict[Any, Any]
+        if live is None:
+            held = optimizer.sharded_state_dict(model, **given)
+        else:
+            held = {number: part.sharded_state_dict(model, **given) for number, part in live.items()}
+    if step := _steps_taken(optimizer):
+        for number in idle:
+            _count(held.get(number, held), step)
+    return held
+
+
+def _live_parts(optimizer: MegatronOptimizer) -> dict[int, MegatronOptimizer] | None:
+    """Parts with parameters by their number; None where all have some."""
+    parts = parts_of(optimizer)
+    live = {number: part for number, part in enumerate(parts) if part.optimizer is not None}
+    return None if len(live) == len(parts) else live
+
+
+def _idle_parts(optimizer: MegatronOptimizer) -> dict[int, MegatronOptimizer]:
+    """Parts by their number that have parameters, but none on this rank: experts, where no layer of this pipeline
+    stage has an adapter on one. They are like everywhere else, with empty groups."""
+    return {
+        number: part
+        for number, part in enumerate(parts_of(optimizer))
+        if part.optimizer is not None and not any(group["params"] for group in part.optimizer.param_groups)
+    }
+
+
+def _steps_taken(optimizer: MegatronOptimizer) -> Any:
+    """Of this rank's parameters, as their optimizer counts; None before the first."""
+    for inner in (part.optimizer for part in parts_of(optimizer) if part.optimizer is not None):
+        for holder in (*inner.state.values(), *(group for group in inner.param_groups if group["params"])):
+            if (step := holder.get("step")) is not None:
+                return step
+    return None
+
+
+@contextmanager
+def _counting(optimizer: MegatronOptimizer, idle: Mapping[int, MegatronOptimizer]) -> Iterator[None]:
+    """Inside, distributed idle parts have a count: megatron-core 0.16.1 takes it from a parameter's state."""
+    step = _steps_taken(optimizer)
+    counting = [part.optimizer for part in idle.values() if isinstance(part, DistributedOptimizer)]
+    counting = [inner for inner in counting if isinstance(inner, torch.optim.Adam)]
+    for inner in counting:
+        inner.state[_NOBODY] = {"step": step}
+    try:
+        yield
+    finally:
+        for inner in counting:
+            inner.state.clear()
+
+
+def _count(state: dict[str, Any], step: Any) -> None:
+    """Tell in an idle part's state how many steps it has taken, wherever its kind of optimizer looks for that."""
+    inner = state.get("optimizer", state)
+    if "state" in inner:  # of an optimizer that is not distributed
+        inner["state"]["common_step"] = step
+    else:
+        for group in inner["param_groups"]:
+            group["step"] = step.item() if isinstance(step, torch.Tensor) else step
+
+
 def load_states(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     """Take a loaded state; a step count of 0, which megatron-core 0.16.1 leaves out when it saves, is put back.
 
@@ -77,8 +155,13 @@ def load_states(optimizer: MegatronOptimizer, state: dict[Any, Any]) -> None:
     """
     if any(isinstance(part.optimizer, torch.optim.Adam) for part in parts_of(optimizer)):
         _count_from_0(state)
-    optimizer.load_state_dict(state)
-    for inner in (part.optimizer for part in parts_of(optimizer)):
+    live = _live_parts(optimizer)
+    if live is None:
+        optimizer.load_state_dict(state)
+    else:
+        for number, part in live.items():
+            part.load_state_dict(state[number])
+    for inner in (part.optimizer for part in parts_of(optimizer) if part.optimizer is not None):
         for group in inner.param_groups:
             for name, value in inner.defaults.items():
                 if isinstance(value, type):

@@ -1,7 +1,8 @@
 """One pass of a shard through this rank's model chunks, together with the other ranks: megatron-core's schedule.
 
 `Pipeline` is of any model that is trained; `StepRunner` of a language model, whose passes give log-probs of a shard's
-tokens, or its loss and gradients.
+tokens, or its loss and gradients. A pass has one lane, or several: models that share chunks, each with micro-batches of
+its own (`run_lanes`).
 
 The schedule averages losses over micro-batches and gradients over data-parallel ranks; a shard's weights already hold
 their denominators, so both averages are undone here and the gradient is that of the plain sum over everything.
@@ -10,14 +11,14 @@ their denominators, so both averages are undone here and the gradient is that of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -104,20 +105,29 @@ class Pipeline:
         Returns:
             This rank's share of the statistics: sum and maximise over all ranks.
         """
-        batches = self._micro_batches(shard)
-        # The schedule divides by micro-batches and multiplies by CP; the data-parallel wrapper divides by DP x CP.
-        undo_averages = len(batches) * self.parallel.dp_group.size()
-        total = LossStatistics.zeros(self.device)
+        lane = self.gradient_lane(shard, loss, routes)
+        run_lanes([lane], progress, forward_only=False)
+        return lane.statistics
 
-        def scaled(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            nonlocal total
+    def gradient_lane(
+        self,
+        shard: TrainShard,
+        loss: Callable[[MicroBatch, Tensor], LossOutput],
+        routes: RouteHooks | None = None,
+        enter: Callable[[], None] | None = None,
+    ) -> Lane:
+        """A lane that adds the gradient of the shard's loss to the gradient buffers; see `add_gradients` and `Lane`."""
+        # The data-parallel wrapper divides by DP x CP.
+        undo_average = self.parallel.dp_group.size() * self.parallel.cp_group.size()
+
+        def add(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Any]]:
             found = loss(batch, output)
             if self.parallel.counts:
-                total = total.merge(found.statistics)
-            return found.loss * undo_averages, {}
+                lane.statistics = lane.statistics.merge(found.statistics)
+            return _SummedLoss.apply(found.loss, undo_average), {}
 
-        self._run(batches, scaled, routes, progress, forward_only=False)
-        return total
+        lane = Lane(self, self._micro_batches(shard), add, routes, enter)
+        return lane
 
     def _micro_batches(self, shard: TrainShard) -> list[MicroBatch]:
         """This rank's view of the micro-batches; interleaved stages get empty ones up to a multiple of PP."""
@@ -139,42 +149,17 @@ class Pipeline:
         forward_only: bool,
     ) -> None:
         """All micro-batches through the pipeline; `on_output` is called on the last stage with [T, ...]."""
-        done = 0
+        run_lanes([Lane(self, batches, on_output, routes)], progress, forward_only=forward_only)
 
-        def forward(iterator: Iterator[MicroBatch], chunk: DistributedDataParallel) -> tuple[Tensor, Callable]:
-            nonlocal done
-            batch = next(iterator)
-            index = unwrap(chunk).vp_stage or 0
-            if routes is not None:
-                routes.before_forward(index, batch)
-            output = chunk(**self._model_inputs(batch, embeds=unwrap(chunk).pre_process))
-            if routes is not None:
-                routes.after_forward(index, batch)
-            if index == len(self.chunks) - 1:
-                done += 1
-                if progress is not None:
-                    progress(done, len(batches))
-            return output, partial(self._apply, on_output, batch)
-
-        iterators = [iter(batches) for _ in self.chunks]
-        interleaved = len(self.chunks) > 1
-        get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iterators if interleaved else iterators[0],
-            model=list(self.chunks) if interleaved else self.chunks[0],
-            num_microbatches=len(batches),
-            seq_length=1,  # stages exchange the true shapes (variable_seq_lengths)
-            micro_batch_size=1,
-            forward_only=forward_only,
-        )
-
-    def _apply(
-        self,
-        on_output: Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]],
-        batch: MicroBatch,
-        output: Tensor,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        return on_output(batch, output.squeeze(0))
+    def forward(self, chunk: int, batch: MicroBatch, routes: RouteHooks | None) -> Tensor:
+        """What a model chunk makes of a micro-batch."""
+        if routes is not None:
+            routes.before_forward(chunk, batch)
+        wrapped = self.chunks[chunk]
+        output = wrapped(**self._model_inputs(batch, embeds=unwrap(wrapped).pre_process))
+        if routes is not None:
+            routes.after_forward(chunk, batch)
+        return output
 
     def _model_inputs(self, batch: MicroBatch, embeds: bool) -> dict[str, Any]:
         """What a model chunk is called with. One with the embedding cuts the mask of padding as it cuts the tokens."""
@@ -190,6 +175,96 @@ class Pipeline:
         if self.config.bf16:
             inputs["fp32_output"] = False  # log-probs go to float32 chunk by chunk
         return inputs
+
+
+@dataclass
+class Lane:
+    """What one model has in a pass.
+
+    Attributes:
+        pipeline: of the model. Those of several lanes have the same chunks in wrappers of their own.
+        batches: its micro-batches, in order.
+        on_output: called on the last stage with a micro-batch and what the model made of it, [T, ...].
+        routes: what replay does around its forward passes.
+        enter: makes the chunks this lane's model; called before each forward and each backward pass of a micro-batch
+            where the pass has several lanes.
+        statistics: of the losses of its micro-batches on this rank.
+    """
+
+    pipeline: Pipeline
+    batches: list[MicroBatch]
+    on_output: Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]]
+    routes: RouteHooks | None = None
+    enter: Callable[[], None] | None = None
+    statistics: LossStatistics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.statistics = LossStatistics.zeros(self.pipeline.device)
+
+    def begin_backward(self, *gradients: Any) -> None:
+        """The chunks are this lane's model, and the losses of its routers weigh what they do in a pass of it alone."""
+        assert self.enter is not None
+        self.enter()
+        pipeline = self.pipeline
+        if pipeline.config.num_moe_experts is not None:
+            one = torch.ones(1, device=pipeline.device)
+            MoEAuxLossAutoScaler.set_loss_scale(one * pipeline.parallel.cp_group.size() / len(self.batches))
+
+
+def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_only: bool) -> None:
+    """All micro-batches of all lanes through the pipeline, lane by lane: it fills and drains once.
+
+    Each chunk computes the micro-batches in this order, and their backward passes too, so a lane's gradients are added
+    up as in a pass of it alone. Which lane a backward pass is of, and what is recomputed in it, the first node of the
+    micro-batch's graph says.
+    """
+    pipeline = lanes[0].pipeline
+    work = [(lane, batch) for lane in lanes for batch in lane.batches]
+    done = 0
+
+    def forward(iterator: Iterator[tuple[Lane, MicroBatch]], chunk: DistributedDataParallel) -> tuple[Tensor, Callable]:
+        nonlocal done
+        lane, batch = next(iterator)
+        index = unwrap(chunk).vp_stage or 0
+        if lane.enter is not None:
+            lane.enter()
+        output = lane.pipeline.forward(index, batch, lane.routes)
+        if lane.enter is not None and output.grad_fn is not None:
+            output.grad_fn.register_prehook(lane.begin_backward)
+        if index == len(pipeline.chunks) - 1:
+            done += 1
+            if progress is not None:
+                progress(done, len(work))
+        return output, lambda output: lane.on_output(batch, output.squeeze(0))
+
+    iterators = [iter(work) for _ in pipeline.chunks]
+    interleaved = len(pipeline.chunks) > 1
+    get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iterators if interleaved else iterators[0],
+        model=list(pipeline.chunks) if interleaved else pipeline.chunks[0],
+        num_microbatches=len(work),
+        seq_length=1,  # stages exchange the true shapes (variable_seq_lengths)
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+class _SummedLoss(torch.autograd.Function):
+    """A micro-batch's loss as a summand of a plain sum: its gradient is a given factor.
+
+    What the schedule multiplies it with is left out: the mean over the micro-batches of all lanes, CP, and a scale that
+    is 1 in every dtype that there is. Undone by a factor it would depend, in the last bit, on how many they are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, factor: int) -> Tensor:
+        ctx.factor = factor
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return torch.full_like(gradients[0], ctx.factor), None
 
 
 def _packed(batch: MicroBatch) -> PackedSeqParams:
@@ -248,10 +323,19 @@ class StepRunner(Pipeline):
             This rank's share of the statistics: sum and maximise over all ranks.
         """
 
+        return self.add_gradients(shard, self.loss_of(weight_scale, seen), routes, progress)
+
+    def loss_of(self, weight_scale: float, seen: Tensor | None) -> Callable[[MicroBatch, Tensor], LossOutput]:
+        """The loss of a micro-batch and the model's output for it; see `loss_and_gradients`."""
+
         def loss(batch: MicroBatch, output: Tensor) -> LossOutput:
             return self._loss(batch, output, weight_scale, seen)
 
-        return self.add_gradients(shard, loss, routes, progress)
+        return loss
+
+    def target_log_probs(self, batch: MicroBatch, output: Tensor) -> Tensor:
+        """[T] float32, log pi of the micro-batch's labels at temperature 1; carries the gradient."""
+        return self._token_log_probs(batch, output, with_entropy=False, temperature=1.0).log_probs
 
     def _token_log_probs(
         self, batch: MicroBatch, output: Tensor, *, with_entropy: bool, temperature: float | None = None

@@ -20,10 +20,11 @@ from mslime.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 from mslime.backends.megatron.model.chunks import wrap
 from mslime.backends.megatron.model.settings import ddp_config, optimizer_config
 from mslime.backends.megatron.parallel import ParallelState
-from mslime.backends.megatron.step.asleep import DeviceState
+from mslime.backends.megatron.step.asleep import DeviceState, gradient_buffers
 from mslime.backends.megatron.step.metrics import over_all_ranks, refuse_not_finite
 from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, learning_rate
 from mslime.config.choices import TrainerPart
+from mslime.config.errors import TrainerError
 from mslime.config.fp8 import fp8_rows
 from mslime.config.training import TrainingSpec
 from mslime.data.checksums import FileSum
@@ -59,27 +60,37 @@ class TrainedModel:
         self.spec, self.chunks, self.transformer, self.device = spec, list(chunks), transformer, device
         self._stored = self.chunks if stored is None else list(stored)
         self.parallel = ParallelState.here(transformer.sequence_parallel, fp8_rows(spec.fp8))
+        settings = optimizer_config(spec.train, spec.megatron, device)  # what is refused is so before the wrappers
         self.wrapped = wrap(self.chunks, transformer, ddp_config(spec.megatron))
-        self.optimizer, self.schedule = build_optimizer(
-            self.wrapped, optimizer_config(spec.train, spec.megatron, device), spec.train, spec.steps
-        )
-        transformer.finalize_model_grads_func = finalize_model_grads
-        transformer.grad_scale_func = self.optimizer.scale_loss
-        if spec.megatron.overlap_grad_reduce:
-            no_sync: Any = [chunk.no_sync for chunk in self.wrapped]  # interleaved stages want the list
-            transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.optimizer, self.schedule = build_optimizer(self.wrapped, settings, spec.train, spec.steps)
+        self.serve_schedule()
         self.step = 0
+        self._has_gradients = False
         self._state = DeviceState(self.wrapped, self.optimizer, device, spec.asleep)
 
     def hold(self, parts: Collection[TrainerPart]) -> None:
         """Have these parts of the state on the device and no others, for engines that share it. A collective.
 
         Raises:
-            TrainerError: there is no room for the others elsewhere.
+            TrainerError: there is no room for the others elsewhere; or there are gradients that no step has taken.
         """
+        if self._has_gradients and "gradients" not in parts:
+            raise TrainerError(
+                "memory", f"after step {self.step}", "gradients would be lost that no optimizer step has taken",
+                "take the step first, or forget them",
+            )  # fmt: skip
         if "weights" in self._state.here and "weights" not in parts:
             self.sync_params()
         self._state.hold(parts)
+
+    def serve_schedule(self) -> None:
+        """megatron-core's schedule asks this model's wrappers and optimizer from here on: what it asks is kept in the
+        TransformerConfig, which other models on the same chunks share."""
+        self.transformer.finalize_model_grads_func = finalize_model_grads
+        self.transformer.grad_scale_func = self.optimizer.scale_loss
+        if self.spec.megatron.overlap_grad_reduce:
+            no_sync: Any = [chunk.no_sync for chunk in self.wrapped]  # interleaved stages want the list
+            self.transformer.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
     def optimizer_step(self, add_gradients: Callable[[], LossStatistics], tokens: int) -> dict[str, float]:
         """One optimizer step on the gradients that `add_gradients` leaves in the buffers. A collective.
@@ -95,25 +106,103 @@ class TrainedModel:
             TrainerError: the loss or the gradient is not finite.
         """
         begin = time.perf_counter()
-        self.step += 1
+        self.forget_gradients()
+        metrics = self.accumulate(add_gradients) | self.apply_gradients()
+        return metrics | self.speed(tokens, time.perf_counter() - begin)
+
+    def forget_gradients(self) -> None:
+        """Drop what was accumulated since the last step."""
+        self._has_gradients = False
+
+    def accumulate(self, add_gradients: Callable[[], LossStatistics]) -> dict[str, float]:
+        """Add gradients to those since the last step; weights stay what they are. A collective.
+
+        Args:
+            add_gradients: returns this rank's share of the loss statistics.
+
+        Returns:
+            Metrics of the loss, equal on all ranks.
+
+        Raises:
+            TrainerError: the loss is not finite.
+        """
+        aside = self.gradients_aside()
+        self.clear_gradients()
+        metrics = self.keep_gradients(add_gradients())
+        self.take_back(aside)
+        return metrics
+
+    def gradients_aside(self) -> list[torch.Tensor]:
+        """A copy of the gradients since the last step, none where there are none, for the time of a pass.
+
+        They are reduced over the ranks already: reduced together with the new ones they would count once for each rank.
+        """
+        return [buffer.clone() for buffer in self._gradients()] if self._has_gradients else []
+
+    def take_back(self, aside: Sequence[torch.Tensor]) -> None:
+        """Add what `gradients_aside` gave to what a pass has left since."""
+        for buffer, held in zip(self._gradients(), aside, strict=bool(aside)):
+            buffer.add_(held)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [buffer.grad_data for chunk in self.wrapped for buffer in gradient_buffers(chunk)]
+
+    def clear_gradients(self) -> None:
+        """Buffers without gradients, for a pass."""
+        self.forget_gradients()
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        own = add_gradients()
+
+    def keep_gradients(self, own: LossStatistics) -> dict[str, float]:
+        """A pass has left gradients in the buffers, reduced over the ranks. A collective.
+
+        Args:
+            own: this rank's share of the loss statistics.
+
+        Returns:
+            Metrics of the loss, equal on all ranks.
+
+        Raises:
+            TrainerError: the loss is not finite; there are no gradients then.
+        """
         own_loss = finalise(own)["loss/total"]
         metrics = finalise(over_all_ranks(own))
-        refuse_not_finite("loss", metrics["loss/total"], self.step, own_loss, self.parallel.rank, self.device)
+        refuse_not_finite("loss", metrics["loss/total"], self.step + 1, own_loss, self.parallel.rank, self.device)
+        self._has_gradients = True
+        return metrics
+
+    def reduce_gradients(self) -> None:
+        """Gradients that a pass has left as each rank computed them, over the ranks. A collective."""
+        groups = [g for chunk in self.wrapped for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+        for group in groups:
+            # Where reduction overlaps with the pass, finishing one takes for granted that the pass began it.
+            if self.spec.megatron.overlap_grad_reduce and not group.is_first_batch:
+                group.start_grad_sync()
+        finalize_model_grads(list(self.wrapped))
+
+    def apply_gradients(self) -> dict[str, float]:
+        """One optimizer step on what was accumulated. A collective.
+
+        Returns:
+            `grad_norm` and `lr`, equal on all ranks.
+
+        Raises:
+            TrainerError: there are no gradients, or one of them is not finite.
+        """
+        if not self._has_gradients:
+            raise TrainerError(
+                "optimizer step", f"after step {self.step}", "there are no gradients since the last one",
+                "run forward and backward first",
+            )  # fmt: skip
+        self._has_gradients = False
+        self.step += 1
         self.schedule.step(1)
         _, norm, _ = cast("tuple[bool, float, object]", self.optimizer.step())
         grad_norm = float(norm)
         own_norm = grad_norm if math.isfinite(grad_norm) else self._own_gradient_size()
         refuse_not_finite("grad_norm", grad_norm, self.step, own_norm, self.parallel.rank, self.device)
-        return {
-            **metrics,
-            "grad_norm": grad_norm,
-            "lr": learning_rate(self.optimizer),
-            **self._speed(tokens, time.perf_counter() - begin),
-        }
+        return {"grad_norm": grad_norm, "lr": learning_rate(self.optimizer)}
 
     def save(self, directory: Path, extra: dict[str, Any], others: Mapping[str, FileSum] | None = None) -> None:
         """Write a checkpoint that any layout resumes from (`checkpoint.save_checkpoint`); on all ranks."""
@@ -133,6 +222,7 @@ class TrainedModel:
         extra = load_checkpoint(directory, self._stored, self.optimizer, self.schedule, layout=layout)
         follow_config(self.optimizer, self.schedule, self.spec.train, restart=new_run)
         self.step = self.schedule.num_steps
+        self.forget_gradients()
         self._state.changed()
         return extra
 
@@ -171,8 +261,8 @@ class TrainedModel:
             if p.requires_grad
         )
 
-    def _speed(self, tokens: int, seconds: float) -> dict[str, float]:
-        """Seconds of the slowest rank, and tokens of all data-parallel ranks over them."""
+    def speed(self, tokens: int, seconds: float) -> dict[str, float]:
+        """Seconds of the slowest rank, and tokens of all data-parallel ranks over them. A collective."""
         slowest = self.slowest(seconds)
         all_tokens = torch.tensor(float(tokens), dtype=torch.float64, device=self.device)
         dist.all_reduce(all_tokens, group=self.parallel.dp_group)

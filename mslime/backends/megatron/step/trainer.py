@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -31,24 +31,19 @@ from mslime.backends.megatron.model.adapters import (
     check_same_adapters,
     trained_adapters,
 )
-from mslime.backends.megatron.model.chunks import build_chunks, load_hf_weights
-from mslime.backends.megatron.model.naming import moe_layer_ids, named_factors, named_local_params
-from mslime.backends.megatron.model.output_layer import limit_logits
-from mslime.backends.megatron.model.settings import device_of, transformer_config
-from mslime.backends.megatron.parallel import ParallelState, start_process_groups, stop_process_groups
-from mslime.backends.megatron.replay.routing import Routing
+from mslime.backends.megatron.model.naming import named_factors, named_local_params
+from mslime.backends.megatron.parallel import stop_process_groups
 from mslime.backends.megatron.step.advantages import with_token_advantages
+from mslime.backends.megatron.step.base import Base
 from mslime.backends.megatron.step.metrics import normalising_scale
 from mslime.backends.megatron.step.pipeline import OnMicroBatch, StepRunner
-from mslime.backends.megatron.step.reference import ReferencePolicy
 from mslime.backends.megatron.step.trained_model import TrainedModel
 from mslime.backends.megatron.step.watch import Watch
 from mslime.config.dtypes import export_dtype, served_dtype, trainer_dtype
-from mslime.config.fp8 import fp8_rows
 from mslime.config.lora import LORA_KEY
 from mslime.config.training import PolicySpec
 from mslime.convert.encoding import Encoded, encoded_weights
-from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.families import get_family
 from mslime.convert.hf import HFCheckpoint
 from mslime.convert.peft import write_adapter
 from mslime.convert.quantised import check_quantisation
@@ -70,7 +65,9 @@ class MegatronTrainer(TrainedModel):
 
     Attributes:
         spec: how the policy is trained.
+        base: the model of this rank, which trainers of other adapters may share.
         adapters: that are trained in the place of the model; None without.
+        placed: the same in their layers; None without.
         moe_layer_ids: global ids of this pipeline stage's MoE layers, whose routes its shards must carry.
         on_micro_batch: called with (done, in all) during `update`; may be replaced.
         watch: sequences whose log-probs are kept during `update`.
@@ -89,38 +86,62 @@ class MegatronTrainer(TrainedModel):
             CheckpointError: the checkpoint is not complete or does not fit.
             TrainerError: the ranks did not find each other.
         """
-        device, self.hf_config = device_of(spec.device, rank), read_hf_config(spec.checkpoint)
-        self.model = get_family(self.hf_config).model_fields(self.hf_config)
-        transformer = transformer_config(spec, self.hf_config, device)
-        with phase(_log, f"meeting the other ranks, {world_size} in all"):
-            start_process_groups(spec, rank, world_size, init_method, device)
-        with phase(_log, "building the model"):
-            chunks = build_chunks(transformer, self.model, device, adapters=spec.lora.on)
-            limit_logits(chunks, spec.train.logit_bytes)
-        self.moe_layer_ids = moe_layer_ids(chunks, self.model.moe_layer_ids)
-        held = partial(ReferencePolicy, chunks, self.hf_config)
-        self._reference = held(spec.reference) if spec.reference is not None and not spec.base_is_reference else None
-        self._teacher = held(spec.teacher) if spec.teacher is not None else None
-        with phase(_log, f"reading the weights of {spec.checkpoint}"):
-            load_hf_weights(chunks, self.hf_config, spec.checkpoint)
-        self.adapters = trained_adapters(spec, self.hf_config, chunks, transformer)
-        stored = [StoredAdapters(chunk, self.adapters) for chunk in chunks] if self.adapters else None
-        parallel = ParallelState.here(transformer.sequence_parallel, fp8_rows(spec.fp8))
-        self.routing = Routing.attach(
-            spec.replay if self.model.num_experts else "off",
-            chunks,
-            self.model,
-            parallel,
-            device,
-            spec.train.replay_max_age,
+        self._build(spec, Base.start(spec, rank, world_size, init_method))
+
+    @classmethod
+    def on(cls, base: Base, spec: PolicySpec) -> Self:
+        """A trainer of adapters on a base that others train theirs on, too; the base has no adapters now.
+
+        Raises:
+            ConfigError: a target that the model does not have, or that this layout cannot share out.
+            CheckpointError: the adapter to start from is of another model, rank, scale or targets.
+        """
+        trainer = cls.__new__(cls)
+        trainer._build(spec, base)
+        return trainer
+
+    def _build(self, spec: PolicySpec, base: Base) -> None:
+        self.base, self.hf_config, self.model, self.moe_layer_ids = (
+            base,
+            base.hf_config,
+            base.model,
+            base.routing_layers,
         )
-        with phase(_log, "building the optimizer"):
-            super().__init__(spec, chunks, transformer, device, stored)
+        trained = trained_adapters(spec, base.hf_config, base.chunks, base.transformer)
+        self.adapters, self.placed = trained or (None, None)
+        stored = [StoredAdapters(chunk, self.adapters) for chunk in base.chunks] if self.adapters else None
+        self.routing = base.routing(spec)
+        with ExitStack() as undo, phase(_log, "building the optimizer"):
+            if self.placed is not None:
+                undo.callback(self.placed.take_out)
+            super().__init__(spec, base.chunks, base.transformer, base.device, stored)
+            undo.pop_all()
         self.runner = StepRunner(
-            self.wrapped, transformer, spec.train.packed, parallel, device, spec, self.model.vocab_size
+            self.wrapped, base.transformer, spec.train.packed, base.parallel, base.device, spec, self.model.vocab_size
         )
+        self._factors: tuple[tuple[str, Tensor], ...] = ()
         self.on_micro_batch: OnMicroBatch | None = None
-        self.watch = Watch(parallel)
+        self.watch = Watch(base.parallel)
+
+    def put_in(self) -> None:
+        """The base has this trainer's adapters from here on, and megatron-core's schedule asks this trainer."""
+        assert self.placed is not None
+        self.placed.put_in()
+        self.serve_schedule()
+        if self.spec.megatron.overlap_param_gather:
+            for chunk in self.wrapped:
+                chunk.enable_forward_pre_hook()
+
+    def take_out(self) -> None:
+        """The base has no adapters from here on."""
+        assert self.placed is not None
+        if self.spec.megatron.overlap_param_gather:
+            # Hooks of one adapter's wrappers sit on every layer of the base.
+            for chunk in self.wrapped:
+                chunk.disable_forward_pre_hook(param_sync=True)
+        self.placed.take_out()
+        # Else they would keep a freed adapter's optimizer and wrappers alive.
+        self.transformer.grad_scale_func = self.transformer.no_sync_func = None
 
     def save(self, directory: Path, extra: dict[str, Any], others: Mapping[str, FileSum] | None = None) -> None:
         """As of every model (`TrainedModel.save`); with adapters of them alone."""
@@ -228,16 +249,21 @@ class MegatronTrainer(TrainedModel):
     def named_factors(self) -> Iterator[tuple[str, Tensor]]:
         """(canonical name, local tensor) of this rank's adapters as of the last optimizer step; on all ranks."""
         self.sync_params()
-        return named_factors(self.chunks)
+        if not self._factors:  # names of thousands take longer than a sync of them
+            self._factors = tuple(named_factors(self.chunks))
+        return iter(self._factors)
 
     def weight_sender(
-        self, receivers: Receivers | None = None, on_bucket: Callable[[int, int], None] | None = None
-    ) -> WeightSender:
+        self, receivers: Receivers | None = None, on_bucket: Callable[[int, int], None] | None = None, *,
+        stacked: bool = True,
+    ) -> WeightSender:  # fmt: skip
         """This rank's part in weight syncs and Hugging Face exports; call it once.
 
         Args:
             receivers: the engines; None where weights are only exported.
             on_bucket: called on senders with (buckets filled, buckets that it sends).
+            stacked: `write_adapter` writes one tensor for all experts of a layer, which SGLang loads many times
+                faster; else peft's format, which others read, too.
         """
         spec, backend, exported = self.spec, dist.get_backend(), export_dtype(self.hf_config)
         rules = get_family(self.hf_config).rules(self.hf_config)
@@ -250,9 +276,11 @@ class MegatronTrainer(TrainedModel):
             name=spec.name,
             transport=spec.weights.transport,
             directory=spec.weights.directory,
+            mooncake_over=spec.weights.mooncake_over,
         )
         senders = Senders.at_most(spec.layout, spec.weights.senders)
-        groups = make_groups(senders, backend, spec.deadlines.weight_sync_s)
+        groups = self.base.groups or make_groups(senders, backend, spec.deadlines.weight_sync_s)
+        self.base.groups = groups
         whole = replace(options, encoded=self._encoded())
         sender = WeightSender(
             rules, groups, self.named_local_params, whole, receivers, on_bucket, values=self._as_served
@@ -260,13 +288,16 @@ class MegatronTrainer(TrainedModel):
         self._export = sender.export
         if (adapters := self.adapters) is not None:
             own = replace(options, dtype=trainer_dtype(spec.megatron, cpu=self.device.type == "cpu"), export_dtype=None)
-            finish = partial(write_adapter, adapters)
-            self._export = WeightSender(adapters.table, groups, self.named_factors, own, finish=finish).export
+            files = adapters.as_files
+            finish = partial(write_adapter, files)
+            self._export = WeightSender(files.table, groups, self.named_factors, own, finish=finish).export
             # SGLang divides alpha by the rank, whatever the file says of rank-stabilised scaling.
-            finish = partial(write_adapter, adapters.with_plain_scale())
+            served_adapters = files.with_plain_scale()
+            served_adapters = served_adapters.with_stacked_experts() if stacked else served_adapters
+            finish = partial(write_adapter, served_adapters)
             served = replace(options, export_dtype=None)
             self.adapter_sender = WeightSender(
-                adapters.table, groups, self.named_factors, served, receivers, finish=finish
+                served_adapters.table, groups, self.named_factors, served, receivers, finish=finish
             )
         return sender
 
@@ -306,7 +337,7 @@ class MegatronTrainer(TrainedModel):
         """The weights of another policy in the model; the frozen base without adapters may be the reference itself."""
         if policy == "reference" and self.spec.base_is_reference:
             return nullcontext()
-        other = self._reference if policy == "reference" else self._teacher
+        other = self.base.reference if policy == "reference" else self.base.teacher
         assert other is not None, "a reference is loaded when algorithm.kl_coef > 0, a teacher from its path"
         return other.swapped_in()
 
@@ -331,21 +362,52 @@ class MegatronTrainer(TrainedModel):
                 shard = replace(shard, old_log_probs=self.runner.log_probs(shard, routes).numpy())
         if self.spec.reference is not None:
             shard = replace(shard, reference_log_probs=self.log_probs(shard, "reference").numpy())
-        if self._teacher is not None:
+        if self.base.teacher is not None:
             shard = replace(shard, teacher_log_probs=self.log_probs(shard, "teacher").numpy())
         return shard
 
+    def forward_backward(self, shard: TrainShard, index: int = 0) -> dict[str, float]:
+        """Add a prepared shard's gradients to those since the last optimizer step; nothing is updated.
+
+        Args:
+            index: of the shard among those of `prepare`.
+
+        Returns:
+            Metrics, equal on all ranks.
+
+        Raises:
+            TrainerError: the loss is not finite.
+            EngineError: the rollout's routes cannot be replayed.
+        """
+        return self._with_gradients_of(shard, index, self.accumulate)
+
     def _update(self, shard: TrainShard, index: int) -> dict[str, float]:
-        seen = self.watch.column(shard, self.device)
-        scale = 1.0  # of the off-policy correction's weights
-        if self.spec.train.task == "rl":
-            scale = normalising_scale(shard, self.spec.algorithm, self.device, self.parallel.dp_group)
+        return self._with_gradients_of(shard, index, lambda add: self.optimizer_step(add, len(shard.tokens)))
+
+    def _with_gradients_of(
+        self, shard: TrainShard, index: int, use: Callable[[Callable[[], LossStatistics]], dict[str, float]]
+    ) -> dict[str, float]:
+        """Metrics of what `use` does with the function that adds the shard's gradients to the buffers."""
+        seen, scale = self.watch.column(shard, self.device), self.weight_scale(shard)
 
         def add_gradients() -> LossStatistics:
             with self.routing.gradient_pass(shard, index) as routes:
                 return self.runner.loss_and_gradients(shard, routes, scale, self.on_micro_batch, seen)
 
-        metrics = self.optimizer_step(add_gradients, len(shard.tokens))
-        self.watch.keep(shard, seen)
+        return use(add_gradients) | self.seen(shard, seen)
+
+    def weight_scale(self, shard: TrainShard) -> float:
+        """The factor on the correction's weights (`normalising_scale`). A collective when it is asked for."""
+        if self.spec.train.task != "rl":
+            return 1.0
+        return normalising_scale(shard, self.spec.algorithm, self.device, self.parallel.dp_group)
+
+    def seen(self, shard: TrainShard, column: Tensor | None) -> dict[str, float]:
+        """Keep the watched sequences of a gradient pass; metrics of what it replayed. A collective.
+
+        Args:
+            column: see `Watch.keep`.
+        """
+        self.watch.keep(shard, column)
         report = self.routing.report(shard)
-        return metrics | (report.metrics() if report is not None else {})
+        return report.metrics() if report is not None else {}

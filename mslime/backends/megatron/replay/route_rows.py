@@ -1,0 +1,184 @@
+"""Routes of a shard as routing replay needs them: a row for each token, cut and ordered as a rank's routers see them.
+
+Which rows are replayed, which are scored, how old their routes are, and what identifies a row on all ranks of a step is
+decided here; `routing_replay` only follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from mslime.backends.megatron.step.batches import SequenceSlicer
+from mslime.config.errors import EngineError
+from mslime.data.routes import Routes
+from mslime.data.shard import TrainShard
+
+
+@dataclass(frozen=True)
+class RouteRows:
+    """Routes of one micro-batch, cut and ordered like the tokens that this rank's routers see.
+
+    Attributes:
+        experts: [rows, layers, top-k], uint8 or int16 (a pipeline holds many of these at once); the layers are those
+            of `RoutingReplay.layer_ids`, in that order.
+        mask: [rows] bool; False where the router chooses by itself.
+        scored: [rows] bool; rows whose logits enter the loss.
+        too_old: [rows] bool; rows whose routes are not replayed for their age.
+        keys: [rows] int64; identify a token over all ranks of the step (`token_keys`), 0 on padding.
+    """
+
+    experts: Tensor
+    mask: Tensor
+    scored: Tensor
+    too_old: Tensor
+    keys: Tensor
+
+    def __post_init__(self) -> None:
+        rows = self.experts.shape[:1]
+        assert self.mask.shape == self.scored.shape == self.keys.shape == rows, (self.experts.shape, self.mask.shape)
+        assert self.too_old.shape == rows, (self.experts.shape, self.too_old.shape)
+
+
+def token_keys(shard: TrainShard) -> NDArray[np.int64]:
+    """[N] int64: (sequence id, position) in one number; unique over all shards of a step, never 0."""
+    positions = np.concatenate([np.arange(n) for n in shard.lengths]) if len(shard.lengths) else np.zeros(0, np.int64)
+    return (np.repeat(shard.sequence_ids, shard.lengths) << 32) + positions + 1
+
+
+def scored_rows(shard: TrainShard) -> NDArray[np.bool_]:
+    """[N] bool: rows that predict a trained token (the next one of their sequence)."""
+    scored = np.zeros(len(shard.tokens), np.bool_)
+    scored[:-1] = shard.loss_mask[1:]
+    scored[[stop - 1 for start, stop in shard.spans() if stop > start]] = False
+    return scored
+
+
+def row_ages(shard: TrainShard) -> NDArray[np.int32]:
+    """[N] int32: weight versions between those that computed a row's route and those that are trained.
+
+    A row is computed to sample the token after it. Versions never fall along a sequence, so the age of the next token
+    that was sampled is the largest of all later ones; 0 where none is sampled after the row.
+    """
+    assert shard.segment_ages is not None, "rows have ages where the shard knows the version that is trained"
+    ages = np.zeros(len(shard.tokens), np.int32)
+    for start, stop in shard.spans():
+        ages[start : stop - 1] = np.maximum.accumulate(shard.segment_ages[start + 1 : stop][::-1])[::-1]
+    return ages
+
+
+def check_routes(shard: TrainShard, num_experts: int, top_k: int) -> None:
+    """Refuse routes that cannot be replayed, before any collective: looked at once a shard, on the host.
+
+    Raises:
+        EngineError: a trained token's row has no route, or a row has an expert twice or one that does not exist.
+    """
+    routes = shard.routes
+    assert routes is not None, "replay from the rollout needs routes in the shard"
+    missing = np.flatnonzero(scored_rows(shard) & ~routes.mask)
+    if len(missing):
+        raise EngineError(
+            "routes", f"{len(missing)} trained tokens without a route, the first in {_place(shard, int(missing[0]))}",
+            "with train.replay = r3 the engine reports the experts of every token that is trained on",
+            "start the engine with enable_return_routed_experts, or set train.replay to r2 or off",
+        )  # fmt: skip
+    experts = np.sort(routes.experts[routes.mask], axis=-1)
+    if routes.experts.shape[-1] != top_k or int(experts.max(initial=0)) >= num_experts:
+        raise EngineError(
+            "routes", f"top-{routes.experts.shape[-1]} of experts up to {int(experts.max(initial=0))}",
+            f"the trained model routes to {top_k} of {num_experts} experts", "serve the checkpoint that is trained",
+        )  # fmt: skip
+    repeated = np.flatnonzero((experts[..., 1:] == experts[..., :-1]).any(axis=(1, 2)))
+    if len(repeated):
+        row = int(np.flatnonzero(routes.mask)[repeated[0]])
+        raise EngineError(
+            "routes", f"{routes.experts[row].tolist()} at {_place(shard, row)}",
+            "the experts of one token and layer are distinct (an all-zero row means that the engine did not fill it)",
+            "turn off what drops captured routes in the engine (pipeline stages, external prefix caches)",
+        )  # fmt: skip
+
+
+def _place(shard: TrainShard, row: int) -> str:
+    sequence = int(np.searchsorted(np.cumsum(shard.lengths), row, side="right"))
+    start = shard.spans()[sequence][0]
+    return f"sequence {shard.sequence_ids[sequence]}, position {row - start}"
+
+
+@dataclass(frozen=True)
+class ShardRoutes:
+    """What replay needs of a shard, as columns over its N tokens; made once a pass, cut for every micro-batch.
+
+    Attributes:
+        layer_ids: the stage's MoE layers.
+        experts: [N, layers, top-k], uint8 or int16; None when the trainer records its own (r2).
+        mask, scored, too_old, keys: [N], see `RouteRows`; without experts every token is in the mask.
+    """
+
+    layer_ids: tuple[int, ...]
+    experts: NDArray[np.integer] | None
+    mask: NDArray[np.bool_]
+    scored: NDArray[np.bool_]
+    too_old: NDArray[np.bool_]
+    keys: NDArray[np.int64]
+
+    @classmethod
+    def from_rollout(cls, shard: TrainShard, layer_ids: Sequence[int], max_age: int | None = None) -> ShardRoutes:
+        """R3: the routes that came with the shard, those of weights beyond `max_age` left out."""
+        assert shard.routes is not None
+        routes = _layers_of(shard.routes, layer_ids)
+        narrow = np.uint8 if routes.experts.dtype == np.uint8 else np.int16
+        experts = routes.experts.astype(narrow)
+        too_old = np.zeros(len(shard.tokens), np.bool_) if max_age is None else row_ages(shard) > max_age
+        return cls(tuple(layer_ids), experts, routes.mask & ~too_old, scored_rows(shard), too_old, token_keys(shard))
+
+    @classmethod
+    def to_record(cls, shard: TrainShard, layer_ids: Sequence[int]) -> ShardRoutes:
+        """R2: the experts come from `RoutingReplay.recorded`."""
+        every = np.ones(len(shard.tokens), np.bool_)
+        return cls(tuple(layer_ids), None, every, scored_rows(shard), ~every, token_keys(shard))
+
+    def rows(self, slicer: SequenceSlicer, device: torch.device, recorded: Tensor | None = None) -> RouteRows:
+        """One micro-batch as the routers of this rank see it; `recorded` was recorded under the same slicer."""
+        if self.experts is None:
+            assert recorded is not None and len(recorded) == len(slicer.layer_rows), "recorded under another layout"
+            experts = recorded
+        else:
+            experts = torch.from_numpy(slicer.at_layer_rows(self.experts, 0)).to(device)
+        return RouteRows(
+            experts=experts,
+            mask=torch.from_numpy(slicer.at_layer_rows(self.mask, False)).to(device),
+            scored=torch.from_numpy(slicer.at_layer_rows(self.scored, False)).to(device),
+            too_old=torch.from_numpy(slicer.at_layer_rows(self.too_old, False)).to(device),
+            keys=torch.from_numpy(slicer.at_layer_rows(self.keys, 0)).to(device),
+        )
+
+    def fingerprint(self) -> int:
+        """What all ranks of a stage and data-parallel rank together must consume in one pass (r3)."""
+        assert self.experts is not None
+        hashes = row_hashes(torch.from_numpy(self.experts), torch.from_numpy(self.keys), self.layer_ids)
+        return int(hashes[torch.from_numpy(self.mask)].sum())
+
+
+def _layers_of(routes: Routes, layer_ids: Sequence[int]) -> Routes:
+    return routes if routes.layer_ids == tuple(layer_ids) else routes.stage_slice(layer_ids)
+
+
+def row_hashes(experts: Tensor, keys: Tensor, layer_ids: Sequence[int]) -> Tensor:
+    """[rows, layers] int64 hash of (token, layer, experts in order), with wrapping arithmetic."""
+    layers = torch.tensor([layer + 1 for layer in layer_ids], dtype=torch.int64, device=keys.device)
+    hashed = _mix(_mix(keys)[:, None] + layers * 0x632BE59BD9B4E019)
+    for column in experts.unbind(-1):
+        hashed = _mix(hashed ^ (column.long() + 1))
+    return hashed
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014): a bijection on int64 that spreads every bit."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)

@@ -1,0 +1,139 @@
+"""Several adapters on one base: each has a trainer of its own, and takes its turn in the model.
+
+An adapter's trainer has all that a run of it alone would have: modules, gradient buffers, optimizer, schedule, step
+count, loss and records of routes. Only the frozen base is shared. While one is at work its modules are in the model and
+no other's are, so every number is that of its own run, bit for bit, whatever ran in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from mslime.backends.megatron.step.base import Base
+from mslime.backends.megatron.step.together import Outcome, update_together
+from mslime.backends.megatron.step.trainer import MegatronTrainer
+from mslime.config.errors import ConfigError
+from mslime.config.training import PolicySpec
+from mslime.data.checksums import FileSum
+from mslime.data.shard import TrainShard
+
+SHARED = (
+    "checkpoint", "layout", "megatron", "device", "replay", "teacher", "fp8", "asked_engine_dtype", "weights.senders",
+    "train.logit_bytes",
+)  # fmt: skip
+"""Fields of a spec that are the base's."""
+
+
+class AdapterTrainers:
+    """One rank's trainers of adapters, by name. All ranks call the same methods in the same order.
+
+    Args:
+        base: of this rank, without adapters.
+    """
+
+    def __init__(self, base: Base) -> None:
+        self.base = base
+        self._trainers: dict[str, MegatronTrainer] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the adapters that there are, oldest first."""
+        return tuple(self._trainers)
+
+    def create(self, name: str, spec: PolicySpec) -> None:
+        """Make an adapter with all that trains it. A collective.
+
+        Args:
+            spec: as of a run of it alone, on this base.
+
+        Raises:
+            ConfigError: the name is taken, or `spec` is not of an adapter on this base. The base is as before then.
+            CheckpointError: the adapter to start from is of another model, rank, scale or targets.
+        """
+        if name in self._trainers:
+            raise ConfigError("adapters.name", name, "another adapter has it", "give each adapter a name of its own")
+        self._check(name, spec)
+        trainer = MegatronTrainer.on(self.base, spec)
+        trainer.take_out()
+        self._trainers[name] = trainer
+
+    def free(self, name: str) -> None:
+        """Forget an adapter; its memory is given back."""
+        self._of(name)
+        del self._trainers[name]
+
+    @contextmanager
+    def placed(self, name: str) -> Iterator[MegatronTrainer]:
+        """The adapter's trainer, with its modules in the model inside: for whatever a single run's trainer can do.
+
+        Raises:
+            ConfigError: there is no such adapter.
+        """
+        trainer = self._of(name)
+        trainer.put_in()
+        try:
+            yield trainer
+        finally:
+            trainer.take_out()
+
+    def train(self, name: str, shards: Sequence[TrainShard]) -> list[dict[str, float]]:
+        """`MegatronTrainer.train` of one adapter."""
+        with self.placed(name) as trainer:
+            return trainer.train(shards)
+
+    def update_together(self, prepared: Mapping[str, Sequence[TrainShard]]) -> dict[str, Outcome]:
+        """`MegatronTrainer.update` of several adapters, whose micro-batches share passes (`together.update_together`).
+
+        Args:
+            prepared: by name, what the adapter's `MegatronTrainer.prepare` gave.
+        """
+        return update_together({name: self._of(name) for name in prepared}, prepared)
+
+    def forward_backward(self, name: str, shard: TrainShard) -> dict[str, float]:
+        """Add a shard's gradients to those of the adapter since its last step (`MegatronTrainer.forward_backward`)."""
+        with self.placed(name) as trainer:
+            (prepared,), found = trainer.prepare([shard])
+            return found | trainer.forward_backward(prepared)
+
+    def optim_step(self, name: str) -> dict[str, float]:
+        """One optimizer step on them (`TrainedModel.apply_gradients`)."""
+        with self.placed(name) as trainer:
+            return trainer.apply_gradients()
+
+    def save(
+        self, name: str, directory: Path, extra: dict[str, Any], others: Mapping[str, FileSum] | None = None
+    ) -> None:
+        """Write a checkpoint, which the adapter's own run would resume from, too (`MegatronTrainer.save`)."""
+        with self.placed(name) as trainer:
+            trainer.save(directory, extra, others)
+
+    def load(self, name: str, directory: Path, new_run: bool = False) -> dict[str, Any]:
+        """Continue from a checkpoint (`MegatronTrainer.load`)."""
+        with self.placed(name) as trainer:
+            return trainer.load(directory, new_run)
+
+    def _of(self, name: str) -> MegatronTrainer:
+        if name not in self._trainers:
+            raise ConfigError(
+                "adapters.name", name, f"there are {', '.join(self._trainers) or 'none'}", "name one of them"
+            )
+        return self._trainers[name]
+
+    def _check(self, name: str, spec: PolicySpec) -> None:
+        if not spec.lora.on:
+            raise ConfigError(f"adapters.{name}.lora.rank", 0, "must be above 0", "set it, 8 or 16 are usual")
+        for field in SHARED:
+            own, shared = attrgetter(field)(spec), attrgetter(field)(self.base.spec)
+            if own != shared:
+                raise ConfigError(
+                    f"adapters.{name}: {field}", str(own), f"all adapters share the base's, {shared}", "remove it"
+                )
+        if spec.reference not in (None, spec.checkpoint, self.base.spec.reference):
+            raise ConfigError(
+                f"adapters.{name}: model.reference_path", str(spec.reference), "the base holds no such weights",
+                "use the base, or one reference for all adapters",
+            )  # fmt: skip

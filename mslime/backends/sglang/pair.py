@@ -1,0 +1,193 @@
+"""Two SGLang servers (0.5.23) as one engine: one prefills, the other decodes (`sglang.pairs`).
+
+Both get the same request, with a number under which they meet; SGLang moves the cache and the first token. The answer
+of the one that decodes has all tokens, with their log-probs and supports. What is about the prompt is in the other's:
+its log-probs, and its routes, which SGLang does not carry over. All else that an engine is told, weights and pauses
+above all, both are told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.backends.sglang.client import CONNECT_S, LARGEST_ANSWER, EngineClient, EngineDied
+from mslime.backends.sglang.generating import (
+    GenerateRequest,
+    GenerateResult,
+    answer_limit,
+    nothing,
+    parse_generation,
+)
+from mslime.backends.sglang.probing import ProbeRequest, probed
+from mslime.backends.sglang.scoring import ScoreRequest, parse_scores
+from mslime.config.errors import EngineError
+from mslime.config.model_facts import ModelFacts
+from mslime.config.schema import DeadlineConfig
+from mslime.data.probe import Probed
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.server import EngineAddress
+
+T = TypeVar("T")
+_ABORTED = "Aborted by AbortReq"
+"""What a half says (HTTP 500) of a request that was aborted while its cache was on the way."""
+_LOST = re.compile(r"(transfer|bootstrap|handshake) failed for request")
+"""What it says of a request that the other half could not do its part of."""
+
+
+def client_of(
+    address: EngineAddress, deadlines: DeadlineConfig | None = None, model: ModelFacts | None = None
+) -> EngineClient:
+    """A client of an engine: of one server, or of a pair."""
+    kind = EngineClient if address.prefill is None else PairClient
+    client = kind(
+        address.url, address.name, deadlines, model, address.log_path, address.keys, address.identity
+    )  # fmt: skip
+    if isinstance(client, PairClient):
+        client.prefills(address)
+    return client
+
+
+class PairClient(EngineClient):
+    """Talks to both servers of a pair. Its URL, name and log are those of the one that decodes; see `client_of`."""
+
+    def prefills(self, address: EngineAddress) -> None:
+        """Tell it where the other half is."""
+        assert address.prefill is not None and address.prefill.bootstrap_port, "one server is no pair"
+        self._prefill = client_of(address.prefill, self.deadlines, self.model)
+        self._decode = client_of(replace(address, prefill=None), self.deadlines, self.model)
+        self._meeting = {
+            "bootstrap_host": urlsplit(address.prefill.url).hostname, "bootstrap_port": address.prefill.bootstrap_port,
+        }  # fmt: skip
+
+    @property
+    def servers(self) -> tuple[EngineClient, ...]:
+        """The one that prefills, and the one that decodes."""
+        return self._prefill, self._decode
+
+    async def close(self) -> None:
+        """Close the connections to both."""
+        await asyncio.gather(*(server.close() for server in self.servers))
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """See `EngineClient`."""
+        self._check_ids(request)
+        try:
+            first, rest = await self._both_halves(request, self.deadlines.engine_request_s)
+        except EngineError as error:
+            if _ABORTED in error.rule:
+                return nothing(request, self.name, {})
+            if _LOST.search(error.rule):
+                raise self.error("/generate", error.rule, EngineDied) from error
+            raise
+        with self.reading(f"request {request.rid}"):
+            return self._joined(request, first, rest)
+
+    async def score(self, request: ScoreRequest) -> NDArray[np.float32]:
+        """Not asked of a pair: teachers are none."""
+        raise self.error("score", "a pair of servers generates")
+
+    async def probe(self, request: ProbeRequest) -> Probed:
+        """See `EngineClient`."""
+        assert self.model is not None, "a probe is of a client that knows the model"
+        self._check_ids(request.generation)
+        limit_s = self.deadlines.weight_sync_s
+        first, rest = await self._both_halves(request.generation, limit_s, {"logprob_start_len": 0})
+        with self.reading(f"request {request.rid}"):
+            text = parse_scores(ScoreRequest(request.rid, request.input_ids), first, self.model.vocab_size)
+            return probed(request, text, self._joined(request.generation, first, rest), self.model)
+
+    async def _both_halves(
+        self, request: GenerateRequest, limit_s: float, of_prompt: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The two answers to a request.
+
+        Args:
+            of_prompt: more that the half which prefills is asked.
+        """
+        meeting, limit = self._meeting | {"bootstrap_room": secrets.randbits(62)}, answer_limit(request, self.model)
+        bodies = request.payload() | (of_prompt or {}) | meeting, _after_prompt(request).payload() | meeting
+        return await _together(
+            *(
+                server._call("POST", "/generate", body, limit_s, limit)
+                for server, body in zip(self.servers, bodies, strict=True)
+            )
+        )
+
+    def _joined(self, request: GenerateRequest, first: dict[str, Any], rest: dict[str, Any]) -> GenerateResult:
+        """One result of two answers. Raises one of MALFORMED.
+
+        A request that was aborted before it was decoded, or before the other half could tell the prompt's routes, has
+        no tokens that could be used.
+        """
+        prompt = parse_generation(request, first, self.name, self.model)
+        after = _after_prompt(request)
+        if len(rest["output_ids"]) == 1:  # the first token ended it: nothing was decoded, and none are returned
+            after = replace(after, want_routes=False)
+        result = parse_generation(after, rest, self.name, self.model)
+        if not len(result.output_ids):
+            return result
+        if not len(prompt.output_ids):
+            assert result.finish == "abort", (
+                f"the half that prefills has no token, and the other ends by {result.finish}"
+            )
+            return replace(
+                result, output_ids=result.output_ids[:0], log_probs=result.log_probs[:0], versions=(), routes=None,
+                supports=None if result.supports is None else prompt.supports,
+            )  # fmt: skip
+        told, had = (prompt.output_ids[0], prompt.versions[0][0]), (result.output_ids[0], result.versions[0][0])
+        assert told == had, f"the halves do not agree on the first token and its version: {told} and {had}"
+        routes = [part for part in (prompt.routes, result.routes) if part is not None]
+        routes = np.concatenate(routes) if routes else None
+        return replace(result, routes=routes, cached_tokens=prompt.cached_tokens)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | bytes | None,
+        timeout_s: float,
+        limit: int = LARGEST_ANSWER,
+        connect_s: float = CONNECT_S,
+    ) -> dict[str, Any]:
+        """What both are told at the same time; questions go to the one that decodes. Raises what the first failure
+        does."""
+        if method == "GET" or path == "/tokenize":
+            return await self._decode._call(method, path, body, timeout_s, limit, connect_s)
+        answers = await _together(
+            *(server._call(method, path, body, timeout_s, limit, connect_s) for server in self.servers)
+        )
+        refused = next((answer for answer in answers if answer.get("success") is False), None)
+        if refused is not None or "ranks" not in answers[1]:
+            return refused or answers[1]
+        with self.reading(path):
+            return answers[1] | {"ranks": [rank for answer in answers for rank in answer["ranks"]]}
+
+    async def _status(self, path: str, patience_s: float) -> int | None:
+        found = await asyncio.gather(*(server._status(path, patience_s) for server in self.servers))
+        return None if None in found else max(status for status in found if status is not None)
+
+
+def _after_prompt(request: GenerateRequest) -> GenerateRequest:
+    """As the half that decodes is asked: of the prompt's tokens it has no routes."""
+    return replace(request, routes_start=len(request.input_ids)) if request.want_routes else request
+
+
+async def _together(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, T]) -> tuple[T, T]:
+    """The results of both; when one fails the other is given up, as its half waits for the one that failed."""
+    tasks = asyncio.ensure_future(one), asyncio.ensure_future(other)
+    try:
+        await asyncio.gather(*tasks)
+        return tasks[0].result(), tasks[1].result()
+    finally:
+        for task in tasks:
+            task.cancel()

@@ -1,0 +1,55 @@
+"""One engine of a pool, with its share of the work."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from mslime.backends.sglang.client import EngineClient
+from mslime.config.errors import EngineError
+
+
+class Slot:
+    """One engine with its share of the work.
+
+    Args:
+        concurrency: requests in flight; more wait, in order.
+        ready: whether it may have requests at once.
+
+    Attributes:
+        error: what it died of.
+        answered, missed: see `heartbeat.Watched`.
+        served: time (`time.monotonic`) of its last answer to a request: more than a sign of life, which SGLang also
+            sees in its scheduler's word that a heartbeat was aborted.
+        leaving: it gets no requests any more, and is forgotten at the next weight update.
+        ready: set when it has the adapters that requests ask for; until then they wait.
+        proven: cleared while requests go on under weights that are being probed; their answers wait until it is set.
+    """
+
+    def __init__(self, client: EngineClient, concurrency: int, ready: bool = True, *, leaving: bool = False) -> None:
+        self.client = client
+        self.assigned = 0
+        self.limit = asyncio.Semaphore(concurrency)
+        self.error: EngineError | None = None
+        self.answered = self.served = time.monotonic()
+        self.missed = 0
+        self.leaving = leaving
+        self.ready = asyncio.Event()
+        if ready:
+            self.ready.set()
+        self.proven = asyncio.Event()
+        self.proven.set()
+        self._death: asyncio.Future[None] | None = None
+
+    @property
+    def death(self) -> asyncio.Future[None]:
+        """Done when the engine is dead. One for all requests: a task for each would cost as much as they do."""
+        if self._death is None:
+            self._death = asyncio.get_running_loop().create_future()
+        return self._death
+
+    def kill(self, error: EngineError) -> None:
+        """It is dead; the first reason stays."""
+        if self.error is None:
+            self.error = error
+            self.death.set_result(None)

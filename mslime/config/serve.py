@@ -1,0 +1,93 @@
+"""Section `serve`, and what clients of `mslime serve` may ask of a trainer: losses by name, an optimizer's step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, Field, PlainSerializer, SecretStr
+
+from mslime.config.base import Section
+from mslime.config.keys import refuse_empty, shown_secret
+
+ClientLoss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+CLIENT_LOSSES: tuple[str, ...] = get_args(ClientLoss)
+"""Names of losses in the wire format of the SDK."""
+
+LOSS_SETTINGS: dict[str, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "dro": {"beta": 0.05},
+}
+"""What each takes as `loss_fn_config`, with the public service's defaults."""
+
+
+@dataclass(frozen=True)
+class LossChoice:
+    """A client's loss.
+
+    Attributes:
+        low, high: bounds of the ratio of probabilities, for ppo and cispo.
+        beta: weight of the squared log ratio, for dro.
+    """
+
+    name: ClientLoss
+    low: float = 0.8
+    high: float = 1.2
+    beta: float = 0.05
+
+
+@dataclass(frozen=True)
+class AdamParams:
+    """One step of AdamW: `AdamParams` of the SDK.
+
+    Attributes:
+        clip: largest norm of all gradients together; 0: they are never scaled.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    clip: float
+
+
+class ServeConfig(Section):
+    """`mslime serve`: whom it serves, and how many at once."""
+
+    port: int = Field(default=0, ge=0, le=65535, description="On 127.0.0.1; 0: a free one, which is printed.")
+    key: (
+        Annotated[
+            SecretStr,
+            AfterValidator(partial(refuse_empty, "serve.key")),
+            PlainSerializer(shown_secret, return_type=str),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="What clients must send, beginning with tml-: env:NAME, file:PATH, or the key itself. Default: a "
+        "new one each time, in RUN/serve.json.",
+    )
+    model_name: str | None = Field(
+        default=None,
+        description="What clients call the base, for example Qwen/Qwen3-8B. model.path always names it.",
+    )
+    max_adapters: int = Field(
+        default=8, ge=1, le=1024, description="Adapters that are trained at once, of all clients."
+    )
+    engine_adapters: int = Field(
+        default=8, ge=1, le=1024, description="Adapters that an engine has loaded at once; others wait on disk."
+    )
+    silence_s: float = Field(
+        default=120.0,
+        ge=1,
+        description="A client that has sent no sign of life for so long is gone: its adapters are freed. The SDK sends "
+        "one every 10 s.",
+    )
+    max_requests: int = Field(
+        default=4096, ge=1, description="Unfinished requests of all clients; more are told to come again (HTTP 429)."
+    )

@@ -1,0 +1,204 @@
+"""The rollouts of one configuration, within the rollout actor: its service, what is kept of its responses, its shards.
+
+A run has one; a run of several adapters has one for each, over the same engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from mslime.config.errors import EngineError, RewardError
+from mslime.control.results import Evaluated, SavedState, Spans, StepShards
+from mslime.data.checksums import FileSum, check_sums
+from mslime.data.sample_log import Logged, SampleLog
+from mslime.logs import phase
+from mslime.observe import samples
+from mslime.observe.progress import RolloutCounts, summary_line
+
+if TYPE_CHECKING:
+    from mslime.backends.sglang.probing import ProbeRequest
+    from mslime.data.sample import Group, Sample
+    from mslime.data.source import PromptStream
+    from mslime.data.tokenizer import Tokenizer
+    from mslime.preflight.resolve import ResolvedRun
+    from mslime.rollout.evaluate import EvalResult
+    from mslime.rollout.protocols import Rollouts, StepBatch
+
+_log = logging.getLogger(__name__)
+LAST_SAMPLES_S = 3.0
+"""For what is still being written of the last responses when the run ends."""
+
+
+class RunRollouts:
+    """Everything of a configuration's rollouts but the engines and what scores.
+
+    Args:
+        run: the configuration, resolved.
+        tokenizer: of the model.
+        layers: global MoE layer ids of every trainer rank's pipeline stage.
+        adapter: which of several adapters the rollouts are for; empty where there is one configuration.
+
+    Attributes:
+        service: once it was begun.
+        counts: groups needed, accepted, running.
+    """
+
+    service: Rollouts
+
+    def __init__(
+        self, run: ResolvedRun, tokenizer: Tokenizer, layers: Sequence[tuple[int, ...]], adapter: str = ""
+    ) -> None:
+        from mslime.control.assemble import SourceNames
+
+        self.config, self._run, self._tokenizer, self._layers = run.config, run, tokenizer, layers
+        self._adapter, self._says = adapter, f"{adapter}: " if adapter else ""
+        self.counts = RolloutCounts(0, 0, 0)
+        self._source_name = SourceNames()
+        self._spans: Spans = []
+        self._evaluated: list[Logged] = []
+        self._closed = False
+        self._samples = SampleLog(run.config.observe.save_rollouts, tokenizer, run.config.observe.sample_routes)
+
+    def open_prompts(self) -> PromptStream:
+        """The training prompts, from their beginning."""
+        from mslime.data.user_source import open_prompts
+
+        return open_prompts(self.config.data, self.config.seed, self._tokenizer)
+
+    async def begin(self, service: Rollouts, state: SavedState | None, version: int) -> None:
+        """Let `service` generate from now on.
+
+        Args:
+            state: what `save` wrote, when resuming.
+            version: weight version that the trainer starts with.
+        """
+        self.service, service.version = service, version
+        if state is not None:
+            check_sums(state.directory, {state.name: state.total})
+            await service.load(state.directory / state.name)
+        _log.info("%sprompts are open, generation begins with version %d", self._says, version)
+        samples.begin(self.config.run_dir, version)
+
+    async def take(self, step: int) -> StepShards:
+        """Wait for a step's groups; shard them."""
+        from mslime.control.assemble import have_advantages
+
+        groups = self.config.rollout.groups_per_step
+        _log.info("%sstep %d: collecting %d groups", self._says, step + 1, groups)
+        while True:
+            batch = await self.service.take(step)
+            try:
+                # In a thread: seconds for a million tokens, in which responses are to be continued and submitted.
+                references, metrics, logged, trained = await asyncio.to_thread(self._shard, batch)
+                break
+            except RewardError as error:
+                _log.warning("%sstep %d: groups without an advantage: %s", self._says, step + 1, error)
+                blamed = [g for g in batch.groups if not have_advantages(g, self.config)]
+                if not await self.service.give_back(blamed):
+                    raise
+        if self.config.observe.save_groups:
+            await asyncio.to_thread(_write, self.config.run_dir / "groups", batch)
+        watched = self._samples.watch(step + 1, batch.samples, trained)
+        self._samples.write(samples.file_of(self.config.run_dir, step + 1), step + 1, [logged])
+        _log.info("%sstep %d: handed over, %s", self._says, step + 1, summary_line(batch.metrics | metrics))
+        spans, self._spans = self._spans, []
+        outline, notes = await self.service.outline(), self._samples.notes()
+        return StepShards(references, batch.metrics | metrics, outline, spans, notes, watched)
+
+    def _shard(self, batch: StepBatch) -> tuple[list[list[ray.ObjectRef]], dict[str, float], Logged, list[Sample]]:
+        from mslime.control.assemble import assemble, references
+
+        work = assemble(batch.groups, self.config, batch.version, self._source_name, self._run.model)
+        shards = references(work.shards, self.config.layout, self._layers)
+        return shards, work.metrics, Logged(batch.groups, batch.version, work.advantages), work.trained
+
+    def log_trained(self, step: int, log_probs: Mapping[int, NDArray[np.float32]]) -> None:
+        """Write what the trainer found of the sequences that `take` named, beside the step's responses.
+
+        Args:
+            step: of the metrics.
+            log_probs: by sequence, [T].
+        """
+        self._samples.write_trained(samples.trainer_file_of(self.config.run_dir, step), step, log_probs)
+
+    async def collect(self, step: int, directory: Path) -> dict[str, float]:
+        """A step's groups into a file of `rollout.groups`; returns the rollout's metrics."""
+        batch = await self.service.take(step)
+        await asyncio.to_thread(_write, directory, batch)
+        logged = Logged(batch.groups, batch.version)
+        self._samples.write(samples.file_of(self.config.run_dir, step + 1), step + 1, [logged])
+        return batch.metrics
+
+    def probe_request(self, version: int) -> ProbeRequest | None:
+        """What engines are asked under a version: the fixed text of `data.probe`; None where it does not fit."""
+        from mslime.backends.sglang.probing import ProbeRequest
+        from mslime.data import probe
+
+        config, model = self.config, self._run.model
+        ids = self._tokenizer.encode(probe.TEXT, special_tokens=True)
+        longest = config.rollout.longest(model.max_positions)
+        tokens = probe.fitted(ids, model.vocab_size, min(longest, config.sglang.max_total_tokens or longest))
+        if not tokens:
+            return None
+        routes = bool(self._run.replayed_layers)
+        return ProbeRequest(f"probe-{uuid.uuid4().hex}", tokens, version, routes, self._adapter)
+
+    async def evaluate(self) -> Evaluated:
+        """Scores on every held-out set, one after the other."""
+        begin, step = time.time(), self.service.version  # the weights after so many steps
+        self._evaluated = []
+        results: list[EvalResult] = []
+        for eval_set in self.config.data.eval_sets:
+            with phase(_log, f"{self._says}evaluating on {eval_set.name}"):
+                results.append(await self.service.evaluate(eval_set))
+        versions = {r.version for r in results if r.version is not None}
+        assert len(versions) <= 1, f"weights were replaced during the evaluation: versions {sorted(versions)}"
+        metrics = {name: value for result in results for name, value in result.metrics().items()}
+        self._samples.write(samples.file_of(self.config.run_dir, step, evaluation=True), step, self._evaluated)
+        return Evaluated(metrics, next(iter(versions), None), begin, time.time())
+
+    async def save(self, path: Path, next_step: int) -> FileSum:
+        """Write everything that a resume needs: position in the prompts, work in flight, ledger; returns its sum."""
+        try:
+            with phase(_log, f"saving {path}"):
+                return await self.service.checkpoint(path, next_step)
+        except EngineError:  # the engines are gone with what they were generating; the rest is ours
+            return await self.service.save(path, next_step)
+
+    async def close(self) -> None:
+        """Stop generating; once is enough."""
+        if self._closed:
+            return
+        self._closed = True
+        await self.service.close()
+        await asyncio.to_thread(self._samples.close, LAST_SAMPLES_S)
+
+    # ----------------------------------------------------------------------------------- told by the service
+
+    def on_evaluated(self, name: str, groups: Sequence[Group]) -> None:
+        """See `protocols.EvaluatedHook`."""
+        self._evaluated.append(Logged(groups, self.service.version, None, name))
+
+    def on_progress(self, *, needed: int, accepted: int, running: int, done: int, aborted: int) -> None:
+        """See `protocols.ProgressHook`."""
+        self.counts = RolloutCounts(needed, accepted, running, done, aborted)
+
+    def on_span(self, lane: str, name: str, start: float, end: float, step: int) -> None:
+        """See `protocols.SpanHook`."""
+        self._spans.append((lane, name, start, end, step + 1))
+
+
+def _write(directory: Path, batch: StepBatch) -> None:
+    from mslime.rollout.groups import StepGroups, write_groups
+
+    write_groups(directory, StepGroups(batch.step + 1, batch.version, batch.groups))

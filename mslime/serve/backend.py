@@ -1,0 +1,153 @@
+"""What the service asks of trainers and engines. `ranks` and `engines` are those that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mslime.config.errors import UserError
+from mslime.config.serve import AdamParams, LossChoice
+from mslime.data.client_batch import Datum
+
+
+@dataclass(frozen=True)
+class AdapterAsk:
+    """The adapter that a client trains.
+
+    Attributes:
+        rank: at most `lora.rank`. seed: of A. attention, mlp: whether these layers have one.
+    """
+
+    rank: int
+    seed: int
+    attention: bool = True
+    mlp: bool = True
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a pass over data found.
+
+    Attributes:
+        loss: summed over all of them. log_probs: of each datum's targets, [T] float32.
+    """
+
+    loss: float
+    log_probs: list[NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class PassAsk:
+    """Gradients of a client's data, for the adapter of a name."""
+
+    name: str
+    data: Sequence[Datum]
+    loss: LossChoice
+
+
+class Trainer(Protocol):
+    """Trains adapters by name, one call after the other. A mistake of a client is a UserError that leaves the adapter
+    as it was; a TrainerError may have changed it."""
+
+    async def create(self, name: str, ask: AdapterAsk) -> None:
+        """Make an adapter."""
+        ...
+
+    async def free(self, name: str) -> None:
+        """Forget it."""
+        ...
+
+    async def pass_over(self, name: str, data: Sequence[Datum], loss: LossChoice, *, backward: bool) -> Passed:
+        """Losses and log-probs; with `backward` the gradients are added to the adapter's."""
+        ...
+
+    async def add_together(self, asks: Sequence[PassAsk]) -> Sequence[Passed | UserError]:
+        """`pass_over` with `backward` of several adapters, each of its own name, in one pass: what each gave or failed
+        with. Raises what befell all."""
+        ...
+
+    async def adam_step(self, name: str, params: AdamParams) -> dict[str, float]:
+        """A step on them; `grad_norm` and `lr`."""
+        ...
+
+    async def save(self, name: str, directory: Path) -> None:
+        """Write factors and the optimizer's state."""
+        ...
+
+    async def load(self, name: str, directory: Path, *, optimizer: bool) -> None:
+        """Continue from what `save` wrote, or from its factors alone."""
+        ...
+
+    async def write_adapter(self, name: str, directory: Path) -> None:
+        """Write the factors for engines."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampleAsk:
+    """A prompt and how it is continued.
+
+    Attributes:
+        rid: unique; continuation i is `rid-i` at the engine.
+        prompt: [P] token ids. count: of continuations.
+        ignore_eos: nothing ends a continuation but its length.
+        scored_from: first token of the prompt whose log-prob is wanted, at least 1; None: none is.
+    """
+
+    rid: str
+    prompt: tuple[int, ...]
+    count: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop: tuple[str, ...]
+    stop_tokens: tuple[int, ...]
+    ignore_eos: bool
+    seed: int | None
+    scored_from: int | None
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What was sampled.
+
+    Attributes:
+        tokens: [n] int32, that which ended it included. log_probs: [n] float32, at the request's temperature, over the
+            whole vocabulary. stopped: ended before its length.
+    """
+
+    tokens: NDArray[np.int32]
+    log_probs: NDArray[np.float32]
+    stopped: bool
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """All continuations of a prompt.
+
+    Attributes:
+        scores: [P] float32, NaN where none was wanted; None where none was at all.
+        cached: tokens of the prompt that the engine had computed before.
+    """
+
+    continuations: list[Continuation]
+    scores: NDArray[np.float32] | None
+    cached: int
+
+
+class Engines(Protocol):
+    """Samples with the base or with an adapter on disk."""
+
+    async def sample(self, adapter: Path | None, ask: SampleAsk) -> Sampled:
+        """Continue a prompt. Raises EngineError where no engine can."""
+        ...
+
+    async def forget(self, adapter: Path) -> None:
+        """No request will name this adapter any more."""
+        ...

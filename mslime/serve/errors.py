@@ -1,0 +1,31 @@
+"""Mistakes of clients, with the HTTP status and the category that the SDK reads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from mslime.config.errors import EngineError, TrainerError, UserError
+
+Category = Literal["user", "server", "unknown"]
+BAD, UNKNOWN_KEY, UNKNOWN, GONE, BUSY = 400, 401, 404, 410, 429
+
+
+class ServeError(UserError):
+    """A client asked for what cannot be.
+
+    Attributes:
+        status: of the HTTP answer, where the request itself is refused.
+    """
+
+    def __init__(self, field: str, value: object, rule: str, way_out: str, status: int = BAD) -> None:
+        super().__init__(field, value, rule, way_out)
+        self.status = status
+
+    def __reduce__(self) -> tuple[type, tuple[str, object, str, str, int]]:  # type: ignore[override]
+        return (type(self), (self.field, self.value, self.rule, self.way_out, self.status))
+
+
+def category_of(error: Exception) -> Category:
+    """Whose fault it is: a client's mistake, or something of the server's."""
+    own = not isinstance(error, UserError) or isinstance(error, EngineError | TrainerError)
+    return "server" if own else "user"

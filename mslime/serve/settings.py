@@ -1,0 +1,103 @@
+"""The run configuration that a server starts from: what a run trains and generates with, without prompts and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mslime.config.adapters import counts_over_a_step
+from mslime.config.algorithm import AlgorithmConfig
+from mslime.config.base import Section
+from mslime.config.data import DataConfig
+from mslime.config.errors import ConfigError
+from mslime.config.loader import build, merge
+from mslime.config.lora import LORA_GROUPS
+from mslime.config.rollout import RolloutConfig
+from mslime.config.schema import CheckpointConfig, RunConfig, TrainConfig
+
+_FIXED: dict[str, Any] = {
+    "train": {"task": "rl", "replay": "off", "lr_decay_style": "constant"},
+    "lora": {"sync": "adapter"},
+    "data": {"prompts": ["(of clients)"]},
+    "rollout": {"max_response_tokens": 1, "pause_mode": "in_place"},
+}
+"""What a server does not take from a run: clients bring the data, the loss and the steps."""
+_SECTIONS: dict[str, tuple[type[Section], frozenset[str]]] = {
+    "train": (
+        TrainConfig,
+        frozenset(
+            {"max_tokens_per_micro_batch", "quadratic_tokens", "packed", "log_prob_chunk_tokens", "logits_mib", "fp8"}
+        ),
+    ),
+    "rollout": (RolloutConfig, frozenset({"max_total_tokens"})),
+    "data": (DataConfig, frozenset()),
+    "algorithm": (AlgorithmConfig, frozenset()),
+    "checkpoint": (CheckpointConfig, frozenset()),
+}
+"""Sections of which it takes these settings alone. Names that no run has are left in, to be refused."""
+_DROPPED = ("adapters", "reward", "hooks", "critic", "teacher")
+"""Sections that say nothing to it."""
+
+
+def _of_server(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a run's settings a server goes by."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in _DROPPED:
+            continue
+        if name in _SECTIONS and isinstance(value, Mapping):
+            section, kept = _SECTIONS[name]
+            known = set(section.model_fields)
+            value = {key: each for key, each in value.items() if key in kept or key not in known}
+        found[name] = value
+    return found
+
+
+def served_config(values: Mapping[str, Any]) -> RunConfig:
+    """The configuration of a server.
+
+    Args:
+        values: what the file and the flags say.
+
+    Raises:
+        ConfigError: there are no adapters, engines share the trainer's GPUs, or a setting breaks a rule.
+    """
+    given = _of_server(values)
+    lora = given.get("lora")
+    if not (isinstance(lora, Mapping) and lora.get("rank")):
+        raise ConfigError("lora.rank", 0, "clients train adapters on a frozen base",
+                          "set it to the largest rank that a client may ask for, for example 32")  # fmt: skip
+    config = build(merge(given, _FIXED))
+    if config.sglang.pairs is not None:
+        raise ConfigError("sglang.pairs", config.sglang.pairs, "engines of a server are one server each", "remove it")
+    if config.colocated:
+        raise ConfigError("cluster.placement", "colocated", "engines of a server answer while the trainer trains",
+                          "set it to separate")  # fmt: skip
+    if config.lora.init is not None:
+        raise ConfigError("lora.init", str(config.lora.init), "each client's adapter begins as new, or from what it "
+                          "saved", "remove it")  # fmt: skip
+    if config.lora.shares_outer:
+        raise ConfigError("lora.experts", "shared_outer", "what clients save is in peft's format, which has no factor "
+                          "that experts share", "remove it")  # fmt: skip
+    if config.lora.together and counts_over_a_step(config):
+        raise ConfigError(
+            "lora.together", True,
+            "routers count tokens over a whole pass (moe_router_load_balancing_type: global_aux_loss)", "remove it",
+        )  # fmt: skip
+    # An engine serves two versions more than a run may be behind.
+    behind = {"max_staleness": max(config.serve.engine_adapters - 2, 0), "pause_mode": "in_place"}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update=behind)})
+
+
+def base_names(config: RunConfig) -> tuple[str, ...]:
+    """Under which clients may ask for the base: `serve.model_name`, and its directory as it was written and whole."""
+    path = config.model.path
+    named = (config.serve.model_name,) if config.serve.model_name else ()
+    return tuple(dict.fromkeys((*named, str(path), str(path.resolve()))))
+
+
+def adapted_parts(config: RunConfig) -> tuple[bool, bool]:
+    """Whether attention, and whether MLP layers, may have adapters; names of single layers may be of either."""
+    targets = config.lora.targets
+    named = any(target not in LORA_GROUPS for target in targets)
+    return named or "attention" in targets, named or any(t in targets for t in LORA_GROUPS if t != "attention")

@@ -1,0 +1,102 @@
+"""The transport `mooncake`: a sender's buckets go one after the other through memory that engines read.
+
+The memory is the sender's own, on the device of its weights, and registered with Mooncake's transfer engine. A request
+names it, and the ranks of an engine read a part of the bucket each, over RDMA where there is an adapter. No process
+group is made, no rank of an engine waits for another engine, and one that is gone holds nobody up.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+
+from mslime.config.errors import WeightSyncError
+from mslime.config.keys import EngineInfo
+from mslime.network import own_address
+from mslime.remote_memory import End
+from mslime.weights.files import FileTransport
+from mslime.weights.plan import Bucket
+from mslime.weights.transport import Link
+
+GREETING = 16
+"""Bytes that an engine reads before the first bucket, to show that it can."""
+
+
+class MooncakeTransport(FileTransport):
+    """Memory of one sender, as large as the largest of its buckets."""
+
+    kind = "remote"
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self._end: End | None = None
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._place = Path()
+        self._largest = 0
+
+    def prepare(self, engines: Sequence[EngineInfo]) -> Callable[[EngineInfo], Future[None]]:
+        """Start this end; every engine is asked to read a few random bytes of it."""
+        link = self.link
+        try:
+            self._end = End(own_address(engines[0].url), link.mooncake_over)
+            said = secrets.token_bytes(GREETING)
+            self._share(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        except ImportError as error:
+            raise _unusable(
+                f"Mooncake's package is not usable here: {error}",
+                "install the extra on every machine of trainer and engines (pip install 'mslime[mooncake]'; it needs "
+                "libibverbs1 of the operating system)",
+            ) from error
+        except OSError as error:
+            raise _unusable(str(error), "see what Mooncake wrote to the log") from error
+        return lambda engine: link.receivers.reach(engine, self._place, said)
+
+    def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
+        """Note the largest of this sender's buckets: where its memory is to be, the first of them says."""
+        self._largest = max((bucket.hf_bytes for bucket in buckets if bucket.sender == self.link.rank), default=0)
+
+    def complete(self) -> None:
+        """Nothing is left to do: the memory stays registered, which costs more than keeping it."""
+
+    def write(self, bucket: Bucket, flat: torch.Tensor) -> Path:
+        """Copy `flat` into the memory; returns when that is done, also on a GPU. Raises WeightSyncError."""
+        size = max(self._largest, bucket.hf_bytes)
+        if self._room.numel() < size or self._room.device != flat.device:
+            self._unshare()
+            try:
+                self._share(torch.empty(size, dtype=torch.uint8, device=flat.device))
+            except (OSError, RuntimeError) as error:
+                raise _unusable(
+                    f"memory of {size / 2**20:,.1f} MiB on {flat.device} cannot be shared: {error}",
+                    "lower weights.bucket_mib or weights.senders",
+                ) from error
+        self._room[: bucket.hf_bytes].copy_(flat.view(torch.uint8))
+        if flat.is_cuda:
+            torch.cuda.current_stream(flat.device).synchronize()
+        return self._place
+
+    def arrived(self) -> None:
+        """See `files.FileTransport`; there is nothing to do."""
+
+    def disconnect(self) -> None:
+        """Share nothing any more, and close the port."""
+        self._unshare()
+        self._end = None
+
+    def _share(self, room: torch.Tensor) -> None:
+        assert self._end is not None, "not connected"
+        self._place = self._end.share(room.data_ptr(), room.numel()).as_path()
+        self._room = room
+
+    def _unshare(self) -> None:
+        if self._end is not None and self._room.numel():
+            self._end.unregister(self._room.data_ptr())
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+
+def _unusable(rule: str, way_out: str) -> WeightSyncError:
+    return WeightSyncError("weights.transport", "mooncake", rule, f"{way_out}, or set weights.transport: broadcast")

@@ -1,0 +1,257 @@
+"""The transport mooncake: whole syncs over TCP with the real package, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mslime.backends.sglang import remote
+from mslime.backends.sglang.files import Files, answer_leave, group_of, group_to_reach, parse_group
+from mslime.backends.sglang.remote import Remote
+from mslime.backends.sglang.siblings import Siblings
+from mslime.config.errors import WeightSyncError
+from mslime.config.keys import EngineInfo
+from mslime.remote_memory import End, RemoteMemory
+from mslime.weights import contract, mooncake
+from mslime.weights.contract import check_transport
+from mslime.weights.mooncake import MooncakeTransport
+from mslime.weights.transport import Link, SyncObserver, find_transport
+from tests.fixtures.stand_in_engine import StandInEngine, two_engines
+from tests.fixtures.weight_engines import engines, link, obedient
+
+__all__ = ["engines", "link", "obedient"]
+
+BUCKETS = contract._buckets()
+with_package = pytest.mark.skipif(
+    importlib.util.find_spec("mooncake") is None, reason="needs mooncake-transfer-engine-non-cuda and libibverbs1"
+)
+pytestmark = pytest.mark.timeout(120)
+
+
+def over_tcp(link: Link) -> MooncakeTransport:
+    return MooncakeTransport(replace(link, mooncake_over="tcp"))
+
+
+@with_package
+def test_buckets_in_a_senders_memory_keep_the_contract(engines: list[StandInEngine], link: Link) -> None:
+    assert isinstance(find_transport("mooncake")(link), SyncObserver)
+    infos = [EngineInfo(engine.url) for engine in engines]
+    said = check_transport(over_tcp, link, infos, lambda: [engine.held() for engine in engines])
+    assert said[0] == "3 buckets reached 2 engine(s) bit for bit, twice over one connection" and len(said) == 3
+
+
+@with_package
+def test_one_piece_of_memory_serves_all_syncs_and_grows_with_the_buckets(
+    engines: list[StandInEngine], link: Link
+) -> None:
+    transport, infos = over_tcp(link), [EngineInfo(engine.url) for engine in engines]
+    transport.connect(infos)
+    smallest = min(BUCKETS, key=lambda bucket: bucket.hf_bytes)
+    for version, buckets in ((1, [smallest]), (2, BUCKETS), (3, BUCKETS)):
+        transport.begin(version, buckets)
+        places = set[Path]()
+        for bucket in buckets:
+            transport.start(bucket, contract._filled(bucket, version)).wait()
+            places.add(transport._place)
+        transport.complete()
+        assert len(places) == 1 and transport._room.numel() == max(bucket.hf_bytes for bucket in buckets)
+        contract._compare(buckets, version, [engine.held() for engine in engines])
+    transport.disconnect()
+    transport.disconnect()
+
+
+@with_package
+def test_an_engine_reads_no_memory_of_a_sender_that_left(engines: list[StandInEngine], link: Link) -> None:
+    first, second = over_tcp(link), over_tcp(link)
+    infos = [EngineInfo(engine.url) for engine in engines]
+    for transport in (first, second):
+        transport.connect(infos)
+        transport.begin(1, BUCKETS)
+        transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 1)).wait()
+    place = first._place
+    first.disconnect()
+    late = link.receivers.announce_file(BUCKETS[0], "remote", place)
+    with pytest.raises(WeightSyncError, match="cannot read .* bytes"):
+        link.receivers.receive(infos[0], late).result()
+    second.start(BUCKETS[1], contract._filled(BUCKETS[1], 1)).wait()
+    second.disconnect()
+
+
+@with_package
+def test_an_engine_that_is_dead_or_has_no_plug_in_is_named_before_the_first_bucket(link: Link) -> None:
+    with two_engines() as started:
+        infos = [EngineInfo(engine.url) for engine in started]
+        started[1].set_mode("no plug-in")
+        with pytest.raises(WeightSyncError, match="started without mslime's plug-in") as caught:
+            over_tcp(link).connect(infos)
+        assert started[1].url in str(caught.value)
+        started[1].set_mode("obey")
+        transport = over_tcp(link)
+        transport.connect(infos)
+        os.kill(started[0].pid, signal.SIGKILL)
+        transport.begin(1, BUCKETS)
+        with pytest.raises(WeightSyncError, match="dead or unreachable") as caught:
+            transport.start(BUCKETS[0], contract._filled(BUCKETS[0], 1)).wait()
+        assert started[0].url in str(caught.value)
+        transport.disconnect()
+
+
+@with_package
+def test_a_sender_is_told_when_an_engine_reads_something_else_than_it_wrote() -> None:
+    end, room = End("127.0.0.1", "tcp"), torch.arange(16, dtype=torch.uint8)
+    place, files = end.share(room.data_ptr(), 16).as_path(), Files()
+    assert answer_leave(files, group_to_reach(place, bytes(range(16)))) == (True, "done")
+    answer = answer_leave(files, group_to_reach(place, bytes(16)))
+    assert answer is not None and not answer[0] and "something else lies in the memory of 127.0.0.1" in answer[1]
+    end.unregister(room.data_ptr())
+    answer = answer_leave(files, group_to_reach(place, bytes(range(16))))
+    assert answer is not None and not answer[0] and "cannot read the sender's memory" in answer[1]
+
+
+@with_package
+def test_tcp_is_forced_for_this_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang makes ends of its own in the same process."""
+    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+    End("127.0.0.1", "tcp")
+    assert "MC_FORCE_TCP" not in os.environ
+    monkeypatch.setenv("MC_FORCE_TCP", "0")
+    End("127.0.0.1", "tcp")
+    assert os.environ["MC_FORCE_TCP"] == "0"
+
+
+class FakeEnd:
+    """For what Mooncake refuses, and for counting what is asked of it: it copies within this process."""
+
+    def __init__(self, refuses: str = "") -> None:
+        self.calls, self.refuses = list[tuple[Any, ...]](), refuses
+
+    def register(self, address: int, size: int) -> None:
+        self.calls.append(("register", address, size))
+
+    def unregister(self, address: int) -> None:
+        self.calls.append(("unregister", address))
+
+    def read(self, memory: RemoteMemory, offset: int, into: int, size: int) -> None:
+        if self.refuses:
+            raise OSError(self.refuses)
+        self.calls.append(("read", offset, size))
+        ctypes.memmove(into, memory.address + offset, size)
+
+
+class Recording(Siblings):
+    """Rank `rank` of `count`, alone in this process: what others read is put there by `pass_on`."""
+
+    def __init__(self, rank: int, count: int, source: torch.Tensor) -> None:
+        super().__init__(rank, count)
+        object.__setattr__(self, "passed", list[tuple[int, int]]())
+        object.__setattr__(self, "rest", source)
+
+    def pass_on(self, flat: torch.Tensor, source: int) -> None:
+        self.passed.append((source, flat.numel()))
+        if source != self.rank:
+            at = sum(size for _, size in self.passed[:-1])
+            flat.copy_(self.rest[at : at + flat.numel()])
+
+    def heard(self, failed: str, said: Any) -> list[Any]:
+        if failed:
+            raise RuntimeError(failed)
+        return [said]
+
+
+@pytest.mark.parametrize(("size", "count"), [(12, 1), (12, 4), (13, 4), (3, 4), (1, 2), (0, 2)])
+def test_ranks_read_a_part_each_and_give_it_to_the_others(
+    size: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = torch.arange(1, size + 1, dtype=torch.uint8)
+    place = RemoteMemory("tcp", "somewhere:1", source.data_ptr()).as_path()
+    read = 0
+    for rank in range(count):
+        end, flat, near = FakeEnd(), torch.zeros(size, dtype=torch.uint8), Recording(rank, count, source)
+        monkeypatch.setattr(remote, "End", lambda host, over, end=end: end)
+        monkeypatch.setattr(remote, "own_address", lambda url: "here")
+        Remote().read(place, flat, near)
+        assert flat.tolist() == source.tolist()
+        read += sum(call[2] for call in end.calls if call[0] == "read")
+        assert sum(passed for _, passed in near.passed) == size
+    assert read == size, "every byte crosses the network once for an engine"
+
+
+def test_memory_is_registered_once_for_a_sync_and_let_go_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    end, source, buffer = FakeEnd(), torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    monkeypatch.setattr(remote, "End", lambda host, over: end)
+    monkeypatch.setattr(remote, "own_address", lambda url: "here")
+    place, reader = RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), Remote()
+    for size in (8, 4, 6):
+        reader.read(place, buffer[:size], Siblings())
+    reader.forget()
+    reader.forget()
+    reader.read(place, buffer[:2], Siblings())
+    larger = torch.zeros(9, dtype=torch.uint8)
+    reader.read(place, larger[:2], Siblings())
+    kinds = [(call[0], call[2] if call[0] == "register" else 0) for call in end.calls if call[0] != "read"]
+    assert kinds == [("register", 8), ("unregister", 0), ("register", 8), ("unregister", 0), ("register", 9)]
+
+
+def test_all_ranks_hear_of_the_one_that_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "End", lambda host, over: FakeEnd("the cable is cut"))
+    monkeypatch.setattr(remote, "own_address", lambda url: "here")
+    flat, place = torch.zeros(4, dtype=torch.uint8), RemoteMemory("rdma", "there:1", 1).as_path()
+    with pytest.raises(RuntimeError, match="OSError: the cable is cut"):
+        Remote().read(place, flat, Recording(1, 2, flat))
+    with pytest.raises(OSError, match="the cable is cut"):
+        Remote().read(place, flat, Siblings())
+
+
+def test_memory_has_one_name() -> None:
+    memory = RemoteMemory("rdma", "[fe80::1]:15000", 0x7F00DEADBEEF)
+    assert RemoteMemory.of_path(memory.as_path()) == memory
+    assert parse_group(group_of("remote", memory.as_path())) == ("remote", memory.as_path())
+    for wrong in ("rdma/host:1", "udp/host:1/5", "rdma/host:1/-5", "rdma/host:1/5/6", "/etc/passwd"):
+        with pytest.raises(ValueError, match="names no memory"):
+            RemoteMemory.of_path(Path(wrong))
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule", "way_out"),
+    [
+        (ModuleNotFoundError("No module named 'mooncake'"), "No module named", r"mslime\[mooncake\]"),
+        (ImportError("libibverbs.so.1: cannot open"), "libibverbs.so.1", "libibverbs1 of the operating system"),
+        (OSError("it answered -1"), "it answered -1", "transport: broadcast"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_named_with_a_way_out(
+    broken: Exception, rule: str, way_out: str, link: Link, engines: list[StandInEngine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def fails(host: str, over: str) -> End:
+        raise broken
+
+    monkeypatch.setattr(mooncake, "End", fails)
+    with pytest.raises(WeightSyncError, match=rule) as caught:
+        over_tcp(link).connect([EngineInfo(engines[0].url)])
+    assert caught.value.field == "weights.transport" and caught.value.value == "mooncake"
+    assert re.search(way_out, caught.value.way_out)
+    answer = answer_leave(Files(), group_to_reach(Path("rdma/127.0.0.1:1/1"), b"1"))
+    assert answer is not None and not answer[0] and "cannot read the sender's memory" in answer[1]
+
+
+@with_package
+def test_the_package_takes_the_calls_that_are_made() -> None:
+    """Names, order and number of arguments, as the package's own binding describes them."""
+    from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]
+
+    called = ("initialize", "get_rpc_port", "register_memory", "unregister_memory", "transfer_sync_read")
+    said = {name: " ".join(vars(TransferEngine)[name].__doc__.split()) for name in called}
+    assert "arg0: str, arg1: str, arg2: str, arg3: str) -> int" in said["initialize"]
+    assert "target_hostname: str, buffer: int, peer_buffer_address: int, length: int" in said["transfer_sync_read"]
+    assert "buffer_addr: int, capacity: int" in said["register_memory"] and "-> int" in said["get_rpc_port"]
+    assert "arg0: int) -> int" in said["unregister_memory"]
