@@ -39,9 +39,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
     started.process.stop()
 
 
-def pss(server: SharedServer) -> float:
-    """MiB of all processes of the server."""
-    return sum(psutil.Process(pid).memory_full_info().pss for pid in server.process.pids) / MIB
+def own_memory(server: SharedServer) -> float:
+    """MiB that only the server's processes have: what they share, libraries above all, is divided among those who have
+    it mapped, who may become more or fewer at any time."""
+    return sum(psutil.Process(pid).memory_full_info().uss for pid in server.process.pids) / MIB
 
 
 async def fill_cache(client: EngineClient) -> None:
@@ -60,12 +61,12 @@ def test_memory_of_an_engine_falls_and_comes_back_and_says_the_same_under_the_sa
     async def run() -> dict[str, float]:
         async with server.client() as client:
             await fill_cache(client)
-            before, found = await sample(client, "before"), {"whole": pss(server)}
+            before, found = await sample(client, "before"), {"whole": own_memory(server)}
             await client.pause("retract")
             for name, tags in (("weights", ("weights",)), ("nothing", ()), ("again", ("weights",))):
                 await client.hold_memory(tags)  # type: ignore[arg-type]
                 assert (await client.released_memory()).tags == set(TAGS) - set(tags)
-                found[name] = pss(server)
+                found[name] = own_memory(server)
             await load_from_disk(client, server.checkpoint, 0)
             await client.hold_memory(TAGS)
             await client.resume()

@@ -9,19 +9,22 @@ other.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import multiprocessing
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
+from mslime.config.choices import Fp8Recipe
 from mslime.config.schema import RunConfig
 from mslime.config.training import policy_spec
 from mslime.convert.families import get_family, read_hf_config
+from mslime.convert.hf import HFCheckpoint
 from tests.fixtures.families import CASES
 
 pytestmark = [
@@ -55,6 +58,8 @@ def gpu_config(
             "cluster": {"device": "cuda", "trainer_ranks": ranks},
             "megatron": megatron | train.pop("megatron", {}),
             "algorithm": train.pop("algorithm", {}),
+            "lora": train.pop("lora", {}),
+            "weights": train.pop("weights", {}),
             "train": {"lr": 1e-2, "adam_eps": 1e-5, "num_steps": 10, "replay": "r3" if replayed else "off", **train},
             "deadlines": {"trainer_start_s": 120, "train_step_s": 300, "weight_sync_s": 120},
         }
@@ -118,8 +123,8 @@ def go_through_everything(trainer: Any, root: Path, expected: torch.Tensor) -> d
     from tests.engines.trainer_ranks import shard_of
 
     difference = median_difference(trainer, expected)
-    norms = [trainer.train([shard_of(trainer)])[0]["grad_norm"]]
     trainer.weight_sender().export(root / "exported", trainer.spec.checkpoint)
+    norms = [trainer.train([shard_of(trainer)])[0]["grad_norm"]]
     before = {name: p.detach().cpu().clone() for name, p in trainer.named_local_params()}
     trainer.save(root / "saved", {})
     norms.append(trainer.train([shard_of(trainer)])[0]["grad_norm"])
@@ -127,6 +132,56 @@ def go_through_everything(trainer: Any, root: Path, expected: torch.Tensor) -> d
     changed = [name for name, p in trainer.named_local_params() if not torch.equal(before[name], p.detach().cpu())]
     norms.append(trainer.train([shard_of(trainer)])[0]["grad_norm"])
     return {"difference": difference, "norms": norms, "changed": changed}
+
+
+def apart_from(source: Path, exported: Path) -> list[str]:
+    """Names of tensors that one of two checkpoints lacks, or whose bits differ after rounding to bfloat16."""
+    first, second = HFCheckpoint(source), HFCheckpoint(exported)
+    apart = list(first.info.keys() ^ second.info.keys())
+    for name in first.info.keys() & second.info.keys():
+        theirs, ours = first.tensor(name), second.tensor(name)
+        kept = theirs.to(ours.dtype)  # of what the trainer keeps in float32
+        if not torch.equal(kept, ours) and not torch.equal(theirs.bfloat16().to(ours.dtype), ours):
+            apart.append(name)
+    return sorted(apart)
+
+
+def learn(trainer: Any, steps: int, sleeps: bool = False) -> tuple[list[tuple[float, float]], str]:
+    """(loss, gradient norm) of steps on one shard, and of every bit that was learnt a digest.
+
+    Args:
+        sleeps: before each step, all that lies on the GPU leaves it and comes back.
+    """
+    from tests.engines.trainer_ranks import shard_of
+
+    found: list[tuple[float, float]] = []
+    for _ in range(steps):
+        if sleeps:
+            awake = torch.cuda.memory_allocated()
+            trainer.hold(())
+            asleep = torch.cuda.memory_allocated()
+            assert asleep < awake / 10, f"{asleep:,} of {awake:,} bytes are left on the GPU"
+            trainer.hold(("weights", "optimizer", "gradients"))
+        row = trainer.train([shard_of(trainer)])[0]
+        found.append((float(row["loss/total"]), float(row["grad_norm"])))
+    total = hashlib.sha256()
+    for _, parameter in trainer.named_local_params():
+        total.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found, total.hexdigest()
+
+
+def learn_adapters(trainer: Any) -> dict[str, Any]:
+    """Two steps of a model with adapters: losses, what of the base they changed, how far the factors moved."""
+    from tests.engines.trainer_ranks import shard_of
+
+    base = {name: p.detach().clone() for name, p in trainer.named_local_params()}
+    factors = {name: p.detach().clone() for name, p in trainer.named_factors()}
+    losses = [float(trainer.train([shard_of(trainer)])[0]["loss/total"]) for _ in range(2)]
+    return {
+        "losses": losses,
+        "base": [name for name, p in trainer.named_local_params() if not torch.equal(base[name], p)],
+        "moved": [float((p - factors[name]).abs().max()) for name, p in trainer.named_factors()],
+    }
 
 
 def gradient_norm(trainer: Any) -> float:
@@ -159,7 +214,35 @@ def test_a_family_trains_exports_and_resumes_on_one_gpu(name: str, tmp_path: Pat
     assert all(math.isfinite(norm) and norm > 0 for norm in found["norms"])
     assert found["changed"] == [], "a checkpoint gives back every weight, bit for bit"
     assert found["norms"][1] == pytest.approx(found["norms"][2], rel=0.02), "and the step after it"
-    assert (tmp_path / "exported" / "config.json").is_file()
+    assert apart_from(config.model.path, tmp_path / "exported") == [], "an export gives back what was loaded"
+
+
+@pytest.mark.parametrize("recipe", get_args(Fp8Recipe))
+@pytest.mark.parametrize("name", ["qwen3, tied", "qwen3-moe", "deepseek-v3"])
+def test_layers_that_multiply_in_fp8_learn_what_bfloat16_learns(name: str, recipe: str, tmp_path: Path) -> None:
+    """Loss and gradient norm of two steps; the first is before anything was learnt."""
+    ((plain, _),) = on_ranks(learn, gpu_config(name, tmp_path), tmp_path, 2)
+    ((found, _),) = on_ranks(learn, gpu_config(name, tmp_path, fp8=recipe), tmp_path, 2)
+    assert found != plain, "something was multiplied in FP8"
+    for (loss, norm), (their_loss, their_norm) in zip(found, plain, strict=True):
+        assert loss == pytest.approx(their_loss, abs=0.05)
+        assert norm == pytest.approx(their_norm, rel=0.1)
+
+
+def test_a_trainer_that_sleeps_learns_the_same_bits(tmp_path: Path) -> None:
+    config = gpu_config("qwen3-moe", tmp_path)
+    (awake,) = on_ranks(learn, config, tmp_path, 3)
+    asleep_in = config.cluster.model_copy(update={"placement": "colocated", "asleep_in": "memory"})
+    (asleep,) = on_ranks(learn, config.model_copy(update={"cluster": asleep_in}), tmp_path, 3, True)
+    assert asleep == awake
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+def test_adapters_learn_and_the_base_stays_as_it_is(name: str, tmp_path: Path) -> None:
+    config = gpu_config(name, tmp_path, lora={"rank": 4, "alpha": 8})
+    (found,) = on_ranks(learn_adapters, config, tmp_path)
+    assert found["losses"][1] < found["losses"][0]
+    assert found["base"] == [] and len(found["moved"]) > 20 and max(found["moved"]) > 1e-3
 
 
 def test_a_run_without_the_distributed_optimizer_resumes(tmp_path: Path) -> None:

@@ -1,0 +1,312 @@
+"""One GPU, one wide MoE: a training step, its memory, packing for a sync, sleep, against what the card can do.
+
+    python benchmarks/on_gpu.py [--layers 4] [--tokens 16384] [--steps 5] [--fp8 blockwise tensorwise]
+
+The model has random weights and the widths of Qwen3-30B-A3B (128 experts, 8 of them for a token, a vocabulary of
+151,936), in bfloat16, through the real `MegatronTrainer` on Transformer Engine's layers; one rank, no recompute. All
+ratios are of things that were measured in the same run:
+
+    step        seconds over the floor: 6 x active parameters x tokens operations at the rate of a large matrix product
+                (attention's own products are left out of the floor)
+    fp8         the bfloat16 step's seconds over those of the same step with `train.fp8`
+    memory      what torch's allocator held at most, and for weights, gradients and optimizer, over `mslime plan`'s
+    packing     filling all buckets of a weight sync, over copying the same bytes within the GPU's memory
+    sleep       all of the trainer's state to pinned host memory and back, over copies of as many bytes
+
+Medians of --steps, after two that are not counted. Ends with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mslime.config.keys import Endpoint
+from mslime.weights.plan import Bucket
+from mslime.weights.transport import EngineInfo, Link
+
+GIB = 1 << 30
+LONGEST = 2048
+BEGIN = time.perf_counter()
+
+
+def main() -> None:
+    """Measure, print a table and a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16384, help="of a step, in micro-batches of 8192")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--fp8", nargs="*", default=["blockwise"], choices=["blockwise", "tensorwise"])
+    parser.add_argument("--small", action="store_true", help="a small model, to try this file")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: to try this file")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here; --device cpu --small tries this file")
+    found: dict[str, float | str] = {"device": _name(args.device), "torch": torch.__version__}
+    with TemporaryDirectory(dir="/dev/shm") as directory:
+        _say("a checkpoint with random weights")
+        model = _model(Path(directory), args.layers, args.small, args.device)
+        _say("rates of the card")
+        rates = _rates(args.device, 1 << 20 if args.small else GIB)
+        found |= rates
+        for recipe in (None, *args.fp8):
+            found |= _measure(model, Path(directory), args, recipe, rates)
+            _release(args.device)
+    for recipe in args.fp8:
+        found[f"ratio_fp8_{recipe}"] = float(found["step_s"]) / float(found[f"step_s_{recipe}"])
+    _print(found)
+    print(json.dumps(found))
+
+
+def _say(what: str) -> None:
+    """Where it is: the first steps of a process compile kernels, and take their time."""
+    print(f"{time.perf_counter() - BEGIN:6.0f} s  {what}", file=sys.stderr, flush=True)
+
+
+def _name(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
+def _finish(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _release(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _median(work: Callable[[], object], times: int, device: str, warm: int = 2) -> float:
+    """Seconds of a call."""
+    found: list[float] = []
+    for _ in range(times + warm):
+        _finish(device)
+        begin = time.perf_counter()
+        work()
+        _finish(device)
+        found.append(time.perf_counter() - begin)
+    return statistics.median(found[warm:])
+
+
+def _rates(device: str, size: int) -> dict[str, float]:
+    """What the card does: operations a second, and bytes a second that are copied within and to and from the host."""
+    n = 8192 if device == "cuda" else 512
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    here, there = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
+    return {
+        "matmul_per_s": 2 * n**3 / _median(lambda: a @ b, 20, device),
+        "copy_bytes_per_s": size / _median(lambda: there.copy_(here), 20, device),
+        "to_host_bytes_per_s": size / _median(lambda: host.copy_(here, non_blocking=True), 5, device),
+        "from_host_bytes_per_s": size / _median(lambda: there.copy_(host, non_blocking=True), 5, device),
+    }
+
+
+def _model(root: Path, layers: int, small: bool, device: str) -> Path:
+    """A checkpoint with random weights."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }  # fmt: skip
+    if small:
+        sizes |= {"vocab_size": 512, "hidden_size": 128, "moe_intermediate_size": 64, "num_attention_heads": 4,
+                  "head_dim": 32, "num_experts": 16}  # fmt: skip
+    config = Qwen3MoeConfig(
+        **sizes, num_hidden_layers=layers, norm_topk_prob=True, decoder_sparse_step=1, max_position_embeddings=40960,
+        tie_word_embeddings=False, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    with torch.device(device):
+        network: Any = Qwen3MoeForCausalLM(config)
+        network = network.to(torch.bfloat16)
+    network.save_pretrained(root / "model")
+    del network
+    _release(device)
+    return root / "model"
+
+
+def _active(config: dict[str, Any]) -> int:
+    """Parameters that a token is multiplied with."""
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    attention = hidden * dim * (2 * config["num_attention_heads"] + 2 * config["num_key_value_heads"])
+    experts = config["num_experts_per_tok"] * 3 * hidden * config["moe_intermediate_size"]
+    router = hidden * config.get("num_experts", config.get("num_local_experts"))
+    return config["num_hidden_layers"] * (attention + experts + router) + hidden * config["vocab_size"]
+
+
+def _shards(config: Any, tokens: int, vocab: int, most: int) -> Sequence[Any]:
+    """A step of supervised training on sequences of random tokens, half as long as the longest to as long."""
+    from mslime.data.packing import build_shards
+    from mslime.data.sample import Sample
+
+    rng, samples, left = np.random.default_rng(0), list[Any](), tokens
+    while left > 1:
+        length = min(left, int(rng.integers(LONGEST // 2, LONGEST + 1)))
+        ids = rng.integers(3, vocab, length).astype(np.int32)
+        sample = Sample.from_prompt(len(samples), 0, ids[:1])
+        rest = length - 1
+        sample.extend(ids[1:], log_probs=np.zeros(rest, np.float32), versions=[(0, 0, rest)], engine="none")
+        samples.append(sample)
+        left -= length
+    return [step[0] for step in build_shards(samples, [0.0] * len(samples), config.layout, most)]
+
+
+def _measure(
+    model: Path, root: Path, args: argparse.Namespace, recipe: str | None, rates: dict[str, float]
+) -> dict[str, float]:
+    from mslime.backends.megatron.step.trainer import MegatronTrainer
+    from mslime.config.loader import build
+    from mslime.config.training import policy_spec
+    from mslime.network import free_port
+
+    most = min(8192, args.tokens)
+    cuda = {"params_dtype": "bfloat16", "moe_grouped_gemm": True, "moe_permute_fusion": True}
+    config = build({
+        "model": {"path": str(model)}, "data": {"prompts": ["unused.jsonl"]}, "output_dir": str(root / "run"),
+        "cluster": {"device": args.device, "gpu_memory_gb": 80},
+        "megatron": {"use_distributed_optimizer": True, **(cuda if args.device == "cuda" else {})},
+        "train": {"task": "sft", "lr": 1e-5, "max_tokens_per_micro_batch": most, "fp8": recipe},
+        "weights": {"bucket_mib": 1024, "transport": f"{__name__}:Nowhere"},
+        "deadlines": {"weight_sync_s": 300},
+    })  # fmt: skip
+    spec = policy_spec(config)
+    what = f"in FP8 ({recipe})" if recipe else "in bfloat16"
+    _say(f"a trainer {what}")
+    trainer = MegatronTrainer(spec, 0, 1, f"tcp://127.0.0.1:{free_port()}")
+    published = json.loads((model / "config.json").read_text())
+    shards = _shards(config, args.tokens, published["vocab_size"], most)
+    _say(f"steps {what}")
+    trainer.train(shards)
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step_s = _median(lambda: trainer.train(shards), args.steps, args.device, warm=1)
+    floor = 6 * _active(published) * args.tokens / rates["matmul_per_s"]
+    found = {"step_s": step_s, "tokens_per_s": args.tokens / step_s, "floor_s": floor, "ratio_step": step_s / floor}
+    if args.device == "cuda":
+        found |= _memory(config, published)
+    if recipe is None:
+        _say("packing for a weight sync")
+        found |= _packing(trainer, args, rates)
+        _say("sleep")
+        found |= _sleep(trainer, args, rates)
+    trainer.close()
+    return found if recipe is None else {f"{name}_{recipe}": value for name, value in found.items()}
+
+
+def _memory(config: Any, published: dict[str, Any]) -> dict[str, float]:
+    """The allocator's peak of a step beside the plan's."""
+    from mslime.planner.plan import make_plan
+
+    (stage,) = make_plan(config, published).stages
+    step = torch.cuda.max_memory_allocated()
+    planned = stage.memory.states + stage.memory.step
+    return {"peak_bytes": step, "planned_bytes": planned, "ratio_memory": step / planned,
+            "reserved_bytes": torch.cuda.max_memory_reserved()}  # fmt: skip
+
+
+class Nowhere:
+    """A transport whose buckets arrive when they are filled."""
+
+    def __init__(self, link: Link) -> None:
+        """Nothing is needed."""
+
+    def connect(self, engines: Sequence[EngineInfo]) -> None:
+        """Nobody."""
+
+    def disconnect(self) -> None:
+        """Nobody."""
+
+    def start(self, bucket: Bucket, flat: torch.Tensor) -> Arrived:
+        """At once."""
+        return Arrived()
+
+
+class Arrived:
+    """A bucket that was filled, on its device as well."""
+
+    def wait(self) -> None:
+        """Until the device has done what it was told."""
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+
+class OneEngine:
+    """Receivers of which nothing is asked but what they are."""
+
+    def describe(self, engine: Endpoint) -> EngineInfo:
+        """One rank."""
+        return EngineInfo(engine.url, ranks=1)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _packing(trainer: Any, args: argparse.Namespace, rates: dict[str, float]) -> dict[str, float]:
+    receivers: Any = OneEngine()
+    sender = trainer.weight_sender(receivers)
+    sender.connect([Endpoint("http://nowhere:1")])
+    seconds = _median(lambda: sender.send(1), args.steps, args.device)
+    size = sum(bucket.hf_bytes for bucket in sender.plan.buckets)
+    sender.disconnect()
+    return {
+        "sync_bytes": size, "buckets": len(sender.plan.buckets), "packing_s": seconds,
+        "ratio_packing": seconds * rates["copy_bytes_per_s"] / size,
+    }  # fmt: skip
+
+
+def _sleep(trainer: Any, args: argparse.Namespace, rates: dict[str, float]) -> dict[str, float]:
+    away, back = list[float](), list[float]()
+    _finish(args.device)
+    awake = torch.cuda.memory_allocated() if args.device == "cuda" else 0
+    asleep = 0
+    for _ in range(4):
+        begin = time.perf_counter()
+        trainer.hold(())
+        _finish(args.device)
+        away.append(time.perf_counter() - begin)
+        asleep = torch.cuda.memory_allocated() if args.device == "cuda" else 0
+        begin = time.perf_counter()
+        trainer.hold(("weights", "optimizer", "gradients"))
+        _finish(args.device)
+        back.append(time.perf_counter() - begin)
+    state = trainer._state
+    moved = state.size_of("weights") + state.size_of("optimizer")
+    return {
+        "awake_bytes": awake, "asleep_bytes": asleep, "moved_bytes": moved, "first_sleep_s": away[0],
+        "sleep_s": statistics.median(away[1:]), "wake_s": statistics.median(back[1:]),
+        "ratio_sleep": statistics.median(away[1:]) * rates["to_host_bytes_per_s"] / moved,
+        "ratio_wake": statistics.median(back[1:]) * rates["from_host_bytes_per_s"] / moved,
+    }  # fmt: skip
+
+
+def _print(found: dict[str, float | str]) -> None:
+    table = Table(title=f"mslime on {found['device']}, torch {found['torch']}")
+    table.add_column("")
+    table.add_column("", justify="right")
+    for name, value in found.items():
+        if isinstance(value, str):
+            continue
+        table.add_row(name, f"{value / GIB:,.2f} GiB" if name.endswith("_bytes") else f"{value:,.4g}")
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
