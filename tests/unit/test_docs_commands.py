@@ -31,6 +31,7 @@ NOT_RUN = {
     r"bash scripts/rehearse_gpu\.sh": "installs 11 GB",
     r"source |export |mkdir |echo ": "the shell's",
     r"hf download|pip install": "network",
+    r"python tools/one_gpu_only\.py": "needs Transformer Engine's library; tests/unit/test_one_gpu_only.py",
     r"ray start|sbatch ": "a cluster; tests/unit/test_deploy.py",
     r"python -m sglang\.launch_server": "a server; its flags are SGLang's",
     r"python -m pytest tests/gpu": "GPUs",
