@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +165,32 @@ def test_transformer_engines_names_of_biases_and_of_the_fused_norm_are_mapped() 
         canonical_name("decoder.layers.0.self_attention.in_proj.layer_norm_weight")
         == "decoder.layers.0.input_layernorm.weight"
     )
+
+
+NO_KERNEL = """
+def chunk_gated_delta_rule(*args, **kwargs):
+    raise RuntimeError("a kernel of a GPU was called on a CPU")
+"""
+ON_A_CPU = """
+import sys, torch
+from pathlib import Path
+from tests.fixtures.families import CASES
+for name in ("qwen3-next", "qwen3.5-moe"):
+    case, path = CASES[name], Path(sys.argv[1]) / name
+    path.mkdir()
+    case.make(path)
+    assert case.transformers_model(path)(torch.arange(3, 20)[None]).logits.isfinite().all()
+"""
+
+
+def test_the_reference_computes_on_a_cpu_where_kernels_for_gpus_are_installed(tmp_path: Path) -> None:
+    """Beside a trainer on GPUs flash-linear-attention is installed, and transformers would take it."""
+    package = tmp_path / "fla" / "ops" / "gated_delta_rule"
+    package.mkdir(parents=True)
+    for directory in (package, package.parent, package.parent.parent):
+        (directory / "__init__.py").write_text(NO_KERNEL if directory == package else "")
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"}
+    command = [sys.executable, "-W", "ignore", "-c", ON_A_CPU, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
