@@ -13,10 +13,12 @@ engine receives into a buffer that it keeps, and does not load. Parameters lie a
 expert ones apart, from the last to the first. The model is a synthetic Qwen3-MoE, or that of --model.
 
 The last line is JSON: for each layout `raw_s`, `ours_s`, `per_tensor_s`, `ratio_raw`, `ratio_per_tensor` (medians of
-the rounds' own ratios), `cpu_s` (of all ranks, for ours), and with a server `server_s`, the whole update with its begin
-and end. With --loaders there are two entries for each layout, and `ratio_loaders` of their updates. With --transports
-there is one for each transport: `server_s`, how many times as long the broadcast of the same round took
-(`ratio_broadcast`), `send_s` and `fill_s` of the slowest sender, and `cpu_s` of all ranks; all is compared before.
+the rounds' own ratios), `cpu_s` (of all ranks, for ours), `ratio_cpu` (CPU time of all processes, the engine's too,
+for ours over raw's: where raw keeps all cores busy, no wall time can be nearer to it), and with a server `server_s`,
+the whole update with its begin and end. With --loaders there are two entries for each layout, and `ratio_loaders` of
+their updates. With --transports there is one for each transport: `server_s`, how many times as long the broadcast of
+the same round took (`ratio_broadcast`), `send_s` and `fill_s` of the slowest sender, and `cpu_s` of all ranks; all is
+compared before.
 With --predict every round also measures what `planner/sync.py` needs to know, by nothing of ours but single requests:
 the raw broadcast, copies and gathers of a bucket's size, requests for one and for many tiny tensors, an exchange. From
 a round's own rates comes its `predicted_s`; `ratio_predicted` is the median of the rounds' predicted over measured.
@@ -54,7 +56,8 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.schema import DeadlineConfig
 from mslime.convert.families import get_family, read_hf_config
 from mslime.convert.table import RuleTable
-from mslime.planner.sync import Rates, Receiving, predict
+from mslime.planner.filling import Rates
+from mslime.planner.sync import Receiving, predict
 from mslime.threads import in_thread
 from mslime.weights.broadcast import BroadcastTransport
 from mslime.weights.buckets import TORCH_DTYPES, named_tensors
@@ -90,6 +93,7 @@ class Job:
     stand_in: bool
     predict: bool = False
     delta_over: str = "disk"
+    engine_pid: int | None = None
 
 
 def synthetic_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -287,13 +291,17 @@ def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
         with_pool(ways.sender.engines, lambda pool: pool.begin_update())
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
     predictions: list[tuple[Rates, float]] = []
-    cpu, names = 0.0, [name for name in chosen if name != "server"]
+    names = [name for name in chosen if name != "server"]
+    cpu = dict.fromkeys([*names, "engine ours", "engine raw"], 0.0)
     for number in range(job.rounds + 1):  # the first is thrown away
         for name in names[number % len(names) :] + names[: number % len(names)]:
+            before = engine_seconds(job) if rank == 0 else 0.0
             elapsed, used = timed(chosen[name])
             if number:
                 seconds[name].append(elapsed)
-                cpu += used if name == "ours" else 0.0
+                cpu[name] += used
+                if rank == 0 and f"engine {name}" in cpu:
+                    cpu[f"engine {name}"] += engine_seconds(job) - before
             if name == "raw" and job.predict:
                 rates = ways.rates(elapsed)
                 predictions += [(rates, ways.predicted(rates))] if number else []
@@ -304,9 +312,16 @@ def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
         seconds["server"] = [timed(ways.whole_update)[0] for _ in range(job.rounds)]
     plan = ways.sender.plan
     size = (sum(len(b.entries) for b in plan.buckets), plan.total_bytes, len(plan.buckets))
-    pipe.send((seconds, cpu / job.rounds, size, predictions))
+    pipe.send((seconds, {name: used / job.rounds for name, used in cpu.items()}, size, predictions))
     ways.sender.disconnect()
     dist.destroy_process_group()
+
+
+def engine_seconds(job: Job) -> float:
+    """CPU time that the stand-in has taken so far; 0 where there is none."""
+    if job.engine_pid is None:
+        return 0.0
+    return time.clock_gettime(~job.engine_pid << 3 | 2)  # Linux's clock of another process's CPU time
 
 
 def timed(way: Callable[[], None]) -> tuple[float, float]:
@@ -440,12 +455,14 @@ def measure(job: Job) -> dict[str, Any]:
     seconds: dict[str, list[float]] = found[0][0]
     tensors, size, buckets = found[0][2]
     figures: dict[str, Any] = {f"{name}_s": statistics.median(values) for name, values in seconds.items()}
-    figures |= {"tensors": tensors, "bytes": size, "buckets": buckets, "cpu_s": sum(rank[1] for rank in found)}
+    cpu = {name: sum(rank[1][name] for rank in found) for name in found[0][1]}
+    figures |= {"tensors": tensors, "bytes": size, "buckets": buckets, "cpu_s": cpu["ours"]}
     if "per_tensor" in seconds:
         figures["ratio_per_tensor"] = ratio(seconds["per_tensor"], seconds["ours"])
     if "raw" in seconds:
         figures["ratio_raw"] = ratio(seconds["ours"], seconds["raw"])
         figures["ratio_raw_of_minima"] = min(seconds["ours"]) / min(seconds["raw"])
+        figures["ratio_cpu"] = (cpu["ours"] + cpu["engine ours"]) / (cpu["raw"] + cpu["engine raw"])
     if job.predict:
         figures |= compare_prediction(found[0][3], seconds["ours"])
     return figures
@@ -512,7 +529,7 @@ def figures_of(args: argparse.Namespace, config: dict[str, Any], words: str, eng
     bucket = int(args.bucket_mib * (1 << 20))
     job = Job(
         config, layout_of(words), args.dtype, bucket, args.senders, args.rounds, engine, stand_in is not None,
-        args.predict,
+        args.predict, engine_pid=None if stand_in is None else stand_in.pid,
     )  # fmt: skip
     try:
         return measure(job)

@@ -78,6 +78,18 @@ class ClusterConfig(Section):
         description="What one GPU copies within its memory, in GB/s of the copy, for `mslime plan`'s prediction of a "
         "weight sync. The default is 70% of half an H100's 3,350 GB/s.",
     )
+    gpu_host_gb_per_s: float = Field(
+        default=25,
+        gt=0,
+        description="Between one GPU and its host's memory, in GB/s, while all GPUs of a machine copy: for `mslime "
+        "plan`'s prediction of a weight sync by shm, disk or delta, and its search. The default is half of PCIe 5's.",
+    )
+    directory_gb_per_s: float = Field(
+        default=10,
+        gt=0,
+        description="What a directory that machines share takes or gives, in GB/s of all that use it, for `mslime "
+        "plan`'s prediction of a weight sync by disk or delta, and its search. The default is assumed.",
+    )
     sync_request_ms: float = Field(
         default=5,
         ge=0,

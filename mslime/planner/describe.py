@@ -11,10 +11,10 @@ from rich.text import Text
 from mslime.planner.activations import EXPERT_IMBALANCE
 from mslime.planner.plan import RunPlan
 from mslime.planner.problems import GIB, TIGHT, Verdict, verdict_of
-from mslime.planner.receiving import PREDICTED
 from mslime.planner.rollouts import RolloutBytes, TokenBytes
 from mslime.planner.stages import StagePlan
 from mslime.planner.sync import lane_bytes
+from mslime.planner.ways import CHANGED
 from mslime.tables import facts_table
 
 _STYLES: dict[Verdict, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
@@ -227,7 +227,11 @@ def _sync(plan: RunPlan) -> Table:
             (f"sent by {count} ranks", f"at most {_gib(max(s.sent for s in plan.syncs))} GiB each"),
             ("for a sender, by another rank", f"at most {_gib(max(s.contributed for s in plan.syncs))} GiB"),
             ("to every engine GPU", f"{_gib(plan.sync_bytes)} GiB in {sum(s.buckets for s in plan.syncs)} buckets"),
-            ("into every engine machine", f"{_gib(plan.sync_bytes)} GiB, and as much out of it to the next"),
+            *(
+                [("into every engine machine", f"{_gib(plan.sync_bytes)} GiB, and as much out of it to the next")]
+                if plan.transport in ("broadcast", "relay")
+                else []
+            ),
             *_bound(plan),
             *_prediction(plan),
         ],
@@ -236,9 +240,9 @@ def _sync(plan: RunPlan) -> Table:
 
 def _bound(plan: RunPlan) -> list[tuple[str, str]]:
     if plan.transport != "relay":
-        return [
-            ("at least", f"{plan.sync_seconds:.1f} s over {plan.rates.network / 1e9:g} GB/s for each GPU's adapter")
-        ]
+        over = f" over {plan.rates.network / 1e9:g} GB/s for each GPU's adapter"
+        told = over if plan.transport in ("broadcast", "mooncake") else f" (s: {_seconds(plan.bounds)})"
+        return [("at least", f"{plan.sync_seconds:.1f} s{told}")]
     lanes = lane_bytes(plan.syncs, plan.near_ranks, plan.sent_share)
     used, fullest = f"{len(lanes)} of the {plan.near_ranks} ranks of an engine on a machine", _gib(max(lanes.values()))
     return [
@@ -255,9 +259,14 @@ def _prediction(plan: RunPlan) -> list[tuple[str, str]]:
     """The prediction, its parts, and the settings that it stands on."""
     found, rates = plan.prediction, plan.rates
     if found is None:
-        return [("prediction", f"none: the transport is not {' or '.join(PREDICTED)}")]
+        return [("prediction", f"none: how {plan.transport} sends is not known to mslime")]
     relayed = plan.transport == "relay"
     start = [("and", f"{rates.collective * 1e3:g} ms for the start of a collective")] if relayed else []
+    if plan.transport in ("shm", "disk", "delta"):
+        changed = f", {CHANGED:.0%} of the bytes changed" if plan.transport == "delta" else ""
+        start = [
+            ("and", f"host memory {rates.host / 1e9:g}, a shared directory {rates.directory / 1e9:g} GB/s{changed}")
+        ]
     return [
         ("prediction", f"{found.seconds:.1f} s, limited by {found.limit} (s: {_seconds(found.parts)})"),
         (

@@ -23,6 +23,7 @@ from mslime.convert.table import RuleTable
 from mslime.planner.activations import read_widths
 from mslime.planner.adapters import served_adapters, together
 from mslime.planner.engine import EngineMemory, ServedWeights, adapter_bytes, engine_memory
+from mslime.planner.filling import Rates, rates_of
 from mslime.planner.parameters import model_parameters
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, PhaseMemory, phases
 from mslime.planner.problems import (
@@ -40,7 +41,7 @@ from mslime.planner.problems import (
 from mslime.planner.receiving import bounds_of, buckets_held, prediction_of, receiving_of
 from mslime.planner.rollouts import RolloutBytes, rollout_bytes
 from mslime.planner.stages import StagePlan, make_stages, with_critic
-from mslime.planner.sync import Rates, SenderSync, SyncPrediction, near_ranks, rates_of, sender_syncs
+from mslime.planner.sync import SenderSync, SyncPrediction, near_ranks, sender_syncs
 from mslime.planner.trainer import (
     HostMemory,
     host_memory,
@@ -75,9 +76,9 @@ class RunPlan:
         host: memory of the trainer machine that needs most.
         rollouts: bytes of a step's responses; None for supervised training.
         rates: of the links and copies of a sync, as set.
-        bounds: lower bounds of one sync in seconds, by what it would be limited by: those of `relay`, or else of
+        bounds: lower bounds of one sync in seconds, by what it would be limited by; of a user's transport those of
             `broadcast`.
-        prediction: of one sync after the first two; None without engines, and for transports not in `PREDICTED`.
+        prediction: of one sync after the first two; None without engines, for adapters, and for a user's transport.
         problems: what does not fit.
         remarks: what is slow or left over, in sentences.
         phases: of a step, where trainer and engines share their GPUs; else none.

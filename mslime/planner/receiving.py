@@ -5,8 +5,8 @@ from __future__ import annotations
 from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.schema import RunConfig
 from mslime.planner.engine import EngineMemory
+from mslime.planner.filling import Rates
 from mslime.planner.sync import (
-    Rates,
     Receiving,
     SenderSync,
     SyncPrediction,
@@ -16,10 +16,8 @@ from mslime.planner.sync import (
     predict_relay,
     relay_bounds,
 )
+from mslime.planner.ways import way_of
 from mslime.weights.plan import WeightPlan
-
-PREDICTED = {"broadcast": predict, "relay": predict_relay}
-"""By the transports whose syncs are predicted."""
 
 
 def buckets_held(config: RunConfig) -> float:
@@ -54,18 +52,24 @@ def receiving_of(config: RunConfig, sync: WeightPlan, engine: EngineMemory) -> R
 def bounds_of(
     config: RunConfig, syncs: tuple[SenderSync, ...], receiving: Receiving | None, rates: Rates
 ) -> dict[str, float]:
-    """Lower bounds of a sync in seconds, by what it would be limited by: those of `relay`, or else of `broadcast`."""
-    if config.weights.transport == "relay" and receiving is not None:
+    """Lower bounds of a sync in seconds, by what it would be limited by; of a transport that is not predicted those of
+    `broadcast`."""
+    if receiving is None:
+        return bounds(syncs, rates)
+    if config.weights.transport == "relay":
         return relay_bounds(syncs, rates, receiving, config.cluster.gpus_per_node)
-    return bounds(syncs, rates)
+    return bounds(syncs, rates, way_of(config, rates, receiving))
 
 
 def prediction_of(
     config: RunConfig, sync: WeightPlan, receiving: Receiving | None, rates: Rates
 ) -> SyncPrediction | None:
-    """Of a sync after engines have recorded how to load, where they do; None for a transport that is not predicted, and
-    for adapters, which go through files."""
-    follow = None if config.syncs_adapters else PREDICTED.get(config.weights.transport)
-    if receiving is None or follow is None:
+    """Of a sync after engines have recorded how to load, where they do; None for a user's transport, and for
+    adapters, which go through files."""
+    transport, per_node = config.weights.transport, config.cluster.gpus_per_node
+    if receiving is None or config.syncs_adapters:
         return None
-    return follow(sync, rates, receiving, config.cluster.gpus_per_node)
+    if transport == "relay":
+        return predict_relay(sync, rates, receiving, per_node)
+    way = way_of(config, rates, receiving)
+    return None if way is None else predict(sync, rates, receiving, per_node, way)

@@ -25,6 +25,7 @@ from mslime.convert.kinds import padded_vocab_size
 from mslime.planner.activations import read_widths
 from mslime.planner.adapters import together
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
+from mslime.planner.filling import rates_of
 from mslime.planner.flops import matrix_elements_per_token
 from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, phases
@@ -170,7 +171,13 @@ class Search:
         assert known is not None
         set_by_hand = "gpu_nvlink_gb_per_s" in cluster.model_fields_set
         nvlink = cluster.gpu_nvlink_gb_per_s if set_by_hand or not known.nvlink else known.nvlink
-        return Speeds(known, nvlink * 1e9, cluster.gpu_network_gbits / 8 * 1e9, cluster.gpus_per_node)
+        return Speeds(
+            known,
+            nvlink * 1e9,
+            cluster.gpu_network_gbits / 8 * 1e9,
+            cluster.gpus_per_node,
+            cluster.gpu_host_gb_per_s * 1e9,
+        )
 
     @cached_property
     def gpu_bytes(self) -> int:
@@ -366,8 +373,10 @@ class Search:
             moved = max(memory.weights + memory.optimizer for memory in trainer.memory)
             seconds = {
                 "generate": kind.seconds, "train": sum(trainer.seconds.values()),
-                "sync": file_seconds(transport, self.sent, machines),
-                "sleep": sleep_seconds(moved, max(memory.weights for memory in trainer.memory), asleep_in == "disk"),
+                "sync": file_seconds(transport, self.sent, machines, rates_of(self.base.cluster)),
+                "sleep": sleep_seconds(
+                    moved, max(memory.weights for memory in trainer.memory), self.speeds.host, asleep_in == "disk"
+                ),
             }  # fmt: skip
             cluster = {"placement": "colocated", "trainer_ranks": ranks}
             chosen = {"cluster": cluster, "weights": weights, "rollout": {"max_staleness": ahead or 0}}

@@ -5,49 +5,27 @@ them. NCCL's broadcast is counted as its ring: every machine receives the bytes 
 prediction walks through the schedule of `weights/sync.py` and `weights/courier.py` with rates that are settings; it
 knows no noise, no congestion, and no part of a sync beside the sending: neither the pause of engines nor comparing.
 
-Two transports are known. `broadcast` sends one bucket at a time to all engine ranks. With `relay` sender number i sends
-only to rank i mod T of the T that an engine has on a machine, its lane, and that rank passes the bucket on within its
-machine, while the other lanes receive. Where engines load by recorded copies it passes on shares, of several lanes'
-buckets at once (`backends/sglang/shares.py`); every rank is taken to keep the same share of every bucket.
+`broadcast` sends one bucket at a time to all engine ranks; `ways.py` has the transports that differ from it in how a
+bucket gets from its sender into an engine. With `relay` sender number i sends only to rank i mod T of the T that an
+engine has on a machine, its lane, and that rank passes the bucket on within its machine, while the other lanes receive.
+Where engines load by recorded copies it passes on shares, of several lanes' buckets at once
+(`backends/sglang/shares.py`); every rank is taken to keep the same share of every bucket.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
-from mslime.weights.plan import DTYPE_BYTES, Bucket, WeightPlan
+from mslime.planner.filling import Filling, Rates, gathered, local_bytes
+from mslime.weights.plan import Bucket, WeightPlan
 
-EXCHANGES = 1
-"""In which all trainer ranks agree at the end of a sync by `broadcast` or `relay` (`WeightSender.send`)."""
-
-
-@dataclass(frozen=True)
-class Rates:
-    """How fast each part of a sync goes: settings, not measurements.
-
-    Attributes:
-        network: bytes a second of one GPU's adapter, in one direction.
-        nvlink: bytes a second into one GPU from others of its machine.
-        copy: bytes a second that one GPU copies within its memory.
-        request: seconds of a request to the engines beside its bytes, with the start of the collective that it asks
-            for: one for each bucket of `broadcast`, one for a whole sync of `relay`.
-        tensor: seconds of one tensor in a model's own loader.
-        exchange: seconds in which all trainer ranks hear from each other.
-        collective: seconds until a collective that nobody asks for by a request moves its first byte.
-    """
-
-    network: float
-    nvlink: float
-    copy: float
-    request: float
-    tensor: float
-    exchange: float
-    collective: float = 0.0
+EXCHANGES, OBSERVED = 1, 2
+"""In which all trainer ranks agree at the end of a sync by `broadcast`, and by transports that are told of whole syncs
+(`WeightSender.send`)."""
 
 
 @dataclass(frozen=True)
@@ -148,19 +126,6 @@ def sender_syncs(plan: WeightPlan, cluster: ClusterConfig) -> tuple[SenderSync, 
     )
 
 
-def rates_of(cluster: ClusterConfig) -> Rates:
-    """The settings, in bytes and seconds."""
-    return Rates(
-        network=cluster.gpu_network_gbits * 1e9 / 8,
-        nvlink=cluster.gpu_nvlink_gb_per_s * 1e9,
-        copy=cluster.gpu_copy_gb_per_s * 1e9,
-        request=cluster.sync_request_ms / 1e3,
-        tensor=cluster.sync_tensor_us / 1e6,
-        exchange=cluster.sync_exchange_ms / 1e3,
-        collective=cluster.sync_collective_ms / 1e3,
-    )
-
-
 def lane_bytes(syncs: Iterable[SenderSync], near: int, sent: float = 1.0) -> dict[int, int]:
     """With `relay`: what each of an engine's ranks on a machine receives from senders, of those that receive anything.
 
@@ -175,12 +140,16 @@ def lane_bytes(syncs: Iterable[SenderSync], near: int, sent: float = 1.0) -> dic
     return lanes
 
 
-def bounds(syncs: Sequence[SenderSync], rates: Rates) -> dict[str, float]:
-    """Lower bounds of a whole sync by `broadcast`: every engine GPU receives all bytes, one bucket at a time.
+def bounds(syncs: Sequence[SenderSync], rates: Rates, way: Way | None = None) -> dict[str, float]:
+    """Lower bounds of a whole sync but by `relay`: every engine takes all bytes, one bucket at a time.
 
     Senders fill their buckets at the same time, hidden behind the sending of other buckets where that takes longer.
+
+    Args:
+        way: default: that of `broadcast`.
     """
-    return {"fill": _least_fill(syncs, rates), "wire": sum(s.sent for s in syncs) / rates.network}
+    way = way or broadcast_way(rates)
+    return {"fill": _least_fill(syncs, rates), "wire": way.move * sum(s.sent for s in syncs)}
 
 
 def relay_bounds(
@@ -207,32 +176,68 @@ def _least_fill(syncs: Sequence[SenderSync], rates: Rates) -> float:
     return max((max(s.gathered_far / rates.network, s.gathered_near / rates.nvlink) for s in syncs), default=0.0)
 
 
-def predict(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per_node: int) -> SyncPrediction:
-    """Follow the plan's buckets through filling, sending by `broadcast`, and loading.
+@dataclass(frozen=True)
+class Way:
+    """How a bucket gets from its sender into an engine, but by `relay`: seconds that each step takes for a byte.
+
+    Attributes:
+        move: into an engine, which takes one bucket at a time; engines receive at the same time.
+        prepare: what its sender does before, while others prepare, write and send theirs.
+        write: what it does then with something that all senders share, one after the other.
+        unpack: what an engine does more with it than loading it.
+        turns: whether several engines take all buckets in the plan's order.
+        exchanges: in which all trainer ranks agree at the end.
+    """
+
+    move: float
+    prepare: float = 0.0
+    write: float = 0.0
+    unpack: float = 0.0
+    turns: bool = False
+    exchanges: int = OBSERVED
+
+
+def broadcast_way(rates: Rates) -> Way:
+    """Over the network of one GPU's adapter."""
+    return Way(1 / rates.network, turns=True, exchanges=EXCHANGES)
+
+
+def predict(
+    plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per_node: int, way: Way | None = None
+) -> SyncPrediction:
+    """Follow the plan's buckets through filling, going their way, and loading.
 
     Engines take one bucket at a time and load it before the next: one engine as senders ask it to, several in the
-    plan's order. Every request is seen. With several engines a sender asks when the bucket before has arrived; one
-    engine hears a sender while it takes another's bucket, but SGLang holds a lock from then to its answer
+    plan's order where the way has turns. Every request is seen. With turns a sender asks when the bucket before has
+    arrived; an engine hears a sender while it takes another's bucket, but SGLang holds a lock from then to its answer
     (`update_weights_from_distributed`), so that next to nothing of the next request is done.
+
+    Args:
+        way: default: that of `broadcast`.
     """
+    way = way or broadcast_way(rates)
     if not plan.buckets:
         return SyncPrediction(0.0, 0.0, 0.0, 0.0)
-    filling = _Filling(plan.buckets, rates, gpus_per_node)
-    turns = receiving.engines > 1
+    filling = Filling(plan.buckets, rates, gpus_per_node)
+    turns = way.turns and receiving.engines > 1
     asked: list[tuple[float, int, float]] = []
-    now = fill = wire = load = latency = 0.0
+    now = fill = wire = load = latency = written = 0.0
     for _ in plan.buckets:
-        for ready, bucket in filling.given():
+        for taken, bucket in filling.given():
+            ready = taken + way.prepare * bucket.hf_bytes
+            if way.write:
+                ready = written = max(ready, written) + way.write * bucket.hf_bytes
             heappush(asked, (bucket.index if turns else ready, bucket.index, ready))
         # With turns the next of the plan is always there: all that it waits for lies earlier in the plan.
         _, index, ready = heappop(asked)
         bucket = plan.buckets[index]
-        sending, loading = bucket.hf_bytes / rates.network, _load_seconds(bucket, rates, receiving)
+        moving = way.move * bucket.hf_bytes
+        loading = way.unpack * bucket.hf_bytes + _load_seconds(bucket, rates, receiving)
         fill += max(ready - now, 0.0)
-        wire, load, latency = wire + sending, load + loading, latency + rates.request
-        now = max(ready, now) + rates.request + sending + loading
+        wire, load, latency = wire + moving, load + loading, latency + rates.request
+        now = max(ready, now) + rates.request + moving + loading
         filling.sent(bucket, now)
-    return SyncPrediction(fill, wire, load, latency + EXCHANGES * rates.exchange)
+    return SyncPrediction(fill, wire, load, latency + way.exchanges * rates.exchange)
 
 
 def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per_node: int) -> SyncPrediction:
@@ -257,7 +262,7 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
     parts = machines if sent < 1 else 1
     sources = {rank: number % ranks for number, rank in enumerate(plan.senders.everyone())}
     lanes = {rank: number % (ranks * parts) for number, rank in enumerate(plan.senders.everyone())}
-    filling, taken = _Filling(plan.buckets, rates, gpus_per_node), dict[int, float]()
+    filling, taken = Filling(plan.buckets, rates, gpus_per_node), dict[int, float]()
     empty = dict.fromkeys(lanes.values(), rates.request)  # since when a lane can receive
     shared = receiving.hands_on_shares(ranks)
     now = latency = rates.request
@@ -288,7 +293,7 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
         loading = sum(_load_seconds(bucket, rates, receiving) for bucket in step)
         inside, load, latency = inside + last.out + passing, load + loading, latency + start
         now = last.out_at + start + passing + loading
-    return SyncPrediction(fill, wire, load, latency + EXCHANGES * rates.exchange, inside)
+    return SyncPrediction(fill, wire, load, latency + OBSERVED * rates.exchange, inside)
 
 
 @dataclass(frozen=True)
@@ -330,104 +335,21 @@ def near_ranks(ranks: int, gpus_per_node: int) -> int:
     return ranks // -(-ranks // gpus_per_node)
 
 
-class _Filling:
-    """Every rank on its walk through the buckets that it packs a part of, as far as couriers let it.
-
-    A sender holds two buckets: it begins to fill one when its courier has taken the one before, which is when the one
-    before that is sent. Until then it takes part in nobody's gathers either.
-    """
-
-    def __init__(self, buckets: Iterable[Bucket], rates: Rates, gpus_per_node: int) -> None:
-        self._rates, self._gpus_per_node = rates, gpus_per_node
-        self._walks: dict[int, deque[Bucket]] = {}
-        for bucket in buckets:
-            for rank in bucket.members:
-                self._walks.setdefault(rank, deque()).append(bucket)
-        self._free = dict.fromkeys(self._walks, 0.0)  # since when; a rank that waits for its courier is not in it
-        self._couriers = dict.fromkeys(self._walks, 0.0)  # likewise, one that is sending
-        self._filled: dict[int, tuple[float, Bucket]] = {}
-        self._given: list[tuple[float, Bucket]] = []
-        self._fill(self._walks)
-
-    def given(self) -> list[tuple[float, Bucket]]:
-        """Buckets that couriers have taken since the last call, and when."""
-        given, self._given = self._given, []
-        return given
-
-    def sent(self, bucket: Bucket, at: float) -> None:
-        """The bucket needs its sender no more: the courier takes the next."""
-        self._couriers[bucket.sender] = at
-        self._give(bucket.sender)
-        self._fill((bucket.sender,))
-
-    def _fill(self, ranks: Iterable[int]) -> None:
-        """Fill the next bucket of these ranks, of which all members are free; then theirs."""
-        todo = deque(ranks)
-        while todo:
-            walk = self._walks[todo.popleft()]
-            if not walk:
-                continue
-            bucket = walk[0]
-            if any(rank not in self._free or self._walks[rank][0] is not bucket for rank in bucket.members):
-                continue
-            gathering, converting = _fill_seconds(bucket, self._rates, self._gpus_per_node)
-            gathered = max(self._free[rank] for rank in bucket.members) + gathering
-            for rank in bucket.members:
-                self._walks[rank].popleft()
-                self._free[rank] = gathered
-            del self._free[bucket.sender]
-            self._filled[bucket.sender] = gathered + converting, bucket
-            self._give(bucket.sender)
-            todo.extend(bucket.members)
-
-    def _give(self, sender: int) -> None:
-        if sender in self._filled and sender in self._couriers:
-            filled, bucket = self._filled.pop(sender)
-            self._free[sender] = max(filled, self._couriers.pop(sender))
-            self._given.append((self._free[sender], bucket))
-
-
-def _fill_seconds(bucket: Bucket, rates: Rates, gpus_per_node: int) -> tuple[float, float]:
-    """(packing and gathering, which take every member; converting, which takes the sender).
-
-    Experts that nobody gathers are neighbours in Megatron's buffer, and so is a single tensor: they are not packed.
-    What nobody gathers and the sender converts is not packed either, but counted so: one copy too many.
-    """
-    alone = len(bucket.members) == 1 and ".local_experts." in bucket.slots[0].names[0]
-    packing = 0.0 if alone or len(bucket.slots) == 1 else _local_bytes(bucket) / rates.copy
-    near, far = _gathered(bucket, gpus_per_node)
-    plain = bucket.converted_numel * DTYPE_BYTES[bucket.gathered_dtype]
-    # Quantising reads all of a bucket once more.
-    converting = (0 if bucket.in_order else plain) / rates.copy + (plain if bucket.packed_dtype else 0) / rates.copy
-    return packing + max(near / rates.nvlink, far / rates.network), converting
-
-
 def _load_seconds(bucket: Bucket, rates: Rates, receiving: Receiving) -> float:
     """Of one GPU of an engine."""
     calls = 0.0 if receiving.recorded else len(bucket.entries) * rates.tensor
     return receiving.share * bucket.hf_bytes / rates.copy + calls
 
 
-def _local_bytes(bucket: Bucket) -> int:
-    return bucket.local_numel * DTYPE_BYTES[bucket.gathered_dtype]
-
-
-def _gathered(bucket: Bucket, gpus_per_node: int) -> tuple[int, int]:
-    """Bytes that the sender receives from ranks of (its own machine, others)."""
-    machine, local = bucket.sender // gpus_per_node, _local_bytes(bucket)
-    beside = sum(member // gpus_per_node == machine for member in bucket.members) - 1
-    return beside * local, (len(bucket.members) - 1 - beside) * local
-
-
 def _sender_sync(number: int, rank: int, buckets: Sequence[Bucket], gpus_per_node: int) -> SenderSync:
-    gathered = [_gathered(bucket, gpus_per_node) for bucket in buckets]
+    received = [gathered(bucket, gpus_per_node) for bucket in buckets]
     return SenderSync(
         rank=rank,
         number=number,
         stage=buckets[0].stage,
         buckets=len(buckets),
         sent=sum(bucket.hf_bytes for bucket in buckets),
-        gathered_near=sum(near for near, _ in gathered),
-        gathered_far=sum(far for _, far in gathered),
-        contributed=sum(_local_bytes(bucket) for bucket in buckets if len(bucket.members) > 1),
+        gathered_near=sum(near for near, _ in received),
+        gathered_far=sum(far for _, far in received),
+        contributed=sum(local_bytes(bucket) for bucket in buckets if len(bucket.members) > 1),
     )

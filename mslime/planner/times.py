@@ -15,8 +15,10 @@ from mslime.config.layout import ParallelLayout
 from mslime.config.training import PolicySpec
 from mslime.planner.activations import EXPERT_IMBALANCE, Widths
 from mslime.planner.engine import EngineMemory
+from mslime.planner.filling import Rates
 from mslime.planner.parameters import StageParameters
 from mslime.planner.trainer import offloaded_share
+from mslime.planner.ways import CHANGED
 
 DENSE, EXPERTS, SCORES = 0.55, 0.4, 0.45
 """Of nominal FLOP/s: dense matrix products, grouped products of experts, attention scores."""
@@ -26,8 +28,6 @@ LINK = 0.7
 """Of a link's rate that collectives reach."""
 SEEN = 0.5
 """Of gradients' and parameters' communication that computing does not hide, and of context parallelism's."""
-HOST_COPY = 25e9
-"""Bytes a second between a GPU and the host's memory, while all GPUs of a machine copy."""
 DISK = 1e9
 """Bytes a second of one GPU's share of a machine's NVMe disks."""
 HOST_ADAM = 20e9
@@ -37,10 +37,6 @@ ADAM_BYTES = 28
 KERNELS, NEAR_REDUCE, FAR_REDUCE = 15e-6, 12e-6, 30e-6
 """Seconds of a decoder layer of one decoding step beside its bytes: kernels, and each of two all-reduces within a
 machine, or between machines."""
-SHARED_DIRECTORY = 10e9
-"""Bytes a second of a directory that all machines share, written and read."""
-CHANGED = 0.05
-"""Of the weights' bytes, what `delta` sends: an assumption above what docs/weight_sync.md measured."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +47,14 @@ class Speeds:
         gpu: what its GPUs are sold for.
         nvlink, network: bytes a second of one GPU, in one direction.
         per_node: GPUs of a machine.
+        host: bytes a second between one GPU and its host's memory, while all GPUs of a machine copy.
     """
 
     gpu: Nominal
     nvlink: float
     network: float
     per_node: int
+    host: float
 
     @property
     def flops(self) -> float:
@@ -192,7 +190,7 @@ def _optimizer(spec: PolicySpec, stage: StageParameters, speeds: Speeds) -> floa
     ranks = (layout.dp * layout.cp, layout.edp) if sharded else (1, 1)
     own = stage.dense / ranks[0] + stage.expert / ranks[1]
     away = offloaded_share(spec.megatron.extra)
-    on_host = own * away * (6 / HOST_COPY + ADAM_BYTES / HOST_ADAM)
+    on_host = own * away * (6 / speeds.host + ADAM_BYTES / HOST_ADAM)
     return on_host + own * (1 - away) * ADAM_BYTES / (speeds.gpu.memory * 1e9 * READING)
 
 
@@ -216,20 +214,25 @@ def generate_seconds(engine: EngineMemory, engines: int, tp: int, work: StepWork
     return each / together * work.sampled * token + prefill
 
 
-def sleep_seconds(moved: int, weights: int, on_disk: bool = False) -> float:
-    """Of a colocated step: a rank's state goes to the host and comes back, the weights once more for the probe."""
-    return (2 * moved + weights) / (DISK if on_disk else HOST_COPY)
+def sleep_seconds(moved: int, weights: int, host: float, on_disk: bool = False) -> float:
+    """Of a colocated step: a rank's state goes to the host and comes back, the weights once more for the probe.
+
+    Args:
+        host: see `Speeds`.
+    """
+    return (2 * moved + weights) / (DISK if on_disk else host)
 
 
-def file_seconds(transport: str, total: int, machines: int) -> float:
-    """Of a sync through files: shared memory of one machine, or a directory that all machines share.
+def file_seconds(transport: str, total: int, machines: int, rates: Rates) -> float:
+    """Roughly of a sync through files, until a plan predicts it: memory of one machine, or a directory that all share.
 
     Args:
         total: bytes of all weights.
+        machines: of engines, each of which reads all that is written.
     """
     if transport in ("shm", "handles") or machines == 1:
-        return 2 * total / HOST_COPY
-    return 2 * total * (CHANGED if transport == "delta" else 1.0) / SHARED_DIRECTORY
+        return 2 * total / rates.host
+    return (1 + machines) * total * (CHANGED if transport == "delta" else 1.0) / rates.directory
 
 
 def step_seconds(parts: Mapping[str, float], ahead: bool) -> float:

@@ -1,14 +1,15 @@
 """A sender's filled buckets on their way: one at a time, in the order of the plan, while the next is filled.
 
-Engines receive one bucket at a time. Two engines that took buckets of two senders in different orders would wait for
+Engines receive one bucket at a time. Two engines that took broadcasts of two senders in different orders would wait for
 each other for ever, so with several engines a sender sends when the bucket before it in the plan has arrived: its
 sender passes the turn on. All that anyone waits for here lies earlier in the plan, so that nobody waits in a circle.
+Where no engine waits for another one (`transport.InAnyOrder`), senders take no turns.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from queue import Queue
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from mslime.config.errors import WeightSyncError, sync_error
 from mslime.threads import in_thread
 from mslime.weights.plan import Bucket, WeightPlan
-from mslime.weights.transport import OrderKeeper, Transport
+from mslime.weights.transport import OrderKeeper, Preparer, Transport
 
 
 class Turns:
@@ -68,7 +69,7 @@ class Seconds:
     Attributes:
         fill: packing, gathering and converting.
         turn: waiting for the senders before.
-        send: broadcasts, and loading in the engines.
+        send: what the transport does with a bucket before it goes, the way, and loading in the engines.
         sent: (begin, end) of each bucket's sending, in seconds since the epoch.
     """
 
@@ -83,6 +84,11 @@ class _Filled:
     bucket: Bucket
     flat: torch.Tensor | None
     stream: torch.cuda.Stream | None
+
+
+def _on_stream(filled: _Filled) -> AbstractContextManager[object]:
+    """This thread works where the bucket was filled."""
+    return torch.cuda.stream(filled.stream) if filled.stream is not None else nullcontext()
 
 
 @dataclass
@@ -129,15 +135,27 @@ class Courier:
         while (filled := self._filled.get()) is not None:
             self._filled.task_done()
             began = time.monotonic()
+            self._prepare(filled)
+            prepared = time.monotonic()
             went_well = self._take_turn(filled)
             taken, at = time.monotonic(), time.time()
             went_well = self._send(filled) if went_well else self._skip(filled.bucket)
             took = time.monotonic() - taken
-            self.seconds.turn += taken - began
-            self.seconds.send += took
+            self.seconds.turn += taken - prepared
+            self.seconds.send += prepared - began + took
             self.seconds.sent.append((at, at + took))
             if self.turns is not None:
                 self.turns.pass_on(filled.bucket, went_well)
+
+    def _prepare(self, filled: _Filled) -> None:
+        """What the transport can do before the turn."""
+        if filled.flat is None or self.failure is not None or not isinstance(self.transport, Preparer):
+            return
+        try:
+            with _on_stream(filled):
+                self.transport.prepare_bucket(filled.bucket, filled.flat)
+        except Exception as error:  # of a user's transport as well: it is raised on every rank
+            self.failure = error
 
     def _take_turn(self, filled: _Filled) -> bool:
         try:
@@ -162,7 +180,7 @@ class Courier:
         try:
             if time.monotonic() > self.ends:
                 raise sync_error("send", filled.bucket.describe(), f"the sync took over {self.deadline_s:.0f} s")
-            with torch.cuda.stream(filled.stream) if filled.stream is not None else nullcontext():
+            with _on_stream(filled):
                 self.transport.start(filled.bucket, filled.flat).wait()
         except Exception as error:  # of a user's transport as well: it is raised on every rank
             self.failure = error

@@ -37,7 +37,13 @@ class Refusable(Protocol):
 
 
 class Carrier(Protocol):
-    """A transport that also takes changes of a bucket. `connect` to `disconnect` are as of `transport.Transport`."""
+    """A transport that also takes changes of a bucket. `connect` to `disconnect` are as of `transport.Transport`.
+
+    Attributes:
+        any_order: see `transport.InAnyOrder`.
+    """
+
+    any_order: bool
 
     def connect(self, engines: Sequence[EngineInfo]) -> None: ...
 
@@ -73,6 +79,23 @@ class _Sent:
     refused: int = 0
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """A bucket beside what engines hold of it.
+
+    Attributes:
+        bucket: its index.
+        count: elements that changed; None: it is not known.
+        found: what changed; None: all of the bucket is less.
+        sums: see `Carrier.start_changes`.
+    """
+
+    bucket: int
+    count: int | None = None
+    found: Differences | None = None
+    sums: tuple[int, int, int] = (0, 0, 0)
+
+
 class DeltaTransport:
     """Of every bucket what changed."""
 
@@ -82,6 +105,8 @@ class DeltaTransport:
         self._sent: dict[int, _Sent] = {}
         self._number = 0
         self._moved = Moved()
+        self._compared: _Compared | None = None
+        self.any_order = self._carrier.any_order
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
         """See `transport.Transport`."""
@@ -90,7 +115,7 @@ class DeltaTransport:
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
         """See `transport.SyncObserver`."""
         self._carrier.begin(version, buckets)
-        self._number, self._moved = version, Moved()
+        self._number, self._moved, self._compared = version, Moved(), None
 
     def complete(self) -> None:
         """See `transport.SyncObserver`."""
@@ -100,18 +125,32 @@ class DeltaTransport:
         """See `transport.MoveCounter`."""
         return self._moved
 
+    def prepare_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Find what changed, at the speed of memory or of the way to the host: all senders at the same time."""
+        self._compared = self._compare(bucket, flat)
+
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
         """Send what changed, or all."""
+        compared, self._compared = self._compared, None
+        if compared is None or compared.bucket != bucket.index:
+            compared = self._compare(bucket, flat)
+        found = compared.found
+        if found is None:
+            return self.whole(bucket, flat, compared.count)
+        base = self._sent[bucket.index].version
+        return _PendingChanges(
+            self, bucket, flat, found, self._carrier.start_changes(bucket, base, found, compared.sums)
+        )
+
+    def _compare(self, bucket: Bucket, flat: torch.Tensor) -> _Compared:
         sent = self._sent.get(bucket.index)
         if sent is None:
-            return self.whole(bucket, flat, None)
+            return _Compared(bucket.index)
         count, found = find_changes(flat, sent.bits)
         if found is None or sent.refused == _PATIENCE:
-            return self.whole(bucket, flat, count)
+            return _Compared(bucket.index, count)
         sums = (self._checksum(found.index.to(torch.int32)), self._checksum(found.value), self._checksum(flat))
-        return _PendingChanges(
-            self, bucket, flat, found, self._carrier.start_changes(bucket, sent.version, found, sums)
-        )
+        return _Compared(bucket.index, count, found, sums)
 
     def whole(self, bucket: Bucket, flat: torch.Tensor, changed: int | None) -> Pending:
         """Send all of a bucket.

@@ -21,6 +21,8 @@ from mslime.weights.waiting import all_done
 class BroadcastCarrier(BroadcastTransport):
     """Every bucket, or its changes, by a broadcast."""
 
+    any_order = False
+
     def __init__(self, link: Link) -> None:
         super().__init__(link)
         self._number = 0

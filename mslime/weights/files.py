@@ -1,7 +1,8 @@
 """What `shm`, `handles`, `disk` and `mooncake` share: a sender writes a bucket somewhere, and engines are told to read
 it there: in a file, or in memory.
 
-No process group is made. What a sender asks before its first bucket is whether every engine sees its place.
+No process group is made, so no engine waits for another one, and senders do not take turns: what one writes, others
+need not wait for. What a sender asks before its first bucket is whether every engine sees its place.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class FileTransport(ABC):
     """Buckets in files that engines read."""
 
     kind: FileKind
+    any_order = True
 
     def __init__(self, link: Link) -> None:
         self.link = link

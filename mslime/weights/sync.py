@@ -46,12 +46,12 @@ from mslime.weights.transport import (
     Link,
     MoveCounter,
     Moved,
-    OrderKeeper,
     Receivers,
     SyncObserver,
     Transport,
     find_transport,
     group_name,
+    takes_turns,
 )
 
 _T = TypeVar("_T")
@@ -286,8 +286,7 @@ class WeightSender:
         courier: Courier | None = None
         if self._groups.sends:
             assert self._transport is not None, "connect comes before send"
-            ordered = len(self.engines) > 1 and not isinstance(self._transport, OrderKeeper)
-            turns = self._groups.turns if ordered else None
+            turns = self._groups.turns if takes_turns(self._transport, len(self.engines)) else None
             order = Turns(self.plan, turns) if turns is not None else None
             refused = self._tell_transport(lambda observer: observer.begin(version, self.plan.buckets))
             courier = Courier(self._transport, order, started + deadline_s, deadline_s, spent, refused)

@@ -252,6 +252,34 @@ class OrderKeeper(Protocol):
         ...
 
 
+@runtime_checkable
+class InAnyOrder(Protocol):
+    """What a transport may have beside whose engines may take buckets of different senders in different orders.
+
+    Attributes:
+        any_order: whether no engine waits for another one in it, so that its senders do not take turns.
+    """
+
+    @property
+    def any_order(self) -> bool: ...
+
+
+@runtime_checkable
+class Preparer(Protocol):
+    """What a transport may have beside that has work to do on a bucket for which no engine is needed."""
+
+    def prepare_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Called before the sender has its turn; `start` follows, with the same bucket, unless the sync fails. Raises
+        WeightSyncError."""
+        ...
+
+
+def takes_turns(transport: Transport, engines: int) -> bool:
+    """Whether senders to so many engines send one after the other, in the order of the plan."""
+    in_any_order = isinstance(transport, InAnyOrder) and transport.any_order
+    return engines > 1 and not in_any_order and not isinstance(transport, OrderKeeper)
+
+
 def group_name(group: str, sender: int) -> str:
     """The name of the connection of a trainer rank with the engines."""
     return f"{group}-rank{sender}"

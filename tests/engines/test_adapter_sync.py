@@ -42,6 +42,7 @@ from tests.engines.reference import Reference
 from tests.engines.test_rollout_service import assert_scored, config_for, service_for
 from tests.engines.trainer_ranks import make_config, run_trainers
 from tests.fixtures.engine_calls import drain
+from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 pytestmark = pytest.mark.timeout(400)
 LORA: dict[str, Any] = {"rank": 4, "alpha": 6, "rs_lora": True, "sync": "adapter"}
@@ -163,6 +164,23 @@ def test_an_engine_holds_every_bit_and_says_what_the_trainer_says(
         assert np.abs(probed.log_probs - log_probs).max() < 1e-4
         assert np.array_equal(np.sort(probed.routes, -1), np.sort(chosen, -1)[: len(probed.routes)])
     assert np.abs(said[1][0] - said[2][0])[: len(PROMPT)].max() > 0.1, "two versions are two models"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("experts", ["per_expert", "shared_outer"])
+def test_an_engine_of_two_ranks_holds_every_bit_and_says_what_the_trainer_says(experts: str, tmp_path: Path) -> None:
+    # On a CPU, SGLang pads experts that are not a multiple of 64 on each rank.
+    checkpoint = make_tiny_qwen3_moe(tmp_path / "model", moe_intermediate_size=128)
+    written = write_both(checkpoint, tmp_path, experts=experts)
+    server = serve(checkpoint, tmp_path / "logs", lora=LORA | {"experts": experts}, sglang={"tp_size": 2})
+    try:
+        found = held_and_said(server, written)
+    finally:
+        server.process.stop()
+    config = with_lora(make_config(checkpoint, tmp_path), experts=experts)
+    said = run_trainers(say, config, {version: probed.tokens for version, probed in found.items()})[0]
+    for version, probed in found.items():
+        assert np.abs(probed.log_probs - said[version][0]).max() < 1e-4
 
 
 @pytest.mark.nightly

@@ -18,7 +18,7 @@ from mslime.cli import main
 from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
 from mslime.planner.sync import (
-    EXCHANGES,
+    OBSERVED,
     Receiving,
     SyncPrediction,
     lane_bytes,
@@ -133,7 +133,7 @@ def test_one_request_and_the_starts_of_collectives_are_seen() -> None:
     # Lanes receive from 0.5 on: there at 0.5 + 0.1 + 2 = 2.6. The exchange of the two ranks (0.1) lies beside the
     # lane's start. Out to 3.1, start 0.1, passed on to 3.4; the second out to 3.9, and to 4.2.
     one_each = found([experts(0), experts(1)], engine(2), request=0.5, collective=0.1, exchange=10.0)
-    assert parts(one_each) == (0.0, 2.0, 1.4, 0.0, 0.5 + 3 * 0.1 + EXCHANGES * 10.0)
+    assert parts(one_each) == (0.0, 2.0, 1.4, 0.0, 0.5 + 3 * 0.1 + OBSERVED * 10.0)
     # One rank has nobody to pass on to: a start for each bucket.
     alone = found([experts(0)] * 3, engine(1), request=0.5, collective=0.1)
     assert parts(alone) == (0.0, 6.0, 1.5, 0.0, 0.5 + 3 * 0.1)
@@ -276,7 +276,7 @@ def test_the_command_prints_lanes_bound_and_prediction(capsys: pytest.CaptureFix
     lanes = r"received from senders by +2 of the 4 ranks of an engine on a machine, at most 6\.\d GiB each"
     assert re.search(lanes, said)
     assert re.search(r"at least +0\.1 s \(s: fill 0\.\d\d, wire 0\.1\d, inside 0\.01\)", said)
-    assert re.search(r"prediction +0\.\d s, limited by \w+ \(s: fill .*wire .*inside .*load .*latency 0\.02\)", said)
+    assert re.search(r"prediction +0\.\d s, limited by \w+ \(s: fill .*wire .*inside .*load .*latency 0\.03\)", said)
     assert "5 ms a sync, 30 us a tensor, 10 ms an exchange" in said
     assert "0.1 ms for the start of a collective" in said
     assert re.search(r"outside +\S+ GiB, \S+ of it for buckets of the weight update", said)

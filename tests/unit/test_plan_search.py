@@ -131,9 +131,9 @@ def brute_force(given: dict[str, Any], hf: Mapping[str, Any], gpus: int) -> tupl
                 "generate": generate_seconds(plan.engine, gpus // engine_tp, engine_tp, wanted.work, wanted.speeds),
                 "train": sum(train_seconds(policy_spec(config), wanted.widths, held, wanted.work, plan.micro_batches,
                                            wanted.speeds).values()),
-                "sync": times.file_seconds("shm", 2 * plan.parameters, 1),
+                "sync": times.file_seconds("shm", 2 * plan.parameters, 1, plan.rates),
                 "sleep": times.sleep_seconds(max(m.weights + m.optimizer for m in memory),
-                                             max(m.weights for m in memory)),
+                                             max(m.weights for m in memory), plan.rates.host),
             }  # fmt: skip
             best = min(best, (times.step_seconds(seconds, False), sections), key=lambda pair: pair[0])
             break  # as the search: the first measures that fit
@@ -241,7 +241,7 @@ def setting(model: str, ranks: int, **megatron: Any) -> tuple[Any, Any, Any, Ste
     return spec, read_widths(family.transformer_fields(hf), fields.moe_layer_ids), held, work
 
 
-H100 = Speeds(GPUS["NVIDIA H100"], 450e9, 50e9, 8)
+H100 = Speeds(GPUS["NVIDIA H100"], 450e9, 50e9, 8, 25e9)
 
 
 def test_computing_is_operations_over_the_rate() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ import pytest
 from mslime.cli import main
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
-from mslime.planner.sync import EXCHANGES, Rates, Receiving, SyncPrediction, predict
+from mslime.planner.command import plan_config
+from mslime.planner.filling import Rates
+from mslime.planner.sync import EXCHANGES, OBSERVED, Receiving, SyncPrediction, Way, predict
+from mslime.planner.ways import CHANGED, way_of
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
-from tests.fixtures.syncs import NODE, RATES, SHIPPED, experts, planned, shared, shipped, small_plan
+from tests.fixtures.syncs import COLOCATED, NODE, RATES, SHIPPED, experts, planned, shared, shipped, small_plan
 
 ONE, TWO = Receiving(engines=1, share=0.0, recorded=True), Receiving(engines=2, share=0.0, recorded=True)
 
@@ -100,12 +104,13 @@ def test_nothing_to_send_takes_no_time() -> None:
     assert found([], request=1.0).seconds == 0.0
 
 
-@pytest.mark.parametrize("model", SHIPPED)
+@pytest.mark.parametrize("model", SHIPPED + COLOCATED)
 def test_a_prediction_is_never_below_the_lower_bound(model: str) -> None:
     plan = shipped(model)
     assert plan.prediction is not None and plan.sync_seconds > 0
     assert plan.prediction.seconds >= plan.sync_seconds
-    assert plan.prediction.wire == pytest.approx(plan.sync_bytes / plan.rates.network)
+    if model in SHIPPED:
+        assert plan.prediction.wire == pytest.approx(plan.sync_bytes / plan.rates.network)
 
 
 @pytest.mark.parametrize("engines", [1, 4])
@@ -146,8 +151,65 @@ def test_engines_without_records_load_tensor_by_tensor() -> None:
     assert attached == own, "servers that mslime did not start"
 
 
-def test_another_transport_is_not_predicted() -> None:
-    assert planned(weights={"transport": "disk"}).prediction is None
+def test_what_is_done_before_a_bucket_is_sent_is_hidden_behind_other_senders_but_not_in_what_they_share() -> None:
+    buckets = [experts(0), experts(1)]  # there at once, of 200 bytes
+    by = partial(predict, small_plan(buckets), replace(RATES, exchange=1.0), gpus_per_node=NODE)
+    # Both are prepared in 2 s, moved in 1 s each, and unpacked in 1 s.
+    alone = by(TWO, way=Way(move=1 / 200, prepare=2 / 200, unpack=1 / 200))
+    assert parts(alone) == (2.0, 2.0, 2.0, OBSERVED * 1.0)
+    # Written one after the other: there at 5 and 8 s; moved at once then.
+    assert parts(by(TWO, way=Way(move=1 / 200, prepare=2 / 200, write=3 / 200))) == (5.0 + 2.0, 2.0, 0.0, 2.0)
+    # The third is of the first sender, which is free when its first has arrived, at 3 s.
+    third = predict(small_plan([*buckets, experts(0)]), RATES, TWO, NODE, Way(move=1 / 200, prepare=2 / 200))
+    assert parts(third) == (2.0 + 1.0, 3.0, 0.0, 0.0)
+
+
+def test_turns_are_taken_only_where_a_way_has_them() -> None:
+    buckets = small_plan([shared(0, 2000), experts(1), experts(1)])
+    ordered, free = (predict(buckets, RATES, TWO, NODE, Way(1 / 100, turns=turns)) for turns in (True, False))
+    assert (ordered.fill, free.fill) == (pytest.approx(10.0), pytest.approx(6.0))
+
+
+HOST, LINK, NETWORK, SHARED = 25e9, 450e9, 50e9, 10e9
+
+
+@pytest.mark.parametrize(
+    ("weights", "moved", "turns"),
+    [
+        ({"transport": "broadcast"}, 1 / NETWORK, True),
+        ({"transport": "handles"}, 2 / LINK, False),  # two engines beside the trainer
+        ({"transport": "shm"}, 1 / HOST, False),
+        ({"transport": "disk"}, 1 / SHARED + 1 / HOST, False),
+        ({"transport": "delta"}, CHANGED * (1 / SHARED + 1 / HOST), False),
+        ({"transport": "delta", "delta_over": "broadcast"}, CHANGED / NETWORK, True),
+        ({"transport": "mooncake"}, 2 / NETWORK, False),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_every_transport_of_mslime_is_predicted_over_the_links_that_it_uses(
+    weights: dict[str, str], moved: float, turns: bool
+) -> None:
+    plan = planned(weights=weights, cluster={"gpus_per_node": 16})  # of one machine, for those that need that
+    assert plan.prediction is not None
+    assert plan.prediction.wire == pytest.approx(moved * plan.sync_bytes)
+    assert plan.bounds["wire"] == pytest.approx(plan.prediction.wire)
+    assert plan.prediction.seconds > plan.sync_seconds
+    way = way_of(plan_config({"model": {"path": str(CONFIGS / "olmoe-1B-7B")}, "weights": weights}), plan.rates, TWO)
+    assert way is not None and way.turns == turns
+
+
+def test_engines_that_share_the_trainers_gpus_take_no_handle_of_their_own_over_nvlink() -> None:
+    apart = planned(weights={"transport": "handles"}, cluster={"gpus_per_node": 16})
+    beside = shipped("qwen3-30B-A3B-8gpus", transport="handles")
+    assert apart.prediction is not None and beside.prediction is not None
+    assert beside.prediction.wire == pytest.approx(7 / LINK * beside.sync_bytes)
+    shm = shipped("qwen3-30B-A3B-8gpus").prediction
+    assert shm is not None and shm.seconds > beside.prediction.seconds
+
+
+def test_a_transport_of_a_user_is_not_predicted() -> None:
+    found = planned(weights={"transport": "examples.extending.transport:timed"})
+    assert found.prediction is None and found.bounds == planned().bounds
     assert planned(train={"task": "sft"}).prediction is None
 
 

@@ -26,7 +26,7 @@ from mslime.weights.contract import check_transport
 from mslime.weights.delta import DeltaTransport
 from mslime.weights.differences import find_changes
 from mslime.weights.plan import Bucket, Entry
-from mslime.weights.transport import Link, MoveCounter, Moved, SyncObserver, find_transport
+from mslime.weights.transport import Link, MoveCounter, Moved, SyncObserver, find_transport, takes_turns
 from tests.fixtures.stand_in_engine import StandInEngine
 from tests.fixtures.weight_engines import engines, link, obedient
 
@@ -79,6 +79,8 @@ def change(weights: dict[int, torch.Tensor], fraction: float, seed: int) -> int:
 def deliver(transport: DeltaTransport, version: int, weights: dict[int, torch.Tensor]) -> Moved:
     transport.begin(version, BUCKETS)
     for bucket in BUCKETS:
+        if version % 2:  # as a sender's courier does, or without, as transports of users may
+            transport.prepare_bucket(bucket, weights[bucket.index])
         transport.start(bucket, weights[bucket.index]).wait()
     transport.complete()
     return transport.moved()
@@ -135,6 +137,24 @@ def test_fifty_updates_are_exact_and_move_what_changed(
         assert_written(carried, CHANGED)
         if version % 10 == 0 or version == 51:
             assert_held(engines, weights)
+
+
+def test_what_was_prepared_for_a_sync_that_broke_off_is_not_sent_in_the_next(
+    engines: list[StandInEngine], transport: DeltaTransport
+) -> None:
+    weights = new_weights()
+    deliver(transport, 1, weights)
+    change(weights, 0.01, 1)
+    transport.begin(2, BUCKETS)
+    transport.prepare_bucket(BUCKETS[0], weights[0])
+    change(weights, 0.01, 2)
+    deliver(transport, 2, weights)
+    assert_held(engines, weights)
+
+
+def test_only_files_may_arrive_in_any_order(carried: Link) -> None:
+    assert takes_turns(DeltaTransport(carried), engines=2) == (carried.directory is None)
+    assert not takes_turns(DeltaTransport(carried), engines=1)
 
 
 def test_more_changes_than_weights_go_as_a_whole_and_may_be_followed_by_changes(
