@@ -7,8 +7,6 @@ be in. Only that of `broadcast` was compared with syncs, over gloo (`benchmarks/
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from mslime.config.schema import RunConfig
 from mslime.planner.filling import Rates
 from mslime.planner.sync import Receiving, Way, broadcast_way, near_ranks
@@ -27,15 +25,21 @@ def way_of(config: RunConfig, rates: Rates, receiving: Receiving) -> Way | None:
     weights, per_node = config.weights, config.cluster.gpus_per_node
     gpus = receiving.engines * receiving.ranks
     machines = -(-gpus // per_node)
-    ways: dict[str, Callable[[], Way]] = {
-        "broadcast": lambda: broadcast_way(rates),
-        "handles": lambda: _handles(rates, gpus - 1 if config.colocated else gpus),
-        "shm": lambda: Way(1 / rates.host, prepare=1 / rates.host),
-        "disk": lambda: _disk(rates, machines),
-        "delta": lambda: _delta(rates, receiving, machines if weights.delta_over == "disk" else None),
-        "mooncake": lambda: _mooncake(rates, receiving, near_ranks(receiving.ranks, per_node)),
-    }
-    return ways[weights.transport]() if weights.transport in ways else None
+    match weights.transport:
+        case "broadcast":
+            return broadcast_way(rates)
+        case "handles":
+            return _handles(rates, gpus - 1 if config.colocated else gpus)
+        case "shm":
+            return Way(1 / rates.host, prepare=1 / rates.host)
+        case "disk":
+            return _disk(rates, machines)
+        case "delta":
+            return _delta(rates, receiving, machines if weights.delta_over == "disk" else None)
+        case "mooncake":
+            return _mooncake(rates, receiving, near_ranks(receiving.ranks, per_node))
+        case _:
+            return None
 
 
 def _handles(rates: Rates, readers: int) -> Way:

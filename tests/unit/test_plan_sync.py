@@ -17,7 +17,7 @@ from mslime.convert.families import get_family
 from mslime.planner.command import plan_config
 from mslime.planner.filling import Rates
 from mslime.planner.sync import EXCHANGES, OBSERVED, Receiving, SyncPrediction, Way, predict
-from mslime.planner.ways import CHANGED, way_of
+from mslime.planner.ways import way_of
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
@@ -170,24 +170,24 @@ def test_turns_are_taken_only_where_a_way_has_them() -> None:
     assert (ordered.fill, free.fill) == (pytest.approx(10.0), pytest.approx(6.0))
 
 
-HOST, LINK, NETWORK, SHARED = 25e9, 450e9, 50e9, 10e9
+COPY, HOST, LINK, NETWORK, SHARED = 1200e9, 25e9, 450e9, 50e9, 10e9
 
 
 @pytest.mark.parametrize(
-    ("weights", "moved", "turns"),
+    ("weights", "moved", "prepared", "written", "turns"),
     [
-        ({"transport": "broadcast"}, 1 / NETWORK, True),
-        ({"transport": "handles"}, 2 / LINK, False),  # two engines beside the trainer
-        ({"transport": "shm"}, 1 / HOST, False),
-        ({"transport": "disk"}, 1 / SHARED + 1 / HOST, False),
-        ({"transport": "delta"}, CHANGED * (1 / SHARED + 1 / HOST), False),
-        ({"transport": "delta", "delta_over": "broadcast"}, CHANGED / NETWORK, True),
-        ({"transport": "mooncake"}, 2 / NETWORK, False),
+        ({"transport": "broadcast"}, 1 / NETWORK, 0, 0, True),
+        ({"transport": "handles"}, 2 / LINK, 1 / COPY, 0, False),  # two engines beside the trainer
+        ({"transport": "shm"}, 1 / HOST, 1 / HOST, 0, False),
+        ({"transport": "disk"}, 1 / SHARED + 1 / HOST, 1 / HOST, 1 / SHARED, False),
+        ({"transport": "delta"}, 0.05 * (1 / SHARED + 1 / HOST), 1 / HOST + 2.5 / COPY, 0.05 / SHARED, False),
+        ({"transport": "delta", "delta_over": "broadcast"}, 0.05 / NETWORK, 1 / HOST + 2.5 / COPY, 0, True),
+        ({"transport": "mooncake"}, 2 / NETWORK, 1 / COPY, 0, False),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
 )
 def test_every_transport_of_mslime_is_predicted_over_the_links_that_it_uses(
-    weights: dict[str, str], moved: float, turns: bool
+    weights: dict[str, str], moved: float, prepared: float, written: float, turns: bool
 ) -> None:
     plan = planned(weights=weights, cluster={"gpus_per_node": 16})  # of one machine, for those that need that
     assert plan.prediction is not None
@@ -196,6 +196,13 @@ def test_every_transport_of_mslime_is_predicted_over_the_links_that_it_uses(
     assert plan.prediction.seconds > plan.sync_seconds
     way = way_of(plan_config({"model": {"path": str(CONFIGS / "olmoe-1B-7B")}, "weights": weights}), plan.rates, TWO)
     assert way is not None and way.turns == turns
+    assert (way.prepare, way.write) == (pytest.approx(prepared), pytest.approx(written))
+
+
+def test_changes_are_put_into_what_an_engine_takes_back() -> None:
+    plain, changed = planned().prediction, planned(weights={"transport": "delta"}).prediction
+    assert plain is not None and changed is not None
+    assert changed.load == pytest.approx(2 * plain.load + planned().sync_bytes / COPY)
 
 
 def test_engines_that_share_the_trainers_gpus_take_no_handle_of_their_own_over_nvlink() -> None:
