@@ -17,8 +17,8 @@ from mslime.convert.hf import HFCheckpoint
 from mslime.convert.quantised import left_plain
 from mslime.offline.jobs import Job, run_job
 from mslime.offline.requantise import ToFp8, ToInt4
-from mslime.planner import sync
 from mslime.planner.command import plan_config
+from mslime.planner.filling import fill_seconds
 from mslime.planner.plan import RunPlan, make_plan
 from mslime.planner.search import Search
 from mslime.planner.sync import Receiving, predict
@@ -118,8 +118,8 @@ def test_senders_read_plain_weights_and_send_few_bytes(checkpoint: Path) -> None
     assert after.load == pytest.approx(few.total_bytes / rates.copy)
     # Of the first bucket that is quantised.
     at = next(bucket.index for bucket in few.buckets if bucket.packed_dtype)
-    old = sync._fill_seconds(plain.buckets[at], rates, 8)  # pyright: ignore[reportPrivateUsage]
-    new = sync._fill_seconds(few.buckets[at], rates, 8)  # pyright: ignore[reportPrivateUsage]
+    old = fill_seconds(plain.buckets[at], rates, 8)
+    new = fill_seconds(few.buckets[at], rates, 8)
     assert new[0] == old[0]
     read = plain.buckets[at].hf_numel * DTYPE_BYTES["float32"] / rates.copy
     assert new[1] - old[1] == pytest.approx(read)

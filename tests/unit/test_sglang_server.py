@@ -29,7 +29,7 @@ from mslime.config.serving import ServerSpec, engine_spec
 from mslime.network import ephemeral_ports, free_port, own_ports, port_in_use
 
 ROOT = Path(__file__).parents[2]
-ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # as engines on a CPU are started
 # Ignores SIGTERM, has a child, and a grandchild in another session whose parent is gone: as stubborn as engines get.
 STUBBORN = """
 import os, signal, subprocess, sys, time
