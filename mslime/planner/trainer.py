@@ -279,20 +279,20 @@ def sync_bytes(buckets: Sequence[Bucket], neighbours: int, shares: bool = False)
 
 
 def _packed_bytes(bucket: Bucket, neighbours: int) -> int:
-    """A member's shards, of which a single one is sent as it lies."""
+    """A member's shards where they are gathered, of which a single one is sent as it lies."""
     width = DTYPE_BYTES[bucket.gathered_dtype]
     as_it_lies = len(bucket.slots) == 1 and width == neighbours
-    return bucket.local_numel * width if (len(bucket.members) > 1 or not bucket.in_order) and not as_it_lies else 0
+    return bucket.local_numel * width if len(bucket.members) > 1 and not as_it_lies else 0
 
 
 def _gathered_bytes(bucket: Bucket) -> int:
-    """Shards of all members; of those that make one tensor together, the largest such tensor; and what is converted
-    before it is quantised."""
+    """Shards of all members, where they are not what is sent; and what is converted before it is quantised.
+
+    Tensors are joined in their places in the bucket; GPT-OSS's experts alone are made anew before, one at a time.
+    """
     width, members = DTYPE_BYTES[bucket.gathered_dtype], len(bucket.members)
     gathered = bucket.local_numel * width * members if members > 1 and not bucket.in_order else 0
-    joined = max(slot.numel for slot in bucket.slots) * bucket.sharing * width
-    joined = joined if bucket.sharing > 1 and not bucket.in_order else 0
-    return gathered + joined + (bucket.converted_numel * width if bucket.packed_dtype else 0)
+    return gathered + (bucket.converted_numel * width if bucket.packed_dtype else 0)
 
 
 def _flat_bytes(bucket: Bucket, neighbours: int) -> int:

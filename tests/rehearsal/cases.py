@@ -31,6 +31,10 @@ LAYOUTS: tuple[dict[str, int], ...] = (
 THREE = ("qwen3-moe", "deepseek-v3", "gpt-oss")
 BY_HAND = 4e-3
 """Of the largest number of a result of an FP8 layer: what bfloat16 rounds off it."""
+GRAD_NORM = {"blockwise": 5e-2, "tensorwise": 1e-1}
+"""Of a norm in float32, what FP8 rounds off it, as found: 2e-2 where a block of 128 has a scale of its own; up to 6e-2
+where a whole tensor shares one, which depends on the layout, as each rank scales what it holds. That each product is
+right is shown by hand (`fp8_by_hand`)."""
 _ONE: dict[str, int] = {}
 RECURRENT = ("qwen3-next", "qwen3.5-moe")
 """Their recurrence grows differences: on the CPU, layouts of them are held to 1e-5 (test_hybrid_families.py)."""
@@ -172,6 +176,7 @@ def judge(case: Case, ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
 
     exact = case.settings["params_dtype"] == "float32"
     again = 1e-6 if exact or case.fp8 else 5e-2
+    norm = 2e-6 if exact else GRAD_NORM.get(case.fp8 or "", 5e-2)
     rows, changed = sum(rank["rows"] for rank in ranks), sum(len(rank["changed"]) for rank in ranks)
     layers = {name for rank in ranks for name in rank["layers"]}
     checks = [true("logit rows compared", str(rows), rows > 0)]
@@ -184,7 +189,7 @@ def judge(case: Case, ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
         checks += [at_most("weights after a step - the CPU trainer's", worst("weights"), 2e-4)]
     checks += [
         at_most("loss - the CPU trainer's", worst("loss"), 2e-6 if exact else 5e-2),
-        at_most("grad_norm / the CPU trainer's - 1", worst("grad_norm"), 2e-6 if exact else 5e-2),
+        at_most("grad_norm / the CPU trainer's - 1", worst("grad_norm"), norm),
         true("weights that a checkpoint changes", str(changed), not changed),
         at_most("grad_norm of the step after it, twice", worst("again"), again),
         true("tensors that the export changes", str(len(ranks[0]["exported"])), not ranks[0]["exported"]),

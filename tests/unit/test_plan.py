@@ -491,6 +491,6 @@ def test_a_sync_takes_a_bucket_and_the_one_before_it_on_the_rank_that_sends_them
     assert sync_bytes([of_two], 2) == {0: 200, 1: 0}, "each shard is sent as it lies, into what is sent"
     assert sync_bytes([of_two], 4) == {0: 300, 1: 100}, "shards are rounded into a copy first"
     assert sync_bytes([converted, of_two, experts(1, 400, (1, 0))], 2) == {0: 200 + 200, 1: 400}
-    assert sync_bytes([converted, converted], 2) == {0: 200 + 200 + 200}
+    assert sync_bytes([converted, converted], 2) == {0: 200 + 200}, "out of its parameters, which are not packed"
     joined = replace(converted, members=(0, 1))
-    assert joined.sharing == 2 and sync_bytes([joined], 2)[0] == 200 + 400 + 200 + 200
+    assert joined.sharing == 2 and sync_bytes([joined], 2) == {0: 200 + 400 + 200, 1: 200}, "joined in their places"
