@@ -112,20 +112,27 @@ def shared_by_torch(process: int | str) -> int:
 
 
 def test_memory_behind_handles_is_opened_once_by_each_engine_and_free_after_each_sync(
-    engines: list[StandInEngine], link: Link, shared_memory: Path
+    engines: list[StandInEngine], link: Link, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transport, before = HandleTransport(link), shared_by_torch("self")
     transport.connect(infos(engines))
+    rooms, new_room = list[int](), transport.new_room
+    monkeypatch.setattr(transport, "new_room", lambda path, size: (rooms.append(size), new_room(path, size))[1])
+    growing = sorted(BUCKETS, key=lambda bucket: bucket.hf_bytes)
     for version in (1, 2, 3):
         transport.begin(version, BUCKETS)
-        for number, bucket in enumerate(BUCKETS):
+        for number, bucket in enumerate(growing):
             transport.start(bucket, contract._filled(bucket, version)).wait()
             assert [shared_by_torch(engine.pid) for engine in engines] == [1, 1], "one mapping for all buckets"
             assert not list(shared_memory.iterdir()) and shared_by_torch("self") == before + 1, number
+            another = HandleTransport(replace(link, name="another", group="another", rank=1))
+            another.connect(infos(engines))  # engines forget senders that are gone, which this one is not
+            another.disconnect()
         transport.complete()
         assert [shared_by_torch(engine.pid) for engine in engines] == [0, 0]
         assert shared_by_torch("self") == before, "colocated engines need it now"
         expect(engines, version)
+    assert rooms == [growing[-1].hf_bytes] * 3, "as large as the largest from the start of a sync"
     transport.disconnect()
     transport.disconnect()
 
