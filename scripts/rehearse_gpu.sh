@@ -15,7 +15,7 @@ whose kernels do nothing, and runs on it, with real numbers: the trainer (every 
 of every launch script, FP8), the way of weights to engines, SGLang's own reading of the engines' command lines, and
 mslime doctor. At last a training step and a
 weight sync of full-size models on one rank of up to 1,024, whose tensors are not written: memory beside `mslime plan`'s.
-About 11 GB and 6 minutes the first time, then about 35 minutes of one core, and more for FP8. Exit status 1 where something is not well.
+About 11 GB and 6 minutes the first time, then about 50 minutes beside other work. Exit status 1 where something is not well.
 
   --venv DIR      environment for the GPU packages (default .venv-rehearsal); never one that trains
   --cpu-venv DIR  environment of scripts/install.sh --cpu, whose trainer is compared with (default .venv)
