@@ -1,24 +1,27 @@
 """A whole weight sync by several trainer ranks, against a raw broadcast of the bytes and one broadcast per tensor.
 
     python benchmarks/weight_sync.py                          # TP1 EP2, TP2 EP2 and PP2 EP2 into a stand-in engine
+    python benchmarks/weight_sync.py --ways relay             # of the two transports over a network, only this one
     python benchmarks/weight_sync.py --layouts tp2ep2 --engine URL --model DIR   # into a running SGLang server of DIR
     python benchmarks/weight_sync.py --loaders --dtype float32   # into SGLang servers that load in either way, on a CPU
     python benchmarks/weight_sync.py --predict   # `mslime plan`'s prediction, with rates measured in the same run
     python benchmarks/weight_sync.py --transports --dtype float32 --layouts tp1ep2   # all transports, one server
 
-All ways run over the same connections in one run, in turn, and medians are compared. "Ours" is `WeightSender.send`:
-packing, gathering, converting, HTTP and broadcasts. "Per tensor" gathers as ours does with one sender for a stage, and
-broadcasts tensor by tensor. "Raw" is one rank's broadcast of a buffer as large as each bucket: the floor. The stand-in
-engine receives into a buffer that it keeps, and does not load. Parameters lie as megatron-core's buffers do: dense and
-expert ones apart, from the last to the first. The model is a synthetic Qwen3-MoE, or that of --model.
+Ours, per tensor and raw take turns in one run, and medians are compared. "Ours" is `WeightSender.send` over
+`weights.transport`: packing, gathering, converting, HTTP and broadcasts. "Per tensor" gathers as ours does with one
+sender for a stage, and broadcasts tensor by tensor. "Raw" is one rank's broadcast of a buffer as large as each bucket:
+the floor. The stand-in engine receives into a buffer that it keeps, and does not load. Parameters lie as
+megatron-core's buffers do: dense and expert ones apart, from the last to the first. The model is a synthetic Qwen3-MoE,
+or that of --model. The C library keeps memory that is freed, as CUDA's allocator does: else new pages, at 2 us each
+here, are a good part of a sync (--plain-memory).
 
-The last line is JSON: for each layout `raw_s`, `ours_s`, `per_tensor_s`, `ratio_raw`, `ratio_per_tensor` (medians of
-the rounds' own ratios), `cpu_s` (of all ranks, for ours), `ratio_cpu` (CPU time of all processes, the engine's too,
-for ours over raw's: where raw keeps all cores busy, no wall time can be nearer to it), and with a server `server_s`,
-the whole update with its begin and end. With --loaders there are two entries for each layout, and `ratio_loaders` of
-their updates. With --transports there is one for each transport: `server_s`, how many times as long the broadcast of
-the same round took (`ratio_broadcast`), `send_s` and `fill_s` of the slowest sender, and `cpu_s` of all ranks; all is
-compared before.
+The last line is JSON: for each layout, and for `LAYOUT relay`, `raw_s`, `ours_s`, `per_tensor_s`, `ratio_raw`,
+`ratio_per_tensor` (medians of the rounds' own ratios), `cpu_s` (of all ranks, for ours), `ratio_cpu` (CPU time of all
+processes, the engine's too, for ours over raw's: where raw keeps all cores busy, no wall time can be nearer to it), and
+with a server `server_s`, the whole update with its begin and end. With --loaders there are two entries for each layout,
+and `ratio_loaders` of their updates. With --transports there is one for each transport: `server_s`, how many times as
+long the broadcast of the same round took (`ratio_broadcast`), `send_s` and `fill_s` of the slowest sender, and `cpu_s`
+of all ranks; all is compared before.
 With --predict every round also measures what `planner/sync.py` needs to know, by nothing of ours but single requests:
 the raw broadcast, copies and gathers of a bucket's size, requests for one and for many tiny tensors, an exchange. From
 a round's own rates comes its `predicted_s`; `ratio_predicted` is the median of the rounds' predicted over measured.
@@ -35,6 +38,7 @@ import re
 import statistics
 import sys
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -59,13 +63,13 @@ from mslime.convert.table import RuleTable
 from mslime.planner.filling import Rates
 from mslime.planner.sync import Receiving, predict
 from mslime.threads import in_thread
-from mslime.weights.broadcast import BroadcastTransport
+from mslime.weights.broadcast import meet
 from mslime.weights.buckets import TORCH_DTYPES, named_tensors
 from mslime.weights.groups import make_groups
 from mslime.weights.plan import Bucket, Entry
 from mslime.weights.senders import Senders
 from mslime.weights.sync import SendReport, SyncOptions, WeightSender
-from mslime.weights.transport import TRANSPORTS
+from mslime.weights.transport import TRANSPORTS, Link
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.engines.conftest import serve
@@ -75,6 +79,8 @@ from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 DEADLINE_S = 300.0
 REPEATS = 8
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+"""Environment in which the C library gives nothing back to the operating system, of all processes."""
 MANY = 400
 """Tensors of the larger of the two requests that --predict times."""
 
@@ -92,6 +98,7 @@ class Job:
     engine: Endpoint
     stand_in: bool
     predict: bool = False
+    transport: str = "broadcast"
     delta_over: str = "disk"
     engine_pid: int | None = None
 
@@ -147,14 +154,20 @@ class Ways:
         self.job, self.params = job, parameters_of(table, job, rank)
         receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
         groups = make_groups(Senders.at_most(job.layout, job.senders), "gloo", DEADLINE_S)
-        options = SyncOptions(job.dtype, job.bucket_bytes, "gloo", DEADLINE_S)
+        options = SyncOptions(job.dtype, job.bucket_bytes, "gloo", DEADLINE_S, transport=job.transport)
         self.sender = WeightSender(table, groups, self.params.items, options, receivers)
         self.sender.connect([job.engine])
+        self.connection = ""
+        if groups.sends:  # for the ways that are not ours
+            self.connection = f"measured-{job.transport}-{uuid.uuid4().hex[:8]}-{rank}"
+            link = Link(self.connection, "gloo", DEADLINE_S, receivers)
+            self.group, self._store = meet(link, self.sender.engines, [1])
         self.gathered = self.sender._gathered_plan(job.dtype)
         self.groups, self.transport = groups, self.sender._transport
         self.url = httpx.Client(base_url=job.engine.url, timeout=DEADLINE_S,
                                 headers=job.engine.keys.headers("/update_weights_from_distributed"))  # fmt: skip
-        self.buffers = [torch.zeros(b.hf_bytes, dtype=torch.uint8) for b in self.gathered.buckets] if rank == 0 else []
+        sizes = [bucket.hf_bytes for bucket in self.gathered.buckets] if rank == 0 else []
+        self.buffers = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
         largest = self.sender.plan.buckets[0]
         self.tiny = [tiny_bucket(largest, -1, 1), tiny_bucket(largest, -2, MANY)]
 
@@ -177,16 +190,17 @@ class Ways:
             flat = self.sender._fill(bucket, self.params)
             if flat is None:
                 continue
-            tensors, (connection, group) = named_tensors(bucket, flat), self._connection()
+            tensors = named_tensors(bucket, flat)
             if answer is not None:
                 answer.result().raise_for_status()
             body = {
                 "names": [name for name, _ in tensors], "dtypes": [bucket.dtype] * len(tensors),
-                "shapes": [list(tensor.shape) for _, tensor in tensors], "group_name": connection, "flush_cache": False,
+                "shapes": [list(tensor.shape) for _, tensor in tensors], "group_name": self.connection,
+                "flush_cache": False,
             }  # fmt: skip
             answer = in_thread(self.url.post, "/update_weights_from_distributed", json=body)
             works = [
-                dist.broadcast(t.reshape(-1).view(torch.uint8), group=group, group_src=0, async_op=True)
+                dist.broadcast(t.reshape(-1).view(torch.uint8), group=self.group, group_src=0, async_op=True)
                 for _, t in tensors
             ]
             for work in works:
@@ -198,11 +212,10 @@ class Ways:
     def raw(self) -> None:
         """Nothing but broadcasts by the first rank, and one request over a connection that is open."""
         if dist.get_rank() == 0:
-            name, group = self._connection()
-            body = {"group_name": name, "sizes": [len(buffer) for buffer in self.buffers]}
+            body = {"group_name": self.connection, "sizes": [len(buffer) for buffer in self.buffers]}
             answer = in_thread(self.url.post, "/raw", json=body)
             for buffer in self.buffers:
-                dist.broadcast(buffer, group=group, group_src=0)
+                dist.broadcast(buffer, group=self.group, group_src=0)
             answer.result().raise_for_status()
 
     def whole_update(self) -> None:
@@ -273,10 +286,6 @@ class Ways:
             dist.gather(part, into, group=group, group_dst=0)
 
         return (len(members) - 1) * size / mean_of(gather_once)
-
-    def _connection(self) -> tuple[str, dist.ProcessGroup]:
-        assert isinstance(self.transport, BroadcastTransport) and self.transport._group is not None
-        return self.transport.link.name, self.transport._group
 
 
 def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
@@ -500,6 +509,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default="tp1ep2,tp2ep2,pp2ep2", help="of the trainer, by comma")
     parser.add_argument("--senders", type=int, default=8, help="weights.senders (default 8)")
+    parser.add_argument(
+        "--ways", help="weights.transport of ours, by comma; default: broadcast, and relay into a stand-in"
+    )
+    parser.add_argument("--plain-memory", action="store_true", help="let the C library give memory back, as it does")
     parser.add_argument("--engine", help="URL of a running SGLang server, instead of the stand-in")
     parser.add_argument("--api-key", default="", help="of that server, if it asks for one")
     parser.add_argument("--loaders", action="store_true", help="start servers with each weights.loader, one at a time")
@@ -514,13 +527,18 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.engine and not args.model:
         parser.error("--engine needs --model, the checkpoint that the server was started with")
+    args.ways = args.ways or ("broadcast" if args.engine or args.predict or args.loaders else "broadcast,relay")
+    if args.predict and args.ways != "broadcast":
+        parser.error("--predict predicts broadcast")
     if args.predict and (args.engine or args.loaders or args.transports):
         parser.error("--predict predicts syncs into the stand-in engine")
     return args
 
 
-def figures_of(args: argparse.Namespace, config: dict[str, Any], words: str, engine: Endpoint | None) -> dict[str, Any]:
-    """One layout, into a server or the stand-in."""
+def figures_of(
+    args: argparse.Namespace, config: dict[str, Any], words: str, engine: Endpoint | None, transport: str = "broadcast"
+) -> dict[str, Any]:
+    """One layout and transport, into a server or the stand-in."""
     stand_in = None if engine else StandInEngine()
     if stand_in is not None:
         stand_in.set_mode("discard")
@@ -529,7 +547,7 @@ def figures_of(args: argparse.Namespace, config: dict[str, Any], words: str, eng
     bucket = int(args.bucket_mib * (1 << 20))
     job = Job(
         config, layout_of(words), args.dtype, bucket, args.senders, args.rounds, engine, stand_in is not None,
-        args.predict, engine_pid=None if stand_in is None else stand_in.pid,
+        args.predict, transport, engine_pid=None if stand_in is None else stand_in.pid,
     )  # fmt: skip
     try:
         return measure(job)
@@ -585,6 +603,8 @@ def cell(value: float | str) -> str:
 def main() -> None:
     """Run and print."""
     args = parse_args()
+    if not args.plain_memory:
+        os.environ.update(KEPT_MEMORY)
     config = dict(read_hf_config(args.model)) if args.model else synthetic_config(args)
     engine = Endpoint(args.engine, EngineKeys(args.api_key, args.api_key)) if args.engine else None
     found = (
@@ -592,14 +612,20 @@ def main() -> None:
         if args.loaders
         else by_transport(args, config)
         if args.transports
-        else {words: figures_of(args, config, words, engine) for words in args.layouts.split(",")}
+        else {
+            words if way == "broadcast" else f"{words} {way}": figures_of(args, config, words, engine, way)
+            for way in args.ways.split(",")
+            for words in args.layouts.split(",")
+        }
     )
     table = Table(title=f"medians of {args.rounds} rounds, gloo, load average {os.getloadavg()[0]:.1f}")
     for column in ("", *found):
         table.add_column(column, justify="right")
     for name in dict.fromkeys(name for figures in found.values() for name in figures):
         table.add_row(name, *(cell(figures.get(name, "")) for figures in found.values()))
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 24 + 16 * len(found))
+    console.print(table)
     print(json.dumps(found))
 
 

@@ -246,7 +246,8 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
     A lane takes the buckets of its senders in the plan's order, one at a time, while the engine handles earlier ones;
     a sender is free when its bucket has arrived. The ranks of an engine handle all buckets in the plan's order: out of
     the lane, which receives again from then on, to the other ranks, into parameters; several lanes' buckets at once
-    where they hand on shares. Engines are alike, and receive at the same time. One request starts the sync; a bucket
+    where they hand on shares. One rank that loads by recorded copies reads a bucket where it arrived, and has room for
+    another one meanwhile. Engines are alike, and receive at the same time. One request starts the sync; a bucket
     costs a start of a collective on its lane and, where an engine has several ranks, each handing on costs one within
     it, and these also hear from each other once for as many buckets as they are.
 
@@ -264,7 +265,7 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
     lanes = {rank: number % (ranks * parts) for number, rank in enumerate(plan.senders.everyone())}
     filling, taken = Filling(plan.buckets, rates, gpus_per_node), dict[int, float]()
     empty = dict.fromkeys(lanes.values(), rates.request)  # since when a lane can receive
-    shared = receiving.hands_on_shares(ranks)
+    shared, in_place = receiving.hands_on_shares(ranks), receiving.recorded and ranks == 1
     now = latency = rates.request
     fill = wire = inside = load = 0.0
     unheard = ranks
@@ -277,7 +278,7 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
             # All that this bucket waits for lies earlier in the plan, so that a courier has taken it by now.
             taken |= {other.index: at for at, other in filling.given()}
             crossing, out = parts * sent * bucket.hf_bytes / rates.network, bucket.hf_bytes / rates.copy
-            out *= ranks * receiving.share if shared else sent
+            out *= ranks * receiving.share if shared else 0.0 if in_place else sent
             begun = max(taken.pop(bucket.index), empty[lanes[bucket.sender]])
             arrived = begun + rates.collective + crossing
             filling.sent(bucket, arrived)

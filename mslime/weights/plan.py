@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 
 from mslime.config.errors import ConfigError
 from mslime.convert.kinds import Shape
@@ -22,6 +22,8 @@ from mslime.weights.senders import Senders
 DTYPE_BYTES = {
     "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1, "int32": 4, "int64": 8,
 }  # fmt: skip
+ALONE_FROM = 0.25
+"""Of a bucket's limit. A request costs about what packing and converting so much does."""
 Unit = tuple[tuple[BoundRule, ...], ...]
 """What must travel in one bucket: slots, each with the rule of every expert-parallel rank that is gathered from."""
 
@@ -247,8 +249,17 @@ class _Load:
 
     def buckets(self, limit_bytes: int) -> Iterator[Bucket]:
         """The units in buckets of at most so many bytes, not numbered yet."""
-        for run in _fill(self.units, limit_bytes // DTYPE_BYTES[self.dtype]):
-            yield _bucket(self, run)
+        limit = limit_bytes // DTYPE_BYTES[self.dtype]
+        for _, units in groupby(self.units, lambda unit: unit if self._goes_alone(unit, limit) else None):
+            for run in _fill(units, limit):
+                yield _bucket(self, run)
+
+    def _goes_alone(self, unit: Unit, limit: int) -> bool:
+        """Whether a shared tensor that lies right already is worth a bucket in which nobody packs or converts it:
+        embeddings."""
+        ((rule, *others), *more) = unit
+        lies_right = not (others or more or rule.is_expert) and rule.kind.in_order(self.sharing)
+        return lies_right and _hf_numel(unit) >= ALONE_FROM * limit
 
 
 def _queues(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -133,6 +134,30 @@ def test_a_bucket_is_in_order_exactly_where_converting_would_not_move_anything(l
         converted = convert(replace(bucket, in_order=False), packed, table)
         same = torch.equal(torch.cat(packed), converted)
         assert same == bucket.in_order, bucket.describe()
+
+
+@pytest.mark.parametrize("layout", ["dp4 ep4", "tp2 ep2 pp2"])
+def test_a_large_shared_tensor_that_lies_right_goes_alone_and_a_small_one_with_others(layout: str) -> None:
+    """Embeddings, where the vocabulary divides evenly: nobody packs or converts such a bucket."""
+    table = moe_table(vocab_size=50)
+    (embedding,) = (rule for rule in table.bound.values() if rule.name.startswith("embedding."))
+    size = 4 * math.prod(embedding.hf_shapes[0])
+
+    def bucket_of(limit: int) -> Bucket:
+        plan = plan_of(LAYOUTS[layout], limit, senders=8, table=table)
+        (found,) = (bucket for bucket in plan.buckets if embedding.hf_names[0] in bucket.names)
+        return found
+
+    alone, beside = bucket_of(4 * size), bucket_of(4 * size + 16)
+    assert alone.names == embedding.hf_names and alone.in_order
+    assert len(beside.names) > 1 and not beside.in_order
+
+
+def test_experts_share_buckets_however_large_they_are() -> None:
+    plan = plan_of(ParallelLayout(), 1)  # each alone
+    largest = max(bucket.hf_bytes for bucket in plan.buckets if "local_experts" in bucket.slots[0].names[0])
+    together = [bucket for bucket in plan_of(ParallelLayout(), 2 * largest).buckets if len(bucket.slots) > 1]
+    assert any("local_experts" in bucket.slots[0].names[0] for bucket in together)
 
 
 FULL_SIZE = ParallelLayout(tp=4, pp=16, dp=16, ep=64)

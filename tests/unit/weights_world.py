@@ -43,10 +43,14 @@ def stages(layout: ParallelLayout) -> list[list[int]]:
 
 
 def plan_of(
-    layout: ParallelLayout, bucket_bytes: int = 1 << 30, dtype: str = "float32", senders: int = 1
+    layout: ParallelLayout,
+    bucket_bytes: int = 1 << 30,
+    dtype: str = "float32",
+    senders: int = 1,
+    table: RuleTable | None = None,
 ) -> WeightPlan:
-    """The plan of `moe_table` in a layout, with so many senders, or one for each stage."""
-    return build_plan(moe_table(), Senders.at_most(layout, senders), stages(layout), dtype, bucket_bytes)
+    """The plan of `moe_table` (or another one) in a layout, with so many senders, or one for each stage."""
+    return build_plan(table or moe_table(), Senders.at_most(layout, senders), stages(layout), dtype, bucket_bytes)
 
 
 def whole_tensors(table: RuleTable, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:

@@ -14,6 +14,11 @@ from mslime.config.choices import NOT_ARRIVED
 _ALIGNED = 16
 
 
+def aligned(size: int) -> int:
+    """So many bytes that what follows them may have elements of any size."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
 @dataclass(frozen=True)
 class Place:
     """Where one arrival of a rank lies in the room for all of them.
@@ -43,7 +48,7 @@ def places(sizes: Sequence[int], capacity: int) -> list[Place]:
         while any(_meet(each, start, size) for each in found[first:]):
             first += 1
         found.append(Place(start, size, first))
-        start += -(-size // _ALIGNED) * _ALIGNED
+        start += aligned(size)
     return found
 
 

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from mslime.backends.sglang.cuts import Packed, cut_bytes, cuts_of
-from mslime.backends.sglang.lanes import Lanes, Place, places
+from mslime.backends.sglang.lanes import Lanes, Place, aligned, places
 from mslime.backends.sglang.recorded import (
     RECORDED,
     Bucket,
@@ -162,6 +162,7 @@ class Relay:
         self._done: tuple[str, str, str] = ("", "", "")
         self._lanes: Lanes | None = None
         self._room, self._given = Buffer(device), Buffer(device)
+        self._in_place = False  # all buckets are loaded from where they arrive
         self._known: list[Copies | None] = []
         self._shares: list[list[Share | None]] = []
         self._route: Route | None = None
@@ -215,8 +216,10 @@ class Relay:
         news: list[Share | None] | None = None
         try:
             plan = self._plan(order, names, dtypes, shapes)
-            self._buckets.buffer.make_room(_largest(plan))
-            copies = self._copies_of(plan, place.whole.count)
+            copies = list(self._copies([sent.bucket for sent in plan]))
+            self._in_place = place.near.count == 1 and all(known is not None for known in copies)
+            if not self._in_place:
+                self._buckets.buffer.make_room(_largest(plan))
             self._check_cuts(order, copies)
             self._ask(order, plan, groups, place)
             if len(copies) != len(self._known) or not all(map(operator.is_, copies, self._known)):
@@ -234,9 +237,6 @@ class Relay:
                 cuts = cuts_of([len(sent.bucket.flat) for sent in plan], self._shares, place.machines)
                 self._cuts = cuts if any(each is not None for each in cuts.buckets) else None
         return plan
-
-    def _copies_of(self, plan: Sequence[Sent], ranks: int) -> list[Copies | None]:
-        return list(self._copies([sent.bucket for sent in plan])) if ranks > 1 else [None] * len(plan)
 
     def _check_cuts(self, order: Order, copies: Sequence[Copies | None]) -> None:
         """Whether this rank still keeps what senders go by. Raises RuntimeError."""
@@ -272,6 +272,8 @@ class Relay:
             for sent, cut in zip(plan, cuts, strict=True)
         ]
         capacity = int(SHARES_AT_MOST * _largest(plan)) if order.cuts else 0
+        if self._in_place:  # one arrives while another one is loaded
+            capacity = 2 * aligned(max(sizes, default=0))
         found = [Place(0, 0, 0)] * len(plan)
         for rank in range(place.near.count):
             own = [i for i, sent in enumerate(plan) if sizes[i] and sent.sender % place.near.count == rank]
@@ -323,17 +325,21 @@ class Relay:
         if broken := beside.first_failure(without or lanes.failed):
             raise RuntimeError(broken)
         assert route is not None
+
+        def load(received: Received) -> None:
+            nonlocal failed
+            if not failed and not lanes.failed:
+                loaded, words = self._loaded(received)
+                said.add(words)
+                failed = "" if loaded else words
+
         for step in route.steps:
             if unheard >= beside.count:
                 unheard = 0
                 if broken := beside.first_failure(lanes.failed):
                     raise RuntimeError(broken)
             unheard += len(step.buckets)
-            for received in self._handed_on(step, plan, route, beside):
-                if not failed and not lanes.failed:
-                    loaded, words = self._loaded(received)
-                    said.add(words)
-                    failed = "" if loaded else words
+            self._hand_on(step, plan, route, beside, load)
         if plan and plan[0].bucket.flat.is_cuda:  # an answer says that all is done
             torch.cuda.current_stream().synchronize()
         if failed := beside.first_failure(lanes.failed or failed):
@@ -347,11 +353,17 @@ class Relay:
         parts += [f"of {by_shares} of {len(plan)} buckets each rank's share"] if by_shares else []
         return min(said - {RECORDED}, default=", ".join([RECORDED, *parts]))
 
-    def _handed_on(self, step: Step, plan: Sequence[Sent], route: Route, beside: Siblings) -> list[Received]:
-        """The buckets of a step, when this rank has them, or its shares."""
+    def _hand_on(
+        self, step: Step, plan: Sequence[Sent], route: Route, beside: Siblings, load: Callable[[Received], None]
+    ) -> None:
+        """Load the buckets of a step, when this rank has them, or its shares."""
         assert self._lanes is not None
         indexes, arrivals = step.buckets, route.arrivals
         mine = [i for i in indexes if arrivals[i].size and arrivals[i].source == beside.rank]
+        received = [Received(plan[i].bucket, packed=route.packed.get(i)) for i in indexes]
+        if mine and beside.count == 1 and indexes[0] in route.packed:
+            self._lanes.take(lambda _: load(received[0]))
+            return
         if step.shared:
             exchange = route.exchanges.get(indexes[0])
             if exchange is not None:
@@ -366,7 +378,8 @@ class Relay:
                 self._lanes.take(arrived.copy_)
             if size:
                 beside.pass_on(arrived, arrivals[index].source)
-        return [Received(plan[i].bucket, packed=route.packed.get(i)) for i in indexes]
+        for each in received:
+            load(each)
 
     def _loaded(self, received: Received) -> tuple[bool, str]:
         try:

@@ -21,11 +21,10 @@ import torch
 import torch.distributed as dist
 
 from mslime.backends.sglang.digest import BITS
+from mslime.backends.sglang.lanes import aligned
 from mslime.backends.sglang.recorded import Bucket, Buffer, Copies
 from mslime.backends.sglang.siblings import Siblings
 from mslime.config.choices import SHARES_AT_MOST
-
-_ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def steps(
             close()
             found.append(Step((index,), False))
             continue
-        after = [_aligned(before) + more for before, more in zip(taken, of_ranks, strict=True)]
+        after = [aligned(before) + more for before, more in zip(taken, of_ranks, strict=True)]
         if source in {sources[other] for other in run if sizes[other] and size} or max(after) > most:
             close()
             after = of_ranks
@@ -156,10 +155,10 @@ class Exchange:
         self._beside = beside
         self._give, self._take = [0] * beside.count, [0] * beside.count
         for source, share in zip(sources, shares[beside.rank], strict=True):
-            self._take[source] = _aligned(share.bytes)
+            self._take[source] = aligned(share.bytes)
         if beside.rank in sources:
             mine = [each[sources.index(beside.rank)] for each in shares]
-            self._give = [_aligned(share.bytes) for share in mine]
+            self._give = [aligned(share.bytes) for share in mine]
         self.gives, self.takes = sum(self._give), sum(self._take)
         self._given, self._taken = given.head(self.gives), taken.head(self.takes)
         self._from_room, self._packed = list[torch.Tensor](), list[torch.Tensor]()
@@ -233,6 +232,7 @@ class Route:
         self.steps = steps(sources, sizes, shares, max((len(bucket.flat) for bucket in sent), default=0))
         self.arrivals = arrivals
         self._given, self._taken = given, taken
+        alone = beside.count == 1  # it copies out of what has arrived, where that lies
         self.exchanges: dict[int, Exchange] = {}
         self.packed: dict[int, list[torch.Tensor]] = {}
         for step in self.steps:
@@ -256,9 +256,10 @@ class Route:
                 self.packed |= dict(zip(moved, exchange.arrived, strict=True))
         for step in self.steps:
             for index in () if step.shared else step.buckets:
-                within, mine = arrivals[index].within, copies[index]
+                within, mine = arrivals[index].within or (_as_it_is if alone else None), copies[index]
                 if within is not None and mine is not None and sizes[index]:
-                    self.packed[index] = _views_within(taken.head(sizes[index]), mine.out_of, within)
+                    arrived = arrivals[index].room if alone else taken.head(sizes[index])
+                    self.packed[index] = _views_within(arrived, mine.out_of, within)
 
     def make_room(self) -> None:
         """For all steps of a sync."""
@@ -299,7 +300,3 @@ def _views(buffer: torch.Tensor, start: int, like: Iterable[torch.Tensor]) -> li
         views.append(buffer[start:end].view(view.dtype).view(view.shape))
         start = end
     return views
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED

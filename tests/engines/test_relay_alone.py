@@ -1,0 +1,122 @@
+"""The engine's side of `relay` where an engine has one rank, over real process groups: two senders.
+
+Once loading is recorded, buckets are loaded from where they arrive, and the next one arrives meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mslime.backends.sglang.recorded import Received, buckets_of, fitting, release
+from mslime.backends.sglang.relay import Order, Relay
+from mslime.backends.sglang.siblings import Ranks
+from tests.engines import test_relay_shares as shares
+from tests.engines.megatron_ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(120)
+
+BUCKETS = shares.BUCKETS
+SUMMED = 5
+"""The bucket that a model loads by more than copies."""
+SIZES = [sum(4 * torch.Size(shares.shape(name)).numel() for name in names) for _, names in BUCKETS]
+
+
+class Engine:
+    """The one rank of it.
+
+    Attributes:
+        beside: of each bucket that was loaded in the last sync, how many were on their way meanwhile.
+        rooms: likewise, the bytes of what has arrived and is arriving, and of the buffer for one bucket.
+    """
+
+    def __init__(self, lanes: list[Any], without: set[str]) -> None:
+        self.updater = shares.FakeUpdater(0, 1)
+        self.without = without
+        self.beside, self.rooms = list[int](), list[tuple[int, int]]()
+        self.groups = {f"lane{i}": lane for i, lane in enumerate(lanes)}
+        self.relay = Relay(
+            buckets_of(self.updater), self.load, "cpu", lambda buckets: fitting(self.updater.model, buckets)
+        )
+
+    def load(self, received: Received) -> tuple[bool, str]:
+        assert self.relay._lanes is not None
+        self.beside.append(len(self.relay._lanes._on_the_way))
+        self.rooms.append((self.relay._room.bytes, buckets_of(self.updater).buffer.bytes))
+        return self.updater.load(received)
+
+    def sync(self, version: int, new: bool) -> dict[str, Any]:
+        """What became of it."""
+        self.beside, self.rooms, self.updater.loaded = [], [], 0
+        buckets = [(sender, [n for n in names if n not in self.without]) for sender, names in BUCKETS]
+        names = [name for _, named in buckets for name in named]
+        news = (names, ["float32"] * len(names), [shares.shape(name) for name in names]) if new else ([], [], [])
+        known = (tuple(s for s, _ in buckets), tuple(len(named) for _, named in buckets)) if new else ((), ())
+        said = self.relay.obey(Order(f"{version}", "plan", ("lane0", "lane1"), *known), *news, self.groups, Ranks())
+        release(lambda updater: None, self.updater)
+        expected = shares.FakeModel(0, 1)
+        expected.load_weights((name, shares.value(name, version)) for name in names)
+        held = dict(self.updater.model.named_parameters())
+        wrong = [name for name, sent in expected.named_parameters() if not torch.equal(held[name], sent)]
+        return {
+            "said": said, "wrong": wrong, "beside": self.beside, "rooms": set(self.rooms),
+            "by_the_model": self.updater.loaded, "left": self.relay._room.bytes,
+        }  # fmt: skip
+
+
+def send(rank: int, lane: Any, version: int, without: set[str]) -> None:
+    for sender, names in BUCKETS:
+        if sender == rank:
+            flat = torch.cat([shares.value(name, version).flatten() for name in names if name not in without])
+            dist.broadcast(flat, group=lane, group_src=0)
+
+
+def work(rank: int, world_size: int, init_method: str) -> dict[str, list[dict[str, Any]]]:
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for what, without in (("all recorded", {"summed0"}), ("one is not", set[str]())):
+        lanes = [dist.new_group([sender, 2]) for sender in (0, 1)]
+        engine = Engine(lanes, without) if rank == 2 else None
+        found[what] = []
+        for version in (1, 2, 3):
+            if engine is None:
+                send(rank, lanes[rank], version, without)
+            else:
+                found[what].append(engine.sync(version, version == 1))
+        dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def syncs() -> dict[str, list[dict[str, Any]]]:
+    return run_ranks(work, 3, deadline_s=100)[2]
+
+
+def test_every_version_is_loaded_whole(syncs: dict[str, list[dict[str, Any]]]) -> None:
+    for found in syncs.values():
+        assert [sync["wrong"] for sync in found] == [[], [], []]
+        assert [sync["left"] for sync in found] == [0, 0, 0]
+    assert [sync["by_the_model"] for sync in syncs["all recorded"]] == [len(BUCKETS), 0, 0]
+    assert [sync["by_the_model"] for sync in syncs["one is not"]] == [len(BUCKETS), 1, 1]
+
+
+def test_the_next_bucket_arrives_while_one_is_loaded_once_all_are_recorded(
+    syncs: dict[str, list[dict[str, Any]]],
+) -> None:
+    first, *others = syncs["all recorded"]
+    assert set(first["beside"]) <= {0, 1}  # it is asked for when the one before is in the buffer
+    for sync in others:
+        # Those that lie in the room's first and second half; more where several small ones fit.
+        assert min(sync["beside"][:-1]) >= 1 and sync["beside"][-1] == 0
+
+
+def test_memory_is_that_of_two_buckets(syncs: dict[str, list[dict[str, Any]]]) -> None:
+    largest = max(SIZES)
+    ((room, buffer),) = syncs["all recorded"][1]["rooms"]
+    assert largest < room <= 2 * (largest + 16) and buffer == 0
+    for sync in (syncs["all recorded"][0], *syncs["one is not"]):
+        ((room, buffer),) = sync["rooms"]
+        assert room == buffer == largest
