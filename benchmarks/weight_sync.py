@@ -581,7 +581,8 @@ def by_transport(args: argparse.Namespace, config: dict[str, Any]) -> dict[str, 
     found: dict[str, dict[str, Any]] = {}
     with TemporaryDirectory() as directory:
         sizes = {k: v for k, v in config.items() if k not in ("architectures", "rope_theta")}
-        server = serve(make_tiny_qwen3_moe(Path(directory) / "model", **sizes), Path(directory) / "logs")
+        checkpoint = make_tiny_qwen3_moe(Path(directory) / "model", **sizes)
+        server = serve(checkpoint, Path(directory) / "logs", sglang={"dtype": args.dtype})
         try:
             for words in args.layouts.split(","):
                 bucket = int(args.bucket_mib * (1 << 20))
