@@ -45,31 +45,33 @@ def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], rank: int) -> torch
         return whole
     flat = torch.empty(bucket.local_numel, dtype=TORCH_DTYPES[bucket.gathered_dtype], device=shards[0].device)
     for slot, shard in zip(bucket.slots, shards, strict=True):
-        flat[slot.offset : slot.offset + slot.numel].copy_(shard.reshape(-1))
+        flat[slot.offset : slot.offset + slot.numel].copy_(shard.detach().reshape(-1))
     return flat
 
 
 def _shard(bucket: Bucket, slot: Slot, name: str, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
     param = params.get(name)
-    if param is None or tuple(param.shape) != slot.shape:
+    if param is None or param.shape != slot.shape:
         found = None if param is None else tuple(param.shape)
         raise sync_error(
             "gather", f"{bucket.describe()}: {name}", f"the plan expects shape {slot.shape}, found {found}",
             "build the rules from the config.json and the layout that the model was built from",
         )  # fmt: skip
-    return param.detach()
+    return param
 
 
 def _as_they_lie(shards: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
     """One view of all shards, where each begins in memory where the one before ends."""
-    first, end = shards[0], shards[0].storage_offset()
-    storage = first.untyped_storage().data_ptr()
+    first = shards[0].detach()
+    begin = end = first.data_ptr()
     for shard in shards:
-        there = shard.untyped_storage().data_ptr() == storage and shard.storage_offset() == end
-        if not there or shard.dtype != dtype or not shard.is_contiguous():
+        if shard.data_ptr() != end or shard.dtype != dtype or not shard.is_contiguous():
             return None
-        end += shard.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,))
+        end += shard.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # of several storages that happen to be neighbours
+        return None
+    return first.as_strided(((end - begin) // first.itemsize,), (1,))
 
 
 def in_memory_order(params: Mapping[str, torch.Tensor]) -> list[str]:
@@ -133,7 +135,7 @@ def convert_alone(bucket: Bucket, params: Mapping[str, torch.Tensor], table: Rul
     Raises:
         WeightSyncError: a parameter is missing or has another shape than the plan says.
     """
-    shards = {slot: _shard(bucket, slot, slot.names[0], params) for slot in bucket.slots}
+    shards = {slot: _shard(bucket, slot, slot.names[0], params).detach() for slot in bucket.slots}
     return _converted(bucket, lambda slot, _: [shards[slot]], shards[bucket.slots[0]].device, table)
 
 

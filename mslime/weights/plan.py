@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, zip_longest
+from itertools import zip_longest
 
 from mslime.config.errors import ConfigError
 from mslime.convert.kinds import Shape
@@ -248,11 +248,15 @@ class _Load:
     units: tuple[Unit, ...]
 
     def buckets(self, limit_bytes: int) -> Iterator[Bucket]:
-        """The units in buckets of at most so many bytes, not numbered yet."""
+        """The units in buckets of at most so many bytes, not numbered yet.
+
+        Those that go alone come first: the others are gathered and converted behind them.
+        """
         limit = limit_bytes // DTYPE_BYTES[self.dtype]
-        for _, units in groupby(self.units, lambda unit: unit if self._goes_alone(unit, limit) else None):
-            for run in _fill(units, limit):
-                yield _bucket(self, run)
+        alone = [unit for unit in self.units if self._goes_alone(unit, limit)]
+        others = [unit for unit in self.units if not self._goes_alone(unit, limit)]
+        for run in (*([unit] for unit in alone), *_fill(others, limit)):
+            yield _bucket(self, run)
 
     def _goes_alone(self, unit: Unit, limit: int) -> bool:
         """Whether a shared tensor that lies right already is worth a bucket in which nobody packs or converts it:

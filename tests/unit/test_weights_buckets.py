@@ -105,6 +105,19 @@ def test_parameters_that_lie_right_are_sent_as_they_lie(gap: int, dtype: str, mo
     assert torch.equal(sent, torch.cat([p.reshape(-1) for p in params.values()]).to(torch.float32))
 
 
+def test_parameters_of_several_storages_that_are_neighbours_are_copied() -> None:
+    """A view of the first one's memory may not reach into the others'."""
+    bucket = next(b for b in plan_of(LAYOUTS["dp4 ep4"], senders=4).buckets if b.sender == 2 and b.in_order)
+    params = in_one_buffer(bucket, 2, 0, torch.float32)
+    apart = {name: torch.from_numpy(param.numpy()) for name, param in params.items()}
+    ends = [param.data_ptr() + param.nbytes for param in apart.values()]
+    assert ends[:-1] == [param.data_ptr() for param in apart.values()][1:]
+    assert len({param.untyped_storage().data_ptr() for param in apart.values()}) == len(apart)
+    packed = pack(bucket, apart, 2)
+    assert packed.data_ptr() != next(iter(apart.values())).data_ptr()
+    assert torch.equal(packed, torch.cat([p.reshape(-1) for p in params.values()]))
+
+
 def test_experts_that_lie_backwards_are_sent_backwards() -> None:
     """As in megatron-core's buffer of the experts: from the last parameter to the first."""
     layout, table = LAYOUTS["dp4 ep4"], moe_table()
