@@ -25,7 +25,8 @@ class Rates:
         exchange: seconds in which all trainer ranks hear from each other.
         collective: seconds until a collective that nobody asks for by a request moves its first byte.
         host: bytes a second between one GPU and its host's memory, in one direction, while all GPUs of a machine copy.
-        directory: bytes a second of a directory that machines share, by all who write or read at the same time.
+        directory: bytes a second into a directory that machines share, by all who write at the same time.
+        reading: bytes a second out of it, by all who read at the same time.
     """
 
     network: float
@@ -37,6 +38,7 @@ class Rates:
     collective: float = 0.0
     host: float = math.inf
     directory: float = math.inf
+    reading: float = math.inf
 
 
 def rates_of(cluster: ClusterConfig) -> Rates:
@@ -51,6 +53,7 @@ def rates_of(cluster: ClusterConfig) -> Rates:
         collective=cluster.sync_collective_ms / 1e3,
         host=cluster.gpu_host_gb_per_s * 1e9,
         directory=cluster.directory_gb_per_s * 1e9,
+        reading=cluster.directory_gb_per_s * 1e9,
     )
 
 

@@ -185,6 +185,10 @@ class Way:
         prepare: what its sender does before, while others prepare, write and send theirs.
         write: what it does then with something that all senders share, one after the other.
         unpack: what an engine does more with it than loading it.
+        keep: what its sender does when it has arrived, before it takes its next, or lets the next have its turn.
+        room: seconds in which a sender makes what its buckets go through, anew in every sync.
+        opening: seconds in which an engine opens that, with a sender's first bucket.
+        closing: seconds that end a sync, when all has arrived.
         turns: whether several engines take all buckets in the plan's order.
         exchanges: in which all trainer ranks agree at the end.
     """
@@ -193,6 +197,10 @@ class Way:
     prepare: float = 0.0
     write: float = 0.0
     unpack: float = 0.0
+    keep: float = 0.0
+    room: float = 0.0
+    opening: float = 0.0
+    closing: float = 0.0
     turns: bool = False
     exchanges: int = OBSERVED
 
@@ -220,11 +228,12 @@ def predict(
         return SyncPrediction(0.0, 0.0, 0.0, 0.0)
     filling = Filling(plan.buckets, rates, gpus_per_node)
     turns = way.turns and receiving.engines > 1
+    firsts = set({bucket.sender: bucket.index for bucket in reversed(plan.buckets)}.values())
     asked: list[tuple[float, int, float]] = []
-    now = fill = wire = load = latency = written = 0.0
+    now = fill = wire = load = latency = written = kept = 0.0
     for _ in plan.buckets:
         for taken, bucket in filling.given():
-            ready = taken + way.prepare * bucket.hf_bytes
+            ready = taken + way.prepare * bucket.hf_bytes + (way.room if bucket.index in firsts else 0.0)
             if way.write:
                 ready = written = max(ready, written) + way.write * bucket.hf_bytes
             heappush(asked, (bucket.index if turns else ready, bucket.index, ready))
@@ -233,11 +242,15 @@ def predict(
         bucket = plan.buckets[index]
         moving = way.move * bucket.hf_bytes
         loading = way.unpack * bucket.hf_bytes + _load_seconds(bucket, rates, receiving)
-        fill += max(ready - now, 0.0)
-        wire, load, latency = wire + moving, load + loading, latency + rates.request
-        now = max(ready, now) + rates.request + moving + loading
-        filling.sent(bucket, now)
-    return SyncPrediction(fill, wire, load, latency + way.exchanges * rates.exchange)
+        asking = rates.request + (way.opening if index in firsts else 0.0)
+        begun = max(ready, now, kept if turns else 0.0)
+        fill += begun - now
+        wire, load, latency = wire + moving, load + loading, latency + asking
+        now = begun + asking + moving + loading
+        filling.sent(bucket, now + way.keep * bucket.hf_bytes)
+        kept = max(kept, now + way.keep * bucket.hf_bytes)
+    latency += way.closing + way.exchanges * rates.exchange
+    return SyncPrediction(fill + kept - now, wire, load, latency)
 
 
 def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per_node: int) -> SyncPrediction:

@@ -33,6 +33,7 @@ class Turns:
     def __init__(self, plan: WeightPlan, group: dist.ProcessGroup) -> None:
         self._order, self._group = [bucket.sender for bucket in plan.buckets], group
         self._went_well = True
+        self._passed_on: list[tuple[dist.Work | None, torch.Tensor]] = []
 
     def take(self, bucket: Bucket) -> bool:
         """Wait until it is this bucket's turn; whether all before it arrived.
@@ -52,14 +53,23 @@ class Turns:
         return self._went_well
 
     def pass_on(self, bucket: Bucket, went_well: bool) -> None:
-        """Let the next bucket's sender have its turn. A sender that is gone is noticed by others."""
+        """Let the next bucket's sender have its turn. A sender that is gone is noticed by others.
+
+        gloo ends a send when the other side asks for it, which is when it has prepared its bucket: only the last is
+        waited for.
+        """
         self._went_well = went_well
-        after = self._order[bucket.index + 1] if bucket.index + 1 < len(self._order) else bucket.sender
-        if after != bucket.sender:
-            try:
-                dist.send(torch.tensor([went_well], dtype=torch.uint8), after, group=self._group)
-            except RuntimeError:
-                self._went_well = False
+        later = self._order[bucket.index + 1 :]
+        if not later or later[0] == bucket.sender:
+            return
+        said = torch.tensor([went_well], dtype=torch.uint8)
+        try:
+            self._passed_on.append((dist.isend(said, later[0], group=self._group), said))
+            for work, _ in self._passed_on if bucket.sender not in later else ():
+                if work is not None:
+                    work.wait()
+        except RuntimeError:
+            self._went_well = False
 
 
 @dataclass

@@ -17,7 +17,7 @@ from mslime.convert.families import get_family
 from mslime.planner.command import plan_config
 from mslime.planner.filling import Rates
 from mslime.planner.sync import EXCHANGES, OBSERVED, Receiving, SyncPrediction, Way, predict
-from mslime.planner.ways import way_of
+from mslime.planner.ways import Changing, delta_way, disk_way, way_of
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
@@ -170,6 +170,33 @@ def test_turns_are_taken_only_where_a_way_has_them() -> None:
     assert (ordered.fill, free.fill) == (pytest.approx(10.0), pytest.approx(6.0))
 
 
+def test_what_a_sender_notes_of_a_bucket_that_has_arrived_is_hidden_behind_others_but_not_in_a_turn() -> None:
+    way = Way(move=1 / 100, keep=1 / 200)  # 2 s, then 1 s
+    # Moved to 2, 5 and 8 s, and the last is noted at 9 s.
+    assert parts(predict(small_plan([experts(0)] * 3), RATES, ONE, NODE, way)) == (3.0, 6.0, 0.0, 0.0)
+    two = small_plan([experts(0), experts(1)] * 2)
+    assert parts(predict(two, RATES, TWO, NODE, way)) == (1.0, 8.0, 0.0, 0.0)
+    # A turn is passed on when all is noted.
+    assert parts(predict(two, RATES, TWO, NODE, replace(way, turns=True))) == (4.0, 8.0, 0.0, 0.0)
+    assert parts(predict(two, RATES, ONE, NODE, replace(way, turns=True))) == (1.0, 8.0, 0.0, 0.0)
+
+
+def test_a_sender_makes_room_and_an_engine_opens_it_once_in_a_sync() -> None:
+    two = small_plan([experts(0), experts(1)] * 2)
+    # Both have room at 3 s; each is moved in 2 s, and opened in 0.5 s once.
+    made = predict(two, RATES, TWO, NODE, Way(move=1 / 100, room=3.0, opening=0.5))
+    assert parts(made) == (3.0, 8.0, 0.0, 2 * 0.5)
+    ended = predict(two, replace(RATES, exchange=1.0), TWO, NODE, Way(move=1 / 100, closing=7.0))
+    assert parts(ended) == (0.0, 8.0, 0.0, 7.0 + OBSERVED * 1.0)
+
+
+def test_a_directory_is_read_at_a_rate_of_its_own() -> None:
+    rates = replace(RATES, directory=50.0, reading=20.0, host=10.0)
+    assert disk_way(rates, 3) == Way(3 / 20 + 1 / 10, prepare=1 / 10, write=1 / 50)
+    changes = delta_way(rates, 3, Changing(sent=0.5, compare=1.0, keep=2.0, restore=3.0))
+    assert changes == Way(0.5 * (3 / 20 + 1 / 10), prepare=1.0, write=0.5 / 50, unpack=3.0, keep=2.0)
+
+
 COPY, HOST, LINK, NETWORK, SHARED = 1200e9, 25e9, 450e9, 50e9, 10e9
 
 
@@ -197,6 +224,9 @@ def test_every_transport_of_mslime_is_predicted_over_the_links_that_it_uses(
     way = way_of(plan_config({"model": {"path": str(CONFIGS / "olmoe-1B-7B")}, "weights": weights}), plan.rates, TWO)
     assert way is not None and way.turns == turns
     assert (way.prepare, way.write) == (pytest.approx(prepared), pytest.approx(written))
+    noted = 0.05 * (1 / HOST + 0.4e-9) if weights["transport"] == "delta" else 0.0
+    closed = plan.rates.request if weights["transport"] == "handles" else 0.0
+    assert (way.keep, way.closing) == (pytest.approx(noted), closed)
 
 
 def test_changes_are_put_into_what_an_engine_takes_back() -> None:

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
+from multiprocessing.synchronize import Event
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mslime.config.errors import WeightSyncError
+from mslime.config.layout import ParallelLayout
 from mslime.weights import contract
 from mslime.weights.courier import Courier, Seconds, Turns
-from mslime.weights.plan import Bucket
+from mslime.weights.plan import Bucket, WeightPlan
+from mslime.weights.senders import Senders
+from tests.fixtures.forked import forking, preload
 
 pytestmark = pytest.mark.timeout(60)
 
 BUCKETS = contract._buckets()
+preload(__name__)
 
 
 class LateTurns:
@@ -84,3 +92,28 @@ def test_after_a_bucket_that_cannot_be_prepared_none_is_and_the_turn_is_passed_o
     else:
         assert isinstance(failure, WeightSyncError) and transport.calls == [("prepare", 0)]
         assert turns.passed_on == [False, False]
+
+
+def turns_of(rank: int, store: str, passed_on: Event) -> None:
+    """One of two senders, of four buckets in turn. The second is not ready before the first has passed its turn on."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    layout = ParallelLayout(dp=2, ep=2)
+    buckets = tuple(replace(BUCKETS[0], index=index, sender=index % 2) for index in range(4))
+    turns = Turns(WeightPlan(Senders(layout, 2), buckets), cast(Any, dist.group.WORLD))
+    for number, bucket in enumerate(buckets[rank::2]):
+        assert rank == 0 or number or passed_on.wait(30)
+        assert turns.take(bucket)
+        turns.pass_on(bucket, True)
+        passed_on.set()
+    dist.destroy_process_group()
+
+
+def test_a_sender_that_passes_its_turn_on_does_not_wait_until_the_next_is_ready(tmp_path: Path) -> None:
+    context = forking()
+    passed_on = context.Event()
+    ranks = [context.Process(target=turns_of, args=(rank, str(tmp_path / "store"), passed_on)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0, 0]
