@@ -1,7 +1,7 @@
 """Rollout managers as Ray actors, beside the front that asks them: one process each, with its share of the engines.
 
 The front makes them (`RolloutActor`), and they end with it. A manager that dies fails the call that is under way, which
-ends the run with its name and its log.
+ends the session with its name and its log.
 """
 
 from __future__ import annotations
