@@ -53,8 +53,8 @@ def assert_books_hold(run: Run, groups: int = GROUPS) -> None:
 
 
 def assert_each_prompt_once(run: Run) -> None:
-    """Every group that was begun was trained by one step, whole, or is held for a later one. A step that was handed over
-    and not trained is to be done again."""
+    """Every group that was begun was trained by one step, whole, or is held for a later one. A step that was handed
+    over and not trained is to be done again."""
     trained = [
         (sample["group"], sample["index"])
         for step in recorded_steps(run.directory)
