@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from mslime.backends.sglang.server import ServerProcess
 from mslime.config.keys import NO_KEYS
 from mslime.config.serving import engine_spec
 from mslime.observe.rows import by_step
+from mslime.observe.samples import file_of, read_samples
 from mslime.observe.timeline import read_spans
-from tests.e2e.harness import ROOT, Run, start_run
+from tests.e2e.harness import ROOT, Run, assert_balanced, start_run
 from tests.e2e.test_managers import GROUPS, assert_books_hold, assert_each_prompt_once
 from tests.e2e.test_run import START_S, STEP_S, prompts, saved_step, settings
 from tests.engines.conftest import cpu_run
@@ -35,16 +37,20 @@ ACCIDENTS = "tests.fixtures.killing_transport:FakeAccidents"
 
 def start(
     model: Path, rows: Path, directory: Path, restarts: int = 3, engines: int = 2,
-    reward: dict[str, Any] | None = None, rejoin: str = "sync", rollout: dict[str, Any] | None = None, **weights: Any,
+    reward: dict[str, Any] | None = None, rejoin: str = "sync", managers: int = 1, tokens: int = 96,
+    held_out: Sequence[dict[str, Any]] = (), **weights: Any,
 ) -> Run:  # fmt: skip
     """A run that compares every sync and never ends by itself."""
-    asked = {"max_staleness": 1, "on_stale": "mask", "max_response_tokens": 96, "groups_per_step": GROUPS}
-    rollout = {**asked, **(rollout or {})}
+    rollout = {
+        "max_staleness": 1, "on_stale": "mask", "max_response_tokens": tokens, "groups_per_step": GROUPS,
+        "managers": managers,
+    }  # fmt: skip
     sglang = {"num_engines": engines, "max_total_tokens": 4096, "restarts": restarts, "rejoin": rejoin}
     sections = {
         "train": {"num_steps": 500},
         "checkpoint": {"save_every": 0},
         "observe": {"save_rollouts": "all"},
+        "data": {"eval_sets": list(held_out)},
     }
     if reward is not None:
         sections["reward"] = reward
@@ -200,7 +206,7 @@ def test_managers_wait_for_the_only_engine_of_one_of_them_and_for_all_and_lose_n
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
     """Each of two managers has one engine: its groups have nowhere else to go, so that no sync is without one."""
-    run = start(tiny_qwen3_moe, prompts, tmp_path, rollout={"managers": 2, "max_response_tokens": LONG})
+    run = start(tiny_qwen3_moe, prompts, tmp_path, managers=2, tokens=LONG)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 1, START_S + 2 * STEP_S)
     for doomed, what in ((1,), "a rollout manager has no engine left"), ((0, 1), "no engine is left"):
@@ -218,6 +224,34 @@ def test_managers_wait_for_the_only_engine_of_one_of_them_and_for_all_and_lose_n
     assert len(compared) >= len(run.rows()) and len(set(compared)) == 1, "all engines, in each sync"
     check_books(run)
     assert_each_prompt_once(run)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_an_evaluation_of_two_managers_begins_again_when_the_engine_of_one_dies_in_it(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    """The one before the first step."""
+    rows, each = 8, 4
+    held_out = {"name": "held_out", "path": f"{prompts}@[:{rows}]", "max_response_tokens": LONG}
+    held_out |= {"samples_per_prompt": each, "temperature": 1}
+    run = start(tiny_qwen3_moe, prompts, tmp_path, managers=2, held_out=[held_out])
+    runs.append(run)
+    run.wait_for(lambda: "version 0: " in run.text(), START_S)
+    kill_engines_that_generate(run, 1)
+    run.wait_for(lambda: len(run.rows()) >= 3, 2 * START_S + 3 * STEP_S)
+    told = run.text().replace("\n", " ")
+    assert "the evaluation of step 0 begins again" in told and "a rollout manager has no engine left" in told
+    scored = read_samples(file_of(run.directory, 0, evaluation=True))
+    assert sorted((s["group"], s["index"]) for s in scored) == [(g, i) for g in range(rows) for i in range(each)]
+    run.process.terminate()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
+    assert "the run goes on from" not in run.text()
+    trained = [row for row in by_step(run.rows()) if row["step"] > 0]
+    assert_balanced(trained)
+    assert saved_step(run) == len(trained)
+    assert_each_prompt_once(run)
+    assert run.left_over() == []
 
 
 @pytest.mark.nightly
