@@ -152,11 +152,12 @@ def test_engines_outlive_a_manager_that_is_killed_and_its_groups_begin_again_in_
     told = run.text().replace("\n", " ")
     assert "rollout manager " in told and "unfinished groups will begin again" in told and "is gone" not in told
     assert f"the run goes on from step {done} (1 of 3 in a row)" in told, "no step is lost"
-    lanes = {span.lane for span in read_spans(run.directory) if span.name == "generate" and span.step > done + 1}
+    lanes = {span.lane for span in read_spans(run.directory) if span.name == "generate" and span.step > done}
     assert lanes == {"engine0", "engine1"}
     rows = by_step(run.rows())
     assert [row["step"] for row in rows] == [*range(1, len(rows) + 1)] and saved_step(run) == len(rows)
-    assert {row["weights/engines"] for row in rows} == {2}
+    # A sync that the death broke off has no numbers.
+    assert {row["weights/engines"] for row in rows if row["step"] != done} == {2}
     assert_books_hold(run)
     assert_each_prompt_once(run)
     assert run.left_over() == []
