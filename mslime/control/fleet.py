@@ -136,9 +136,12 @@ class Fleet:
         self._show()
 
     def revive(self, error: EngineError) -> None:
-        """No engine is left: wait until there is one that a sync can give weights to. Raises `error` when none can come
-        back."""
-        self._progress.note(f"no engine is left ({error.brief})")
+        """No engine is left, or none of a rollout manager's: wait until there is one that a sync can give weights to,
+        for each manager. Raises `error` when none can come back."""
+        dead = self._rollouts.dead()
+        others = any(state.state == "serving" and name not in dead for name, state in self._states.items())
+        what = "a rollout manager has no engine left" if others else "no engine is left"
+        self._progress.note(f"{what} ({error.brief})")
         while True:
             self.tend()
             if not self._rollouts.stranded():

@@ -1,7 +1,7 @@
 """Rollout managers as Ray actors, beside the front that asks them: one process each, with its share of the engines.
 
 The front makes them (`RolloutActor`), and they end with it. A manager that dies fails the call that is under way, which
-ends the run with its name and its log.
+ends the session with its name and its log.
 """
 
 from __future__ import annotations
@@ -165,7 +165,13 @@ class RemoteManager:
         await self._ask("resume_with", version, allowance)
 
     async def answer_rows(self, eval_set: EvalSetConfig, first: int = 0, every: int = 1) -> list[Group]:
-        return await self._ask("answer_rows", eval_set, first, every)
+        """Cancelled with the caller: where another manager's engine died, an evaluation begins again, for all."""
+        ref = self.actor.ask.remote("answer_rows", eval_set, first, every)
+        try:
+            return await self.answer("rollout: answer_rows", ref)
+        except asyncio.CancelledError:
+            ray.cancel(ref)
+            raise
 
     async def continue_with(self, version: int, accepted: Sequence[Group], resting: Sequence[Group]) -> None:
         await self._ask("continue_with", version, accepted, resting)

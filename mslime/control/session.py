@@ -341,7 +341,7 @@ class Session(Started):
                     if self._rollouts.stranded():
                         self._fleet.revive(error)
                         self._publish(running.step)
-                self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left")
+                self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left for it")
                 running = self._rollouts.begin_evaluation(running.step)
 
     def supervised_batch(self) -> Shards:

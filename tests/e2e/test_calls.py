@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
@@ -9,10 +10,12 @@ from collections.abc import Iterator
 import pytest
 import ray
 
+from mslime.config.data import EvalSetConfig
 from mslime.config.errors import ConfigError, TrainerError, WorkerError, sync_error
 from mslime.config.loader import build
 from mslime.control.calls import call, gather
 from mslime.control.cluster import Cluster
+from mslime.control.managers import RemoteManager
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +68,33 @@ def test_a_ray_of_the_caller_s_own_is_left_alone(cluster: None) -> None:
     with pytest.raises(ConfigError, match="connected to a Ray cluster already"), Cluster(config, engines=False):
         pass
     assert ray.is_initialized()
+
+
+def test_rows_that_nobody_waits_for_any_more_are_given_up_by_their_manager(cluster: None) -> None:
+    """Another manager's engine has died, and the evaluation will begin again."""
+
+    @ray.remote
+    class FakeManagerActor:
+        def __init__(self) -> None:
+            self.given_up = asyncio.Event()
+
+        async def ask(self, verb: str, *args: object) -> None:
+            try:
+                await asyncio.sleep(600)
+            finally:
+                self.given_up.set()
+
+        async def told(self) -> bool:
+            return await asyncio.wait_for(self.given_up.wait(), 30)
+
+    async def main() -> bool:
+        actor = FakeManagerActor.remote()
+        manager = RemoteManager(actor, "rollout manager 0", "manager0.log")
+        rows = asyncio.create_task(manager.answer_rows(EvalSetConfig(name="held_out", path="p")))
+        await asyncio.sleep(1)
+        rows.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await rows
+        return await actor.told.remote()
+
+    assert asyncio.run(main())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +21,37 @@ from mslime.backends.sglang.server import ServerProcess
 from mslime.config.keys import NO_KEYS
 from mslime.config.serving import engine_spec
 from mslime.observe.rows import by_step
+from mslime.observe.samples import file_of, read_samples
 from mslime.observe.timeline import read_spans
-from tests.e2e.harness import ROOT, Run, start_run
-from tests.e2e.test_managers import GROUPS, assert_books_hold
+from tests.e2e.harness import ROOT, Run, assert_balanced, start_run
+from tests.e2e.test_managers import GROUPS, assert_books_hold, assert_each_prompt_once
 from tests.e2e.test_run import START_S, STEP_S, prompts, saved_step, settings
 from tests.engines.conftest import cpu_run
 from tests.fixtures.killing_transport import VARIABLE, kill_family
 
 __all__ = ["prompts"]
+LONG = 256
+"""Tokens of a response that takes a while."""
 ACCIDENTS = "tests.fixtures.killing_transport:FakeAccidents"
 
 
 def start(
     model: Path, rows: Path, directory: Path, restarts: int = 3, engines: int = 2,
-    reward: dict[str, Any] | None = None, rejoin: str = "sync", **weights: Any,
+    reward: dict[str, Any] | None = None, rejoin: str = "sync", managers: int = 1, tokens: int = 96,
+    held_out: Sequence[dict[str, Any]] = (), **weights: Any,
 ) -> Run:  # fmt: skip
     """A run that compares every sync and never ends by itself."""
-    rollout = {"max_staleness": 1, "on_stale": "mask", "max_response_tokens": 96, "groups_per_step": GROUPS}
+    rollout = {
+        "max_staleness": 1, "on_stale": "mask", "max_response_tokens": tokens, "groups_per_step": GROUPS,
+        "managers": managers,
+    }  # fmt: skip
     sglang = {"num_engines": engines, "max_total_tokens": 4096, "restarts": restarts, "rejoin": rejoin}
-    sections = {"train": {"num_steps": 500}, "checkpoint": {"save_every": 0}}
+    sections = {
+        "train": {"num_steps": 500},
+        "checkpoint": {"save_every": 0},
+        "observe": {"save_rollouts": "all"},
+        "data": {"eval_sets": list(held_out)},
+    }
     if reward is not None:
         sections["reward"] = reward
     weights = {"verify": "always", **weights}
@@ -65,6 +80,21 @@ def generated(run: Run, engine: str) -> set[int]:
 def kill_engine(run: Run, index: int) -> None:
     """One that is of this run."""
     kill_family(run.find(f"--served-model-name engine{index}-"))
+
+
+def kill_engines_that_generate(run: Run, first: int, *others: int) -> None:
+    """One that is far from the end of its responses, as its log says; with others, whatever these do."""
+    families = [run.find(f"--served-model-name engine{index}-") for index in (first, *others)]
+    doomed = [each for process in families for each in (*process.children(recursive=True), process)]
+    decoding = re.compile(r"Decode batch, #running-req: ([0-9]+), #token: ([0-9]+)")
+    end = time.monotonic() + STEP_S
+    with (run.directory / "logs" / f"engine{first}.log").open() as log:
+        log.seek(0, os.SEEK_END)
+        while not (found := decoding.search(log.readline())) or int(found[2]) > int(found[1]) * LONG / 2:
+            assert time.monotonic() < end and run.process.poll() is None, run.text()
+            time.sleep(0.005)
+    for each in doomed:
+        each.kill()
 
 
 def check_books(run: Run) -> None:
@@ -168,6 +198,60 @@ def test_an_engine_that_dies_while_it_generates_is_left_out_of_the_next_sync(
     assert run.finish(120) == 2, run.text()
     assert "engine0.log" in run.text() or "engine1.log" in run.text()
     check_books(run)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_managers_wait_for_the_only_engine_of_one_of_them_and_for_all_and_lose_no_request(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    """Each of two managers has one engine: its groups have nowhere else to go, so that no sync is without one."""
+    run = start(tiny_qwen3_moe, prompts, tmp_path, managers=2, tokens=LONG)
+    runs.append(run)
+    run.wait_for(lambda: len(run.rows()) >= 1, START_S + 2 * STEP_S)
+    for doomed, what in ((1,), "a rollout manager has no engine left"), ((0, 1), "no engine is left"):
+        steps, backs = len(run.rows()), run.text().count("is back at http") + len(doomed)
+        kill_engines_that_generate(run, *doomed)
+        run.wait_for(lambda n=backs: run.text().count("is back at http") == n, START_S + STEP_S)
+        more_steps(run, 3)
+        assert what in run.text().replace("\n", " "), run.text()
+        assert all(max(generated(run, f"engine{index}")) > steps + 1 for index in (0, 1)), "both generate again"
+    run.process.terminate()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
+    assert "the run goes on from" not in run.text(), "the trainer and the managers are those of the beginning"
+    assert set(engines_of(run)) == {2}
+    compared = re.findall(r"version [0-9]+: ([0-9]+) tensors in the engines equal the trainer's", run.text())
+    assert len(compared) >= len(run.rows()) and len(set(compared)) == 1, "all engines, in each sync"
+    check_books(run)
+    assert_each_prompt_once(run)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_an_evaluation_of_two_managers_begins_again_when_the_engine_of_one_dies_in_it(
+    tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
+) -> None:
+    """The one before the first step."""
+    rows, each = 8, 4
+    held_out = {"name": "held_out", "path": f"{prompts}@[:{rows}]", "max_response_tokens": LONG}
+    held_out |= {"samples_per_prompt": each, "temperature": 1}
+    run = start(tiny_qwen3_moe, prompts, tmp_path, managers=2, held_out=[held_out])
+    runs.append(run)
+    run.wait_for(lambda: "version 0: " in run.text(), START_S)
+    kill_engines_that_generate(run, 1)
+    run.wait_for(lambda: len(run.rows()) >= 3, 2 * START_S + 3 * STEP_S)
+    told = run.text().replace("\n", " ")
+    assert "the evaluation of step 0 begins again" in told and "a rollout manager has no engine left" in told
+    scored = read_samples(file_of(run.directory, 0, evaluation=True))
+    assert sorted((s["group"], s["index"]) for s in scored) == [(g, i) for g in range(rows) for i in range(each)]
+    run.process.terminate()
+    assert run.finish(120) == 128 + signal.SIGTERM, run.text()
+    assert "the run goes on from" not in run.text()
+    trained = [row for row in by_step(run.rows()) if row["step"] > 0]
+    assert_balanced(trained)
+    assert saved_step(run) == len(trained)
+    assert_each_prompt_once(run)
+    assert run.left_over() == []
 
 
 @pytest.mark.nightly

@@ -380,7 +380,8 @@ def test_a_trainer_rank_that_is_killed_between_two_buckets_is_named_and_the_run_
 def test_a_killed_engine_ends_the_run_names_its_log_and_loses_no_step(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
-    run = start_run(settings(tiny_qwen3_moe, prompts, train={"num_steps": 500}, checkpoint={"save_every": 0}), tmp_path)
+    sections = {"train": {"num_steps": 500}, "checkpoint": {"save_every": 0}, "sglang": {"restarts": 0}}
+    run = start_run(settings(tiny_qwen3_moe, prompts, **sections), tmp_path)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 2, START_S + 2 * STEP_S)
     run.find("mslime.backends.sglang.launch").kill()
@@ -396,7 +397,8 @@ def test_a_killed_rollout_service_loses_no_step_and_its_groups_begin_again(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:
     rollout = {"max_staleness": 2, "over_sampling": 2.0, "max_response_tokens": 160, "groups_per_step": 2}
-    values = settings(tiny_qwen3_moe, prompts, rollout=rollout, train={"num_steps": 500}, checkpoint={"save_every": 0})
+    sections = {"train": {"num_steps": 500}, "checkpoint": {"save_every": 0}, "cluster": {"restarts": 0}}
+    values = settings(tiny_qwen3_moe, prompts, rollout=rollout, **sections)
     run = start_run(values, tmp_path)
     runs.append(run)
     run.wait_for(lambda: len(run.rows()) >= 3, START_S + 3 * STEP_S)

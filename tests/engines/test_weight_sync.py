@@ -20,11 +20,13 @@ from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.backends.sglang.recorded import RECORDED
 from mslime.backends.sglang.server import ServerPart, ServerProcess
+from mslime.config.choices import FileKind
 from mslime.config.errors import WeightSyncError
-from mslime.config.keys import Endpoint, EngineKeys
+from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
 from mslime.config.serving import engine_spec
 from mslime.convert.hf import HFCheckpoint, copy_side_files
 from mslime.network import free_port
+from mslime.remote_memory import End
 from mslime.weights.delta import DeltaTransport
 from mslime.weights.plan import Bucket
 from mslime.weights.sync import WeightSender
@@ -38,6 +40,7 @@ from tests.fixtures.weight_engines import left_in_shared_memory
 pytestmark = pytest.mark.timeout(240, func_only=True)  # the first test waits for the server
 
 PROMPT = list(range(40, 90))
+UNREADABLE_BYTES = 16
 BUCKETS = {"weights": {"bucket_mib": 0.05}}  # many buckets for a small model
 needs_mooncake = pytest.mark.skipif(
     importlib.util.find_spec("mooncake") is None, reason="mooncake-transfer-engine-non-cuda is missing"
@@ -58,7 +61,7 @@ def engine(sglang_server: SharedServer) -> Iterator[Endpoint]:
 
 def config_of(checkpoint: Path, output: Path, transport: str = "broadcast", over: str = "disk", **sizes: Any) -> Any:
     config = make_config(checkpoint, output, **sizes)
-    weights = {**BUCKETS["weights"], "transport": transport, "delta_over": over}
+    weights = {**BUCKETS["weights"], "transport": transport, "delta_over": over, "mooncake_over": "tcp"}
     return config.model_copy(update={"weights": config.weights.model_copy(update=weights)})
 
 
@@ -217,8 +220,8 @@ def whole_version(config: Any, source: Path) -> Path:
     return found
 
 
-def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint, export: Path) -> str:
-    """Two syncs, and what a bucket is answered that lies nowhere."""
+def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint, export: Path) -> list[str]:
+    """Two syncs, and what buckets are answered that both ranks cannot read, and (mooncake) the second one alone."""
     receivers = SGLangReceivers(trainer.spec.deadlines)
     sender = trainer.weight_sender(receivers)
     sender.connect([engine])
@@ -227,14 +230,22 @@ def sync_to_two_ranks(trainer: MegatronTrainer, engine: Endpoint, export: Path) 
         publish(sender, version, 0, check=False)
     assert RECORDED not in {said for _, said in receivers.heard}
     (info,) = sender.engines
-    with_pool([info], lambda pool: pool.begin_update())
-    bucket = SimpleNamespace(names=["a"], dtypes=["float32"], shapes=[[4]])
-    nowhere = receivers.announce_file(bucket, "mapped", Path("/dev/shm/nowhere"))
-    with pytest.raises(WeightSyncError) as caught:
-        receivers.receive(info, nowhere).result()
-    with_pool([info], lambda pool: pool.end_update())
+    said = [refusal_of(receivers, info, "mapped", Path("/dev/shm/nowhere"))]
+    if trainer.spec.weights.transport == "mooncake":
+        end, room = End("127.0.0.1", "tcp"), torch.ones(UNREADABLE_BYTES // 2, dtype=torch.uint8)
+        said.append(refusal_of(receivers, info, "remote", end.share(room.data_ptr(), room.numel()).as_path()))
     sender.disconnect()
     sender.export(export, trainer.spec.checkpoint)
+    return said
+
+
+def refusal_of(receivers: SGLangReceivers, engine: EngineInfo, kind: FileKind, place: Path) -> str:
+    """What an engine answers to a bucket of UNREADABLE_BYTES that does not lie there, or lies there in part."""
+    bucket = SimpleNamespace(names=["a"], dtypes=["float32"], shapes=[[UNREADABLE_BYTES // 4]])
+    with_pool([engine], lambda pool: pool.begin_update())
+    with pytest.raises(WeightSyncError) as caught:
+        receivers.receive(engine, receivers.announce_file(bucket, kind, place)).result()
+    with_pool([engine], lambda pool: pool.end_update())
     return str(caught.value)
 
 
@@ -249,7 +260,10 @@ def test_every_rank_of_an_engine_reads_a_bucket_before_the_sender_is_answered(tm
     try:
         config = config_of(checkpoint, tmp_path, transport)
         said = run_trainers(sync_to_two_ranks, config, server.endpoint, tmp_path / "exported")[0]
-        assert "rank 0: FileNotFoundError" in said
+        assert "rank 0: FileNotFoundError" in said[0]
+        assert ["rank 1: OSError: Mooncake cannot read 8 bytes" in words for words in said[1:]] == (
+            [True] if transport == "mooncake" else []
+        )
         assert len(parameters_of(server.endpoint)) == 2 and are_those_of(server.endpoint, tmp_path / "exported")
     finally:
         server.process.stop()
@@ -315,12 +329,17 @@ def test_changes_alone_bring_every_rank_of_an_engine_to_the_trainers_weights(tmp
 
 @pytest.mark.nightly
 @pytest.mark.timeout(500)  # a server of its own
-@pytest.mark.parametrize("loader", ["recorded", "model"])
-def test_ranks_of_an_engine_receive_from_senders_of_their_own_and_pass_it_on(tmp_path: Path, loader: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "loader"),
+    [("relay", "recorded"), ("relay", "model"), pytest.param("mooncake", "recorded", marks=needs_mooncake)],
+)
+def test_ranks_of_an_engine_take_different_parts_from_two_senders_and_pass_them_on(
+    tmp_path: Path, transport: str, loader: str
+) -> None:
     checkpoint = make_tiny_qwen3_moe(tmp_path / "model", moe_intermediate_size=128)
     server = serve(checkpoint, tmp_path / "logs", sglang={"tp_size": 2}, weights={"loader": loader})
     try:
-        config = config_of(checkpoint, tmp_path, "relay", dp=2, ep=2)
+        config = config_of(checkpoint, tmp_path, transport, dp=2, ep=2)
         work = sync_twice if loader == "recorded" else sync_by_their_own_loaders
         results = run_trainers(work, config, server.endpoint, 2, tmp_path / "exported")
         compared, buckets = results[0]

@@ -483,6 +483,17 @@ def test_a_run_without_engines_waits_for_one_that_is_being_started_and_ends_with
     fakes.gone, fakes.silent, fakes.most_starts, fakes.starting = dict.fromkeys("abc", "again"), set("abc"), 0, []
     with pytest.raises(EngineDied, match="the server ended"):
         fleet.revive(died)
+    assert [call for call in fakes.calls if " left (" in call] == [
+        "no engine is left (exit status 1: the server ended)"
+    ] * 2
+
+
+def test_who_waits_for_an_engine_of_one_of_several_managers_says_that_others_live() -> None:
+    fakes = Fakes([], [])
+    fleet = fleet_of(fakes)
+    fakes.gone, fakes.silent = {"a": "exit status 1"}, {"a"}
+    fleet.revive(EngineDied("a", "exit status 1", "the server ended", "read a.log"))
+    assert fakes.calls[0] == "a rollout manager has no engine left (exit status 1: the server ended)"
 
 
 def test_an_engine_that_has_served_for_a_while_may_be_started_again_as_often_as_at_first() -> None:
