@@ -185,7 +185,7 @@ class Way:
         prepare: what its sender does before, while others prepare, write and send theirs.
         write: what it does then with something that all senders share, one after the other.
         unpack: what an engine does more with it than loading it.
-        keep: what its sender does when it has arrived, before it takes its next, or lets the next have its turn.
+        keep: what its sender does when it has arrived, and the turn was passed on, before it takes its next.
         room: seconds in which a sender makes what its buckets go through, anew in every sync.
         opening: seconds in which an engine opens that, with a sender's first bucket.
         closing: seconds that end a sync, when all has arrived.
@@ -243,7 +243,7 @@ def predict(
         moving = way.move * bucket.hf_bytes
         loading = way.unpack * bucket.hf_bytes + _load_seconds(bucket, rates, receiving)
         asking = rates.request + (way.opening if index in firsts else 0.0)
-        begun = max(ready, now, kept if turns else 0.0)
+        begun = max(ready, now)
         fill += begun - now
         wire, load, latency = wire + moving, load + loading, latency + asking
         now = begun + asking + moving + loading

@@ -106,6 +106,7 @@ class DeltaTransport:
         self._number = 0
         self._moved = Moved()
         self._compared: _Compared | None = None
+        self._loaded: list[tuple[Bucket, Differences]] = []  # by every engine, and not noted yet
         self.any_order = self._carrier.any_order
 
     def connect(self, engines: Sequence[EngineInfo]) -> None:
@@ -115,18 +116,22 @@ class DeltaTransport:
     def begin(self, version: int, buckets: Sequence[Bucket]) -> None:
         """See `transport.SyncObserver`."""
         self._carrier.begin(version, buckets)
+        self._note_loaded()
         self._number, self._moved, self._compared = version, Moved(), None
 
     def complete(self) -> None:
         """See `transport.SyncObserver`."""
         self._carrier.complete()
+        self._note_loaded()
 
     def moved(self) -> Moved:
         """See `transport.MoveCounter`."""
         return self._moved
 
     def prepare_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Find what changed, at the speed of memory or of the way to the host: all senders at the same time."""
+        """Note what the bucket before changed, and find what changes in this one, at the speed of memory or of the way to
+        the host: all senders at the same time."""
+        self._note_loaded()
         self._compared = self._compare(bucket, flat)
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
@@ -164,6 +169,7 @@ class DeltaTransport:
         """See `transport.Transport`."""
         self._carrier.disconnect()
         self._sent.clear()
+        self._loaded.clear()
 
     def note_whole(self, bucket: Bucket, flat: torch.Tensor, changed: int | None) -> None:
         """Every engine has loaded all of a bucket."""
@@ -175,8 +181,15 @@ class DeltaTransport:
         sent.version = self._number
         self._moved += Moved(bucket.hf_bytes, changed or 0, 0 if changed is None else flat.numel())
 
-    def note_changes(self, bucket: Bucket, found: Differences) -> None:
-        """Every engine has loaded the changes of a bucket."""
+    def changes_arrived(self, bucket: Bucket, found: Differences) -> None:
+        """Every engine has loaded the changes of a bucket. They are noted later: others wait for this sender's turn."""
+        self._loaded.append((bucket, found))
+
+    def _note_loaded(self) -> None:
+        while self._loaded:
+            self._note_changes(*self._loaded.pop(0))
+
+    def _note_changes(self, bucket: Bucket, found: Differences) -> None:
         sent, places = self._sent[bucket.index], found.index.cpu()
         sent.bits[places] = found.value.cpu().view(sent.bits.dtype)
         sent.version, sent.refused = self._number, 0
@@ -220,7 +233,7 @@ class _PendingChanges:
         """Return when every engine has loaded the bucket, as a whole if one refused. Raises WeightSyncError."""
         refused = self.sent.refused()
         if not refused:
-            self.transport.note_changes(self.bucket, self.found)
+            self.transport.changes_arrived(self.bucket, self.found)
             return
         self.transport.note_refusal(self.bucket, refused[0])
         self.transport.whole(self.bucket, self.flat, len(self.found.index)).wait()

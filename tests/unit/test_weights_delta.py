@@ -86,6 +86,39 @@ def deliver(transport: DeltaTransport, version: int, weights: dict[int, torch.Te
     return transport.moved()
 
 
+def test_changes_are_noted_when_the_turn_was_passed_on(
+    engines: list[StandInEngine], transport: DeltaTransport
+) -> None:
+    """Before the next bucket is compared, and when all have arrived: nobody waits for it but the sender itself."""
+    weights = new_weights()
+    deliver(transport, 1, weights)
+    change(weights, 0.01, 2)
+    first, second = BUCKETS
+
+    def noted(bucket: Bucket) -> bool:
+        now = weights[bucket.index]
+        return torch.equal(transport._sent[bucket.index].bits, now.view(BITS[bucket.dtype][1]))
+
+    transport.begin(2, BUCKETS)
+    transport.prepare_bucket(first, weights[first.index])
+    transport.start(first, weights[first.index]).wait()
+    assert not noted(first)
+    transport.prepare_bucket(second, weights[second.index])
+    assert noted(first)
+    transport.start(second, weights[second.index]).wait()
+    assert not noted(second)
+    transport.complete()
+    assert noted(second) and transport.moved().changed > 0
+    assert_held(engines, weights)
+    # Of a sync that broke after the last bucket: it is noted, under its own number, before the next one begins.
+    change(weights, 0.01, 3)
+    transport.begin(3, BUCKETS)
+    for bucket in BUCKETS:
+        transport.start(bucket, weights[bucket.index]).wait()
+    transport.begin(4, BUCKETS)
+    assert noted(first) and noted(second) and {sent.version for sent in transport._sent.values()} == {3}
+
+
 def assert_held(engines: list[StandInEngine], weights: dict[int, torch.Tensor]) -> None:
     for engine in engines:
         held = engine.held()
