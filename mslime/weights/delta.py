@@ -129,8 +129,8 @@ class DeltaTransport:
         return self._moved
 
     def prepare_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Note what the bucket before changed, and find what changes in this one, at the speed of memory or of the way to
-        the host: all senders at the same time."""
+        """Note what the bucket before changed, and find what changes in this one, at the speed of memory or of the way
+        to the host: all senders at the same time."""
         self._note_loaded()
         self._compared = self._compare(bucket, flat)
 

@@ -86,9 +86,7 @@ def deliver(transport: DeltaTransport, version: int, weights: dict[int, torch.Te
     return transport.moved()
 
 
-def test_changes_are_noted_when_the_turn_was_passed_on(
-    engines: list[StandInEngine], transport: DeltaTransport
-) -> None:
+def test_changes_are_noted_when_the_turn_was_passed_on(engines: list[StandInEngine], transport: DeltaTransport) -> None:
     """Before the next bucket is compared, and when all have arrived: nobody waits for it but the sender itself."""
     weights = new_weights()
     deliver(transport, 1, weights)
