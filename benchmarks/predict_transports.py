@@ -15,7 +15,8 @@ The planner gives every GPU a processor of its own, and here are two for up to s
 each piece of work on a bucket, in a sync as where it is measured alone, takes --pace times its CPU seconds (`paced`): a
 thread sleeps after it, by as much less as it had to wait for a processor. That is a slow processor of its own for
 everyone, as long as a thread gets a processor for more than 1 / pace of the time that it wants one. Requests, gathers
-and broadcasts are as fast as they are. Files lie in memory (--directory). glibc keeps memory that is freed (`KEPT`).
+and broadcasts are as fast as they are. Files lie in memory (--directory). The C library keeps what is freed, as in
+`weight_sync.py`.
 
 The last line is JSON: for each layout, number of engines and transport `ratio` (predicted over measured, median of the
 rounds' own), and medians of `measured`, `predicted`, of the slowest sender's phases, of what the prediction was made
@@ -64,15 +65,21 @@ from mslime.weights.transport import takes_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.transport_rates import REPEATS, Changer, Primitives, in_pace, mean_of
-from benchmarks.weight_sync import Job, layout_of, on_all_ranks, parameters_of, ratio, synthetic_config, tiny_bucket
+from benchmarks.weight_sync import (
+    KEPT_MEMORY,
+    Job,
+    layout_of,
+    on_all_ranks,
+    parameters_of,
+    ratio,
+    synthetic_config,
+    tiny_bucket,
+)
 from tests.fixtures.engine_calls import with_pool
 from tests.fixtures.stand_in_engine import StandInEngine
 
 WAYS = "shm,handles,disk,delta-disk-0.01,delta-disk-0.05,delta-disk-1"
 WAYS += ",delta-broadcast-0.01,delta-broadcast-0.05,delta-broadcast-1"
-KEPT = {"MALLOC_MMAP_THRESHOLD_": "33554432", "MALLOC_TRIM_THRESHOLD_": "4294967296",
-        "MALLOC_TOP_PAD_": "67108864", "MALLOC_ARENA_MAX": "1"}  # fmt: skip
-"""glibc keeps memory that is freed, as CUDA's allocator of torch does: new pages cost a CPU 2 us for 4 KiB."""
 DEADLINE_S = 300.0
 MANY = 300
 """Tensors of the larger of the two requests."""
@@ -119,8 +126,8 @@ def pace_sender(sender: WeightSender, pace: float) -> None:
     transport: Any = sender._transport
     paced_calls: list[tuple[Any, tuple[str, ...]]] = [(sender, ("_fill",))]
     if isinstance(transport, DeltaTransport):
-        paced_calls += [(transport, ("prepare_bucket", "note_whole", "note_changes"))]
-        paced_calls += [(transport._carrier, ("write", "start_changes", "complete"))]
+        paced_calls += [(transport, ("prepare_bucket", "note_whole", "complete"))]
+        paced_calls += [(transport._carrier, ("write", "start_changes"))]
     elif transport is not None:
         paced_calls += [(transport, ("write",) if isinstance(transport, ShmTransport) else ("write", "complete"))]
     for owner, names in paced_calls:
@@ -347,7 +354,7 @@ def figures(rounds: list[dict[str, float]], size: tuple[int, int]) -> dict[str, 
 def main() -> None:
     """Run and print."""
     args = parse_args()
-    os.environ.update(KEPT)
+    os.environ.update(KEPT_MEMORY)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for layout in args.layouts.split(","):
         for engines in map(int, args.engines.split(",")):

@@ -129,9 +129,7 @@ class DeltaTransport:
         return self._moved
 
     def prepare_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """Note what the bucket before changed, and find what changes in this one, at the speed of memory or of the way
-        to the host: all senders at the same time."""
-        self._note_loaded()
+        """Find what changed, at the speed of memory or of the way to the host: all senders at the same time."""
         self._compared = self._compare(bucket, flat)
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> Pending:
@@ -148,6 +146,7 @@ class DeltaTransport:
         )
 
     def _compare(self, bucket: Bucket, flat: torch.Tensor) -> _Compared:
+        self._note_loaded()
         sent = self._sent.get(bucket.index)
         if sent is None:
             return _Compared(bucket.index)
