@@ -12,8 +12,8 @@ Ours, per tensor and raw take turns in one run, and medians are compared. "Ours"
 sender for a stage, and broadcasts tensor by tensor. "Raw" is one rank's broadcast of a buffer as large as each bucket:
 the floor. The stand-in engine receives into a buffer that it keeps, and does not load. Parameters lie as
 megatron-core's buffers do: dense and expert ones apart, from the last to the first. The model is a synthetic Qwen3-MoE,
-or that of --model. The C library keeps memory that is freed, as CUDA's allocator does: else new pages, at 2 us each
-here, are a good part of a sync (--plain-memory).
+or that of --model. The C library gives no memory back that is freed, so that fewer pages are new; a new one costs 2 us
+here, and raw has none (--plain-memory).
 
 The last line is JSON: for each layout, and for `LAYOUT relay`, `raw_s`, `ours_s`, `per_tensor_s`, `ratio_raw`,
 `ratio_per_tensor` (medians of the rounds' own ratios), `cpu_s` (of all ranks, for ours), `ratio_cpu` (CPU time of all
@@ -79,13 +79,9 @@ from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 DEADLINE_S = 300.0
 REPEATS = 8
-KEPT_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
-    "THP_MEM_ALLOC_ENABLE": "1",
-}  # fmt: skip
-"""Environment in which large memory that was freed is used again, of all processes: glibc gives nothing back to the
-operating system. Torch asks for memory that begins at a multiple of 64 bytes, for which glibc does not find what was
-freed of the same size; with its setting for huge pages it asks for multiples of their size, and does."""
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(1 << 34)}
+"""Environment in which glibc gives nothing back to the operating system, of all processes. Torch's large tensors find
+only some of it again: they begin at multiples of 64 bytes, for which glibc wants more than was freed."""
 MANY = 400
 """Tensors of the larger of the two requests that --predict times."""
 
