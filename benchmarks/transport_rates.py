@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from mslime.backends.sglang.digest import word_sum
 from mslime.planner.ways import Changing
 from mslime.weights.differences import Differences, find_changes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.fixtures.stand_in_engine import paced
 
 REPEATS = 4
