@@ -41,6 +41,7 @@ from benchmarks.weight_sync import (
     Job,
     Ways,
     cell,
+    gather_rate,
     layout_of,
     mean_of,
     on_all_ranks,
@@ -89,7 +90,7 @@ class Alone(Ways):
         largest = self.sender.plan.buckets[0].hf_bytes
         return Rates(
             network=self.sender.plan.total_bytes / max(together - one, 1e-9),
-            nvlink=self._gather_rate(largest // 2),
+            nvlink=gather_rate(self.groups, largest // 2),
             copy=self._copy_rate(largest),
             request=one,
             tensor=0.0,

@@ -68,6 +68,7 @@ from benchmarks.transport_rates import REPEATS, Changer, Primitives, in_pace, me
 from benchmarks.weight_sync import (
     KEPT_MEMORY,
     Job,
+    gather_rate,
     layout_of,
     on_all_ranks,
     parameters_of,
@@ -195,7 +196,7 @@ class Rank:
         requests = [self._request_s(kind, tensors) for tensors in (1, MANY)]
         rates = Rates(
             network=math.inf,
-            nvlink=self._gather_rate(size // 2),
+            nvlink=gather_rate(self.groups, size // 2),
             copy=size / self.alone.at_once(self.alone.copying(size)),
             request=requests[0],
             tensor=max(requests[1] - requests[0], 0.0) / (MANY - 1),
@@ -234,20 +235,6 @@ class Rank:
             return rates, replace(way, prepare=prepare, closing=closing), asdict(changes) | asdict(files)
         rates = replace(rates, network=self._broadcast_rate(kind, sent))
         return rates, delta_way(rates, None, changes), asdict(changes)
-
-    def _gather_rate(self, size: int) -> float:
-        """Into new memory of the first rank, from those that it gathers shared tensors from; infinite elsewhere."""
-        members = self.groups.senders.tensor_ranks(0)
-        dist.barrier()
-        if self.rank not in members or len(members) == 1:
-            return math.inf
-        part, group, first = torch.zeros(size, dtype=torch.uint8), self.groups.gathers[members], self.rank == 0
-
-        def gather_once() -> None:
-            into = list(part.new_empty(len(members), size).unbind()) if first else None
-            dist.gather(part, into, group=group, group_dst=0)
-
-        return (len(members) - 1) * size / mean_of(gather_once)
 
     def _request_s(self, kind: Kind, tensors: int) -> float:
         """Of a bucket that is next to empty: by all senders at the same time, where they take no turns."""

@@ -20,8 +20,6 @@ from tests.engines.megatron_ranks import run_ranks
 pytestmark = pytest.mark.timeout(120)
 
 BUCKETS = shares.BUCKETS
-SUMMED = 5
-"""The bucket that a model loads by more than copies."""
 SIZES = [sum(4 * torch.Size(shares.shape(name)).numel() for name in names) for _, names in BUCKETS]
 
 
