@@ -292,8 +292,11 @@ def test_more_adapters_than_an_engine_holds_are_sampled_in_turns(server: Server)
             paths.append(training.save_weights_for_sampler(f"s{step}").result().path)
         samplers = [client.create_sampling_client(model_path=path).result() for path in paths]
         futures = [sampler.compute_logprobs(prompt) for sampler in samplers for _ in range(2)]
-        found = [tuple(future.result()[1:]) for future in futures]
-        assert len(set(found)) == 4 and found[0::2] == found[1::2]
+        found = np.array([future.result()[1:] for future in futures])
+        # Equal adapters differ in the last bit where the engine computed them in batches of different sizes.
+        apart = np.abs(found[:, None] - found[None]).max(axis=-1)
+        same = np.repeat(np.arange(4), 2)[:, None] == np.repeat(np.arange(4), 2)
+        assert apart[same].max() < 1e-5 and apart[~same].min() > 1e-3, apart
 
 
 def test_a_server_that_ends_leaves_nothing(server: Server) -> None:
