@@ -86,14 +86,12 @@ class Kind(ABC):
         """The Hugging Face tensors, from the shards of all ranks in rank order."""
         return [cat(parts, dim).contiguous() for parts, dim in self.joined(shards)]
 
-    def unshard_into(self, shards: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """As `unshard`, into tensors that are there; a shard may have another dtype."""
-        import torch
-
+    def placed(self, shards: Sequence[Tensor], into: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """What `unshard` copies, where the tensors are there already: (place, part), views of the same shape."""
         for (parts, dim), whole in zip(self.joined(shards), into, strict=True):
-            shape = whole.shape
-            torch.cat(tuple(parts), dim, out=whole)  # which gives a tensor of another shape the one that it finds
-            assert whole.shape == shape, f"{tuple(whole.shape)} of shards, {tuple(shape)} expected"
+            sizes = [part.shape[dim] for part in parts]
+            assert sum(sizes) == whole.shape[dim], f"{sizes} along {dim} of shards, {tuple(whole.shape)} expected"
+            yield from zip(whole.split_with_sizes(sizes, dim) if len(parts) > 1 else [whole], parts, strict=True)
 
     def in_order(self, tp_size: int) -> bool:
         """Whether the shards of `tp_size` ranks in a row are the Hugging Face tensors in a row."""

@@ -7,7 +7,7 @@ maps other spellings onto them). A table is pure data, expanded for one model; i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -142,9 +142,9 @@ class BoundRule:
         """
         return list(zip(self.hf_names, self.kind.unshard(shards), strict=True))
 
-    def write_hf(self, shards: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """As `to_hf`, into tensors that are there."""
-        self.kind.unshard_into(shards, into)
+    def hf_copies(self, shards: Sequence[Tensor], into: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """The copies of `to_hf` into tensors that are there: (place, what goes there), for one call of all."""
+        return self.kind.placed(shards, into)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Filling:
     """Every rank on its walk through the buckets that it packs a part of, as far as couriers let it.
 
     A sender holds two buckets: it begins to fill one when its courier has taken the one before, which is when the one
-    before that is sent. Until then it takes part in nobody's gathers either.
+    before that is sent. Until then it takes part in gathers of others' that come before in the plan.
     """
 
     def __init__(self, buckets: Iterable[Bucket], rates: Rates, gpus_per_node: int) -> None:
@@ -70,8 +70,9 @@ class Filling:
         for bucket in buckets:
             for rank in bucket.members:
                 self._walks.setdefault(rank, deque()).append(bucket)
-        self._free = dict.fromkeys(self._walks, 0.0)  # since when; a rank that waits for its courier is not in it
-        self._couriers = dict.fromkeys(self._walks, 0.0)  # likewise, one that is sending
+        self._free = dict.fromkeys(self._walks, 0.0)  # since when
+        self._room = dict.fromkeys(self._walks, 0.0)  # likewise, for a bucket of its own; not where there is none yet
+        self._couriers = dict.fromkeys(self._walks, 0.0)  # likewise, one that is sending is not in it
         self._filled: dict[int, tuple[float, Bucket]] = {}
         self._given: list[tuple[float, Bucket]] = []
         self._fill(self._walks)
@@ -95,23 +96,24 @@ class Filling:
             if not walk:
                 continue
             bucket = walk[0]
-            if any(rank not in self._free or self._walks[rank][0] is not bucket for rank in bucket.members):
+            sender = bucket.sender
+            if sender not in self._room or any(self._walks[rank][0] is not bucket for rank in bucket.members):
                 continue
             gathering, converting = fill_seconds(bucket, self._rates, self._gpus_per_node)
-            gathered = max(self._free[rank] for rank in bucket.members) + gathering
+            gathered = max(self._room.pop(sender), *(self._free[rank] for rank in bucket.members)) + gathering
             for rank in bucket.members:
                 self._walks[rank].popleft()
                 self._free[rank] = gathered
-            del self._free[bucket.sender]
-            self._filled[bucket.sender] = gathered + converting, bucket
-            self._give(bucket.sender)
+            self._free[sender] = gathered + converting
+            self._filled[sender] = self._free[sender], bucket
+            self._give(sender)
             todo.extend(bucket.members)
 
     def _give(self, sender: int) -> None:
         if sender in self._filled and sender in self._couriers:
             filled, bucket = self._filled.pop(sender)
-            self._free[sender] = max(filled, self._couriers.pop(sender))
-            self._given.append((self._free[sender], bucket))
+            self._room[sender] = max(filled, self._couriers.pop(sender))
+            self._given.append((self._room[sender], bucket))
 
 
 def fill_seconds(bucket: Bucket, rates: Rates, gpus_per_node: int) -> tuple[float, float]:

@@ -44,8 +44,10 @@ def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], rank: int) -> torch
     if (whole := _as_they_lie(shards, TORCH_DTYPES[bucket.gathered_dtype])) is not None:
         return whole
     flat = torch.empty(bucket.local_numel, dtype=TORCH_DTYPES[bucket.gathered_dtype], device=shards[0].device)
-    for slot, shard in zip(bucket.slots, shards, strict=True):
-        flat[slot.offset : slot.offset + slot.numel].copy_(shard.detach().reshape(-1))
+    _copy(
+        list(flat.split_with_sizes([slot.numel for slot in bucket.slots])),
+        [shard.detach().reshape(-1) for shard in shards],
+    )
     return flat
 
 
@@ -105,11 +107,27 @@ def gather(
     gathered = None
     if rank == bucket.sender:
         gathered = list(flat.new_empty(len(bucket.members), len(flat)).unbind())
+    gather_on = dist.gather if flat.is_cuda else _gather_in_place
     try:
-        dist.gather(flat, gathered, group=group, group_dst=bucket.members.index(bucket.sender))
+        gather_on(flat, gathered, group=group, group_dst=bucket.members.index(bucket.sender))
     except RuntimeError as error:
         raise sync_error("gather", bucket.describe(), f"a trainer rank is gone or late: {error}") from error
     return None if gathered is None else tuple(gathered)
+
+
+def _gather_in_place(
+    flat: torch.Tensor, gathered: Sequence[torch.Tensor] | None, *, group: dist.ProcessGroup, group_dst: int
+) -> None:
+    """`dist.gather` over gloo, whose own one receives into another tensor and copies out of that."""
+    if gathered is None:
+        dist.send(flat, group=group, group_dst=group_dst)
+        return
+    others = [(index, part) for index, part in enumerate(gathered) if index != group_dst]
+    arriving = [dist.irecv(part, group=group, group_src=index) for index, part in others]
+    gathered[group_dst].copy_(flat)
+    for work in arriving:
+        assert work is not None, "this rank is in the group"
+        work.wait()
 
 
 def convert(bucket: Bucket, gathered: Sequence[torch.Tensor], table: RuleTable) -> torch.Tensor:
@@ -144,14 +162,20 @@ def _converted(
 ) -> torch.Tensor:
     """A new flat buffer, into which every tensor is written once."""
     flat = torch.empty(bucket.converted_numel, dtype=TORCH_DTYPES[bucket.gathered_dtype], device=device)
-    pieces = iter(bucket.pieces)
+    pieces, copies = iter(bucket.pieces), list[tuple[torch.Tensor, torch.Tensor]]()
     for slot in bucket.slots:
         for index, name in enumerate(slot.names):
             rule = table.bind(name)
             made = [next(pieces) for _ in rule.hf_names]
             assert [piece.name for piece in made] == list(rule.hf_names), (made, rule.hf_names)
-            rule.write_hf(shards_of(slot, index), [_view(flat, piece) for piece in made])
+            copies += rule.hf_copies(shards_of(slot, index), [_view(flat, piece) for piece in made])
+    _copy([place for place, _ in copies], [part for _, part in copies])
     return flat
+
+
+def _copy(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
+    """Each tensor to its place, cast to its dtype, in one call for all."""
+    torch._foreach_copy_(into, out_of)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
 def encode(bucket: Bucket, flat: torch.Tensor, encoded: Encoded) -> torch.Tensor:

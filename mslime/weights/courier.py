@@ -125,15 +125,18 @@ class Courier:
     def __post_init__(self) -> None:
         self._done = in_thread(self._deliver)
 
+    def wait_for_room(self) -> None:
+        """Return when the last bucket is on its way, so that the next may be filled: two are held at once."""
+        self._filled.join()
+
     def put(self, bucket: Bucket, flat: torch.Tensor | None) -> None:
-        """Send a bucket after those before; returns when they are sent, so that two buckets are held at once.
+        """Send a bucket after those before.
 
         Args:
             flat: [bucket.hf_numel]; None: it could not be filled.
         """
         stream = torch.cuda.current_stream(flat.device) if flat is not None and flat.is_cuda else None
         self._filled.put(_Filled(bucket, flat, stream))
-        self._filled.join()
 
     def close(self) -> Exception | None:
         """Wait until all is sent; the first failure."""

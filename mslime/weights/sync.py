@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from mslime.config.choices import MooncakeOver
 from mslime.config.dtypes import declared_dtype
@@ -39,6 +38,7 @@ from mslime.weights.buckets import (
 from mslime.weights.carried import CarriedTensors
 from mslime.weights.courier import Courier, Seconds, Turns
 from mslime.weights.encoded import encoded_plan
+from mslime.weights.exchange import exchange
 from mslime.weights.groups import SyncGroups
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
@@ -176,15 +176,11 @@ class WeightSender:
 
     def _exchange(self, mine: _T) -> list[_T]:
         """Every rank's value, in rank order."""
-        everyone: list[_T] = [mine] * self._groups.layout.world_size
         try:
-            dist.all_gather_object(  # pyright: ignore[reportUnknownMemberType]
-                everyone, mine, group=self._groups.control
-            )
+            return exchange(mine, self._groups.control)
         except RuntimeError as error:
             raise sync_error("exchange", f"trainer rank {self._groups.rank}", f"another trainer rank is gone: {error}",
                              "read the log of the first trainer rank that stopped") from error  # fmt: skip
-        return everyone
 
     def _raise_together(self, phase: str, failure: Exception | None) -> None:
         """Collective: the first failing rank's error is raised on every rank."""
@@ -294,6 +290,8 @@ class WeightSender:
         buckets = self.plan.buckets_of(rank)
         mine, filled = sum(bucket.sender == rank for bucket in buckets), 0
         for bucket in buckets:
+            if courier is not None and bucket.sender == rank:
+                courier.wait_for_room()
             begin, flat = time.monotonic(), None
             try:
                 flat = self._fill(bucket, params)

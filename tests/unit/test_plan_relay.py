@@ -133,10 +133,12 @@ def test_a_sender_is_free_when_its_bucket_has_arrived_and_a_lane_when_it_is_take
     # there at 5.5, out from 13.5 to 14. Third: filled from 3 to 4, begun at 14, there at 16; loading is the rest.
     slow = found([shared(0)] * 3, engine(1), tensor=5.0)
     assert parts(slow) == (1.0, 2.0, 1.5, 30.0, 0.0) and slow.limit == "load"
-    # Rank 1 gathers from rank 0, which is in `put` with its second bucket until its first has arrived, at 10. Then 4 s
-    # of gathering, of which 2 s lie beside rank 0's second bucket, and 2 s on the lane.
-    waits = [experts(0, 1000), experts(0, 200), experts(1, 200, members=(0, 1))]
-    assert parts(found(waits, engine(1), nvlink=25.0, copy=AT_ONCE)) == (2.0, 14.0, 0.0, 0.0, 0.0)
+    # Rank 1 gathers for 12 s from rank 0, which begins its third bucket when its first has arrived, at 10. Of the
+    # gather 4 s lie beside rank 0's buckets; then 2 s on the lane. Without the third, it lies beside the first two.
+    own, gathers = [experts(0, 1000), experts(0, 200)], experts(1, 200, members=(0, 1))
+    third = [*own, experts(0, 200), gathers]
+    assert parts(found(third, engine(1), nvlink=100 / 12, copy=AT_ONCE)) == (8.0, 16.0, 0.0, 0.0, 0.0)
+    assert parts(found([*own, gathers], engine(1), nvlink=100 / 12, copy=AT_ONCE)) == (0.0, 14.0, 0.0, 0.0, 0.0)
 
 
 def test_one_request_and_the_starts_of_collectives_are_seen() -> None:

@@ -44,12 +44,12 @@ def test_a_sender_holds_two_buckets_and_fills_no_third() -> None:
     # The first is filled in 10 s and sent to 20 s; the second is there at 12 s and taken at 20 s. Only then the third
     # is begun: filled to 30 s, sent to 40 s. With room for a third it would be 32 s.
     assert parts(found([shared(0, 1000), shared(0), shared(0, 1000)], copy=200.0)) == (18.0, 22.0, 0.0, 0.0)
-    # Rank 1 gathers from rank 0, which is in `put` with its second bucket until its first is sent, at 10 s.
+    # While its first is sent, to 10 s, rank 0 takes part in a gather of rank 1's, which takes 12 s.
     gathers = experts(1, 200, members=(0, 1))
-    waits = found([experts(0, 1000), experts(0, 200), gathers], nvlink=100.0)
-    # 10 s, then rank 0's second (2 s) hides the gather of 1 s, and rank 1's bucket takes 2 s.
-    assert parts(waits) == (0.0, 14.0, 0.0, 0.0)
-    assert found([experts(0, 1000), experts(0, 200), gathers], nvlink=25.0).fill == pytest.approx(2.0)  # 10 + 4 - 12
+    assert found([experts(0, 1000), experts(0, 200), gathers], nvlink=100 / 12).fill == 0.0
+    # Not so where one of its own, which would be the third, comes before in the plan: that is begun at 10 s.
+    waits = found([experts(0, 1000), *[experts(0, 200)] * 2, gathers], nvlink=100 / 12)
+    assert parts(waits) == (10.0 + 12.0 - 14.0, 16.0, 0.0, 0.0)
 
 
 def test_two_senders_to_one_engine_hide_each_other_s_fills() -> None:

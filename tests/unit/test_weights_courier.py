@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from mslime.config.errors import WeightSyncError
 from mslime.config.layout import ParallelLayout
+from mslime.threads import in_thread
 from mslime.weights import contract
 from mslime.weights.courier import Courier, Seconds, Turns
 from mslime.weights.plan import Bucket, WeightPlan
@@ -76,6 +77,22 @@ def test_a_bucket_is_prepared_while_others_have_their_turn() -> None:
     assert courier.close() is None and turns.passed_on == [True, True]
     assert transport.calls == [("prepare", 0), ("start", 0), ("prepare", 1), ("start", 1)]
     assert courier.seconds.turn > 0 and courier.seconds.send > 0
+
+
+def test_a_sender_is_not_held_up_before_it_fills_a_third_bucket() -> None:
+    """It takes part in gathers of others' buckets while its first is on its way and its second waits."""
+    transport, turns = Noting(), LateTurns()
+    courier = courier_of(transport, turns)
+    courier.put(BUCKETS[0], contract._filled(BUCKETS[0], 1))
+    courier.wait_for_room()
+    courier.put(BUCKETS[1], contract._filled(BUCKETS[1], 1))  # returns, though the first has not gone
+    assert transport.calls in ([], [("prepare", 0)]) and turns.passed_on == []
+    room = in_thread(courier.wait_for_room)
+    with pytest.raises(TimeoutError):
+        room.result(0.2)
+    turns.come.set()
+    room.result(30)
+    assert turns.passed_on[:1] == [True] and courier.close() is None
 
 
 @pytest.mark.parametrize("lost", [True, False], ids=["not filled", "not prepared"])

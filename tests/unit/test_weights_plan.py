@@ -177,7 +177,7 @@ def full_size_plan() -> WeightPlan:
 def filling(plan: WeightPlan) -> dict[Event, set[Event]]:
     """What ranks wait for to fill buckets.
 
-    A rank walks its buckets in the order of the plan; a sender hands a bucket on when the one before it has arrived.
+    A rank walks its buckets in the order of the plan; a sender begins one when its second one before has arrived.
     """
     waits: dict[Event, set[Event]] = {}
     walked: dict[int, Bucket] = {}  # by rank: where it was before
@@ -189,8 +189,8 @@ def filling(plan: WeightPlan) -> dict[Event, set[Event]]:
             before = walked.get(member)
             if before is not None:
                 entered.add(("filled", before.index, 0))
-            if before is not None and before.sender == member:
-                entered |= {("arrived", older, 0) for older in own[member][-2:-1]}
+            if bucket.sender == member:
+                entered |= {("arrived", older, 0) for older in own.get(member, [])[-2:-1]}
             walked[member] = bucket
         own.setdefault(bucket.sender, []).append(bucket.index)
     return waits
