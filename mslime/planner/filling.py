@@ -119,11 +119,10 @@ class Filling:
 def fill_seconds(bucket: Bucket, rates: Rates, gpus_per_node: int) -> tuple[float, float]:
     """(packing and gathering, which take every member; converting, which takes the sender).
 
-    Experts that nobody gathers are neighbours in Megatron's buffer, and so is a single tensor: they are not packed.
-    What nobody gathers and the sender converts is not packed either, but counted so: one copy too many.
+    What a bucket holds are neighbours in Megatron's buffer, and not packed, but for experts of stacks.
     """
-    alone = len(bucket.members) == 1 and ".local_experts." in bucket.slots[0].names[0]
-    packing = 0.0 if alone or len(bucket.slots) == 1 else local_bytes(bucket) / rates.copy
+    stacked = len({piece.name for piece in bucket.pieces}) < len(bucket.pieces)
+    packing = local_bytes(bucket) / rates.copy if stacked else 0.0
     near, far = gathered(bucket, gpus_per_node)
     plain = bucket.converted_numel * DTYPE_BYTES[bucket.gathered_dtype]
     # Quantising reads all of a bucket once more.

@@ -205,8 +205,8 @@ def build_plan(
         dtype: of the tensors on the wire, as torch names it (`bfloat16`); the engine's. Rules may pin their own.
         bucket_bytes: upper bound on what a bucket sends; a single tensor (one expert of every rank that is gathered
             from; all experts of a layer where the checkpoint stacks them) may exceed it.
-        positions: where experts lie among each other in their ranks' memory, by canonical name. Those that nobody
-            gathers are sent in that order, so that neighbours need not be packed; without it in the model's order.
+        positions: where parameters lie among each other in their ranks' memory, by canonical name. They are sent in
+            that order, so that neighbours need not be packed; without it in the model's order.
 
     Raises:
         ConfigError: the dtype is not a weight dtype.
@@ -278,13 +278,12 @@ def _queues(
         experts = list(_expert_units([rule for rule in rules if rule.is_expert], senders.layout.ep))
         loose = [unit for unit in experts if not unit[0][0].stack]
         stacked = [unit for unit in experts if unit[0][0].stack]
-        shared = _shared_units(rule for rule in rules if not rule.is_expert)
+        shared = _shared_units(sorted((r for r in rules if not r.is_expert), key=lambda r: positions.get(r.name, 0)))
         dealt, dealt_stacked = _deal(shared, len(ranks)), _deal(stacked, len(ranks))
         for index, (queue, rank) in enumerate(zip(queues, ranks, strict=True)):
             block = slice(index * senders.block, (index + 1) * senders.block)
             own = [tuple(slot[block] for slot in unit) for unit in loose]
-            if len(senders.expert_ranks(rank)) == 1:
-                own.sort(key=lambda unit: positions.get(unit[0][0].name, 0))
+            own.sort(key=lambda unit: positions.get(unit[0][0].name, 0))
             etp, tp = senders.layout.etp, senders.layout.tp
             loads = (
                 _Load(stage, rank, senders.expert_ranks(rank), etp, wire_dtype, tuple(own)),

@@ -28,7 +28,7 @@ from mslime.planner.plan import RunPlan, make_plan
 from mslime.planner.problems import GIB
 from mslime.planner.trainer import offloaded_bytes_per_parameter, optimizer_bytes_per_parameter, sync_bytes
 from tests.fixtures.full_size import CONFIGS, published_config
-from tests.fixtures.syncs import experts, shared
+from tests.fixtures.syncs import experts, stacked
 
 # Billions of parameters as published (model cards, papers), which is what the config.json files must add up to.
 PUBLISHED_BILLIONS = {
@@ -485,7 +485,7 @@ def test_uneven_stages_say_which_size_would_work() -> None:
 
 def test_a_sync_takes_a_bucket_and_the_one_before_it_on_the_rank_that_sends_them() -> None:
     """Buckets of 200 bytes: gathered as they lie from two ranks, or packed and converted."""
-    own, of_two, converted = experts(0, 1000), experts(0, 200, (0, 1)), shared(0, 200)
+    own, of_two, converted = experts(0, 1000), experts(0, 200, (0, 1)), stacked(0, 200)
     assert sync_bytes([own], 2) == {0: 0}, "a view of the parameters"
     assert sync_bytes([own], 0) == {0: 1000}, "a copy, where they lie apart"
     assert sync_bytes([of_two], 2) == {0: 200, 1: 0}, "each shard is sent as it lies, into what is sent"

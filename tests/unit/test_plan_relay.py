@@ -30,7 +30,7 @@ from mslime.planner.sync import (
 )
 from mslime.weights.plan import Bucket
 from tests.fixtures.full_size import CONFIGS
-from tests.fixtures.syncs import NODE, RATES, SHIPPED, experts, planned, shared, shipped, small_plan
+from tests.fixtures.syncs import NODE, RATES, SHIPPED, experts, planned, shipped, small_plan, stacked
 
 AT_ONCE = float("inf")
 
@@ -84,7 +84,7 @@ def test_senders_that_share_a_lane_take_turns_on_it() -> None:
     assert parts(found(four, engine(4))) == (0.0, 2.0, 2.8, 0.0, 0.0)
     # A lane takes buckets in the plan's order: sender 2's is there at once, and waits until sender 0's was filled
     # (10 s), received (20 s) and taken out (5 s). With its own lane it is there long before.
-    late = [shared(0, 2000), experts(2)]
+    late = [stacked(0, 2000), experts(2)]
     assert parts(found(late, engine(2), nvlink=AT_ONCE)) == (10.0, 20.0 + 2.0, 5.0 + 0.5, 0.0, 0.0)
     assert parts(found(late, engine(4), nvlink=AT_ONCE)) == (10.0, 20.0, 5.0 + 0.5, 0.0, 0.0)
 
@@ -124,14 +124,14 @@ def test_shares_that_are_larger_than_the_bucket_are_not_handed_on() -> None:
 
 def test_a_sync_that_fills_slowly_is_limited_by_filling() -> None:
     # Filled at 20, 40 and 60; each arrives 2 s later and is taken out in 10 s: the engine waits for 20, 8 and 8 s.
-    slow = found([shared(0)] * 3, engine(1), copy=20.0)
+    slow = found([stacked(0)] * 3, engine(1), copy=20.0)
     assert parts(slow) == (36.0, 6.0, 30.0, 0.0, 0.0) and slow.limit == "fill"
 
 
 def test_a_sender_is_free_when_its_bucket_has_arrived_and_a_lane_when_it_is_taken_out() -> None:
     # First: filled at 1, arrives at 3, out to 3.5, loaded at 13.5. Second: taken by the courier at 3, begun at 3.5,
     # there at 5.5, out from 13.5 to 14. Third: filled from 3 to 4, begun at 14, there at 16; loading is the rest.
-    slow = found([shared(0)] * 3, engine(1), tensor=5.0)
+    slow = found([stacked(0)] * 3, engine(1), tensor=5.0)
     assert parts(slow) == (1.0, 2.0, 1.5, 30.0, 0.0) and slow.limit == "load"
     # Rank 1 gathers for 12 s from rank 0, which begins its third bucket when its first has arrived, at 10. Of the
     # gather 4 s lie beside rank 0's buckets; then 2 s on the lane. Without the third, it lies beside the first two.
@@ -153,7 +153,7 @@ def test_one_request_and_the_starts_of_collectives_are_seen() -> None:
     three = found([experts(0), experts(1), experts(0)], engine(2), request=0.5, collective=0.1)
     assert parts(three) == (0.0, 2.0 + 0.9, 2.1, 0.0, 0.5 + 2 * 0.1 + 3 * 0.1)
     # A request is time in which a sender fills: half of its second is left.
-    assert found([shared(0)], engine(1), request=0.5).fill == pytest.approx(0.5)
+    assert found([stacked(0)], engine(1), request=0.5).fill == pytest.approx(0.5)
 
 
 def test_every_machine_of_an_engine_has_lanes_for_all_senders() -> None:
@@ -207,7 +207,7 @@ def any_buckets(seed: int) -> list[Bucket]:
         sender, size = chance.choice(senders), 80 * chance.randint(1, 30)
         kind = chance.choice(("own", "pair", "shared"))
         if kind == "shared":
-            return shared(sender, size)
+            return stacked(sender, size)
         return experts(sender, size, tuple(sorted({sender, sender ^ 1})) if kind == "pair" else ())
 
     return [bucket() for _ in range(chance.randint(1, 24))]

@@ -21,7 +21,7 @@ from mslime.planner.ways import Changing, delta_way, disk_way, way_of
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
-from tests.fixtures.syncs import COLOCATED, NODE, RATES, SHIPPED, experts, planned, shared, shipped, small_plan
+from tests.fixtures.syncs import COLOCATED, NODE, RATES, SHIPPED, experts, planned, shipped, small_plan, stacked
 
 ONE, TWO = Receiving(engines=1, share=0.0, recorded=True), Receiving(engines=2, share=0.0, recorded=True)
 
@@ -36,14 +36,14 @@ def parts(one: SyncPrediction) -> tuple[Any, ...]:
 
 def test_one_sender_fills_a_bucket_while_the_one_before_is_sent() -> None:
     # Each fills in 1 s (200 bytes copied twice at 400) and is sent in 2 s: 1 + 2 + 2 + 2.
-    assert parts(found([shared(0)] * 3)) == (1.0, 6.0, 0.0, 0.0)
-    assert found([shared(0)] * 3).limit == "wire"
+    assert parts(found([stacked(0)] * 3)) == (1.0, 6.0, 0.0, 0.0)
+    assert found([stacked(0)] * 3).limit == "wire"
 
 
 def test_a_sender_holds_two_buckets_and_fills_no_third() -> None:
     # The first is filled in 10 s and sent to 20 s; the second is there at 12 s and taken at 20 s. Only then the third
     # is begun: filled to 30 s, sent to 40 s. With room for a third it would be 32 s.
-    assert parts(found([shared(0, 1000), shared(0), shared(0, 1000)], copy=200.0)) == (18.0, 22.0, 0.0, 0.0)
+    assert parts(found([stacked(0, 1000), stacked(0), stacked(0, 1000)], copy=200.0)) == (18.0, 22.0, 0.0, 0.0)
     # While its first is sent, to 10 s, rank 0 takes part in a gather of rank 1's, which takes 12 s.
     gathers = experts(1, 200, members=(0, 1))
     assert found([experts(0, 1000), experts(0, 200), gathers], nvlink=100 / 12).fill == 0.0
@@ -54,12 +54,12 @@ def test_a_sender_holds_two_buckets_and_fills_no_third() -> None:
 
 def test_two_senders_to_one_engine_hide_each_other_s_fills() -> None:
     # Sender 0 and 1 fill by 1 s; 0 sends to 3 s, 1 to 5 s; the second ones are filled long before.
-    assert parts(found([shared(0), shared(1)] * 2)) == (1.0, 8.0, 0.0, 0.0)
+    assert parts(found([stacked(0), stacked(1)] * 2)) == (1.0, 8.0, 0.0, 0.0)
 
 
 def test_one_engine_takes_buckets_as_they_are_ready_and_several_in_the_plan_s_order() -> None:
     # Sender 0's is filled at 10 s (2,000 bytes twice at 400) and sent in 20; sender 1's two are there at once, of 2 s.
-    buckets = [shared(0, 2000), experts(1), experts(1)]
+    buckets = [stacked(0, 2000), experts(1), experts(1)]
     assert parts(found(buckets)) == (6.0, 24.0, 0.0, 0.0)
     assert parts(found(buckets, TWO)) == (10.0, 24.0, 0.0, 0.0)
 
@@ -69,14 +69,14 @@ def test_every_request_and_the_exchanges_at_the_end_are_seen(receiving: Receivin
     asked = found([experts(0), experts(1)] * 2, receiving, request=0.5, exchange=10.0)
     assert parts(asked) == (0.0, 8.0, 0.0, 4 * 0.5 + EXCHANGES * 10.0)
     # A request is time in which others fill: 1 s is there before the second bucket is asked for, at 2.5 s.
-    assert found([experts(0), shared(1)], receiving, request=0.5).fill == 0.0
+    assert found([experts(0), stacked(1)], receiving, request=0.5).fill == 0.0
 
 
 def test_a_sync_that_fills_slowly_is_limited_by_filling() -> None:
     # 20 s a bucket, one after the other; each is sent (2 s) while the next is filled, the last after all.
-    slow = found([shared(0)] * 3, copy=20.0)
+    slow = found([stacked(0)] * 3, copy=20.0)
     assert parts(slow) == (20.0 + 18.0 + 18.0, 6.0, 0.0, 0.0) and slow.limit == "fill"
-    two = found([shared(0), shared(1)], copy=20.0)
+    two = found([stacked(0), stacked(1)], copy=20.0)
     assert parts(two) == (20.0, 4.0, 0.0, 0.0)
 
 
@@ -96,7 +96,7 @@ def test_an_engine_loads_a_bucket_before_it_takes_the_next() -> None:
     assert parts(own) == (0.0, 4.0, 0.25 + 6.0, 0.0) and own.limit == "load"
     assert found([experts(0)], tensor=0.3).load == 0.0
     # Loading hides a fill as sending does: 2 s + ten tensors of 0.5 s, and sender 1's is filled at 7 s.
-    hidden = found([experts(0, tensors=10), shared(1, 1400)], replace(ONE, recorded=False), tensor=0.5)
+    hidden = found([experts(0, tensors=10), stacked(1, 1400)], replace(ONE, recorded=False), tensor=0.5)
     assert parts(hidden) == (0.0, 2.0 + 14.0, 5.0 + 1.0, 0.0)
 
 
@@ -165,7 +165,7 @@ def test_what_is_done_before_a_bucket_is_sent_is_hidden_behind_other_senders_but
 
 
 def test_turns_are_taken_only_where_a_way_has_them() -> None:
-    buckets = small_plan([shared(0, 2000), experts(1), experts(1)])
+    buckets = small_plan([stacked(0, 2000), experts(1), experts(1)])
     ordered, free = (predict(buckets, RATES, TWO, NODE, Way(1 / 100, turns=turns)) for turns in (True, False))
     assert (ordered.fill, free.fill) == (pytest.approx(10.0), pytest.approx(6.0))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 
@@ -118,26 +120,42 @@ def test_parameters_of_several_storages_that_are_neighbours_are_copied() -> None
     assert torch.equal(packed, torch.cat([p.reshape(-1) for p in params.values()]))
 
 
-def test_experts_that_lie_backwards_are_sent_backwards() -> None:
-    """As in megatron-core's buffer of the experts: from the last parameter to the first."""
-    layout, table = LAYOUTS["dp4 ep4"], moe_table()
-    everything = local_params(table, layout, 2, whole_tensors(table))
-    held = {name: param for name, param in everything.items() if "local_experts" in name}
-    buffer = torch.cat([param.reshape(-1) for param in reversed(held.values())])
-    at, lying = len(buffer), dict[str, torch.Tensor]()
-    for name, param in held.items():
-        at -= param.numel()
-        lying[name] = buffer[at : at + param.numel()].view(param.shape)
-    order = in_memory_order(lying)
-    assert order == list(reversed(held)) and in_memory_order(held) == list(held)
-    positions = {name: at for at, name in enumerate(order)}
-    plan = build_plan(table, Senders(layout, 4), stages(layout), "float32", 500, positions)
-    mine = [bucket for bucket in plan.buckets if bucket.members == (2,) and "local_experts" in bucket.slots[0].names[0]]
-    names = [name for bucket in mine for name in bucket.packed_by(2)]
-    assert names == order and len(mine) > 2
-    for bucket in mine:
-        first = lying[bucket.packed_by(2)[0]]
-        assert pack(bucket, lying, 2).data_ptr() == first.data_ptr(), "a view"
+@pytest.mark.parametrize("senders", [1, 4])
+@pytest.mark.parametrize("name", ["dp4 ep4", "tp2 ep2", "tp2 etp2", "tp2 dp2 ep2 etp2"])
+def test_parameters_that_lie_backwards_are_sent_backwards(name: str, senders: int) -> None:
+    """As in megatron-core's buffers, of the experts and of all else: from the last parameter to the first. Nobody packs
+    them, whether they are gathered or not."""
+    layout, table = LAYOUTS[name], moe_table()
+    whole = whole_tensors(table)
+    lying = [backwards(local_params(table, layout, rank, whole)) for rank in range(layout.stage_size)]
+    positions = {name: at for held in lying for at, name in enumerate(in_memory_order(held))}
+    chosen = Senders.at_most(layout, senders)
+    plan = build_plan(table, chosen, stages(layout), "float32", 3000, positions)
+    sent: dict[str, torch.Tensor] = {}
+    packed = [b for b in plan.buckets if len(b.members) > 1 or "local_experts" in b.slots[0].names[0]]
+    assert sum(len(bucket.slots) > 1 for bucket in packed) > 3
+    for bucket in plan.buckets:
+        for rank in bucket.members if bucket in packed else ():
+            first = lying[rank][bucket.packed_by(rank)[0]]
+            assert pack(bucket, lying[rank], rank).data_ptr() == first.data_ptr(), "a view"
+        found = gathered(bucket, lambda rank: lying[rank])
+        sent |= named_tensors(bucket, convert(bucket, found, table))
+    assert sent.keys() == whole.keys() and all(torch.equal(sent[n], tensor) for n, tensor in whole.items())
+
+
+def backwards(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same parameters as views of two buffers."""
+    lying: dict[str, torch.Tensor] = {}
+    for experts in (True, False):
+        held = {name: param for name, param in params.items() if ("local_experts" in name) == experts}
+        buffer = torch.cat([param.reshape(-1) for param in reversed(held.values())])
+        at = len(buffer)
+        for name, param in held.items():
+            at -= param.numel()
+            lying[name] = buffer[at : at + param.numel()].view(param.shape)
+        order = in_memory_order({name: lying[name] for name in held})
+        assert order == list(reversed(held)) and in_memory_order(held) == list(held)
+    return lying
 
 
 def test_a_turned_parameter_is_copied() -> None:
