@@ -2,9 +2,10 @@
 
     python benchmarks/predict_relay.py [--layouts tp1ep2,tp2ep2,pp2ep2] [--rounds 15]
 
-Model, layouts, engine and raw connections are those of `weight_sync.py`. A round is a sync and, by nothing of ours,
-what `predict_relay` needs: all senders' broadcasts of their buckets at the same time (what the engine's one adapter
-carries), a request, the start of a broadcast, copies, gathers, an exchange. No constant is fitted.
+Model, layouts, engine and raw connections are those of `weight_sync.py`. A round is a sync and what `predict_relay`
+needs: all senders' raw broadcasts of their buckets at the same time (what the engine's one adapter carries), which go
+before the sync in every second round; a request, copies, gathers, an exchange. What a bucket takes beside its bytes is
+measured once, before, by syncs of buckets of next to nothing. Ranks and engine share the cores. No constant is fitted.
 
 The last line is JSON: for each layout `measured_s`, `predicted_s` (medians), `ratio_predicted` (median of the rounds'
 own ratios) and the medians of the rates.
@@ -19,7 +20,8 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,12 @@ from mslime.config.keys import Endpoint
 from mslime.planner.filling import Rates
 from mslime.planner.sync import Receiving, predict_relay
 from mslime.threads import in_thread
+from mslime.weights.courier import Courier, Seconds
+from mslime.weights.relay import RelayTransport
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.weight_sync import (
+    DEADLINE_S,
     KEPT_MEMORY,
     REPEATS,
     Job,
@@ -61,6 +66,7 @@ class Alone(Ways):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         mine = [bucket.hf_bytes for bucket in self.sender.plan.buckets if bucket.sender == dist.get_rank()]
+        self._ranks = self.groups.senders.everyone()
         self.own = [torch.randint(256, (size,), dtype=torch.uint8) for size in mine]
 
     def together(self) -> None:
@@ -83,19 +89,46 @@ class Alone(Ways):
         dist.barrier()
         return took
 
-    def measured_rates(self) -> Rates:
-        """For this round."""
-        together, _ = timed(self.together)
-        one, more = self._of_first(1), self._of_first(1 + STARTS)
+    def start_s(self) -> float:
+        """Seconds that a bucket takes beside its bytes: what more buckets of next to nothing add to a sync."""
+        took = [[timed(partial(self._tiny_sync, each))[0] for _ in range(REPEATS)] for each in (STARTS, 2 * STARTS)]
+        few, more = map(statistics.median, took)
+        return max(more - few, 0.0) / STARTS / len(self._ranks)
+
+    def _tiny_sync(self, each: int) -> None:
+        """Every sender's courier sends so many buckets of one element, which engines take by the plan's order."""
+        senders = [rank for _ in range(each) for rank in self._ranks]
+        like, flat = self.tiny[0]
+        buckets = [replace(like, index=index, sender=rank) for index, rank in enumerate(senders)]
+        transport, seconds = self.transport, Seconds()
+        assert isinstance(transport, RelayTransport), "all ranks send"
+        transport.begin(0, buckets)
+        courier = Courier(transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, seconds)
+        for bucket in buckets:
+            if bucket.sender == dist.get_rank():
+                courier.wait_for_room()
+                courier.put(bucket, flat)
+        failure = courier.close()
+        assert failure is None, failure
+        transport.complete()
+
+    def measured_rates(self, together: float, start: float) -> Rates:
+        """For this round, of which the senders' broadcasts took so many seconds.
+
+        Args:
+            start: see `start_s`.
+        """
+        one = self._of_first(1)
         largest = self.sender.plan.buckets[0].hf_bytes
         return Rates(
             network=self.sender.plan.total_bytes / max(together - one, 1e-9),
-            nvlink=gather_rate(self.groups, largest // 2),
+            nvlink=gather_rate(self.sender.plan, self.groups, largest // 2),
             copy=self._copy_rate(largest),
             request=one,
             tensor=0.0,
             exchange=mean_of(lambda: self.sender._exchange(None)),
-            collective=max(more - one, 0.0) / STARTS,
+            collective=start,
+            cores=os.cpu_count() or 1,
         )
 
 
@@ -104,10 +137,13 @@ def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=job.layout.world_size)
     alone, rounds = Alone(job), list[tuple[float, float, dict[str, float]]]()
+    start = alone.start_s()
     receiving = Receiving(engines=1, share=0.0, recorded=True)
-    for _ in range(job.rounds + 2):  # the first two are thrown away: engines record, and learn the plan
-        seconds, _ = timed(alone.ours)
-        rates = alone.measured_rates()
+    ways = [alone.ours, alone.together]
+    for number in range(job.rounds + 2):  # the first two are thrown away: engines record, and learn the plan
+        first = number % 2  # whichever it is, it takes longer, after what else a round measures
+        took = {first: timed(ways[first])[0], 1 - first: timed(ways[1 - first])[0]}
+        seconds, rates = took[0], alone.measured_rates(took[1], start)
         found = predict_relay(alone.sender.plan, rates, receiving, job.layout.world_size)
         rounds.append((seconds, found.seconds, asdict(rates)))
     pipe.send(rounds[2:])

@@ -196,7 +196,7 @@ class Rank:
         requests = [self._request_s(kind, tensors) for tensors in (1, MANY)]
         rates = Rates(
             network=math.inf,
-            nvlink=gather_rate(self.groups, size // 2),
+            nvlink=gather_rate(plan, self.groups, size // 2),
             copy=size / self.alone.at_once(self.alone.copying(size)),
             request=requests[0],
             tensor=max(requests[1] - requests[0], 0.0) / (MANY - 1),

@@ -64,9 +64,9 @@ from mslime.planner.filling import Rates
 from mslime.planner.sync import Receiving, predict
 from mslime.threads import in_thread
 from mslime.weights.broadcast import meet
-from mslime.weights.buckets import TORCH_DTYPES, named_tensors
+from mslime.weights.buckets import TORCH_DTYPES, gather, named_tensors
 from mslime.weights.groups import SyncGroups, make_groups
-from mslime.weights.plan import Bucket, Entry
+from mslime.weights.plan import Bucket, Entry, WeightPlan
 from mslime.weights.senders import Senders
 from mslime.weights.sync import SendReport, SyncOptions, WeightSender
 from mslime.weights.transport import TRANSPORTS, Link
@@ -239,11 +239,12 @@ class Ways:
         plan = self.sender.plan
         return Rates(
             network=plan.total_bytes / max(raw_s - one, 1e-9),
-            nvlink=gather_rate(self.groups, plan.buckets[0].hf_bytes // 2),
+            nvlink=gather_rate(plan, self.groups, plan.buckets[0].hf_bytes // 2),
             copy=self._copy_rate(plan.buckets[0].hf_bytes),
             request=one,
             tensor=max(many - one, 0.0) / (MANY - 1),
             exchange=mean_of(lambda: self.sender._exchange(None)),
+            cores=os.cpu_count() or 1,
         )
 
     def predicted(self, rates: Rates) -> float:
@@ -275,20 +276,16 @@ class Ways:
         return size / elapsed
 
 
-def gather_rate(groups: SyncGroups, size: int) -> float:
+def gather_rate(plan: WeightPlan, groups: SyncGroups, size: int) -> float:
     """Bytes a second into new memory of the first rank, from those that it gathers shared tensors from; infinite
     elsewhere. All ranks call it."""
     members = groups.senders.tensor_ranks(0)
     dist.barrier()
     if dist.get_rank() not in members or len(members) == 1:
         return math.inf
-    part, group, first = torch.zeros(size, dtype=torch.uint8), groups.gathers[members], dist.get_rank() == 0
-
-    def gather_once() -> None:
-        into = list(part.new_empty(len(members), size).unbind()) if first else None
-        dist.gather(part, into, group=group, group_dst=0)
-
-    return (len(members) - 1) * size / mean_of(gather_once)
+    bucket = next(bucket for bucket in plan.buckets if bucket.members == members and bucket.sender == 0)
+    part, group = torch.zeros(size, dtype=torch.uint8), groups.gathers[members]
+    return (len(members) - 1) * size / mean_of(lambda: gather(bucket, part, group, dist.get_rank()))
 
 
 def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:

@@ -27,6 +27,7 @@ class Rates:
         host: bytes a second between one GPU and its host's memory, in one direction, while all GPUs of a machine copy.
         directory: bytes a second into a directory that machines share, by all who write at the same time.
         reading: bytes a second out of it, by all who read at the same time.
+        cores: that ranks and engines share, where processors and not adapters carry a sync: over gloo.
     """
 
     network: float
@@ -39,6 +40,7 @@ class Rates:
     host: float = math.inf
     directory: float = math.inf
     reading: float = math.inf
+    cores: float = math.inf
 
 
 def rates_of(cluster: ClusterConfig) -> Rates:
@@ -128,6 +130,19 @@ def fill_seconds(bucket: Bucket, rates: Rates, gpus_per_node: int) -> tuple[floa
     # Quantising reads all of a bucket once more.
     converting = (0 if bucket.in_order else plain) / rates.copy + (plain if bucket.packed_dtype else 0) / rates.copy
     return packing + max(near / rates.nvlink, far / rates.network), converting
+
+
+def least_fill(buckets: Iterable[Bucket], rates: Rates, gpus_per_node: int) -> float:
+    """Seconds that filling keeps the cores which others need as well, so that nothing hides it; 0 where nobody shares
+    them.
+
+    Every member packs; what is gathered keeps two of them busy, its sender's and its receiver's.
+    """
+    work = 0.0
+    for bucket in buckets if math.isfinite(rates.cores) else ():
+        gathering, converting = fill_seconds(bucket, rates, gpus_per_node)
+        work += gathering * min(2, len(bucket.members)) + converting
+    return work / rates.cores
 
 
 def local_bytes(bucket: Bucket) -> int:

@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 
 from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
-from mslime.planner.filling import Filling, Rates, gathered, local_bytes
+from mslime.planner.filling import Filling, Rates, gathered, least_fill, local_bytes
 from mslime.weights.plan import Bucket, WeightPlan
 
 EXCHANGES, OBSERVED = 1, 2
@@ -84,7 +84,7 @@ class SyncPrediction:
     """Seconds of one sync, by what the engines spend or wait for: one after the other, so that they add up.
 
     Attributes:
-        fill: waiting, because no sender has filled the next bucket.
+        fill: waiting, because no sender has filled the next bucket; at least what filling takes of shared cores.
         wire: broadcasts; with `relay`, waiting for a bucket that is on its way.
         load: copying what has arrived into parameters.
         latency: requests, starts of collectives, and the exchanges between ranks at the end.
@@ -250,6 +250,7 @@ def predict(
         filling.sent(bucket, now + way.keep * bucket.hf_bytes)
         kept = max(kept, now + way.keep * bucket.hf_bytes)
     latency += way.closing + way.exchanges * rates.exchange
+    fill = max(fill, least_fill(plan.buckets, rates, gpus_per_node))
     return SyncPrediction(fill + kept - now, wire, load, latency)
 
 
@@ -307,6 +308,7 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
         loading = sum(_load_seconds(bucket, rates, receiving) for bucket in step)
         inside, load, latency = inside + last.out + passing, load + loading, latency + start
         now = last.out_at + start + passing + loading
+    fill = max(fill, least_fill(plan.buckets, rates, gpus_per_node))
     return SyncPrediction(fill, wire, load, latency + OBSERVED * rates.exchange, inside)
 
 

@@ -141,6 +141,11 @@ def test_a_sender_is_free_when_its_bucket_has_arrived_and_a_lane_when_it_is_take
     assert parts(found([*own, gathers], engine(1), nvlink=100 / 12, copy=AT_ONCE)) == (0.0, 14.0, 0.0, 0.0, 0.0)
 
 
+def test_nothing_hides_the_work_of_cores_that_lanes_need_as_well() -> None:
+    assert found([stacked(0)] * 3, engine(1), cores=2.0).fill == pytest.approx(1.5)
+    assert found([stacked(0)] * 3, engine(1), cores=4.0).fill == pytest.approx(1.0)
+
+
 def test_one_request_and_the_starts_of_collectives_are_seen() -> None:
     # Lanes receive from 0.5 on: there at 0.5 + 0.1 + 2 = 2.6. The exchange of the two ranks (0.1) lies beside the
     # lane's start. Out to 3.1, start 0.1, passed on to 3.4; the second out to 3.9, and to 4.2.

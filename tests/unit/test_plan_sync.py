@@ -100,6 +100,16 @@ def test_an_engine_loads_a_bucket_before_it_takes_the_next() -> None:
     assert parts(hidden) == (0.0, 2.0 + 14.0, 5.0 + 1.0, 0.0)
 
 
+def test_nothing_hides_the_work_of_cores_that_broadcasts_need_as_well() -> None:
+    # Three buckets of 1 s each (copied twice) on two cores: 1.5 s, of which the engine waits for 1 s anyway.
+    assert parts(found([stacked(0)] * 3, cores=2.0)) == (1.5, 6.0, 0.0, 0.0)
+    assert parts(found([stacked(0)] * 3, cores=4.0)) == (1.0, 6.0, 0.0, 0.0)
+    # A gather of 1 s, hidden behind the first bucket, keeps its sender and its receiver.
+    gathers = [experts(0, 400), experts(1, 200, members=(0, 1))]
+    assert found(gathers, nvlink=100.0).fill == 0.0
+    assert found(gathers, nvlink=100.0, cores=2.0).fill == pytest.approx(1.0)
+
+
 def test_nothing_to_send_takes_no_time() -> None:
     assert found([], request=1.0).seconds == 0.0
 
