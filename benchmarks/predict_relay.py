@@ -4,8 +4,9 @@
 
 Model, layouts, engine and raw connections are those of `weight_sync.py`. A round is a sync and what `predict_relay`
 needs: all senders' raw broadcasts of their buckets at the same time (what the engine's one adapter carries), which go
-before the sync in every second round; a request, copies, gathers, an exchange. What a bucket takes beside its bytes is
-measured once, before, by syncs of buckets of next to nothing. Ranks and engine share the cores. No constant is fitted.
+before the sync in every second round, and one of each before, which is thrown away; a request, copies, gathers, an
+exchange. What a bucket takes beside its bytes is measured once, before, by syncs of buckets of next to nothing. Ranks
+and engine share the cores. No constant is fitted.
 
 The last line is JSON: for each layout `measured_s`, `predicted_s` (medians), `ratio_predicted` (median of the rounds'
 own ratios) and the medians of the rates.
@@ -141,7 +142,9 @@ def rank_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
     receiving = Receiving(engines=1, share=0.0, recorded=True)
     ways = [alone.ours, alone.together]
     for number in range(job.rounds + 2):  # the first two are thrown away: engines record, and learn the plan
-        first = number % 2  # whichever it is, it takes longer, after what else a round measures
+        for way in ways:  # thrown away: syncs take longer after what else a round measures
+            way()
+        first = number % 2
         took = {first: timed(ways[first])[0], 1 - first: timed(ways[1 - first])[0]}
         seconds, rates = took[0], alone.measured_rates(took[1], start)
         found = predict_relay(alone.sender.plan, rates, receiving, job.layout.world_size)
