@@ -132,6 +132,11 @@ class Bucket:
         return last.offset + last.numel if self.packed_dtype else self.hf_numel
 
     @property
+    def is_parts_in_a_row(self) -> bool:
+        """Whether what several members pack, one after the other, is what is sent."""
+        return self.in_order and len(self.members) > 1 and not self.packed_dtype
+
+    @property
     def sharing(self) -> int:
         """Members that share each tensor out."""
         return len(self.members) // len(self.slots[0].names)

@@ -92,9 +92,18 @@ class RelayTransport:
             self._told.clear()
         self._cuts = self._agreed()
         cuts = self._cuts.name if self._cuts is not None else ""
-        lanes = [self._numbers[bucket.sender] for bucket in news]
+        lanes = [[self._numbers[rank] for rank in self._sent_by(bucket)] for bucket in news]
         announcement = receivers.announce_relay(f"{names[0]}-{self._syncs}", names, self._plan, news, lanes, cuts)
         self._answers = [receivers.receive_all(engine, announcement) for engine in self._engines]
+
+    def comes_in_parts(self, bucket: Bucket) -> bool:
+        """Whether each member sends its part, so that nobody gathers them: all are senders, and engines have one rank,
+        into whose memory the parts go side by side."""
+        alone = all(engine.ranks == 1 for engine in self._engines)
+        return alone and bucket.is_parts_in_a_row and all(rank in self._numbers for rank in bucket.members)
+
+    def _sent_by(self, bucket: Bucket) -> tuple[int, ...]:
+        return bucket.members if self.comes_in_parts(bucket) else (bucket.sender,)
 
     def _agreed(self) -> Cuts | None:
         """What the machines of one number keep in all engines; None where engines differ, or did not all say it."""
@@ -116,7 +125,8 @@ class RelayTransport:
         self._under_way = False
 
     def start(self, bucket: Bucket, flat: torch.Tensor) -> PendingLane:
-        """Send a bucket to one rank of each engine, on each of its machines: all of it, or what the machine keeps."""
+        """Send a bucket to one rank of each engine, on each of its machines: all of it, or what the machine keeps, or
+        this rank's part."""
         assert self._group is not None, "not connected"
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         cuts = self._cuts.buckets[bucket.index] if self._cuts is not None else None
@@ -129,7 +139,8 @@ class RelayTransport:
     def skip(self, bucket: Bucket) -> None:
         """Send zeros for a bucket that could not be filled."""
         if not self._broken:
-            flat = torch.zeros(bucket.hf_numel, dtype=wire_dtype(bucket), device=self._device)
+            numel = bucket.hf_numel // len(self._sent_by(bucket))
+            flat = torch.zeros(numel, dtype=wire_dtype(bucket), device=self._device)
             self.start(bucket, flat).wait()
 
     def give_up(self) -> None:

@@ -46,6 +46,7 @@ from mslime.weights.transport import (
     Link,
     MoveCounter,
     Moved,
+    PartTaker,
     Receivers,
     SyncObserver,
     Transport,
@@ -288,24 +289,30 @@ class WeightSender:
             courier = Courier(self._transport, order, started + deadline_s, deadline_s, spent, refused)
         failure: Exception | None = None
         buckets = self.plan.buckets_of(rank)
-        mine, filled = sum(bucket.sender == rank for bucket in buckets), 0
+        parts = {bucket.index for bucket in buckets if self._comes_in_parts(bucket)}
+        mine, filled = {bucket.index for bucket in buckets if bucket.sender == rank} | parts, 0
         for bucket in buckets:
-            if courier is not None and bucket.sender == rank:
-                courier.wait_for_room()
+            own = courier if bucket.index in mine else None
+            if own is not None:
+                own.wait_for_room()
             begin, flat = time.monotonic(), None
             try:
-                flat = self._fill(bucket, params)
+                flat = pack(bucket, params, rank) if bucket.index in parts else self._fill(bucket, params)
             except WeightSyncError as error:
                 failure = failure or error
             spent.fill += time.monotonic() - begin
-            if courier is None or bucket.sender != rank:
+            if own is None:
                 continue
-            courier.put(bucket, flat)
+            own.put(bucket, flat)
             filled += 1
             if self._on_bucket is not None:
-                self._on_bucket(filled, mine)
+                self._on_bucket(filled, len(mine))
         not_sent = courier.close() if courier is not None else None
         return failure or not_sent
+
+    def _comes_in_parts(self, bucket: Bucket) -> bool:
+        """Whether every member of a bucket sends its part, the same on all of them."""
+        return isinstance(self._transport, PartTaker) and self._transport.comes_in_parts(bucket)
 
     def _sums(self, params: Mapping[str, torch.Tensor]) -> dict[str, str]:
         """What engines must say of every tensor, by Hugging Face name. Collective.

@@ -75,8 +75,8 @@ class Receivers(Protocol):
         ...
 
     def announce_relay(
-        self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket], senders: Sequence[int],
-        cuts: str,
+        self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket],
+        senders: Sequence[Sequence[int]], cuts: str,
     ) -> bytes:  # fmt: skip
         """The description of a whole sync for `receive_all`, the same from every sender.
 
@@ -249,6 +249,15 @@ class OrderKeeper(Protocol):
 
     def skip(self, bucket: Bucket) -> None:
         """Let engines not wait for a bucket that cannot be sent: the sync has failed. Raises WeightSyncError."""
+        ...
+
+
+@runtime_checkable
+class PartTaker(Protocol):
+    """What a transport may have beside whose engines put some buckets together: each member sends what it packs."""
+
+    def comes_in_parts(self, bucket: Bucket) -> bool:
+        """Whether `start` and `skip` are called on every member of the bucket, with its part."""
         ...
 
 

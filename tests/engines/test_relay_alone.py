@@ -1,6 +1,7 @@
 """The engine's side of `relay` where an engine has one rank, over real process groups: two senders.
 
-Once loading is recorded, buckets are loaded from where they arrive, and the next one arrives meanwhile.
+Once loading is recorded, buckets are loaded from where they arrive, and the next one arrives meanwhile. A bucket may
+come in parts, of which each sender sends one.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class Engine:
         rooms: likewise, the bytes of what has arrived and is arriving, and of the buffer for one bucket.
     """
 
-    def __init__(self, lanes: list[Any], without: set[str]) -> None:
+    def __init__(self, lanes: list[Any], without: set[str], parts: bool) -> None:
         self.updater = shares.FakeUpdater(0, 1)
-        self.without = without
+        self.without, self.parts = without, parts
         self.beside, self.rooms = list[int](), list[tuple[int, int]]()
         self.groups = {f"lane{i}": lane for i, lane in enumerate(lanes)}
         self.relay = Relay(
@@ -52,7 +53,11 @@ class Engine:
         buckets = [(sender, [n for n in names if n not in self.without]) for sender, names in BUCKETS]
         names = [name for _, named in buckets for name in named]
         news = (names, ["float32"] * len(names), [shares.shape(name) for name in names]) if new else ([], [], [])
-        known = (tuple(s for s, _ in buckets), tuple(len(named) for _, named in buckets)) if new else ((), ())
+        known = (
+            (tuple(senders_of(s, names, self.parts) for s, names in buckets), tuple(len(named) for _, named in buckets))
+            if new
+            else ((), ())
+        )
         said = self.relay.obey(Order(f"{version}", "plan", ("lane0", "lane1"), *known), *news, self.groups, Ranks())
         release(lambda updater: None, self.updater)
         expected = shares.FakeModel(0, 1)
@@ -65,23 +70,33 @@ class Engine:
         }  # fmt: skip
 
 
-def send(rank: int, lane: Any, version: int, without: set[str]) -> None:
-    for sender, names in BUCKETS:
-        if sender == rank:
-            flat = torch.cat([shares.value(name, version).flatten() for name in names if name not in without])
-            dist.broadcast(flat, group=lane, group_src=0)
+def senders_of(sender: int, names: list[str], parts: bool) -> tuple[int, ...]:
+    """In parts those send whose halves are whole elements, its sender first."""
+    numel = sum(torch.Size(shares.shape(name)).numel() for name in names)
+    return (sender, 1 - sender) if parts and numel % 2 == 0 else (sender,)
+
+
+def send(rank: int, lane: Any, version: int, without: set[str], parts: bool) -> None:
+    for sender, all_names in BUCKETS:
+        names = [name for name in all_names if name not in without]
+        flat = torch.cat([shares.value(name, version).flatten() for name in names])
+        senders = senders_of(sender, names, parts)
+        if rank in senders:
+            dist.broadcast(flat.chunk(len(senders))[senders.index(rank)], group=lane, group_src=0)
 
 
 def work(rank: int, world_size: int, init_method: str) -> dict[str, list[dict[str, Any]]]:
     dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
     found: dict[str, list[dict[str, Any]]] = {}
-    for what, without in (("all recorded", {"summed0"}), ("one is not", set[str]())):
+    for what, without in (("all recorded", {"summed0"}), ("one is not", set[str]())) * 2:
+        parts = what in found
+        what += " in parts" * parts
         lanes = [dist.new_group([sender, 2]) for sender in (0, 1)]
-        engine = Engine(lanes, without) if rank == 2 else None
+        engine = Engine(lanes, without, parts) if rank == 2 else None
         found[what] = []
         for version in (1, 2, 3):
             if engine is None:
-                send(rank, lanes[rank], version, without)
+                send(rank, lanes[rank], version, without, parts)
             else:
                 found[what].append(engine.sync(version, version == 1))
         dist.barrier()
@@ -97,24 +112,31 @@ def test_every_version_is_loaded_whole(syncs: dict[str, list[dict[str, Any]]]) -
     for found in syncs.values():
         assert [sync["wrong"] for sync in found] == [[], [], []]
         assert [sync["left"] for sync in found] == [0, 0, 0]
-    assert [sync["by_the_model"] for sync in syncs["all recorded"]] == [len(BUCKETS), 0, 0]
-    assert [sync["by_the_model"] for sync in syncs["one is not"]] == [len(BUCKETS), 1, 1]
+    for parts in ("", " in parts"):
+        assert [sync["by_the_model"] for sync in syncs[f"all recorded{parts}"]] == [len(BUCKETS), 0, 0]
+        assert [sync["by_the_model"] for sync in syncs[f"one is not{parts}"]] == [len(BUCKETS), 1, 1]
 
 
+def test_several_buckets_come_in_parts() -> None:
+    assert sum(len(senders_of(sender, [n for n in names if n != "summed0"], True)) > 1 for sender, names in BUCKETS) > 3
+
+
+@pytest.mark.parametrize("parts", ["", " in parts"])
 def test_the_next_bucket_arrives_while_one_is_loaded_once_all_are_recorded(
-    syncs: dict[str, list[dict[str, Any]]],
+    parts: str, syncs: dict[str, list[dict[str, Any]]]
 ) -> None:
-    first, *others = syncs["all recorded"]
+    first, *others = syncs[f"all recorded{parts}"]
     assert set(first["beside"]) <= {0, 1}  # it is asked for when the one before is in the buffer
     for sync in others:
         # Those that lie in the room's first and second half; more where several small ones fit.
         assert min(sync["beside"][:-1]) >= 1 and sync["beside"][-1] == 0
 
 
-def test_memory_is_that_of_two_buckets(syncs: dict[str, list[dict[str, Any]]]) -> None:
+@pytest.mark.parametrize("parts", ["", " in parts"])
+def test_memory_is_that_of_two_buckets(parts: str, syncs: dict[str, list[dict[str, Any]]]) -> None:
     largest = max(SIZES)
-    ((room, buffer),) = syncs["all recorded"][1]["rooms"]
+    ((room, buffer),) = syncs[f"all recorded{parts}"][1]["rooms"]
     assert largest < room <= 2 * (largest + 16) and buffer == 0
-    for sync in (syncs["all recorded"][0], *syncs["one is not"]):
+    for sync in (syncs[f"all recorded{parts}"][0], *syncs[f"one is not{parts}"]):
         ((room, buffer),) = sync["rooms"]
         assert room == buffer == largest

@@ -69,7 +69,7 @@ class Engine:
 
     def sync(self, version: int, lanes: list[dict[int, Lanes]], new: bool, cuts: str) -> dict[str, Any]:
         """What became of it."""
-        senders, counts = tuple(s for s, _ in BUCKETS), tuple(len(names) for _, names in BUCKETS)
+        senders, counts = tuple((s,) for s, _ in BUCKETS), tuple(len(names) for _, names in BUCKETS)
         names = tuple(next(iter(of_sender)) for of_sender in lanes[self.number].values())
         order = Order(f"{version}", "plan", names, senders if new else (), counts if new else (), cuts)
         news = (NAMES, ["float32"] * len(NAMES), [shape(name) for name in NAMES]) if new else ([], [], [])

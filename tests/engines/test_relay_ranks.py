@@ -73,8 +73,8 @@ class Engine:
 
     def sync(self, version: int, plan_is_known: bool) -> str:
         """What became of it."""
-        order = Order(f"sync {version}", "plan", ("lane0", "lane1"), () if plan_is_known else SENDERS,
-                      () if plan_is_known else (1,) * len(SENDERS))  # fmt: skip
+        known = ((), ()) if plan_is_known else (tuple((s,) for s in SENDERS), (1,) * len(SENDERS))
+        order = Order(f"sync {version}", "plan", ("lane0", "lane1"), *known)
         news = ([], [], []) if plan_is_known else (NAMES, DTYPES, SHAPES)
         said: set[str] = set()
         for _ in range(2):  # the other sender's request is answered without a second sync

@@ -116,7 +116,7 @@ class Engine:
         """What became of it."""
         names = [name for _, names in BUCKETS for name in names]
         news = ([], [], []) if plan_is_known else (names, ["float32"] * len(names), [shape(name) for name in names])
-        senders, counts = tuple(s for s, _ in BUCKETS), tuple(len(names) for _, names in BUCKETS)
+        senders, counts = tuple((s,) for s, _ in BUCKETS), tuple(len(names) for _, names in BUCKETS)
         known = ((), ()) if plan_is_known else (senders, counts)
         self.updater.loaded = 0
         order = Order(f"sync {version}", "plan", ("lane0", "lane1"), *known)

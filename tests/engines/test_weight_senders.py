@@ -34,20 +34,24 @@ pytestmark = pytest.mark.timeout(200)
 SYNCS = 3
 
 
-def sync_often(trainer: MegatronTrainer, urls: list[str], export: Path) -> tuple[list[str], list[int], dict[int, Any]]:
-    """The first tensors of the plan's buckets, its senders, and where the time of the last sync went."""
+def sync_often(
+    trainer: MegatronTrainer, urls: list[str], export: Path
+) -> tuple[list[str], list[int], dict[int, Any], int]:
+    """The first tensors of the plan's buckets, its senders, where the time of the last sync went, and how many buckets
+    came in parts."""
     sender = sender_of(trainer)
     if trainer.spec.weights.transport != "broadcast":
         weight_sync.Turns = None  # its senders take none
     sender.connect([Endpoint(url) for url in urls])
     phases: dict[int, Any] = {}
+    parts = sum(map(sender._comes_in_parts, sender.plan.buckets))
     for version in range(1, SYNCS + 1):
         change_weights(trainer, 0.01 * version)
         phases = dict(sender.send(version).phases)
     sender.disconnect()
     sender.export(export, trainer.spec.checkpoint)
     buckets = sender.plan.buckets
-    return [bucket.entries[0].name for bucket in buckets], [bucket.sender for bucket in buckets], phases
+    return [bucket.entries[0].name for bucket in buckets], [bucket.sender for bucket in buckets], phases, parts
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,8 @@ def test_two_engines_hold_what_all_senders_sent_and_each_senders_buckets_came_in
     seen = [len(engine.order()) for engine in engines]
     config, exported = config_of(tiny_qwen3_moe, tmp_path, **sizes), tmp_path / "exported"
     results = run_trainers(sync_often, config, [engine.url for engine in engines], exported)
-    order, sent_by, phases = results[0]
+    order, sent_by, phases, parts = results[0]
+    assert (parts > 0) == (sizes.get("transport") == "relay"), "embeddings, which two ranks share"
     assert set(sent_by) == senders == set(phases) and len(order) > 8
     assert all(spent.fill > 0 and spent.send > 0 for spent in phases.values())
     source = HFCheckpoint(exported)
@@ -87,7 +92,7 @@ def test_two_engines_hold_what_all_senders_sent_and_each_senders_buckets_came_in
         assert all(torch.equal(tensor, source.tensor(name)) for name, tensor in held.items())
 
 
-def lose_a_parameter(trainer: MegatronTrainer, urls: list[str]) -> list[str]:
+def lose_a_parameter(trainer: MegatronTrainer, urls: list[str], part: str) -> list[str]:
     """A sync in which one of two senders cannot fill a bucket, and one after it; what they came to."""
     sender, found = sender_of(trainer), list[str]()
     sender.connect([Endpoint(url) for url in urls])
@@ -95,7 +100,7 @@ def lose_a_parameter(trainer: MegatronTrainer, urls: list[str]) -> list[str]:
     for lost in (True, False):
         change_weights(trainer, 0.01)
         if lost and trainer.parallel.rank == 1:
-            sender._params = lambda: [(n, p) for n, p in whole() if "experts" not in n or "layers.2." not in n]
+            sender._params = lambda: [(name, param) for name, param in whole() if part not in name]
         try:
             found.append(f"version {sender.send(1).version}")
         except WeightSyncError as error:
@@ -105,12 +110,17 @@ def lose_a_parameter(trainer: MegatronTrainer, urls: list[str]) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("sizes", "part"),
+    [({"dp": 2, "ep": 2}, "layers.2.mlp.experts"), ({"tp": 2, "ep": 2}, "word_embeddings")],
+    ids=["experts", "a part of what two ranks share"],
+)
 def test_engines_wait_for_no_bucket_that_cannot_be_filled_and_the_next_sync_is_whole(
-    engines: list[StandInEngine], tiny_qwen3_moe: Path, tmp_path: Path
+    sizes: dict[str, int], part: str, engines: list[StandInEngine], tiny_qwen3_moe: Path, tmp_path: Path
 ) -> None:
-    config = config_of(tiny_qwen3_moe, tmp_path, "relay", dp=2, ep=2)
-    for lost, sent in run_trainers(lose_a_parameter, config, [engine.url for engine in engines]):
-        assert "trainer rank 1" in lost and "experts" in lost and sent == "version 1"
+    config = config_of(tiny_qwen3_moe, tmp_path, "relay", **sizes)
+    for lost, sent in run_trainers(lose_a_parameter, config, [engine.url for engine in engines], part):
+        assert "trainer rank 1" in lost and part in lost and sent == "version 1"
 
 
 def refuse_one(trainer: MegatronTrainer, urls: list[str]) -> tuple[str, float]:

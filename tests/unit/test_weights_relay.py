@@ -6,7 +6,7 @@ import json
 import time
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,8 +19,9 @@ from mslime.config.pieces import Cuts, Piece
 from mslime.weights import contract
 from mslime.weights import relay as weights_relay
 from mslime.weights.contract import check_transport
+from mslime.weights.plan import Bucket
 from mslime.weights.relay import RelayTransport
-from mslime.weights.transport import Link, OrderKeeper, SyncObserver, find_transport
+from mslime.weights.transport import Link, OrderKeeper, PartTaker, SyncObserver, find_transport
 from tests.fixtures.stand_in_engine import StandInEngine, two_engines
 from tests.fixtures.weight_engines import engines, link, obedient, patient_link
 
@@ -68,7 +69,7 @@ def test_a_relay_keeps_the_contract(engines: list[StandInEngine], link: Link) ->
 
 
 def test_what_is_asked_survives_the_way_through_a_name_of_a_group() -> None:
-    order = Order("job-rank0-3", "plan", ("job-rank0", "job:rank4"), (0, 1, 0), (2, 1, 7), "what is kept")
+    order = Order("job-rank0-3", "plan", ("job-rank0", "job:rank4"), ((0,), (1, 0), (0,)), (2, 1, 7), "what is kept")
     assert parse_order(order.as_group()) == order and parse_order("job-rank0") is None
     assert parse_lane(lane_to_join(12, "mslime-lane:3:x")) == (12, None, "mslime-lane:3:x") and parse_lane("x") is None
     assert parse_lane(lane_to_join(12, "a:b", 0)) == (12, 0, "a:b")
@@ -214,11 +215,44 @@ def test_every_bucket_is_announced_with_the_lane_of_its_sender_and_its_tensors(
     transport.begin(1, buckets)
     (said,) = asked
     order = parse_order(said["group_name"])
-    assert order is not None and order.lanes == ("job-rank0", "job-rank4") and order.senders == (1, 0, 0)
+    assert order is not None and order.lanes == ("job-rank0", "job-rank4") and order.senders == ((1,), (0,), (0,))
     assert order.tensors == tuple(len(bucket.names) for bucket in buckets)
     assert said["names"] == [name for bucket in buckets for name in bucket.names]
     assert said["shapes"] == [list(shape) for bucket in buckets for shape in bucket.shapes]
     assert said["dtypes"] == [dtype for bucket in buckets for dtype in bucket.dtypes]
+
+
+PARTS = replace(BUCKETS[0], index=3, sender=4, members=(4, 0), in_order=True)
+"""A bucket of which two ranks pack a part each."""
+
+
+@pytest.mark.parametrize(
+    ("bucket", "ranks", "in_parts"),
+    [
+        (PARTS, (1, 1), True),
+        (PARTS, (1, 2), False),  # an engine whose ranks pass buckets on
+        (replace(PARTS, members=(4, 5)), (1,), False),  # a member that has no lane
+        (replace(PARTS, members=(4,)), (1,), False),
+        (replace(PARTS, in_order=False), (1,), False),
+        (replace(PARTS, packed_dtype="bfloat16"), (1,), False),  # it is quantised between
+    ],
+)
+def test_members_send_their_parts_where_all_have_a_lane_and_engines_have_one_rank(
+    bucket: Bucket, ranks: tuple[int, ...], in_parts: bool, link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, sent, receivers = list[dict[str, Any]](), list[int](), cast(Any, link.receivers)
+    monkeypatch.setattr(receivers, "receive_all", lambda engine, said: done(asked.append(json.loads(said))))
+    monkeypatch.setattr(weights_relay, "_send", lambda parcels, *_: sent.append(len(parcels[0][0])) or "")
+    transport = RelayTransport(replace(link, rank=4, senders={0: "job-rank0", 4: "job-rank4"}))
+    infos = tuple(EngineInfo(f"http://127.0.0.1:{port}", count) for port, count in enumerate(ranks))
+    monkeypatch.setattr(transport, "_engines", infos)
+    monkeypatch.setattr(transport, "_group", "a group")
+    assert isinstance(transport, PartTaker) and transport.comes_in_parts(bucket) == in_parts
+    transport.begin(1, [bucket])
+    order = parse_order(asked[0]["group_name"])
+    assert order is not None and order.senders == (((1, 0) if in_parts else (1,)),)
+    transport.skip(bucket)
+    assert sent == [bucket.hf_numel // (2 if in_parts else 1)]
 
 
 class TwoMachines:

@@ -60,16 +60,17 @@ class Lanes:
     """What one rank receives. As many arrivals are on their way as there is room for.
 
     Args:
-        arriving: of each, in the order of the plan, its sender's group, and where it is to lie.
+        arriving: of each, in the order of the plan, the groups of those who send equal parts of it, and where it is to
+            lie.
         room: [bytes] uint8, for all that is on its way.
 
     Attributes:
         failed: why nothing comes any more; empty while all is well.
     """
 
-    def __init__(self, arriving: Sequence[tuple[dist.ProcessGroup, Place]], room: torch.Tensor) -> None:
+    def __init__(self, arriving: Sequence[tuple[Sequence[dist.ProcessGroup], Place]], room: torch.Tensor) -> None:
         self._room, self._coming, self._taken = room, deque(arriving), 0
-        self._on_the_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._on_the_way: deque[tuple[list[dist.Work], torch.Tensor]] = deque()
         self.failed = ""
         self._ask()
 
@@ -79,8 +80,9 @@ class Lanes:
             return
         try:
             assert self._on_the_way, "nothing is left to come"
-            work, arrived = self._on_the_way.popleft()
-            work.wait()
+            works, arrived = self._on_the_way.popleft()
+            for work in works:
+                work.wait()
             use(arrived)
         except RuntimeError as error:
             self.failed = f"{NOT_ARRIVED}: {error}"
@@ -90,12 +92,15 @@ class Lanes:
 
     def _ask(self) -> None:
         while self._coming and self._coming[0][1].taken <= self._taken:
-            group, place = self._coming.popleft()
+            groups, place = self._coming.popleft()
             room = self._room[place.start : place.start + place.size]
+            parts = room.view(len(groups), -1)
             try:
-                work = dist.broadcast(room, group=group, group_src=0, async_op=True)
+                works = [
+                    dist.broadcast(part, group=group, group_src=0, async_op=True)
+                    for part, group in zip(parts, groups, strict=True)
+                ]
             except RuntimeError as error:
                 self.failed = f"{NOT_ARRIVED}: {error}"
                 return
-            assert work is not None
-            self._on_the_way.append((work, room))
+            self._on_the_way.append(([work for work in works if work is not None], room))

@@ -133,12 +133,13 @@ class SGLangReceivers:
         return self._submit(self._ask(engine, PROBE_CHANGES, WITHOUT_CHANGES, "files"), "connect", engine.url)
 
     def announce_relay(
-        self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket], senders: Sequence[int],
-        cuts: str,
+        self, sync: str, lanes: Sequence[str], plan: str, buckets: Sequence[AnnouncedBucket],
+        senders: Sequence[Sequence[int]], cuts: str,
     ) -> bytes:  # fmt: skip
         """The request for a whole sync: see `receive_all`."""
         tensors = tuple(len(each.names) for each in buckets)
-        return update_request(buckets, Order(sync, plan, tuple(lanes), tuple(senders), tensors, cuts).as_group())
+        order = Order(sync, plan, tuple(lanes), tuple(map(tuple, senders)), tensors, cuts)
+        return update_request(buckets, order.as_group())
 
     def can_relay(self, engine: EngineInfo) -> Future[None]:
         """Done when an engine says that its ranks can pass buckets on. Raises WeightSyncError."""

@@ -62,7 +62,7 @@ class Order:
         sync: names this sync among all; the same from every sender.
         plan: names the buckets: their tensors come with the first request, and are known from then on.
         lanes: names of the process groups of senders, by sender.
-        senders: of each bucket, its sender; empty where the plan is known.
+        senders: of each bucket, who sends it: equal parts of it, in this order; empty where the plan is known.
         tensors: of each bucket, how many; likewise.
         cuts: names what the machines of each engine keep, where senders send each no more (`config.pieces`); empty:
             they send whole buckets.
@@ -71,7 +71,7 @@ class Order:
     sync: str
     plan: str
     lanes: tuple[str, ...]
-    senders: tuple[int, ...] = ()
+    senders: tuple[tuple[int, ...], ...] = ()
     tensors: tuple[int, ...] = ()
     cuts: str = ""
 
@@ -85,8 +85,8 @@ def parse_order(group: str) -> Order | None:
     if not group.startswith(_SYNC):
         return None
     said = json.loads(group.removeprefix(_SYNC))
-    numbers = (tuple(said[name]) for name in ("lanes", "senders", "tensors"))
-    return Order(said["sync"], said["plan"], *numbers, cuts=said["cuts"])
+    lanes, tensors = tuple(said["lanes"]), tuple(said["tensors"])
+    return Order(said["sync"], said["plan"], lanes, tuple(map(tuple, said["senders"])), tensors, said["cuts"])
 
 
 def lane_to_join(sender: int, name: str, machine: int | None = None) -> str:
@@ -132,10 +132,16 @@ class Relayed(list[tuple[str, torch.Tensor]]):
 
 @dataclass(frozen=True)
 class Sent:
-    """A bucket of a plan, and the number of its sender."""
+    """A bucket of a plan, and the numbers of those who send equal parts of it: several only where an engine has one
+    rank."""
 
-    sender: int
+    senders: tuple[int, ...]
     bucket: Bucket
+
+    @property
+    def sender(self) -> int:
+        """Who sends it, where that is one."""
+        return self.senders[0]
 
 
 def _largest(plan: Iterable[Sent]) -> int:
@@ -252,12 +258,12 @@ class Relay:
         """Ask for the first of what this rank receives. Raises RuntimeError and LookupError."""
         if self._lanes is not None:  # of a sync that failed: what is on its way may be written into their memory
             self._room, self._route = Buffer(self._device), None
-        arriving = list[tuple[dist.ProcessGroup, Place]]()
+        arriving = list[tuple[list[dist.ProcessGroup], Place]]()
         for sent, cut, at in zip(plan, *self._arriving(plan, order, place), strict=True):
             if at.size and sent.sender % place.near.count == place.near.rank:
-                lane = order.lanes[sent.sender]
-                group = groups[lane if cut is None else machine_lane(lane, place.machine)]
-                arriving.append((group, at))
+                lanes = [order.lanes[sender] for sender in sent.senders]
+                names = lanes if cut is None else [machine_lane(lane, place.machine) for lane in lanes]
+                arriving.append(([groups[name] for name in names], at))
         room = max((at.start + at.size for _, at in arriving), default=0)
         self._lanes = Lanes(arriving, self._room.head(room))
 
