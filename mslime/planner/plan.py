@@ -41,7 +41,7 @@ from mslime.planner.problems import (
 from mslime.planner.receiving import bounds_of, buckets_held, prediction_of, receiving_of
 from mslime.planner.rollouts import RolloutBytes, rollout_bytes
 from mslime.planner.stages import StagePlan, make_stages, with_critic
-from mslime.planner.sync import SenderSync, SyncPrediction, near_ranks, sender_syncs
+from mslime.planner.sync import SenderSync, SyncPrediction, near_ranks, relayed, sender_syncs
 from mslime.planner.trainer import (
     HostMemory,
     host_memory,
@@ -228,8 +228,9 @@ def make_plan(
     nodes, idle = _machines(config, 0 if shared else engines)
     unused = layout.world_size - engines - config.taught_gpus if shared else 0
     responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
-    syncs, rates = sender_syncs(sync, config.cluster), rates_of(config.cluster)
     receiving = receiving_of(config, sync, engine) if engine is not None else None
+    sent = sync if receiving is None or config.weights.transport != "relay" else relayed(sync, receiving)
+    syncs, rates = sender_syncs(sent, config.cluster), rates_of(config.cluster)
     return RunPlan(
         model=family.architecture,
         fields=model,

@@ -15,7 +15,7 @@ Where engines load by recorded copies it passes on shares, of several lanes' buc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from mslime.config.choices import SHARES_AT_MOST
@@ -124,6 +124,17 @@ def sender_syncs(plan: WeightPlan, cluster: ClusterConfig) -> tuple[SenderSync, 
         for number, (rank, buckets) in enumerate(by_sender.items())
         if buckets
     )
+
+
+def relayed(plan: WeightPlan, receiving: Receiving) -> WeightPlan:
+    """What `relay` gathers of a plan: what comes in parts, from all who hold it at the same time, counts as its
+    sender's."""
+    senders = set(plan.senders.everyone())
+    buckets = (
+        replace(bucket, members=(bucket.sender,)) if bucket.comes_in_parts(senders, [receiving.ranks]) else bucket
+        for bucket in plan.buckets
+    )
+    return replace(plan, buckets=tuple(buckets))
 
 
 def lane_bytes(syncs: Iterable[SenderSync], near: int, sent: float = 1.0) -> dict[int, int]:
@@ -270,6 +281,7 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
     sends as many parts as there are machines, at the same time and each at that part of its adapter's rate; a rank
     receives from as many senders at once.
     """
+    plan = relayed(plan, receiving)
     if not plan.buckets:
         return SyncPrediction(0.0, 0.0, 0.0, 0.0)
     ranks = near_ranks(receiving.ranks, gpus_per_node)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -131,10 +131,16 @@ class Bucket:
         last = self.pieces[-1]
         return last.offset + last.numel if self.packed_dtype else self.hf_numel
 
-    @property
-    def is_parts_in_a_row(self) -> bool:
-        """Whether what several members pack, one after the other, is what is sent."""
-        return self.in_order and len(self.members) > 1 and not self.packed_dtype
+    def comes_in_parts(self, senders: Collection[int], engine_ranks: Iterable[int]) -> bool:
+        """Whether, with `relay`, each member sends what it packs, so that nobody gathers: all are senders, their parts
+        in a row are what is sent, and engines have one rank, into whose memory they go side by side.
+
+        Args:
+            senders: global ranks of all.
+            engine_ranks: how many ranks each engine has.
+        """
+        several = self.in_order and len(self.members) > 1 and not self.packed_dtype
+        return several and all(rank in senders for rank in self.members) and set(engine_ranks) == {1}
 
     @property
     def sharing(self) -> int:

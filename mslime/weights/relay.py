@@ -97,10 +97,8 @@ class RelayTransport:
         self._answers = [receivers.receive_all(engine, announcement) for engine in self._engines]
 
     def comes_in_parts(self, bucket: Bucket) -> bool:
-        """Whether each member sends its part, so that nobody gathers them: all are senders, and engines have one rank,
-        into whose memory the parts go side by side."""
-        alone = all(engine.ranks == 1 for engine in self._engines)
-        return alone and bucket.is_parts_in_a_row and all(rank in self._numbers for rank in bucket.members)
+        """See `Bucket.comes_in_parts`."""
+        return bucket.comes_in_parts(self._numbers, (engine.ranks for engine in self._engines))
 
     def _sent_by(self, bucket: Bucket) -> tuple[int, ...]:
         return bucket.members if self.comes_in_parts(bucket) else (bucket.sender,)

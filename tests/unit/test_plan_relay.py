@@ -26,6 +26,7 @@ from mslime.planner.sync import (
     predict,
     predict_relay,
     relay_bounds,
+    relayed,
     sender_syncs,
 )
 from mslime.weights.plan import Bucket
@@ -135,10 +136,20 @@ def test_a_sender_is_free_when_its_bucket_has_arrived_and_a_lane_when_it_is_take
     assert parts(slow) == (1.0, 2.0, 1.5, 30.0, 0.0) and slow.limit == "load"
     # Rank 1 gathers for 12 s from rank 0, which begins its third bucket when its first has arrived, at 10. Of the
     # gather 4 s lie beside rank 0's buckets; then 2 s on the lane. Without the third, it lies beside the first two.
-    own, gathers = [experts(0, 1000), experts(0, 200)], experts(1, 200, members=(0, 1))
+    own, gathers = [experts(0, 1000), experts(0, 200)], replace(experts(1, 200, members=(0, 1)), in_order=False)
     third = [*own, experts(0, 200), gathers]
     assert parts(found(third, engine(1), nvlink=100 / 12, copy=AT_ONCE)) == (8.0, 16.0, 0.0, 0.0, 0.0)
     assert parts(found([*own, gathers], engine(1), nvlink=100 / 12, copy=AT_ONCE)) == (0.0, 14.0, 0.0, 0.0, 0.0)
+
+
+def test_nobody_gathers_what_comes_in_parts() -> None:
+    # Its members send half of it each: filled at once, 2 s on the engine's adapter. Engines of two ranks pass it on, so
+    # that its sender gathers for 12 s, and so does one whose other member is no sender.
+    both = [experts(1, 200, members=(0, 1))]
+    assert parts(found(both, engine(1), nvlink=100 / 12, copy=AT_ONCE)) == (0.0, 2.0, 0.0, 0.0, 0.0)
+    assert found(both, engine(2), nvlink=100 / 12, copy=AT_ONCE).fill == pytest.approx(12.0)
+    other = small_plan([experts(1, 200, members=(1, 9))])
+    assert predict_relay(other, replace(RATES, nvlink=100 / 12), engine(1), 16).fill == pytest.approx(12.0)
 
 
 def test_nothing_hides_the_work_of_cores_that_lanes_need_as_well() -> None:
@@ -226,7 +237,8 @@ def test_a_prediction_is_above_the_bound_and_falls_with_a_faster_network(seed: i
     receiving = engine(ranks, chance.choice((0.0, 1 / ranks, 1.0)), chance.choice((True, False)))
     rates = replace(RATES, **chosen)
     slow = predict_relay(plan, rates, receiving, node)
-    bounds = relay_bounds(sender_syncs(plan, ClusterConfig(gpus_per_node=node)), rates, receiving, node)
+    syncs = sender_syncs(relayed(plan, receiving), ClusterConfig(gpus_per_node=node))
+    bounds = relay_bounds(syncs, rates, receiving, node)
     assert slow.seconds >= max(bounds.values()) and min(slow.parts.values()) >= 0.0
     fast = predict_relay(plan, replace(rates, network=200.0), receiving, node)
     assert fast.seconds <= slow.seconds

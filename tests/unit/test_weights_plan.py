@@ -166,21 +166,27 @@ FULL_SIZE = ParallelLayout(tp=4, pp=16, dp=16, ep=64)
 Event = tuple[str, int, int]
 
 
-def full_size_plan() -> WeightPlan:
-    table = moe_table(num_hidden_layers=32, num_experts=128, mlp_only_layers=[])
+def full_size_plan(senders: int = 64) -> WeightPlan:
+    table = moe_table(num_hidden_layers=32, num_experts=128, mlp_only_layers=[], vocab_size=64)
     layers = [[2 * stage, 2 * stage + 1] for stage in range(16)]
-    plan = build_plan(table, Senders.at_most(FULL_SIZE, 64), layers, "bfloat16", 600)
+    plan = build_plan(table, Senders.at_most(FULL_SIZE, senders), layers, "bfloat16", 600)
     assert len(plan.buckets) > 500 and len({m for b in plan.buckets for m in b.members}) == 1024
     return plan
 
 
-def filling(plan: WeightPlan) -> dict[Event, set[Event]]:
+def whole(bucket: Bucket) -> tuple[int, ...]:
+    """Who sends a bucket that does not come in parts."""
+    return (bucket.sender,)
+
+
+def filling(plan: WeightPlan, sent_by: Callable[[Bucket], tuple[int, ...]] = whole) -> dict[Event, set[Event]]:
     """What ranks wait for to fill buckets.
 
     A rank walks its buckets in the order of the plan; a sender begins one when its second one before has arrived.
+    Nobody waits for another one's part.
     """
     waits: dict[Event, set[Event]] = {}
-    walked: dict[int, Bucket] = {}  # by rank: where it was before
+    walked: dict[int, Event] = {}  # by rank: where it was before
     own: dict[int, list[int]] = {}  # by sender
     for bucket in plan.buckets:
         waits["filled", bucket.index, 0] = {("entered", bucket.index, member) for member in bucket.members}
@@ -188,11 +194,12 @@ def filling(plan: WeightPlan) -> dict[Event, set[Event]]:
             entered = waits["entered", bucket.index, member] = set()
             before = walked.get(member)
             if before is not None:
-                entered.add(("filled", before.index, 0))
-            if bucket.sender == member:
+                entered.add(before)
+            if member in sent_by(bucket):
                 entered |= {("arrived", older, 0) for older in own.get(member, [])[-2:-1]}
-            walked[member] = bucket
-        own.setdefault(bucket.sender, []).append(bucket.index)
+                own.setdefault(member, []).append(bucket.index)
+            in_parts = len(sent_by(bucket)) > 1
+            walked[member] = ("entered", bucket.index, member) if in_parts else ("filled", bucket.index, 0)
     return waits
 
 
@@ -211,26 +218,29 @@ def test_nobody_waits_in_a_circle_on_1024_ranks() -> None:
     assert len(list(TopologicalSorter(waits).static_order())) == len(waits)
 
 
-def relaying(plan: WeightPlan, engines: Sequence[int], lane_order: Callable[[Bucket], Any]) -> dict[Event, set[Event]]:
+def relaying(
+    plan: WeightPlan, engines: Sequence[int], lane_order: Callable[[Bucket], Any],
+    sent_by: Callable[[Bucket], tuple[int, ...]] = whole,
+) -> dict[Event, set[Event]]:  # fmt: skip
     """What everybody waits for with `relay`, which has no turns.
 
-    A bucket arrives when it is filled, its sender's bucket before has arrived, and the rank of each engine that takes
+    A bucket arrives when it is filled, its senders' buckets before have arrived, and the rank of each engine that takes
     it has asked for it: when it took the one before of those that it takes. An engine takes a bucket when it has
     arrived and the one before it in the plan is loaded by all of the engine's ranks.
 
     Args:
         engines: how many ranks each has.
         lane_order: in which a rank asks for its buckets.
+        sent_by: who sends a bucket: several only to engines of one rank.
     """
-    waits = filling(plan)
+    waits = filling(plan, sent_by)
     numbers = {rank: number for number, rank in enumerate(plan.senders.everyone())}
     sent_before: dict[int, Event] = {}
     for bucket in plan.buckets:
         arrived = ("arrived", bucket.index, 0)
         waits[arrived] = {("filled", bucket.index, 0)}
-        if bucket.sender in sent_before:
-            waits[arrived].add(sent_before[bucket.sender])
-        sent_before[bucket.sender] = arrived
+        waits[arrived] |= {sent_before[sender] for sender in sent_by(bucket) if sender in sent_before}
+        sent_before |= dict.fromkeys(sent_by(bucket), arrived)
     for engine, ranks in enumerate(engines):
         taken_before: dict[int, int] = {}
         for bucket in sorted(plan.buckets, key=lane_order):
@@ -252,6 +262,21 @@ def test_nobody_waits_in_a_circle_on_1024_ranks_when_engines_relay(engines: tupl
     assert len(list(TopologicalSorter(waits).static_order())) == len(waits)
     with pytest.raises(CycleError):  # were each sender's buckets asked for in one go, they would
         TopologicalSorter(relaying(plan, (*engines, 8), lambda bucket: (bucket.sender, bucket.index))).prepare()
+
+
+def test_nobody_waits_in_a_circle_on_1024_ranks_when_their_parts_go_side_by_side() -> None:
+    plan = full_size_plan(1024)
+    senders = set(plan.senders.everyone())
+
+    def sent_by(bucket: Bucket) -> tuple[int, ...]:
+        return bucket.members if bucket.comes_in_parts(senders, [1, 1]) else whole(bucket)
+
+    in_parts = [bucket.entries[0].name for bucket in plan.buckets if len(sent_by(bucket)) == FULL_SIZE.tp]
+    assert len(senders) == 1024 and in_parts == ["model.embed_tokens.weight", "lm_head.weight"]
+    waits = relaying(plan, (1, 1), lambda bucket: bucket.index, sent_by)
+    assert len(list(TopologicalSorter(waits).static_order())) == len(waits)
+    with pytest.raises(CycleError):
+        TopologicalSorter(relaying(plan, (1, 1), lambda bucket: (bucket.sender, bucket.index), sent_by)).prepare()
 
 
 def test_bytes_count_the_wire_dtype() -> None:
