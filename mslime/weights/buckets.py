@@ -44,7 +44,7 @@ def pack(bucket: Bucket, params: Mapping[str, torch.Tensor], rank: int) -> torch
     if (whole := _as_they_lie(shards, TORCH_DTYPES[bucket.gathered_dtype])) is not None:
         return whole
     flat = torch.empty(bucket.local_numel, dtype=TORCH_DTYPES[bucket.gathered_dtype], device=shards[0].device)
-    _copy(
+    copy_each(
         list(flat.split_with_sizes([slot.numel for slot in bucket.slots])),
         [shard.detach().reshape(-1) for shard in shards],
     )
@@ -169,11 +169,11 @@ def _converted(
             made = [next(pieces) for _ in rule.hf_names]
             assert [piece.name for piece in made] == list(rule.hf_names), (made, rule.hf_names)
             copies += rule.hf_copies(shards_of(slot, index), [_view(flat, piece) for piece in made])
-    _copy([place for place, _ in copies], [part for _, part in copies])
+    copy_each([place for place, _ in copies], [part for _, part in copies])
     return flat
 
 
-def _copy(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
+def copy_each(into: list[torch.Tensor], out_of: list[torch.Tensor]) -> None:
     """Each tensor to its place, cast to its dtype, in one call for all."""
     torch._foreach_copy_(into, out_of)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 

@@ -33,7 +33,7 @@ from mslime.config.keys import EngineInfo
 from mslime.config.pieces import Cut, Cuts, machine_lane
 from mslime.threads import in_thread
 from mslime.weights.broadcast import enter_broadcast, meet
-from mslime.weights.buckets import wire_dtype
+from mslime.weights.buckets import copy_each, wire_dtype
 from mslime.weights.plan import Bucket
 from mslime.weights.transport import Link
 from mslime.weights.waiting import all_done, naming
@@ -188,7 +188,7 @@ def pack_cut(flat: torch.Tensor, cut: Cut) -> torch.Tensor:
         into.append(packed[begin : begin + piece.numel].view(shape))
         out_of.append(flat.as_strided(shape, stride, int(flat.storage_offset()) + piece.start))
         begin += piece.numel
-    torch._foreach_copy_(into, out_of)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+    copy_each(into, out_of)
     return packed
 
 
