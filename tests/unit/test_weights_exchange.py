@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -63,9 +64,23 @@ def exchanged(sizes: tuple[int, ...], rank: int) -> tuple[list[Any], int]:
     return exchange.exchange(said, group), len(collectives)
 
 
+def filling_up_to(size: int) -> int:
+    """Bytes of words with which what a rank says takes so many in all."""
+    frame = len(pickle.dumps({"rank": 1, "words": b"x" * 1000, "nothing": None}, pickle.HIGHEST_PROTOCOL)) - 1000
+    return size - exchange.LENGTH - frame
+
+
 @pytest.mark.parametrize(
     ("sizes", "collectives"),
-    [((0, 5, 70), 1), ((0, 5, 1900), 1), ((3, 100_000, 0), 2), ((2048, 2049, 2000), 2), ((4096, 0, 10_000), 2)],
+    [
+        ((0, filling_up_to(2048), 3), 1),
+        ((0, filling_up_to(2049), 3), 2),
+        ((0, 5, 70), 1),
+        ((0, 5, 1900), 1),
+        ((3, 100_000, 0), 2),
+        ((2048, 2049, 2000), 2),
+        ((4096, 0, 10_000), 2),
+    ],
     ids=str,
 )
 def test_every_rank_hears_what_all_say_in_one_collective_where_that_is_little(
