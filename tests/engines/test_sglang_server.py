@@ -32,6 +32,7 @@ from mslime.config.serving import engine_spec
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.fixtures.engine_calls import load
 from tests.fixtures.model_facts import model_facts
+from tests.fixtures.processes import alive
 
 ALL_NEEDS = Needs(
     routes=True, architectures=("Qwen3MoeForCausalLM",), truncation={"top_p": 0.9, "top_k": 4096, "min_p": 0.01}
@@ -114,7 +115,7 @@ def test_an_engine_killed_in_mid_generation_fails_its_requests_and_leaves_no_pro
             server.process.check()
     finally:
         server.process.stop()
-    assert not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    assert not list(filter(alive, pids))
 
 
 def test_an_engine_that_dies_at_start_says_why(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_port_that_is_taken_between_choice_and_bind_is_replaced_at_once(
         assert {path.name[:4] for path in files} == {"sgla"}, "semaphores of forked processes have no names"
         os.kill(pids[0], signal.SIGKILL)
         deadline = time.monotonic() + 30
-        while (left := _alive(pids)) and time.monotonic() < deadline:
+        while (left := list(filter(alive, pids))) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert left == []
         while [path for path in files if path.exists()] and time.monotonic() < deadline:
@@ -177,10 +178,6 @@ def test_a_port_that_is_taken_between_choice_and_bind_is_replaced_at_once(
     finally:
         process.stop()
         taken[0].close()
-
-
-def _alive(pids: list[int]) -> list[int]:
-    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
 
 
 def test_a_request_without_the_key_is_refused(sglang_server: SharedServer) -> None:

@@ -27,6 +27,7 @@ from mslime.config.keys import NO_KEYS
 from mslime.config.schema import RunConfig
 from mslime.config.serving import ServerSpec, engine_spec
 from mslime.network import ephemeral_ports, free_port, own_ports, port_in_use
+from tests.fixtures.processes import alive
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # as engines on a CPU are started
@@ -48,10 +49,6 @@ def wait_for(condition: Any, seconds: float = 30) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-def alive(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def supervise(tmp_path: Path, code: str) -> SupervisedProcess:

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.fixtures.processes import alive
+
 ROOT = Path(__file__).parents[2]
 # Stands in for a driver: one child looks like Ray's (and has a child that does not), the other is somebody else's.
 DRIVER = """
@@ -26,13 +28,9 @@ with Sweeper() as sweeper:
 """
 
 
-def running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
 def wait_for(pids: list[int], seconds: float = 30) -> list[int]:
     end = time.monotonic() + seconds
-    while (left := [pid for pid in pids if running(pid)]) and time.monotonic() < end:
+    while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() < end:
         time.sleep(0.1)
     return left
 
@@ -52,8 +50,8 @@ def test_what_a_killed_drivers_ray_leaves_behind_is_ended(killed: bool) -> None:
             driver.send_signal(signal.SIGKILL)
         driver.wait(30)
         assert wait_for([sweeper]) == []
-        assert [running(pid) for pid in (ray, *below, other)] == [not killed, not killed, True]
+        assert [alive(pid) for pid in (ray, *below, other)] == [not killed, not killed, True]
     finally:
         for pid in (ray, *below, other):
-            if running(pid):
+            if alive(pid):
                 os.kill(pid, signal.SIGKILL)
