@@ -128,7 +128,7 @@ def work(rank: int, lanes: int, mib: int, rounds: int, out: Path) -> None:
         else:
             groups = {f"lane{rank - lanes}": mine} if mine is not None else {}
             order = Order(f"sync {number}", "plan", tuple(f"lane{i}" for i in range(lanes)),
-                          tuple(i % lanes for i in range(BUCKETS)), (1,) * BUCKETS)  # fmt: skip
+                          tuple((i % lanes,) for i in range(BUCKETS)), (1,) * BUCKETS)  # fmt: skip
             names = [str(i) for i in range(BUCKETS)]
             relay.obey(order, names, ["float32"] * BUCKETS, [[numel]] * BUCKETS, groups, Ranks(told, told))
         dist.barrier()
