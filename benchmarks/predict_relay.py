@@ -82,10 +82,10 @@ class Alone(Ways):
             dist.broadcast(buffer, group=self.group, group_src=0)
         answer.result().raise_for_status()
 
-    def _of_first(self, starts: int) -> float:
-        """Seconds of a request for so many broadcasts of a byte, on the first rank while the others rest."""
+    def _request_alone_s(self) -> float:
+        """Seconds of a request for a broadcast of a byte, on the first rank while the others rest."""
         dist.barrier()
-        tiny = [torch.zeros(1, dtype=torch.uint8)] * starts
+        tiny = [torch.zeros(1, dtype=torch.uint8)]
         took = mean_of(lambda: self._send(tiny)) if dist.get_rank() == 0 else 0.0
         dist.barrier()
         return took
@@ -101,10 +101,10 @@ class Alone(Ways):
         senders = [rank for _ in range(each) for rank in self._ranks]
         like, flat = self.tiny[0]
         buckets = [replace(like, index=index, sender=rank) for index, rank in enumerate(senders)]
-        transport, seconds = self.transport, Seconds()
+        transport = self.transport
         assert isinstance(transport, RelayTransport), "all ranks send"
         transport.begin(0, buckets)
-        courier = Courier(transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, seconds)
+        courier = Courier(transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, Seconds())
         for bucket in buckets:
             if bucket.sender == dist.get_rank():
                 courier.wait_for_room()
@@ -119,7 +119,7 @@ class Alone(Ways):
         Args:
             start: see `start_s`.
         """
-        one = self._of_first(1)
+        one = self._request_alone_s()
         largest = self.sender.plan.buckets[0].hf_bytes
         return Rates(
             network=self.sender.plan.total_bytes / max(together - one, 1e-9),

@@ -132,7 +132,7 @@ def fill_seconds(bucket: Bucket, rates: Rates, gpus_per_node: int) -> tuple[floa
     return packing + max(near / rates.nvlink, far / rates.network), converting
 
 
-def least_fill(buckets: Iterable[Bucket], rates: Rates, gpus_per_node: int) -> float:
+def fill_on_shared_cores(buckets: Iterable[Bucket], rates: Rates, gpus_per_node: int) -> float:
     """Seconds that filling keeps the cores which others need as well, so that nothing hides it; 0 where nobody shares
     them.
 

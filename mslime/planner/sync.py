@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 
 from mslime.config.choices import SHARES_AT_MOST
 from mslime.config.cluster import ClusterConfig
-from mslime.planner.filling import Filling, Rates, gathered, least_fill, local_bytes
+from mslime.planner.filling import Filling, Rates, fill_on_shared_cores, gathered, local_bytes
 from mslime.weights.plan import Bucket, WeightPlan
 
 EXCHANGES, OBSERVED = 1, 2
@@ -261,7 +261,7 @@ def predict(
         filling.sent(bucket, now + way.keep * bucket.hf_bytes)
         kept = max(kept, now + way.keep * bucket.hf_bytes)
     latency += way.closing + way.exchanges * rates.exchange
-    fill = max(fill, least_fill(plan.buckets, rates, gpus_per_node))
+    fill = max(fill, fill_on_shared_cores(plan.buckets, rates, gpus_per_node))
     return SyncPrediction(fill + kept - now, wire, load, latency)
 
 
@@ -320,7 +320,7 @@ def predict_relay(plan: WeightPlan, rates: Rates, receiving: Receiving, gpus_per
         loading = sum(_load_seconds(bucket, rates, receiving) for bucket in step)
         inside, load, latency = inside + last.out + passing, load + loading, latency + start
         now = last.out_at + start + passing + loading
-    fill = max(fill, least_fill(plan.buckets, rates, gpus_per_node))
+    fill = max(fill, fill_on_shared_cores(plan.buckets, rates, gpus_per_node))
     return SyncPrediction(fill, wire, load, latency + OBSERVED * rates.exchange, inside)
 
 

@@ -133,7 +133,7 @@ class Courier:
         """Send a bucket after those before.
 
         Args:
-            flat: [bucket.hf_numel]; None: it could not be filled.
+            flat: [bucket.hf_numel], or this rank's part of that (`PartTaker`); None: it could not be filled.
         """
         stream = torch.cuda.current_stream(flat.device) if flat is not None and flat.is_cuda else None
         self._filled.put(_Filled(bucket, flat, stream))
