@@ -72,6 +72,14 @@ def expected(sent: dict[str, torch.Tensor], loader: Loader | None = None) -> dic
     return model.state()
 
 
+@pytest.fixture(autouse=True)
+def no_updaters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process keeps what it knows of an updater; the next test's process is the same."""
+    from mslime.backends.sglang import recorded as plug_in
+
+    monkeypatch.setattr(plug_in, "_BUCKETS", {})
+
+
 @pytest.fixture
 def buckets() -> Buckets:
     return Buckets("cpu")
@@ -328,6 +336,14 @@ def test_an_updater_records_once_and_says_how_it_loads() -> None:
             torch.testing.assert_close(updater.get_model().state(), expected(values(seed), loader), rtol=0, atol=0)
         assert said[1].startswith(says) and said[1] == said[2] and updater.own == (1 if loader is None else 3)
     assert plug_in._load(updater.original, updater, [("unknown", torch.zeros(1))]) == (False, "no such tensor")
+
+
+def test_no_updater_gets_the_buckets_of_one_that_is_gone() -> None:
+    """Its `id` is free as soon as nothing refers to it, and the next one gets it."""
+    from mslime.backends.sglang import recorded as plug_in
+
+    model = FakeModel()
+    assert len({id(plug_in.buckets_of(FakeUpdater(model))) for _ in range(20)}) == 20
 
 
 def test_a_share_is_not_loaded_into_parameters_that_were_moved() -> None:

@@ -266,7 +266,8 @@ def test_tensors_that_are_joined_before_they_are_copied_are_recorded_as_their_pa
         assert "aten.copy_" in copies.why_not, how
 
 
-def test_only_what_this_update_has_loaded_is_told() -> None:
+def test_only_what_this_update_has_loaded_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "_BUCKETS", {})
     model = torch.nn.Linear(3, 2, bias=False).bfloat16()
     updater: Any = SimpleNamespace(device="cpu", get_model=lambda: model, _assert_weight_cache_inactive=lambda _: None)
     buckets = buckets_of(updater)
@@ -282,4 +283,3 @@ def test_only_what_this_update_has_loaded_is_told() -> None:
         recorded._load(own_loader if loaded else lambda *_: (False, "not today"), updater, Received(bucket))
         assert held(model, all_buckets()) == {"a": whole_sum(model.weight.data)}
         recorded.release(lambda *_: None, updater)
-    del recorded._BUCKETS[id(updater)]

@@ -31,8 +31,9 @@ _MODULE = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _CLEARED = ((torch.ops.aten.zero_.default, None), (torch.ops.aten.fill_.Scalar, 0))
 """Padding is cleared, and stays so. But a parameter of one value may be filled with what was sent, also with 0."""
 Named = list[tuple[str, torch.Tensor]]
-_BUCKETS: dict[int, Buckets] = {}
-"""By the `id` of SGLang's updater."""
+_BUCKETS: dict[int, tuple[Any, Buckets]] = {}
+"""By the `id` of SGLang's updater, which has no room for an attribute and cannot be referred to weakly. It is kept
+beside them, so that no other one gets its `id`."""
 
 
 def install() -> None:
@@ -435,13 +436,13 @@ def release(original: Any, self: Any, **how: Any) -> None:
 def buckets_of(updater: Any) -> Buckets:
     """An updater's own. There is one for each model of the process, as long as that lives."""
     if id(updater) not in _BUCKETS:
-        _BUCKETS[id(updater)] = Buckets(updater.device)
-    return _BUCKETS[id(updater)]
+        _BUCKETS[id(updater)] = updater, Buckets(updater.device)
+    return _BUCKETS[id(updater)][1]
 
 
 def all_buckets() -> Iterable[Buckets]:
     """Of every updater of this process."""
-    return _BUCKETS.values()
+    return (buckets for _, buckets in _BUCKETS.values())
 
 
 def _address(tensor: torch.Tensor) -> int:
