@@ -1,6 +1,6 @@
 """Kills parts of a real run's engines at random, again and again, and tells what became of the run.
 
-    python benchmarks/chaos_engines.py [--kills 60] [--minutes M] [--engines 2] [--transport broadcast] [--seed 0]
+    python benchmarks/chaos_engines.py [--kills 60] [--minutes M] [--engines 2] [--transport auto] [--seed 0]
 
 A run on real engines (tiny model, CPU) trains, evaluates and saves. Again and again one process of one engine (the
 guard, the server, its scheduler, its detokenizer) gets SIGKILL or SIGSTOP: at any moment of the run, while the engine
@@ -39,7 +39,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from mslime.config.choices import TRANSPORT_NAMES
+from mslime.config.choices import AUTO, TRANSPORT_NAMES
 from mslime.config.errors import UserError
 from mslime.control.endpoint import ask
 from mslime.observe.rows import by_step
@@ -360,7 +360,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after these no accident begins")
     parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--transport", choices=TRANSPORT_NAMES, default="broadcast", help="of the weights")
+    parser.add_argument("--transport", choices=TRANSPORT_NAMES, default=AUTO, help="of the weights")
     parser.add_argument("--overlap", action="store_true", help="strike again while engines are still being started")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="run in this directory and leave it")

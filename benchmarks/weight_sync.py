@@ -1,7 +1,7 @@
 """A whole weight sync by several trainer ranks, against a raw broadcast of the bytes and one broadcast per tensor.
 
     python benchmarks/weight_sync.py                          # TP1 EP2, TP2 EP2 and PP2 EP2 into a stand-in engine
-    python benchmarks/weight_sync.py --ways relay             # of the two transports over a network, only this one
+    python benchmarks/weight_sync.py --ways auto              # of two transports, only the one that runs have
     python benchmarks/weight_sync.py --layouts tp2ep2 --engine URL --model DIR   # into a running SGLang server of DIR
     python benchmarks/weight_sync.py --loaders --dtype float32   # into SGLang servers that load in either way, on a CPU
     python benchmarks/weight_sync.py --predict   # `mslime plan`'s prediction, with rates measured in the same run
@@ -15,7 +15,8 @@ megatron-core's buffers do: dense and expert ones apart, from the last to the fi
 or that of --model. The C library gives no memory back that is freed, so that fewer pages are new; a new one costs 2 us
 here, and raw has none (--plain-memory).
 
-The last line is JSON: for each layout, and for `LAYOUT relay`, `raw_s`, `ours_s`, `per_tensor_s`, `ratio_raw`,
+The last line is JSON: for each layout, by the first of --ways (by default `auto`, of runs: into an engine of one
+rank it is `relay`), and for `LAYOUT WAY`, by the others, `raw_s`, `ours_s`, `per_tensor_s`, `ratio_raw`,
 `ratio_per_tensor` (medians of the rounds' own ratios), `cpu_s` (of all ranks, for ours), `ratio_cpu` (CPU time of all
 processes, the engine's too, for ours over raw's: where raw keeps all cores busy, no wall time can be nearer to it), and
 with a server `server_s`, the whole update with its begin and end. With --loaders there are two entries for each layout,
@@ -55,6 +56,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mslime.backends.sglang.receivers import SGLangReceivers
+from mslime.config.choices import AUTO
 from mslime.config.keys import Endpoint, EngineKeys
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import DeadlineConfig
@@ -510,7 +512,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layouts", default="tp1ep2,tp2ep2,pp2ep2", help="of the trainer, by comma")
     parser.add_argument("--senders", type=int, default=8, help="weights.senders (default 8)")
     parser.add_argument(
-        "--ways", help="weights.transport of ours, by comma; default: broadcast, and relay into a stand-in"
+        "--ways", help="weights.transport of ours, by comma; default: auto, and into a stand-in broadcast"
     )
     parser.add_argument("--plain-memory", action="store_true", help="let the C library give memory back, as it does")
     parser.add_argument("--engine", help="URL of a running SGLang server, instead of the stand-in")
@@ -527,7 +529,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.engine and not args.model:
         parser.error("--engine needs --model, the checkpoint that the server was started with")
-    args.ways = args.ways or ("broadcast" if args.engine or args.predict or args.loaders else "broadcast,relay")
+    single = "broadcast" if args.predict else "auto"
+    args.ways = args.ways or (single if args.engine or args.predict or args.loaders else "auto,broadcast")
     if args.predict and args.ways != "broadcast":
         parser.error("--predict predicts broadcast")
     if args.predict and (args.engine or args.loaders or args.transports):
@@ -536,7 +539,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def figures_of(
-    args: argparse.Namespace, config: dict[str, Any], words: str, engine: Endpoint | None, transport: str = "broadcast"
+    args: argparse.Namespace, config: dict[str, Any], words: str, engine: Endpoint | None, transport: str = AUTO
 ) -> dict[str, Any]:
     """One layout and transport, into a server or the stand-in."""
     stand_in = None if engine else StandInEngine()
@@ -614,7 +617,7 @@ def main() -> None:
         else by_transport(args, config)
         if args.transports
         else {
-            words if way == "broadcast" else f"{words} {way}": figures_of(args, config, words, engine, way)
+            words if way == args.ways.split(",")[0] else f"{words} {way}": figures_of(args, config, words, engine, way)
             for way in args.ways.split(",")
             for words in args.layouts.split(",")
         }

@@ -69,7 +69,10 @@ Kept = Literal["some", "all", "none"]
 """How many of the responses are written to files."""
 
 
-TRANSPORT_NAMES = ("broadcast", "shm", "handles", "disk", "delta", "relay", "mooncake")
+AUTO = "auto"
+"""The transport that is chosen when the engines are met: `relay` or `broadcast` (`weights.transport.transport_for`)."""
+
+TRANSPORT_NAMES = (AUTO, "broadcast", "shm", "handles", "disk", "delta", "relay", "mooncake")
 """Ways for weights to the engines that mslime brings along; `weights.transport` says where each is."""
 
 MooncakeOver = Literal["rdma", "tcp"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mslime.config.choices import AUTO
 from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from mslime.config.engines import SGLangConfig
     from mslime.config.schema import RunConfig
 
-BY_COLLECTIVE = ("broadcast", "relay")
+BY_COLLECTIVE = (AUTO, "broadcast", "relay")
 """Transports in which a trainer rank and an engine are two members of one process group."""
 
 _FIXED_ADDRESSES = {

@@ -94,12 +94,14 @@ class EngineInfo:
     Attributes:
         ranks: processes, each of which receives.
         machines: that these lie on.
+        drafts: whether it holds the weights a second time, in a draft model.
     """
 
     url: str
     ranks: int = 1
     keys: EngineKeys = NO_KEYS
     machines: int = 1
+    drafts: bool = False
 
     @property
     def endpoint(self) -> Endpoint:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field, model_validator
 
 from mslime.config.base import Section
-from mslime.config.choices import LoraExperts, LoraSync
+from mslime.config.choices import AUTO, LoraExperts, LoraSync
 from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _check_adapter_sync(config: RunConfig) -> None:
             "rollout.pause_mode", "retract", "a request keeps its adapter as long as it runs (lora.sync: adapter)",
             "set abort, so that it goes on under the new one, or in_place, so that it ends under its own",
         )  # fmt: skip
-    if config.weights.transport != "broadcast":
+    if config.weights.transport not in (AUTO, "broadcast"):
         raise ConfigError(
             "weights.transport", config.weights.transport,
             "no weights are sent: engines read adapters from weights.directory (lora.sync: adapter)",

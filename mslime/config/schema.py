@@ -22,7 +22,7 @@ from pydantic import (
 from mslime.config.adapters import adapter_runs, at_home, counts_over_a_step, entry_of, refuse_shared
 from mslime.config.algorithm import AlgorithmConfig, CriticConfig
 from mslime.config.base import Section
-from mslime.config.choices import Fp8Recipe, ReplayMode, Resume, SftLossOn
+from mslime.config.choices import AUTO, Fp8Recipe, ReplayMode, Resume, SftLossOn
 from mslime.config.cluster import ClusterConfig
 from mslime.config.data import DataConfig
 from mslime.config.engines import SGLangConfig, TeacherConfig
@@ -330,6 +330,14 @@ class RunConfig(Section):
     def syncs_adapters(self) -> bool:
         """Whether engines are given adapters, and no weights."""
         return self.train.task == "rl" and self.lora.sync == "adapter" and (self.lora.on or bool(self.adapters))
+
+    @property
+    def transport(self) -> str:
+        """`weights.transport`; where it is `auto`, what that comes to with the engines that the run starts."""
+        if self.weights.transport != AUTO:
+            return self.weights.transport
+        drafts = self.sglang.extra.get("speculative_algorithm") is not None
+        return "broadcast" if self.sglang.urls or self.sglang.tp_size > 1 or drafts else "relay"
 
     @property
     def steps_together(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from mslime.config.algorithm import POLICY_LOSSES, AdvantageConfig, AlgorithmConfig, CriticConfig, loss_traits
-from mslime.config.choices import is_function
+from mslime.config.choices import AUTO, is_function
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
@@ -205,7 +205,7 @@ def _stale_tokens(config: RunConfig) -> Iterator[str]:
 
 def _weights(config: RunConfig) -> Iterator[str]:
     weights = config.weights
-    if weights.directory is not None and weights.carrier in ("broadcast", "relay", "shm", "handles", "mooncake"):
+    if weights.directory is not None and weights.carrier in (AUTO, "broadcast", "relay", "shm", "handles", "mooncake"):
         how = f"weights.{'delta_over' if weights.transport == 'delta' else 'transport'} is {weights.carrier}"
         yield f"weights.directory has no effect: {how}, and only disk and delta write files."
     if weights.delta_over != "disk" and weights.transport != "delta":

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from mslime.config.base import Section
-from mslime.config.choices import TRANSPORT_NAMES, MooncakeOver, Verify, check_choice
+from mslime.config.choices import AUTO, TRANSPORT_NAMES, MooncakeOver, Verify, check_choice
 
 
 class WeightsConfig(Section):
@@ -42,13 +42,14 @@ class WeightsConfig(Section):
         "made of it the first time, wherever it made copies only. model: by that loader each time.",
     )
     transport: str = Field(
-        default="broadcast",
-        description="How buckets reach the engines: broadcast; relay, to one GPU of each engine from each "
-        "sender, all at once, which passes them on; shm, through memory that a sender shares with engines "
-        "on its machine; handles, likewise, but through the GPUs' own memory, by CUDA's handles; disk, through files "
-        "in weights.directory; delta, only what changed, through such files or by broadcasts (weights.delta_over); "
-        "mooncake, out of a sender's memory by Mooncake's transfer engine (the extra mooncake); or "
-        "your own as module:function.",
+        default=AUTO,
+        description="How buckets reach the engines: auto, by relay where each engine has one GPU, no draft model, and "
+        "mslime's plug-in (those that it starts have it), else by broadcast; broadcast, one after the other to all "
+        "engine GPUs; relay, to one GPU of each engine from each sender, all at once, which passes them on; shm, "
+        "through memory that a sender shares with engines on its machine; handles, likewise, but through the GPUs' own "
+        "memory, by CUDA's handles; disk, through files in weights.directory; delta, only what changed, through such "
+        "files or by broadcasts (weights.delta_over); mooncake, out of a sender's memory by Mooncake's transfer engine "
+        "(the extra mooncake); or your own as module:function.",
     )
     delta_over: Literal["disk", "broadcast"] = Field(
         default="disk",

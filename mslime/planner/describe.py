@@ -223,6 +223,7 @@ def _sync(plan: RunPlan) -> Table:
     return facts_table(
         "Weight sync",
         [
+            ("goes by", plan.transport),
             ("gathered by senders", f"{_gib(gathered)} GiB{from_others}"),
             (f"sent by {count} ranks", f"at most {_gib(max(s.sent for s in plan.syncs))} GiB each"),
             ("for a sender, by another rank", f"at most {_gib(max(s.contributed for s in plan.syncs))} GiB"),

@@ -71,7 +71,8 @@ class RunPlan:
         engine_dtype: of its weights, and how they are quantised, for people.
         responses: of a step on the data-parallel rank that has fewest, and most.
         micro_batches: of an optimizer step at most, when every response is as long as it may be.
-        transport: of the weight sync; `adapters in files` where engines are given adapters alone.
+        transport: of the weight sync, also where that is chosen when engines are met; `adapters in files`
+            where engines are given adapters alone.
         syncs: weight-sync traffic by sender.
         host: memory of the trainer machine that needs most.
         rollouts: bytes of a step's responses; None for supervised training.
@@ -229,7 +230,7 @@ def make_plan(
     unused = layout.world_size - engines - config.taught_gpus if shared else 0
     responses, micro_batches = _tokens(spec, config.rollout.groups_per_step * config.rollout.group_size, longest)
     receiving = receiving_of(config, sync, engine) if engine is not None else None
-    sent = sync if receiving is None or config.weights.transport != "relay" else relayed(sync, receiving)
+    sent = sync if receiving is None or config.transport != "relay" else relayed(sync, receiving)
     syncs, rates = sender_syncs(sent, config.cluster), rates_of(config.cluster)
     return RunPlan(
         model=family.architecture,
@@ -249,7 +250,7 @@ def make_plan(
         engine_dtype=served.said,
         responses=responses,
         micro_batches=micro_batches,
-        transport="adapters in files" if factors else config.weights.transport,
+        transport="adapters in files" if factors else config.transport,
         syncs=syncs,
         host=host,
         rollouts=rollouts,

@@ -26,7 +26,7 @@ def buckets_held(config: RunConfig) -> float:
     With `relay` one is passed on while the next arrives. Ranks that hand on shares pack those that they give, and take
     others into the memory of the one that is passed on. Of an engine on several machines several parts arrive at once.
     """
-    if config.weights.transport != "relay":
+    if config.transport != "relay":
         return 1
     near = near_ranks(config.sglang.tp_size, config.cluster.gpus_per_node)
     recorded = _records(config)
@@ -56,7 +56,7 @@ def bounds_of(
     `broadcast`."""
     if receiving is None:
         return bounds(syncs, rates)
-    if config.weights.transport == "relay":
+    if config.transport == "relay":
         return relay_bounds(syncs, rates, receiving, config.cluster.gpus_per_node)
     return bounds(syncs, rates, way_of(config, rates, receiving))
 
@@ -66,7 +66,7 @@ def prediction_of(
 ) -> SyncPrediction | None:
     """Of a sync after engines have recorded how to load, where they do; None for a user's transport, and for
     adapters, which go through files."""
-    transport, per_node = config.weights.transport, config.cluster.gpus_per_node
+    transport, per_node = config.transport, config.cluster.gpus_per_node
     if receiving is None or config.syncs_adapters:
         return None
     if transport == "relay":

@@ -29,10 +29,10 @@ of bfloat16, by one thread of a CPU."""
 
 def way_of(config: RunConfig, rates: Rates, receiving: Receiving) -> Way | None:
     """The way of the transport that a run chose; None for `relay`, whose schedule is another, and for a user's."""
-    weights, per_node = config.weights, config.cluster.gpus_per_node
+    per_node = config.cluster.gpus_per_node
     gpus = receiving.engines * receiving.ranks
     machines = -(-gpus // per_node)
-    match weights.transport:
+    match config.transport:
         case "broadcast":
             return broadcast_way(rates)
         case "handles":
@@ -42,7 +42,7 @@ def way_of(config: RunConfig, rates: Rates, receiving: Receiving) -> Way | None:
         case "disk":
             return disk_way(rates, machines)
         case "delta":
-            over_files = machines if weights.delta_over == "disk" else None
+            over_files = machines if config.weights.delta_over == "disk" else None
             return delta_way(rates, over_files, changing(rates, receiving))
         case "mooncake":
             return mooncake_way(rates, receiving, near_ranks(receiving.ranks, per_node))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mslime.config.choices import AUTO
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.hf_config import language_model
 from mslime.config.schema import RunConfig
 from mslime.convert.encoding import Encoded, Encoding, Fp8Blocks, Int4Groups, encoded_weights
 from mslime.convert.hf import HFCheckpoint
 
-TRANSPORTS = ("broadcast", "shm", "handles", "disk", "relay", "delta", "mooncake")
+TRANSPORTS = (AUTO, "broadcast", "shm", "handles", "disk", "relay", "delta", "mooncake")
 """That carry tensors of several dtypes in one bucket; one of a user's own may not."""
 
 

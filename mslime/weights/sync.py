@@ -8,6 +8,7 @@ waits for it.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from mslime.config.choices import MooncakeOver
+from mslime.config.choices import AUTO, MooncakeOver
 from mslime.config.dtypes import declared_dtype
 from mslime.config.errors import CheckpointError, WeightSyncError, sync_error
 from mslime.config.keys import Endpoint, EngineInfo
@@ -53,8 +54,10 @@ from mslime.weights.transport import (
     find_transport,
     group_name,
     takes_turns,
+    transport_for,
 )
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 NamedParams = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 Params = Mapping[str, torch.Tensor]
@@ -146,7 +149,8 @@ class WeightSender:
         self._values, self._finish = values, finish or finish_checkpoint
         self._table, self._groups, self._params, self._options = table, groups, params, options
         self._receivers, self._on_bucket = receivers, on_bucket
-        self._make_transport = find_transport(options.transport)
+        if options.transport != AUTO:
+            find_transport(options.transport)
         self._transport: Transport | None = None
         self._sent = self._observed = False
         self.engines: tuple[EngineInfo, ...] = ()
@@ -201,20 +205,38 @@ class WeightSender:
         assert self._receivers is not None, "a sender without receivers only exports"
         if group is None:
             group = self._exchange(f"{self._options.name}-{uuid.uuid4().hex[:8]}")[0]
+        transport = self._look_at(engines, self._receivers)
         for sender in self._groups.senders.everyone():
             failure: WeightSyncError | None = None
-            if self._groups.sends:
+            if sender == self._groups.rank:
                 try:
-                    self.engines = self.engines or tuple(map(self._receivers.describe, engines))
-                    if sender == self._groups.rank:
-                        self._meet(self._receivers, group)
+                    self._meet(self._receivers, group, transport)
                 except WeightSyncError as error:
                     failure = error
             self._raise_together("connect", failure)
         said = self._exchange((self.engines, isinstance(self._transport, SyncObserver)))
         self.engines, self._observed = said[0][0], any(observes for _, observes in said)
 
-    def _meet(self, receivers: Receivers, group: str) -> None:
+    def _look_at(self, engines: Sequence[Endpoint], receivers: Receivers) -> str:
+        """Ask the engines what they are; the transport to them. Collective. Raises WeightSyncError."""
+        transport, failure = self._options.transport, None
+        if self._groups.sends:
+            try:
+                self.engines = tuple(map(receivers.describe, engines))
+                if transport == AUTO:
+                    transport = transport_for(self.engines, receivers, self._options.deadline_s)
+            except WeightSyncError as error:
+                failure = error
+        said = self._exchange((_words_of(failure), transport))
+        _raise_first("connect", [words for words, _ in said], failure)
+        chosen = {said[sender][1] for sender in self._groups.senders.everyone()}
+        # Engines are asked by every sender, and one may have been replaced meanwhile: broadcast works with all.
+        transport = chosen.pop() if len(chosen) == 1 else "broadcast"
+        if self._options.transport == AUTO and self._groups.rank == 0:
+            _log.info("weights.transport auto: %s to %d engines", transport, len(engines))
+        return transport
+
+    def _meet(self, receivers: Receivers, group: str, transport: str) -> None:
         options, rank = self._options, self._groups.rank
         name = group_name(group, rank)
         senders = {sender: group_name(group, sender) for sender in self._groups.senders.everyone()}
@@ -222,7 +244,7 @@ class WeightSender:
             name, options.backend, options.deadline_s, receivers, group, rank, options.directory, senders,
             options.mooncake_over,
         )  # fmt: skip
-        self._transport = self._make_transport(link)
+        self._transport = find_transport(transport)(link)
         self._transport.connect(self.engines)
 
     def send(self, version: int, verify: bool = False) -> SendReport:

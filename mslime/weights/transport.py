@@ -1,7 +1,8 @@
 """How a filled bucket reaches the engines: what a transport is, and which there are (`weights.transport`).
 
-mslime's own are `broadcast`, `relay`, `shm`, `handles`, `disk`, `delta` and `mooncake`. A user's is named
-`module:function` and called with a `Link`; `contract.check_transport` says whether it keeps what is promised here.
+mslime's own are `broadcast`, `relay`, `shm`, `handles`, `disk`, `delta` and `mooncake`; `auto` is one of the first two.
+A user's is named `module:function` and called with a `Link`; `contract.check_transport` says whether it keeps what is
+promised here.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from mslime.config.choices import FileKind, MooncakeOver
+from mslime.config.choices import AUTO, FileKind, MooncakeOver
+from mslime.config.errors import WeightSyncError
 from mslime.config.keys import AnnouncedBucket, BucketVersion, Endpoint, EngineInfo
 from mslime.config.pieces import Cuts
 from mslime.extensions import check_parameters, load_function
 from mslime.weights.plan import Bucket
+from mslime.weights.waiting import all_done
 
 if TYPE_CHECKING:
     import torch
@@ -294,6 +297,26 @@ def group_name(group: str, sender: int) -> str:
     return f"{group}-rank{sender}"
 
 
+def transport_for(engines: Sequence[EngineInfo], receivers: Receivers, deadline_s: float) -> str:
+    """What `auto` comes to with these engines.
+
+    `relay` where each is one rank that nobody has to pass a bucket on to: it then loads a bucket while the next one
+    arrives, and takes part in as many process groups as with `broadcast`, with one other bucket in memory.
+
+    Raises:
+        WeightSyncError: an engine does not answer.
+    """
+    if any(engine.ranks > 1 or engine.drafts for engine in engines):
+        return "broadcast"
+    try:
+        all_done([receivers.can_relay(engine) for engine in engines], "connect", f"{len(engines)} engines", deadline_s)
+    except WeightSyncError as error:
+        if error.field != "weights.transport":
+            raise
+        return "broadcast"  # a server that somebody else has started, without the plug-in
+    return "relay"
+
+
 MakeTransport = Callable[[Link], Transport]
 
 
@@ -303,6 +326,7 @@ def find_transport(spec: str) -> MakeTransport:
     Raises:
         ConfigError: the function cannot be imported, or takes other arguments.
     """
+    assert spec != AUTO, "transport_for says which one it is"
     make = load_function(TRANSPORTS.get(spec, spec), "weights.transport")
     check_parameters(make, spec, "weights.transport", "link")
     return make

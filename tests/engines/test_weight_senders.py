@@ -40,7 +40,7 @@ def sync_often(
     """The first tensors of the plan's buckets, its senders, where the time of the last sync went, and how many buckets
     came in parts."""
     sender = sender_of(trainer)
-    if trainer.spec.weights.transport != "broadcast":
+    if trainer.spec.weights.transport not in ("broadcast", "auto"):
         weight_sync.Turns = None  # its senders take none
     sender.connect([Endpoint(url) for url in urls])
     phases: dict[int, Any] = {}
@@ -90,6 +90,47 @@ def test_two_engines_hold_what_all_senders_sent_and_each_senders_buckets_came_in
         held = engine.held()
         assert held.keys() == source.info.keys()
         assert all(torch.equal(tensor, source.tensor(name)) for name, tensor in held.items())
+
+
+def meet_and_send(trainer: MegatronTrainer, urls: list[str], modes: list[str], found: list[str]) -> str:
+    """One sync to engines in these modes; by which transport it went.
+
+    Args:
+        found: by rank, what it says `auto` comes to; empty: what it finds.
+    """
+    rank = trainer.parallel.rank
+    if rank == 0:
+        for url, mode in zip(urls, modes, strict=True):
+            httpx.post(f"{url}/mode", json={"mode": mode})
+    dist.barrier()
+    if found:
+        weight_sync.transport_for = lambda *_: found[rank]
+    sender = sender_of(trainer)
+    sender.connect([Endpoint(url) for url in urls])
+    change_weights(trainer, 0.01)
+    sender.send(1)
+    used = type(sender._transport).__name__
+    sender.disconnect()
+    return used
+
+
+@pytest.mark.parametrize(
+    ("modes", "found", "used"),
+    [
+        (["obey", "obey"], [], "RelayTransport"),
+        (["obey", "no plug-in"], [], "BroadcastTransport"),
+        (["obey", "obey"], ["relay", "broadcast"], "BroadcastTransport"),  # an engine changed while it was asked
+    ],
+    ids=["able", "one without the plug-in", "senders that were told different things"],
+)
+def test_all_senders_use_the_same_transport_where_settings_leave_it_to_the_engines(
+    modes: list[str], found: list[str], used: str, engines: list[StandInEngine], tiny_qwen3_moe: Path, tmp_path: Path
+) -> None:
+    config = config_of(tiny_qwen3_moe, tmp_path, "auto", dp=2, ep=2)
+    urls = [engine.url for engine in engines]
+    assert run_trainers(meet_and_send, config, urls, modes, found) == [used, used]
+    first, second = (engine.held() for engine in engines)
+    assert len(first) > 50 and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
 def lose_a_parameter(trainer: MegatronTrainer, urls: list[str], part: str) -> list[str]:

@@ -284,16 +284,15 @@ def test_the_default_share_of_an_engine_is_sglang_s_own() -> None:
 
 
 def test_a_weight_sync_moves_every_trained_parameter_once_to_every_engine_gpu() -> None:
-    megatron = {**LAYOUT, "expert_tensor_parallel_size": 1}
-    plan = planned("qwen3-30B-A3B", megatron=megatron, cluster={"trainer_ranks": 8, "gpus_per_node": 2})
+    megatron, weights = {**LAYOUT, "expert_tensor_parallel_size": 1}, {"transport": "broadcast"}
+    cluster = {"trainer_ranks": 8, "gpus_per_node": 2}
+    plan = planned("qwen3-30B-A3B", megatron=megatron, cluster=cluster, weights=weights)
     assert plan.sync_bytes == 2 * plan.parameters
-    slower = planned(
-        "qwen3-30B-A3B", megatron=megatron, cluster={"trainer_ranks": 8, "gpus_per_node": 2, "gpu_network_gbits": 100}
-    )
+    slow = {**cluster, "gpu_network_gbits": 100}
+    slower = planned("qwen3-30B-A3B", megatron=megatron, cluster=slow, weights=weights)
     assert slower.sync_seconds == pytest.approx(4 * plan.sync_seconds)
     assert plan.sync_seconds == pytest.approx(plan.sync_bytes / 50e9)
-    few = planned("qwen3-30B-A3B", megatron=megatron, cluster={"trainer_ranks": 8, "gpus_per_node": 2},
-                  weights={"senders": 1})  # fmt: skip
+    few = planned("qwen3-30B-A3B", megatron=megatron, cluster=cluster, weights={**weights, "senders": 1})
     assert len(few.syncs) == len(few.stages)
     for stage, sync in zip(few.stages, few.syncs, strict=True):
         # The sender gathers all but its own shards; with two GPUs a machine the other tensor rank is near, and so is

@@ -31,7 +31,7 @@ from mslime.planner.sync import (
 )
 from mslime.weights.plan import Bucket
 from tests.fixtures.full_size import CONFIGS
-from tests.fixtures.syncs import NODE, RATES, SHIPPED, experts, planned, shipped, small_plan, stacked
+from tests.fixtures.syncs import BROADCAST, NODE, RATES, SHIPPED, experts, planned, shipped, small_plan, stacked
 
 AT_ONCE = float("inf")
 
@@ -267,7 +267,7 @@ def test_a_launch_script_is_predicted_above_its_bound_and_below_that_of_broadcas
 
 
 def test_an_engine_holds_two_buckets_and_more_where_ranks_hand_on_shares() -> None:
-    relay, broadcast = planned(weights={"transport": "relay"}).engine, planned().engine
+    relay, broadcast = planned(weights={"transport": "relay"}).engine, planned(weights=BROADCAST).engine
     assert relay is not None and broadcast is not None and relay.bucket == 2 * broadcast.bucket > 0
     assert replace(relay, bucket=broadcast.bucket) == broadcast
     of_four = {"num_engines": 1, "tp_size": 4}
@@ -282,7 +282,7 @@ def test_an_engine_holds_two_buckets_and_more_where_ranks_hand_on_shares() -> No
         assert apart is not None and apart.bucket == int(buckets * broadcast.bucket)
     # What mem_fraction_static leaves: enough for one bucket of 4 GiB beside the 4 GiB of everything else, not for two.
     tight = {"num_engines": 2, "tp_size": 1, "mem_fraction_static": 0.88}
-    assert planned(weights={"bucket_mib": 4096}, sglang=tight).fits
+    assert planned(weights={"bucket_mib": 4096, **BROADCAST}, sglang=tight).fits
     problem = planned(weights={"bucket_mib": 4096, "transport": "relay"}, sglang=tight).problems[0]
     assert problem.component == "bucket" and "weights.bucket_mib" in problem.way_out
 
@@ -294,7 +294,8 @@ def test_the_start_of_a_collective_is_a_setting() -> None:
     assert plain.prediction is not None and later.prediction is not None
     # Loading hides a little of each.
     assert 0.9 * buckets * 5e-3 < later.prediction.seconds - plain.prediction.seconds <= buckets * 5e-3
-    assert planned(cluster={"sync_collective_ms": 5}).prediction == planned().prediction, "broadcast has requests"
+    requests = [planned(weights=BROADCAST, cluster=cluster).prediction for cluster in ({}, {"sync_collective_ms": 5})]
+    assert requests[0] == requests[1], "broadcast has requests"
 
 
 def test_the_command_prints_lanes_bound_and_prediction(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,18 @@ from mslime.planner.ways import Changing, delta_way, disk_way, way_of
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
-from tests.fixtures.syncs import COLOCATED, NODE, RATES, SHIPPED, experts, planned, shipped, small_plan, stacked
+from tests.fixtures.syncs import (
+    BROADCAST,
+    COLOCATED,
+    NODE,
+    RATES,
+    SHIPPED,
+    experts,
+    planned,
+    shipped,
+    small_plan,
+    stacked,
+)
 
 ONE, TWO = Receiving(engines=1, share=0.0, recorded=True), Receiving(engines=2, share=0.0, recorded=True)
 
@@ -116,11 +127,12 @@ def test_nothing_to_send_takes_no_time() -> None:
 
 @pytest.mark.parametrize("model", SHIPPED + COLOCATED)
 def test_a_prediction_is_never_below_the_lower_bound(model: str) -> None:
-    plan = shipped(model)
-    assert plan.prediction is not None and plan.sync_seconds > 0
-    assert plan.prediction.seconds >= plan.sync_seconds
-    if model in SHIPPED:
-        assert plan.prediction.wire == pytest.approx(plan.sync_bytes / plan.rates.network)
+    for plan in (shipped(model), shipped(model, **BROADCAST) if model in SHIPPED else None):
+        if plan is not None:
+            assert plan.prediction is not None and plan.sync_seconds > 0
+            assert plan.prediction.seconds >= plan.sync_seconds
+            if plan.transport == "broadcast":
+                assert plan.prediction.wire == pytest.approx(plan.sync_bytes / plan.rates.network)
 
 
 @pytest.mark.parametrize("engines", [1, 4])
@@ -140,18 +152,18 @@ def test_more_senders_make_no_sync_longer(engines: int, nvlink: float) -> None:
 
 
 def test_every_rate_is_a_setting() -> None:
-    plain = planned().prediction
+    plain = planned(weights=BROADCAST).prediction
     assert plain is not None
-    slower = planned(cluster={"gpu_copy_gb_per_s": 120}).prediction
+    slower = planned(weights=BROADCAST, cluster={"gpu_copy_gb_per_s": 120}).prediction
     assert slower is not None and slower.load == pytest.approx(10 * plain.load)
-    later = planned(cluster={"sync_request_ms": 10, "sync_exchange_ms": 20}).prediction
+    later = planned(weights=BROADCAST, cluster={"sync_request_ms": 10, "sync_exchange_ms": 20}).prediction
     assert later is not None and later.latency == pytest.approx(2 * plain.latency)
     linked = planned(cluster={"gpu_nvlink_gb_per_s": 100, "gpu_network_gbits": 200, "sync_tensor_us": 7}).rates
     assert (linked.nvlink, linked.network, linked.tensor) == (100e9, 25e9, pytest.approx(7e-6))
 
 
 def test_engines_without_records_load_tensor_by_tensor() -> None:
-    plain, own = planned().prediction, planned(weights={"loader": "model"}).prediction
+    plain, own = (planned(weights={**BROADCAST, "loader": each}).prediction for each in ("recorded", "model"))
     assert plain is not None and own is not None
     tensors = len(get_family(published_config("olmoe-1B-7B")).rules(published_config("olmoe-1B-7B")).hf_shapes())
     assert own.load - plain.load == pytest.approx(tensors * 30e-6)
@@ -159,6 +171,15 @@ def test_engines_without_records_load_tensor_by_tensor() -> None:
         assert latent is not None and latent.load < 0.1, "multi-latent attention is derived once, at the end"
     attached = planned(sglang={"urls": ["http://a:30000", "http://b:30000"]}).prediction
     assert attached == own, "servers that mslime did not start"
+
+
+def test_a_transport_that_is_left_to_the_engines_is_planned_as_what_they_will_have() -> None:
+    relay, broadcast = planned(weights={"transport": "relay"}), planned(weights=BROADCAST)
+    assert planned() == relay and relay.transport == "relay"
+    drafting = {"num_engines": 2, "tp_size": 1, "mem_fraction_static": 0.8, "speculative_algorithm": "NEXTN"}
+    assert planned(sglang=drafting).prediction == broadcast.prediction
+    for sglang in (drafting, {"num_engines": 2, "tp_size": 2}, {"urls": ["http://a:30000"]}):
+        assert planned(sglang=sglang).transport == "broadcast"
 
 
 def test_what_is_done_before_a_bucket_is_sent_is_hidden_behind_other_senders_but_not_in_what_they_share() -> None:
@@ -255,13 +276,14 @@ def test_engines_that_share_the_trainers_gpus_take_no_handle_of_their_own_over_n
 
 def test_a_transport_of_a_user_is_not_predicted() -> None:
     found = planned(weights={"transport": "examples.extending.transport:timed"})
-    assert found.prediction is None and found.bounds == planned().bounds
+    assert found.prediction is None and found.bounds == planned(weights=BROADCAST).bounds
     assert planned(train={"task": "sft"}).prediction is None
 
 
 def test_the_command_prints_bound_prediction_and_rates(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["plan", "--model.path", str(CONFIGS / "olmoe-1B-7B"), "--gpus", "9"]
     flags += ["--megatron.expert-model-parallel-size", "8", "--cluster.sync-request-ms", "7"]
+    flags += ["--weights.transport", "broadcast"]
     assert main(flags) == 0
     said = capsys.readouterr().out
     assert re.search(r"at least +0\.3 s over 50 GB/s", said) and re.search(

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from mslime.backends.sglang.receivers import SGLangReceivers
-from mslime.config.choices import TRANSPORT_NAMES
+from mslime.config.choices import AUTO, TRANSPORT_NAMES
 from mslime.config.errors import ConfigError, WeightSyncError
 from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
 from mslime.config.schema import DeadlineConfig
@@ -320,7 +320,7 @@ def test_a_transport_that_breaks_a_promise_is_found(engines: list[StandInEngine]
 
 
 def test_every_transport_that_the_settings_offer_is_there() -> None:
-    assert set(TRANSPORT_NAMES) == set(TRANSPORTS)
+    assert set(TRANSPORT_NAMES) == {AUTO, *TRANSPORTS}
     assert find_transport("broadcast") is BroadcastTransport
 
 

@@ -93,7 +93,8 @@ class SGLangReceivers:
                     f"{name} = {sizes[name]}; weights can be sent to engines with {name} 1 only",
                     "start more engines instead",
                 )  # fmt: skip
-        return EngineInfo(engine.url, sizes["tp_size"], engine.keys, machines)
+        drafts = info.get("speculative_algorithm") is not None
+        return EngineInfo(engine.url, sizes["tp_size"], engine.keys, machines, drafts)
 
     def join(
         self, engine: EngineInfo, *, host: str, port: int, rank: int, world_size: int, name: str, backend: str,
