@@ -2,14 +2,15 @@
 
     python benchmarks/predict_transports.py    # all transports, layouts, and numbers of engines
     python benchmarks/predict_transports.py --ways shm,delta-disk-0.01 --layouts tp2ep2 --engines 2 --rounds 15
+    python benchmarks/predict_transports.py --ways mooncake    # over TCP; needs mooncake-transfer-engine-non-cuda
 
 Every rank sends. A round is two syncs (`WeightSender.send`; their mean) and, between them, what the planner's functions
 need to know, each by calls of one thing alone: copies of a bucket, gathers, files that are written, read and removed,
 memory that is shared and opened, comparing a bucket of which so much has changed (`find_changes`), putting the changes
-in, noting them, requests for one tiny tensor and for many, broadcasts of a bucket's changes, an exchange. No constant
-is fitted; all ranks measure at the same time. `delta-disk-0.01` is `weights.transport: delta` with
-`weights.delta_over: disk`, of which 1% of the elements change between syncs, always the same ones. All bits are
-compared before the rounds and after them.
+in, noting them, requests for one tiny tensor and for many, broadcasts of a bucket's changes, reads by Mooncake of as
+many as there are engines at once, an exchange. No constant is fitted; all ranks measure at the same time.
+`delta-disk-0.01` is `weights.transport: delta` with `weights.delta_over: disk`, of which 1% of the elements change
+between syncs, always the same ones. All bits are compared before the rounds and after them.
 
 The planner gives every GPU a processor of its own, and here are two for up to six processes and whatever else runs. So
 each piece of work on a bucket, in a sync as where it is measured alone, takes --pace times its CPU seconds (`paced`): a
@@ -52,7 +53,7 @@ from mslime.config.schema import DeadlineConfig
 from mslime.convert.families import get_family
 from mslime.planner.filling import Rates
 from mslime.planner.sync import Receiving, Way, predict
-from mslime.planner.ways import delta_way, disk_way, handles_way, shm_way
+from mslime.planner.ways import delta_way, disk_way, handles_way, mooncake_way, shm_way
 from mslime.threads import in_thread
 from mslime.weights.delta import DeltaTransport
 from mslime.weights.delta_broadcast import BroadcastCarrier
@@ -157,7 +158,7 @@ class Rank:
         receivers = SGLangReceivers(DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S}))
         directory = self.case.directory if kind.by_files else None
         options = SyncOptions(self.job.dtype, self.job.bucket_bytes, "gloo", DEADLINE_S, transport=kind.transport,
-                              directory=directory)  # fmt: skip
+                              directory=directory, mooncake_over="tcp")  # fmt: skip
         sender = WeightSender(table, self.groups, self.params.items, options, receivers)
         sender.connect(self.case.engines)
         pace_sender(sender, self.case.pace)
@@ -202,12 +203,12 @@ class Rank:
             tensor=max(requests[1] - requests[0], 0.0) / (MANY - 1),
             exchange=mean_of(lambda: self._sender(kind)._exchange(None)),
         )  # a CPU's memory is the host's
-        rates, way, more = self._way(kind, rates, size)
         receiving = Receiving(engines=engines, share=1.0, recorded=False)
+        rates, way, more = self._way(kind, rates, size, receiving)
         found = predict(plan, rates, receiving, self.job.layout.world_size, way)
         return found.seconds, {**asdict(rates), **more, **{f"part {k}": v for k, v in found.parts.items()}}
 
-    def _way(self, kind: Kind, rates: Rates, size: int) -> tuple[Rates, Way, dict[str, float]]:
+    def _way(self, kind: Kind, rates: Rates, size: int, receiving: Receiving) -> tuple[Rates, Way, dict[str, float]]:
         """The rest of the rates, the way, and what else was measured for it."""
         plan = self._sender(kind).plan
         total = plan.total_bytes
@@ -217,6 +218,10 @@ class Rank:
         if kind.transport == "handles":
             room, opening = self.alone.sharing(size)
             return rates, replace(handles_way(rates, 0), room=room, opening=opening), {"room": room, "opening": opening}
+        if kind.transport == "mooncake":
+            # Loopback is no adapter that its readers would share: what all get of it together counts.
+            rates = replace(rates, network=self.alone.reading_memory(size, receiving.engines))
+            return rates, mooncake_way(rates, receiving, receiving.ranks), {}
         if kind.transport == "disk":
             files, index = (
                 self.alone.files(size, lasting=True),

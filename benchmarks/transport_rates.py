@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from mslime.backends.sglang.digest import word_sum
 from mslime.planner.ways import Changing
+from mslime.remote_memory import End, RemoteMemory
+from mslime.threads import in_thread
 from mslime.weights.differences import Differences, find_changes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -164,6 +166,31 @@ class Primitives:
 
         making = self.at_once(make)
         return max(making - plain, 0.0), max(self.at_once(open_and_read) - plain, 0.0)
+
+    def reading_memory(self, size: int, readers: int) -> float:
+        """Bytes a second that so many ends get together, by Mooncake over TCP, out of the first rank's memory."""
+        mine = [i for i in range(readers) if (i + 1) % dist.get_world_size() == self._rank]
+        source = torch.zeros(size, dtype=torch.uint8)
+        end = End("127.0.0.1", "tcp") if self._rank == 0 else None
+        said: list[RemoteMemory | None] = [end.share(source.data_ptr(), size) if end is not None else None]
+        dist.broadcast_object_list(said, src=0)
+        (memory,) = said
+        assert memory is not None
+        rooms = [(End("127.0.0.1", "tcp"), torch.zeros(size, dtype=torch.uint8)) for _ in mine]
+        for reader, room in rooms:
+            reader.register(room.data_ptr(), size)
+
+        def read(reader: End, room: torch.Tensor) -> float:
+            return mean_of(lambda: reader.read(memory, 0, room.data_ptr(), size))
+
+        dist.barrier()
+        took = [each.result() for each in [in_thread(read, *room) for room in rooms]]
+        slowest = max(self.everyone(max(took, default=0.0)))
+        for reader, room in rooms:
+            reader.unregister(room.data_ptr())
+        if end is not None:
+            end.unregister(source.data_ptr())
+        return readers * size / slowest
 
     def changing(self, changed: float, size: int) -> Changing:
         """What comparing and its counterparts take for a bucket, made of single calls on one in memory."""
