@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -58,8 +59,13 @@ def processes(title: str) -> list[psutil.Process]:
 
 
 def machines_of(title: str) -> list[int]:
-    """The raylet above each process with this title."""
-    return [parent.pid for process in processes(title) if (parent := process.parent()) is not None]
+    """The raylet above each process with this title. One that has just forked is there twice for a moment, and is the
+    other one's parent."""
+    found: list[int] = []
+    for process in processes(title):
+        with suppress(psutil.NoSuchProcess):
+            found += [above.pid for above in process.parents() if above.name() == "raylet"]
+    return found
 
 
 @pytest.mark.timeout(600)
