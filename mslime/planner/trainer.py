@@ -279,9 +279,9 @@ def sync_bytes(buckets: Sequence[Bucket], neighbours: int, shares: bool = False)
 
 
 def _packed_bytes(bucket: Bucket, neighbours: int) -> int:
-    """A member's shards where they are gathered, of which a single one is sent as it lies."""
+    """A member's shards where they are gathered, and do not lie as they are sent."""
     width = DTYPE_BYTES[bucket.gathered_dtype]
-    as_it_lies = len(bucket.slots) == 1 and width == neighbours
+    as_it_lies = bucket.unmoved and width == neighbours
     return bucket.local_numel * width if len(bucket.members) > 1 and not as_it_lies else 0
 
 

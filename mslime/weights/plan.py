@@ -92,6 +92,8 @@ class Bucket:
         in_order: the members' packed buffers, one after the other, are what is sent: there is nothing to convert.
         packed_dtype: in which members pack and the sender converts, where what is sent is quantised (`encoded`) and
             `dtype` is `uint8`; else empty.
+        unmoved: its tensors follow each other in the plan's order of parameters; none comes earlier or later, with
+            another one or alone. Where that order is the one in memory, what a member packs lies in a row.
     """
 
     index: int
@@ -104,6 +106,7 @@ class Bucket:
     entries: tuple[Entry, ...]
     in_order: bool
     packed_dtype: str = ""
+    unmoved: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -266,8 +269,10 @@ class _Load:
         limit = limit_bytes // DTYPE_BYTES[self.dtype]
         alone = [unit for unit in self.units if self._goes_alone(unit, limit)]
         others = [unit for unit in self.units if not self._goes_alone(unit, limit)]
+        places = {id(unit): place for place, unit in enumerate(self.units)}
         for run in (*([unit] for unit in alone), *_fill(others, limit)):
-            yield _bucket(self, run)
+            follow = places[id(run[-1])] - places[id(run[0])] == len(run) - 1
+            yield _bucket(self, run, unmoved=follow and all(len(unit) == 1 for unit in run))
 
     def _goes_alone(self, unit: Unit, limit: int) -> bool:
         """Whether a shared tensor that lies right already is worth a bucket in which nobody packs or converts it:
@@ -371,7 +376,7 @@ def _fill(units: Iterable[Unit], limit: int) -> Iterator[list[Unit]]:
         yield run
 
 
-def _bucket(load: _Load, run: Sequence[Unit]) -> Bucket:
+def _bucket(load: _Load, run: Sequence[Unit], unmoved: bool) -> Bucket:
     slots: list[Slot] = []
     pieces: list[Entry] = []
     entries: dict[str, Entry] = {}
@@ -388,7 +393,7 @@ def _bucket(load: _Load, run: Sequence[Unit]) -> Bucket:
                 pieces.append(Entry(name, piece, first))
     return Bucket(
         -1, load.stage, load.sender, load.members, load.dtype, tuple(slots), tuple(pieces), tuple(entries.values()),
-        _is_in_order(load, run, pieces),
+        _is_in_order(load, run, pieces), unmoved=unmoved,
     )  # fmt: skip
 
 

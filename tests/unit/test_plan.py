@@ -493,3 +493,4 @@ def test_a_sync_takes_a_bucket_and_the_one_before_it_on_the_rank_that_sends_them
     assert sync_bytes([converted, converted], 2) == {0: 200 + 200}, "out of its parameters, which are not packed"
     joined = replace(converted, members=(0, 1))
     assert joined.sharing == 2 and sync_bytes([joined], 2) == {0: 200 + 400 + 200, 1: 200}, "joined in their places"
+    assert sync_bytes([replace(joined, unmoved=True)], 2) == {0: 400 + 200, 1: 0}, "out of the parameters, in a row"

@@ -16,11 +16,11 @@ import torch
 from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
-from mslime.weights.buckets import convert
+from mslime.weights.buckets import convert, pack
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
-from tests.unit.weights_world import LAYOUTS, gathered, local_params, moe_table, plan_of, stages
+from tests.unit.weights_world import LAYOUTS, gathered, local_params, moe_table, plan_of, stages, whole_tensors
 
 BUCKET_SIZES = [1, 700, 1 << 30]
 
@@ -314,6 +314,39 @@ def test_tensors_that_an_engine_joins_travel_together_in_every_published_model(m
     begins = [name.removesuffix(first) for name in bucket_of if name.endswith(first)]
     assert [bucket_of[begin + first] for begin in begins] == [bucket_of[begin + second] for begin in begins]
     assert bool(begins) == (model in LATENT_QUERIES)
+
+
+def as_neighbours(params: dict[str, torch.Tensor], experts: bool) -> dict[str, torch.Tensor]:
+    """Dense or expert ones in one buffer, from the last to the first, as megatron-core lays them out."""
+    chosen = {name: param for name, param in reversed(params.items()) if (".experts." in name) == experts}
+    flat = torch.cat([param.flatten() for param in chosen.values()])
+    parts = flat.split([param.numel() for param in chosen.values()])
+    return {name: part.view(param.shape) for part, (name, param) in zip(parts, chosen.items(), strict=True)}
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("layout", ["one rank", "tp2 ep2", "tp2 dp2 ep2 etp2"])
+def test_what_is_unmoved_is_packed_by_no_copy_where_parameters_are_neighbours(layout: str, in_order: bool) -> None:
+    table, sizes = moe_table(), LAYOUTS[layout]
+    params = local_params(table, sizes, 0, whole_tensors(table))
+    held = as_neighbours(params, experts=False) | as_neighbours(params, experts=True)
+    positions = {name: at for at, name in enumerate(held)} if in_order else None
+    plan = build_plan(table, Senders(sizes), [list(range(4))], "float32", 1400, positions)
+    buffers = {param.untyped_storage().data_ptr() for param in held.values()}
+    unmoved = {bucket.index for bucket in plan.buckets_of(0) if bucket.unmoved}
+    views = {b.index for b in plan.buckets_of(0) if pack(b, held, 0).untyped_storage().data_ptr() in buffers}
+    assert len(unmoved) > 5 and len(plan.buckets_of(0)) - len(unmoved) == (4 if layout == "one rank" else 0)
+    assert (views == unmoved) == in_order, "in the model's order the last of a bucket lies first"
+
+
+def test_tensors_that_travel_together_are_moved() -> None:
+    config = published_config("deepseek-v3")
+    table = get_family(config).rules(config)
+    layers = sorted({rule.layer for rule in table.bound.values()} - {-1})
+    plan = build_plan(table, Senders.at_most(ParallelLayout(dp=4, ep=4), 4), [layers], "bfloat16", 1 << 26)
+    moved = {bucket.index for bucket in plan.buckets if not bucket.unmoved}
+    joined = {bucket.index for bucket in plan.buckets if any(".q_a_proj." in name for name in bucket.names)}
+    assert moved == joined and 0 < len(moved) < len(plan.buckets)
 
 
 def test_a_dtype_that_is_no_weight_dtype_is_refused() -> None:
