@@ -72,7 +72,7 @@ Kept = Literal["some", "all", "none"]
 AUTO = "auto"
 """The transport that is chosen when the engines are met: `relay` or `broadcast` (`weights.transport.transport_for`)."""
 
-TRANSPORT_NAMES = (AUTO, "broadcast", "shm", "handles", "disk", "delta", "relay", "mooncake")
+TRANSPORT_NAMES = (AUTO, "broadcast", "shm", "handles", "disk", "delta", "relay", "mooncake", "checkpoint_engine")
 """Ways for weights to the engines that mslime brings along; `weights.transport` says where each is."""
 
 MooncakeOver = Literal["rdma", "tcp"]

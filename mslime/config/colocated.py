@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 BY_COLLECTIVE = (AUTO, "broadcast", "relay")
 """Transports in which a trainer rank and an engine are two members of one process group."""
 
+SHARED_DIRECTORY = "disk or delta with a weights.directory that all machines share"
+
 _FIXED_ADDRESSES = {
     "enable_cuda_graph": "CUDA graphs hold addresses of parameters, which change while they are away",
     "external_cuda_graph": "CUDA graphs hold addresses of parameters, which change while they are away",
@@ -30,6 +32,7 @@ def check_colocated(config: RunConfig) -> None:
     cluster = config.cluster
     if config.teacher.placement == "colocated":
         _check_teacher(config)
+    _check_handed(config)
     if not config.colocated:
         for name in ("asleep_in", "asleep_directory"):
             value = getattr(cluster, name)
@@ -56,13 +59,46 @@ def _check_task(config: RunConfig) -> None:
         raise ConfigError(
             "weights.delta_over" if weights.transport == "delta" else "weights.transport", weights.carrier,
             "trainer rank and engine would be two members of one process group on one GPU, which NCCL refuses",
-            "set handles or shm on one machine, or disk or delta with a weights.directory that all machines share",
+            f"set handles or shm on one machine, checkpoint_engine, or {SHARED_DIRECTORY}",
         )  # fmt: skip
     if weights.transport == "mooncake":
         raise ConfigError(
             "weights.transport", weights.transport,
             "a sender keeps a bucket registered on its GPU between syncs, where engines need all of it",
-            "set handles or shm on one machine, or disk or delta with a weights.directory that all machines share",
+            f"set handles or shm on one machine, checkpoint_engine, or {SHARED_DIRECTORY}",
+        )  # fmt: skip
+
+
+def _check_handed(config: RunConfig) -> None:
+    """`checkpoint_engine`: every rank of the trainer gives weights to the engine's rank on its own GPU."""
+    engine, ranks = config.sglang, config.layout.world_size
+    if config.weights.transport != "checkpoint_engine" or config.train.task == "sft":
+        return
+
+    def refused(rule: str, way_out: str) -> ConfigError:
+        return ConfigError("weights.transport", "checkpoint_engine", rule, way_out)
+
+    if not config.colocated:
+        raise refused(
+            "a trainer rank hands weights to the engine on its own GPU, and engines have others here "
+            "(cluster.placement: separate)", "set auto, broadcast or relay, or cluster.placement: colocated",
+        )  # fmt: skip
+    if config.cluster.device == "cpu":
+        raise refused("it hands out handles of a GPU's memory (cluster.device: cpu)", "set shm or disk")
+    if engine.urls:
+        raise refused(f"engines are attached to ({engine.urls[0]}), and not on the trainer's GPUs",
+                      "remove sglang.urls, or set auto with cluster.placement: separate")  # fmt: skip
+    if engine.extra.get("speculative_algorithm") is not None:
+        raise refused(
+            "an engine with a draft model (sglang.speculative_algorithm) asks for the handle on its GPU twice",
+            f"remove the draft model, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
+        )
+    if engine.gpus != ranks:
+        raise ConfigError(
+            "sglang.num_engines", engine.num_engines,
+            f"with weights.transport: checkpoint_engine every trainer rank needs an engine's rank on its GPU, and "
+            f"{engine.num_engines} engines of {engine.tp_size} (sglang.tp_size) are {engine.gpus} of {ranks}",
+            f"let num_engines x tp_size be {ranks}, or set handles or shm on one machine, or {SHARED_DIRECTORY}",
         )  # fmt: skip
 
 

@@ -203,9 +203,13 @@ def _stale_tokens(config: RunConfig) -> Iterator[str]:
         )
 
 
+BUT_FILES = (AUTO, "broadcast", "relay", "shm", "handles", "mooncake", "checkpoint_engine")
+"""Ways to the engines that write no files."""
+
+
 def _weights(config: RunConfig) -> Iterator[str]:
     weights = config.weights
-    if weights.directory is not None and weights.carrier in (AUTO, "broadcast", "relay", "shm", "handles", "mooncake"):
+    if weights.directory is not None and weights.carrier in BUT_FILES:
         how = f"weights.{'delta_over' if weights.transport == 'delta' else 'transport'} is {weights.carrier}"
         yield f"weights.directory has no effect: {how}, and only disk and delta write files."
     if weights.delta_over != "disk" and weights.transport != "delta":

@@ -49,7 +49,8 @@ class WeightsConfig(Section):
         "through memory that a sender shares with engines on its machine; handles, likewise, but through the GPUs' own "
         "memory, by CUDA's handles; disk, through files in weights.directory; delta, only what changed, through such "
         "files or by broadcasts (weights.delta_over); mooncake, out of a sender's memory by Mooncake's transfer engine "
-        "(the extra mooncake); or your own as module:function.",
+        "(the extra mooncake); checkpoint_engine, for engines on the trainer's GPUs, from rank to rank of the trainer "
+        "and then within each GPU (the extra checkpoint-engine); or your own as module:function.",
     )
     delta_over: Literal["disk", "broadcast"] = Field(
         default="disk",

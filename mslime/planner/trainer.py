@@ -28,6 +28,8 @@ LOG_PROB_BYTES = 76
 """Of a token, at most: 12 kept for the backward pass and 64 while it runs (`backends/megatron/log_probs/`)."""
 PINNED_ROUNDING = 1.44
 """PyTorch's pinned blocks are powers of two: the mean over sizes that lie anywhere between two of them, 1 / ln 2."""
+HANDED_BUFFERS = 3
+"""Buckets that checkpoint-engine holds on every GPU: two to broadcast into, one from the host."""
 UNBOUNDED_PROMPT = 1024
 """Tokens of the longest prompt where `data.max_prompt_tokens` does not say: an assumption."""
 
@@ -192,7 +194,8 @@ def trainer_memory(
         sync=max(
             sync_bytes(sync.stage_buckets(held.stage), neighbours_width(spec, adapters), _shares_memory(spec)).values(),
             default=0,
-        ),
+        )
+        + _handed_bytes(spec, sync),
         reserve=CONTEXT_BYTES + int(gpu_bytes * FRAGMENTATION),
     )
 
@@ -253,6 +256,15 @@ def neighbours_width(spec: TrainingSpec, adapters: StageParameters | None = None
 
 def _shares_memory(spec: TrainingSpec) -> bool:
     return isinstance(spec, PolicySpec) and spec.weights.transport in ("handles", "mooncake")
+
+
+def _handed_bytes(spec: TrainingSpec, sync: WeightPlan) -> int:
+    """`checkpoint_engine`: of every rank, two buffers that ranks broadcast into, and one for what comes from the host.
+
+    Senders have filled all by then, but torch keeps that memory.
+    """
+    handed = isinstance(spec, PolicySpec) and spec.weights.transport == "checkpoint_engine"
+    return HANDED_BUFFERS * max((bucket.hf_bytes for bucket in sync.buckets), default=0) if handed else 0
 
 
 def sync_bytes(buckets: Sequence[Bucket], neighbours: int, shares: bool = False) -> dict[int, int]:
@@ -372,11 +384,15 @@ def host_memory(
 
 
 def _kept_by_senders(spec: PolicySpec, sync: WeightPlan, gpus_per_node: int) -> int:
-    """Bytes on the machine whose senders keep most; pinned where they come from a GPU."""
+    """Bytes on the machine whose senders keep most; pinned where they come from a GPU.
+
+    `checkpoint_engine` pins a copy of the copy that is kept while others fill.
+    """
     kept: dict[int, int] = {}
     for sender in sync.senders.everyone():
         sizes = [bucket.hf_bytes for bucket in sync.buckets if bucket.sender == sender]
-        each = {"delta": int(sum(sizes) * PINNED_ROUNDING), "shm": max(sizes, default=0)}
+        pinned = int(sum(sizes) * PINNED_ROUNDING)
+        each = {"delta": pinned, "shm": max(sizes, default=0), "checkpoint_engine": pinned + sum(sizes)}
         machine = sender // gpus_per_node
         kept[machine] = kept.get(machine, 0) + each.get(spec.weights.transport, 0)
     return max(kept.values(), default=0)

@@ -11,7 +11,7 @@ from mslime.config.schema import RunConfig
 from mslime.convert.encoding import Encoded, Encoding, Fp8Blocks, Int4Groups, encoded_weights
 from mslime.convert.hf import HFCheckpoint
 
-TRANSPORTS = (AUTO, "broadcast", "shm", "handles", "disk", "relay", "delta", "mooncake")
+TRANSPORTS = (AUTO, "broadcast", "shm", "handles", "disk", "relay", "delta", "mooncake", "checkpoint_engine")
 """That carry tensors of several dtypes in one bucket; one of a user's own may not."""
 
 

@@ -44,6 +44,7 @@ from mslime.weights.groups import SyncGroups
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from mslime.weights.transport import (
+    EveryRank,
     Link,
     MoveCounter,
     Moved,
@@ -214,8 +215,30 @@ class WeightSender:
                 except WeightSyncError as error:
                     failure = error
             self._raise_together("connect", failure)
-        said = self._exchange((self.engines, isinstance(self._transport, SyncObserver)))
-        self.engines, self._observed = said[0][0], any(observes for _, observes in said)
+        made = self._transport
+        said = self._exchange((self.engines, isinstance(made, SyncObserver), isinstance(made, EveryRank)))
+        self.engines, self._observed = said[0][0], any(observes for _, observes, _ in said)
+        if any(needs_all for _, _, needs_all in said):
+            self._meet_each_other(self._receivers, group, transport)
+
+    def _meet_each_other(self, receivers: Receivers, group: str, transport: str) -> None:
+        """Let every rank have the transport, and all of them meet. Collective. Raises WeightSyncError on every rank."""
+        offer, failure = "", None
+        try:
+            if self._transport is None:
+                self._meet(receivers, group, transport)
+            assert isinstance(self._transport, EveryRank), "a transport has what it has on every rank"
+            offer = self._transport.offer()
+        except WeightSyncError as error:
+            failure = error
+        said = self._exchange((_words_of(failure), offer))
+        _raise_first("connect", [words for words, _ in said], failure)
+        try:
+            assert isinstance(self._transport, EveryRank)
+            self._transport.meet([offer for _, offer in said])
+        except WeightSyncError as error:
+            failure = error
+        self._raise_together("connect", failure)
 
     def _look_at(self, engines: Sequence[Endpoint], receivers: Receivers) -> str:
         """Ask the engines what they are; the transport to them. Collective. Raises WeightSyncError."""
@@ -242,7 +265,7 @@ class WeightSender:
         senders = {sender: group_name(group, sender) for sender in self._groups.senders.everyone()}
         link = Link(
             name, options.backend, options.deadline_s, receivers, group, rank, options.directory, senders,
-            options.mooncake_over,
+            options.mooncake_over, self._groups.layout.world_size, options.bucket_bytes,
         )  # fmt: skip
         self._transport = find_transport(transport)(link)
         self._transport.connect(self.engines)
@@ -264,6 +287,8 @@ class WeightSender:
         started = time.monotonic()
         params, spent = self._values(dict(self._params())), Seconds()
         phase, failure = "send", self._send_buckets(version, params, started, spent)
+        if isinstance(self._transport, EveryRank):
+            failure = self._deliver(self._transport, failure, started + self._options.deadline_s)
         if self._observed:
             self._raise_together(phase, failure)
             phase, failure = "complete", self._tell_transport(lambda observer: observer.complete())
@@ -281,14 +306,20 @@ class WeightSender:
             self._sums(params) if verify else {},
         )
 
+    def _deliver(self, transport: EveryRank, failure: Exception | None, ends: float) -> Exception | None:
+        """Let all ranks together bring to the engines what senders have kept; how that failed on this one.
+
+        Raises:
+            WeightSyncError: on every rank: one of them could not fill or keep a bucket. No engine was given anything.
+        """
+        self._raise_together("send", failure)
+        self._raise_together("send", _failure_of(transport.load))
+        return _failure_of(lambda: transport.deliver(ends))
+
     def _tell_transport(self, call: Callable[[SyncObserver], None]) -> Exception | None:
         """Tell it of the whole sync, if it asks for that; how it failed."""
-        try:
-            if isinstance(self._transport, SyncObserver):
-                call(self._transport)
-        except Exception as error:  # of a user's transport as well: it is raised on every rank
-            return error
-        return None
+        transport = self._transport
+        return _failure_of(lambda: call(transport)) if isinstance(transport, SyncObserver) else None
 
     def _moved(self) -> Moved:
         """What this rank has sent of a sync: all of its buckets, unless its transport knows better."""
@@ -469,6 +500,15 @@ def _raise_first(phase: str, failures: Sequence[tuple[str, str] | None], own: Ex
     if culprit is not None:
         rank, (words, way_out) = culprit
         raise sync_error(phase, f"trainer rank {rank}", words, way_out) from own
+
+
+def _failure_of(call: Callable[[], None]) -> Exception | None:
+    """How it failed, to be raised on every rank."""
+    try:
+        call()
+    except Exception as error:  # of a user's transport as well
+        return error
+    return None
 
 
 def _words_of(failure: Exception | None) -> tuple[str, str] | None:

@@ -1,6 +1,7 @@
 """How a filled bucket reaches the engines: what a transport is, and which there are (`weights.transport`).
 
-mslime's own are `broadcast`, `relay`, `shm`, `handles`, `disk`, `delta` and `mooncake`; `auto` is one of the first two.
+mslime's own are `broadcast`, `relay`, `shm`, `handles`, `disk`, `delta`, `mooncake` and `checkpoint_engine`; `auto` is
+one of the first two.
 A user's is named `module:function` and called with a `Link`; `contract.check_transport` says whether it keeps what is
 promised here.
 """
@@ -32,6 +33,7 @@ TRANSPORTS: Mapping[str, str] = {
     "delta": "mslime.weights.delta:DeltaTransport",
     "relay": "mslime.weights.relay:RelayTransport",
     "mooncake": "mslime.weights.mooncake:MooncakeTransport",
+    "checkpoint_engine": "mslime.weights.checkpoint_engine:CheckpointEngineTransport",
 }
 """Transports by the name that `weights.transport` gives them, and where each is: imported when it is used."""
 
@@ -105,6 +107,22 @@ class Receivers(Protocol):
         """Done when an engine has read these bytes in memory of this process (`mslime.remote_memory`)."""
         ...
 
+    def announce_handed(self, bucket: AnnouncedBucket) -> bytes:
+        """The description of a bucket that is handed to an engine's ranks on their own GPUs."""
+        ...
+
+    def can_take_handed(self, engine: EngineInfo) -> Future[None]:
+        """Done when an engine says that its ranks can take buckets that are handed to them."""
+        ...
+
+    def take_handed(self, engine: EngineInfo, addresses: Mapping[str, str]) -> Future[None]:
+        """Let an engine's ranks take what is handed to them; done when they have loaded all of it.
+
+        Args:
+            addresses: of who hands it out on each GPU, by the GPU.
+        """
+        ...
+
     def forget(self, engine: EngineInfo, directory: Path) -> Future[None]:
         """Let an engine unmap the files of this directory."""
         ...
@@ -154,6 +172,8 @@ class Link:
             broadcasts (`weights.delta_over`).
         senders: names of the connections of all senders, by rank, in their order; empty: this one is alone.
         mooncake_over: what `mooncake` reads over.
+        ranks: of the trainer.
+        bucket_bytes: of a bucket, at most, unless a single tensor is larger.
     """
 
     name: str
@@ -165,6 +185,8 @@ class Link:
     directory: Path | None = None
     senders: Mapping[int, str] = field(default_factory=dict[int, str])
     mooncake_over: MooncakeOver = "rdma"
+    ranks: int = 1
+    bucket_bytes: int = 0
 
 
 class Pending(Protocol):
@@ -274,6 +296,40 @@ class InAnyOrder(Protocol):
 
     @property
     def any_order(self) -> bool: ...
+
+
+@runtime_checkable
+class EveryRank(Protocol):
+    """What a transport may have beside that needs every trainer rank to bring weights to engines, also those that send
+    nothing: each of them has one, and connects it.
+
+    `start` only keeps a bucket. Before ranks do anything with each other they agree that none has failed, so that
+    nobody waits in a collective for one that does not come.
+    """
+
+    def offer(self) -> str:
+        """What this rank has to say to all before they meet; by itself. Raises WeightSyncError when it cannot."""
+        ...
+
+    def meet(self, offers: Sequence[str]) -> None:
+        """Meet the other ranks: collective, after `connect`. Raises WeightSyncError.
+
+        Args:
+            offers: of all ranks, by rank.
+        """
+        ...
+
+    def load(self) -> None:
+        """Make ready what was kept of a sync; by itself. Raises WeightSyncError."""
+        ...
+
+    def deliver(self, ends: float) -> None:
+        """Bring it to every engine: collective. Raises WeightSyncError, on every rank where it does on one.
+
+        Args:
+            ends: time (`time.monotonic`) after which no rank waits for an engine any more.
+        """
+        ...
 
 
 @runtime_checkable

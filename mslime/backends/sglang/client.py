@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Coroutine, Iterator, Sequence
+from collections.abc import Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -234,6 +234,14 @@ class EngineClient:
             When it has loaded the bucket, what it says of that.
         """
         return await self._once("/update_weights_from_distributed", description)
+
+    async def take_handed(self, addresses: Mapping[str, str]) -> str:
+        """Let the engine's ranks take weights from who has the same GPU (see `handed`); what it says of that.
+
+        Args:
+            addresses: by GPU.
+        """
+        return await self._once("/update_weights_from_ipc", {"zmq_handles": dict(addresses), "flush_cache": False})
 
     async def leave_group(self, name: str) -> None:
         """Let the engine's ranks leave a process group."""

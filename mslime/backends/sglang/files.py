@@ -34,6 +34,7 @@ from typing import Any, get_args
 import torch
 
 from mslime.backends.sglang.changes import PROBE_CHANGES, changed, hold, parse_version, read_changes, receive
+from mslime.backends.sglang.handed import QUESTION, can_take_handed, take_handed
 from mslime.backends.sglang.recorded import Bucket, Named, Received, buckets_of, release
 from mslime.backends.sglang.remote import Remote
 from mslime.backends.sglang.siblings import Siblings, siblings
@@ -81,6 +82,7 @@ def install() -> None:
 
     HookRegistry.register(f"{_UPDATER}.receive_weights_from_distributed", _receive, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.destroy_weights_update_group", _leave, HookType.AROUND)
+    HookRegistry.register(f"{_UPDATER}.update_weights_from_ipc", take_handed, HookType.AROUND)
     HookRegistry.register(f"{_UPDATER}.end_weight_update", _end, HookType.AROUND)
 
 
@@ -232,6 +234,8 @@ def answer_leave(files: Files, group: str) -> tuple[bool, str] | None:
     """Do what leaving this group means, and what is answered; None for a process group."""
     if group == PROBE_CHANGES:
         return True, "done"
+    if group == QUESTION:
+        return can_take_handed()
     for start, call in ((_SEE, files.see), (_FORGET, files.forget)):
         if group.startswith(start):
             try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from mslime.backends.sglang.files import (
     group_to_reach,
     group_to_see,
 )
+from mslime.backends.sglang.handed import GROUP, MARK, QUESTION, UNABLE
 from mslime.backends.sglang.recorded import OWN_LOADER, RECORDED
 from mslime.backends.sglang.relay import PROBE, Order, lane_to_join
 from mslime.config.choices import FileKind
@@ -52,6 +53,10 @@ USE_BROADCAST = (
 USE_MOONCAKE = (
     "install the extra `mooncake` for the engine too, open the sender's ports to its machine, or set "
     "weights.transport: broadcast"
+)
+USE_FILES = (
+    "install the extra `checkpoint-engine` for the engine too; or set weights.transport: disk with a weights.directory "
+    "that all machines share, on one machine handles or shm"
 )
 _log = logging.getLogger(__name__)
 
@@ -180,6 +185,31 @@ class SGLangReceivers:
                 raise
 
         return self._submit(reached(), "connect", engine.url)
+
+    def announce_handed(self, bucket: AnnouncedBucket) -> bytes:
+        """What a bucket is called that is handed to an engine's ranks: a request for it, see `handed`."""
+        return update_request([bucket], GROUP)
+
+    def can_take_handed(self, engine: EngineInfo) -> Future[None]:
+        """Done when an engine says that it can take buckets that are handed to it. Raises WeightSyncError."""
+
+        async def asked() -> None:
+            try:
+                await self._ask(engine, QUESTION, WITHOUT_FILES, "files")
+            except EngineError as error:
+                if UNABLE in error.rule:
+                    raise sync_error("transport", engine.url, error.rule, USE_FILES) from error
+                raise
+
+        return self._submit(asked(), "connect", engine.url)
+
+    def take_handed(self, engine: EngineInfo, addresses: Mapping[str, str]) -> Future[None]:
+        """Let an engine's ranks take buckets from who has the same GPU; done when they have loaded all of them."""
+
+        async def taken() -> None:
+            self._note(engine, await self._client(engine.endpoint).take_handed({**addresses, MARK: GROUP}))
+
+        return self._submit(taken(), "send", engine.url)
 
     def forget(self, engine: EngineInfo, directory: Path) -> Future[None]:
         """Let an engine unmap the files of this directory."""

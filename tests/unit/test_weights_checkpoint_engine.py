@@ -1,0 +1,245 @@
+"""The transport checkpoint_engine: trainer ranks over gloo with a fake ParameterServer and, where the package is
+installed, with its own code on CPUs. CUDA's handles were run by nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from mslime.backends.sglang import handed
+from mslime.backends.sglang.files import Files, answer_leave
+from mslime.backends.sglang.siblings import Siblings
+from mslime.config.errors import WeightSyncError
+from mslime.config.keys import EngineInfo
+from mslime.network import free_port
+from mslime.weights import checkpoint_engine
+from mslime.weights.checkpoint_engine import VERSION, CheckpointEngineTransport
+from mslime.weights.transport import EveryRank, Link, Receivers, find_transport
+from tests.fixtures.parameter_servers import Case, FakeParameterServer, Outcome, run_ranks
+from tests.unit.weights_world import moe_table, whole_tensors
+
+with_package = pytest.mark.skipif(
+    importlib.util.find_spec("checkpoint_engine") is None, reason=f"needs checkpoint-engine {VERSION}"
+)
+both = pytest.mark.parametrize("package", ["fake", pytest.param("real", marks=with_package)])
+pytestmark = pytest.mark.timeout(240)
+WHOLE = whole_tensors(moe_table())
+ENTERED = ["gather_metas", "update"]
+
+
+def run(**case: Any) -> list[Outcome]:
+    return run_ranks(Case(**case), free_port())
+
+
+@both
+@pytest.mark.parametrize("senders", [1, 2])
+def test_all_ranks_take_part_and_every_rank_of_the_engine_holds_all_weights_again_and_again(
+    package: str, senders: int
+) -> None:
+    outcomes = run(package=package, senders=senders, syncs=3)
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    assert [outcome.entered for outcome in outcomes] == [ENTERED * 3] * 2  # also who sends nothing
+    for version, ranks in enumerate(outcomes[0].held):
+        for held in ranks:
+            assert held.keys() == WHOLE.keys()
+            assert all(torch.equal(held[name], WHOLE[name] * 2**version) for name in WHOLE)
+
+
+@both
+@pytest.mark.parametrize("fault", ["rank 0 cannot fill", "rank 1 cannot fill", "rank 1 cannot pin"])
+def test_a_rank_that_fails_before_ends_the_sync_on_all_and_none_enters_a_collective(package: str, fault: str) -> None:
+    outcomes = run(package=package, senders=2, fault=fault)
+    assert [outcome.entered for outcome in outcomes] == [[], []]
+    words = "out of memory" if fault.endswith("pin") else "a shard is missing"
+    assert all(f"trainer rank {fault[5]}" in one.error and words in one.error for one in outcomes)
+
+
+def test_a_rank_that_sends_nothing_and_fails_ends_the_sync_on_all_and_none_enters_a_collective() -> None:
+    outcomes = run(senders=1, fault="rank 1 cannot fill")
+    assert [outcome.entered for outcome in outcomes] == [[], []]
+    assert all("trainer rank 1" in one.error and "a shard is missing" in one.error for one in outcomes)
+
+
+@both
+def test_an_engine_that_refuses_is_named_on_all_ranks_before_the_deadline(package: str) -> None:
+    outcomes = run(package=package, fault="engine refuses")
+    assert all("it has no time" in one.error and one.seconds < 50 for one in outcomes)
+    assert [outcome.entered for outcome in outcomes] == [ENTERED, ENTERED]
+
+
+@both
+def test_nobody_waits_longer_than_the_deadline_for_an_engine_that_is_silent(package: str) -> None:
+    outcomes = run(package=package, fault="engine is silent", deadline_s=6)
+    assert all("does not answer in time" in one.error and one.seconds < 50 for one in outcomes)
+
+
+@both
+def test_an_engines_rank_that_dies_in_the_middle_ends_the_sync_on_all(package: str) -> None:
+    outcomes = run(package=package, fault="rank 1 dies")
+    assert all("dead or unreachable" in one.error and one.seconds < 50 for one in outcomes)
+
+
+@both
+def test_what_one_rank_of_an_engine_says_is_raised_on_all(package: str) -> None:
+    outcomes = run(package=package, fault="rank 1 loads nothing")
+    assert all("the engine on the GPU of trainer rank 1" in one.error and "no room" in one.error for one in outcomes)
+
+
+@both
+def test_a_missing_package_is_named_on_all_ranks_with_the_extra(package: str) -> None:
+    outcomes = run(package=package, fault="rank 1 lacks the package")
+    assert all("trainer rank 1" in one.error and "mslime[checkpoint-engine]" in one.error for one in outcomes)
+
+
+def link_of(ranks: int = 2, rank: int = 0) -> Link:
+    def answered(engine: EngineInfo) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    receivers = cast(Receivers, SimpleNamespace(can_take_handed=answered))
+    return Link("l", "gloo", 5, receivers, "g", rank, senders={0: "l"}, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks", "said", "way_out"),
+    [
+        (EngineInfo("http://127.0.0.1:1", 2, drafts=True), 2, "draft model", "speculative_algorithm"),
+        (EngineInfo("http://127.0.0.1:1", 2), 4, "4 trainer ranks", "resume the run"),
+        (EngineInfo("http://127.0.0.1:1", 2), 2, "0 of 0", "its own GPU"),
+    ],
+)
+def test_engines_that_cannot_be_handed_weights_are_refused(
+    engine: EngineInfo, ranks: int, said: str, way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_engine, "_package", lambda: None)
+    transport = find_transport("checkpoint_engine")(link_of(ranks))
+    assert isinstance(transport, EveryRank)
+    transport.connect([engine])
+    with pytest.raises(WeightSyncError, match=said) as caught:
+        transport.offer()
+    assert caught.value.field == "weights.transport" and way_out in caught.value.way_out
+
+
+def test_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "checkpoint_engine", SimpleNamespace(__version__="0.4.3"))
+    transport = CheckpointEngineTransport(link_of())
+    transport.connect([EngineInfo("http://127.0.0.1:1", 2)])
+    with pytest.raises(WeightSyncError, match=rf"0\.4\.3 is installed, and {VERSION} was read"):
+        transport.offer()
+
+
+def test_the_extra_is_the_version_that_is_asked_for() -> None:
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'checkpoint-engine = ["checkpoint-engine=={VERSION}"]' in text
+
+
+@with_package
+def test_the_fake_has_the_signatures_of_the_packages_own() -> None:
+    from checkpoint_engine.ps import ParameterServer  # pyright: ignore
+
+    real: Any = ParameterServer
+    for name in ("__init__", "register_checkpoint", "unregister_checkpoint", "gather_metas", "update"):
+        own, fake = (inspect.signature(getattr(each, name)).parameters for each in (real, FakeParameterServer))
+        assert list(own) == list(fake)
+        assert [each.kind for each in own.values()] == [each.kind for each in fake.values()]
+    source = inspect.getsource(real)
+    assert "def _bind_zmq_socket(self)" in source and "self._zmq_addr_counter" in source
+    assert "_bind_zmq_socket()" in source and 'os.getenv("PS_MAX_BUCKET_SIZE_GB"' in source
+
+
+# ------------------------------------------------------------------------------------------------------ in an engine
+
+
+class Worker:
+    """In the place of SGLang's end: what it loads is given to the loader; it notes what it was asked for."""
+
+    loaded: tuple[tuple[str, torch.Tensor], ...] = ()
+    hooks: list[object] = []
+
+    def __init__(self, runner: object) -> None:
+        self.runner = runner
+
+    def get_device_uuid(self) -> str:
+        return "GPU-a"
+
+    def get_model_loader(self) -> Any:
+        raise AssertionError("the model's own loader takes no bucket")
+
+    def get_post_hook(self) -> Any:
+        raise AssertionError("the session's end finishes the weights")
+
+    def update_weights_from_ipc(self, addresses: dict[str, str]) -> None:
+        self.get_model_loader()(self.loaded)
+        self.hooks.append(self.get_post_hook())
+
+
+@pytest.fixture
+def end(monkeypatch: pytest.MonkeyPatch) -> type[Worker]:
+    ours = type("Ours", (Worker,), {"hooks": []})
+    module = SimpleNamespace(SGLangCheckpointEngineWorkerExtensionImpl=ours)
+    monkeypatch.setitem(sys.modules, handed._ENDS_MODULE, module)
+    monkeypatch.setattr(handed, "siblings", Siblings)
+    return ours
+
+
+def request_of(*gpus: str) -> SimpleNamespace:
+    return SimpleNamespace(zmq_handles=dict.fromkeys(gpus, "ipc://@there"))
+
+
+def take(request: SimpleNamespace) -> tuple[bool, str]:
+    def original(updater: object, request: object) -> tuple[bool, str]:
+        return True, "SGLang's own"
+
+    updater = SimpleNamespace(get_model_runner=lambda: "runner")
+    return handed.take_handed(original, updater, request)
+
+
+def test_buckets_are_loaded_in_the_place_of_the_models_loader_and_finished_by_the_session(
+    end: type[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    came: list[str] = []
+    monkeypatch.setattr(handed, "load_bucket", lambda updater, name, flat: came.append(name) or f"loaded {name}")
+    end.loaded = (("first", torch.zeros(1)), ("second", torch.zeros(1)))
+    assert take(request_of("GPU-a", handed.MARK)) == (True, "loaded second")
+    assert came == ["first", "second"] and end.hooks == [None]
+
+
+def test_who_asks_without_our_mark_gets_sglangs_own(end: type[Worker]) -> None:
+    assert take(request_of("GPU-a")) == (True, "SGLang's own") and end.hooks == []
+
+
+def test_an_engine_on_another_gpu_connects_to_nobody(end: type[Worker]) -> None:
+    loaded, said = take(request_of("GPU-b", handed.MARK))
+    assert not loaded and "none of 1 trainer ranks is on GPU-a" in said and end.hooks == []
+
+
+def test_what_fails_in_an_engine_is_its_answer_and_no_exception(
+    end: type[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> str:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(handed, "load_bucket", fails)
+    end.loaded = (("first", torch.zeros(1)),)
+    assert take(request_of("GPU-a", handed.MARK)) == (False, "RuntimeError: no room")
+
+
+def test_an_engine_says_whether_the_package_is_there(end: type[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer_leave(Files(), handed.QUESTION) == (True, "done")
+    monkeypatch.setitem(sys.modules, handed._ENDS_MODULE, cast(Any, None))
+    answer = answer_leave(Files(), handed.QUESTION)
+    assert answer is not None and not answer[0] and handed.UNABLE in answer[1]
+
+
+def test_a_link_knows_how_many_ranks_the_trainer_has() -> None:
+    assert replace(link_of(), ranks=8).ranks == 8 and Link("l", "gloo", 5, link_of().receivers).ranks == 1
