@@ -261,10 +261,13 @@ def _shares_memory(spec: TrainingSpec) -> bool:
 def _handed_bytes(spec: TrainingSpec, sync: WeightPlan) -> int:
     """`checkpoint_engine`: of every rank, two buffers that ranks broadcast into, and one for what comes from the host.
 
-    Senders have filled all by then, but torch keeps that memory.
+    Of the size that a bucket may have, or of the largest tensor. Senders have filled all by then, but torch keeps that
+    memory.
     """
-    handed = isinstance(spec, PolicySpec) and spec.weights.transport == "checkpoint_engine"
-    return HANDED_BUFFERS * max((bucket.hf_bytes for bucket in sync.buckets), default=0) if handed else 0
+    if not isinstance(spec, PolicySpec) or spec.weights.transport != "checkpoint_engine":
+        return 0
+    largest = max((bucket.hf_bytes for bucket in sync.buckets), default=0)
+    return HANDED_BUFFERS * max(int(spec.weights.bucket_mib * (1 << 20)), largest)
 
 
 def sync_bytes(buckets: Sequence[Bucket], neighbours: int, shares: bool = False) -> dict[int, int]:

@@ -47,6 +47,7 @@ def taught(**settings: Any) -> dict[str, Any]:
 
 
 TAUGHT = taught()
+HANDED = {"weights": {"transport": "checkpoint_engine"}, "cluster": {"device": "cuda"}}
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,12 @@ TAUGHT = taught()
         ({"weights": {"transport": "broadcast"}}, "weights.transport", "one process group on one GPU"),
         ({"weights": {"transport": "relay"}}, "weights.transport", "one process group on one GPU"),
         ({"weights": {"transport": "mooncake"}}, "weights.transport", "registered on its GPU between syncs"),
+        (HANDED | {"cluster": {"placement": "separate"}}, "weights.transport", "engines have others here"),
+        (HANDED | {"cluster": {"device": "cpu"}}, "weights.transport", "handles of a GPU's memory"),
+        (HANDED | {"sglang": {"urls": ["http://h:1"]}}, "weights.transport", "not on the trainer's GPUs"),
+        (HANDED | {"sglang": {"speculative_algorithm": "EAGLE"}}, "weights.transport", "asks for the handle"),
+        (HANDED | EIGHT | {"sglang": {"num_engines": 3, "tp_size": 2}}, "sglang.num_engines", "are 6 of 8"),
+        (HANDED | EIGHT | {"sglang": {"num_engines": 3, "tp_size": 4}}, "sglang.num_engines", "are 12 of 8"),
         ({"train": {"task": "sft"}}, "cluster.placement", "supervised"),
         ({"lora": {"rank": 8}}, "cluster.placement", "adapters"),
         ({"rollout": {"max_staleness": 2}}, "rollout.max_staleness", "only makes tokens older"),
@@ -101,6 +108,9 @@ def test_what_cannot_share_gpus_is_refused_by_name(sections: dict[str, Any], fie
     {"weights": {"transport": "delta"}}, {"weights": {"transport": "m:f"}},
     {"algorithm": {"advantage": "gae"}}, {"algorithm": {"kl_coef": 0.1}}, EIGHT | {"sglang": {"num_engines": 8}},
     EIGHT | {"sglang": {"num_engines": 2, "tp_size": 4}}, {"megatron": {"cuda_graph_impl": "none"}},
+    HANDED, HANDED | EIGHT | {"sglang": {"num_engines": 2, "tp_size": 4}},
+    {"cluster": {"trainer_ranks": 16, "device": "cuda", "ray_address": "h:6379"},
+     "weights": {"transport": "checkpoint_engine"}, "sglang": {"num_engines": 1, "tp_size": 16, "nnodes": 2}},
     {"algorithm": {"advantage": "gae"}, "critic": {"placement": "separate"}}, {"cluster": {"asleep_in": "disk"}},
     {"cluster": {"trainer_ranks": 16, "device": "cuda", "ray_address": "h:6379"}, "weights": {"transport": "disk"},
      "sglang": {"tp_size": 16, "nnodes": 2}},

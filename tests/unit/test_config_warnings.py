@@ -120,6 +120,13 @@ def test_what_means_nothing_is_warned_of_with_the_reason(
         ),
         ({"weights": {"mooncake_over": "tcp"}}, "weights.mooncake_over has no effect"),
         ({"weights": {"transport": "mooncake", "directory": "there"}}, "weights.directory has no effect"),
+        (
+            {
+                "cluster": {"placement": "colocated", "device": "cuda"},
+                "weights": {"transport": "checkpoint_engine", "directory": "there"},
+            },
+            "weights.directory has no effect",
+        ),
         ({"weights": {"transport": "mooncake"}, "sglang": {"urls": ["http://a:1"]}}, "is refused when the run meets"),
         (
             {"weights": {"transport": "delta", "delta_over": "broadcast", "directory": "there"}},

@@ -176,6 +176,10 @@ def test_what_senders_keep_is_counted_in_host_memory(capsys: pytest.CaptureFixtu
     embedding = 151_936 * 2048 * 2  # and the head: larger than a bucket, and another sender's
     assert kept("shm", bucket_mib=256) == pytest.approx(2 * embedding + 6 * 256 * 2**20, rel=0.01)
     assert kept("broadcast") == kept("disk") == 0
+    cluster = {"trainer_ranks": 16, "gpus_per_node": 8, "placement": "colocated"}
+    handed = {"transport": "checkpoint_engine"}
+    plan = planned("qwen3-30B-A3B", megatron=megatron, cluster=cluster, weights=handed, sglang={"num_engines": 16})
+    assert plan.host.sync == pytest.approx(2.44 * whole, rel=1e-6)  # a copy of each bucket, and the pinned one
 
     small = ["--model.path", str(CONFIGS / "qwen3-30B-A3B"), "--cluster.trainer-ranks", "8", "--cluster.device", "cuda"]
     small += ["--megatron.expert-model-parallel-size", "8", "--megatron.recompute-granularity", "full"]

@@ -274,6 +274,16 @@ def test_engines_that_share_the_trainers_gpus_take_no_handle_of_their_own_over_n
     assert shm is not None and shm.seconds > beside.prediction.seconds
 
 
+def test_every_rank_has_three_buckets_more_where_weights_are_handed_to_engines() -> None:
+    embedding = 151_936 * 2048 * 2
+    for mib, size in ((1024, 1 << 30), (256, embedding)):
+        handed = shipped("qwen3-30B-A3B-8gpus", transport="checkpoint_engine", bucket_mib=mib)
+        plain = shipped("qwen3-30B-A3B-8gpus", transport="disk", bucket_mib=mib)
+        assert handed.prediction is None and plain.prediction is not None
+        for stage, without in zip(handed.stages, plain.stages, strict=True):
+            assert stage.memory.sync - without.memory.sync == 3 * size
+
+
 def test_a_transport_of_a_user_is_not_predicted() -> None:
     found = planned(weights={"transport": "examples.extending.transport:timed"})
     assert found.prediction is None and found.bounds == planned(weights=BROADCAST).bounds

@@ -193,13 +193,14 @@ def test_a_step_of_a_weight_update_may_take_its_whole_deadline_to_connect() -> N
         made = FakeConnections("http://e", "e", DeadlineConfig(weight_sync_s=77, engine_control_s=55))
         await made.join_group("127.0.0.1", 1, 1, 2, "g", "gloo")
         await made.receive_bucket(b"{}")
+        await made.take_handed({"GPU-a": "ipc://@a"})
         await made.leave_group("g")
         await made.pause("abort")
 
     run(work())
     assert seen == {
         "/init_weights_update_group": 77, "/update_weights_from_distributed": 77, "/destroy_weights_update_group": 77,
-        "/pause_generation": CONNECT_S,
+        "/update_weights_from_ipc": 77, "/pause_generation": CONNECT_S,
     }  # fmt: skip
 
 
