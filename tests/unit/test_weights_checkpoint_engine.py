@@ -3,13 +3,15 @@ installed, with its own code on CPUs. CUDA's handles were run by nothing."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -25,7 +27,11 @@ from mslime.weights import checkpoint_engine
 from mslime.weights.checkpoint_engine import VERSION, CheckpointEngineTransport
 from mslime.weights.transport import EveryRank, Link, Receivers, find_transport
 from tests.fixtures.parameter_servers import Case, FakeParameterServer, Outcome, run_ranks
+from tests.fixtures.stand_in_engine import StandInEngine
+from tests.fixtures.weight_engines import engines, link
 from tests.unit.weights_world import moe_table, whole_tensors
+
+__all__ = ["engines", "link"]
 
 with_package = pytest.mark.skipif(
     importlib.util.find_spec("checkpoint_engine") is None, reason=f"needs checkpoint-engine {VERSION}"
@@ -45,9 +51,12 @@ def run(**case: Any) -> list[Outcome]:
 def test_all_ranks_take_part_and_every_rank_of_the_engine_holds_all_weights_again_and_again(
     package: str, senders: int
 ) -> None:
-    outcomes = run(package=package, senders=senders, syncs=3)
+    outcomes = run(package=package, senders=senders, syncs=2, connects=2)
     assert [outcome.error for outcome in outcomes] == ["", ""]
-    assert [outcome.entered for outcome in outcomes] == [ENTERED * 3] * 2  # also who sends nothing
+    assert [outcome.entered for outcome in outcomes] == [ENTERED * 4] * 2  # also who sends nothing
+    assert len(outcomes[0].held) == 4 and outcomes[1].addresses == []  # one rank asks
+    # A rank of an engine that still waits for an older server hears no newer one.
+    assert len({address for each in outcomes[0].addresses for address in each.values()}) == 8
     for version, ranks in enumerate(outcomes[0].held):
         for held in ranks:
             assert held.keys() == WHOLE.keys()
@@ -128,6 +137,29 @@ def test_engines_that_cannot_be_handed_weights_are_refused(
     with pytest.raises(WeightSyncError, match=said) as caught:
         transport.offer()
     assert caught.value.field == "weights.transport" and way_out in caught.value.way_out
+
+
+def test_an_engine_without_the_package_is_named_before_anyone_meets() -> None:
+    outcomes = run(fault="the engine lacks the package")
+    assert all("the engine lacks it" in one.error and one.entered == [] for one in outcomes)
+
+
+def test_servers_from_elsewhere_find_the_address_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_engine, "own_address", lambda url: url.removeprefix("http://"))
+    near, far = EngineInfo("http://127.0.0.1"), EngineInfo("http://10.0.0.1")
+    assert checkpoint_engine._outward([near, far]) == "10.0.0.1" and checkpoint_engine._outward([near]) == "127.0.0.1"
+
+
+def test_the_package_finds_its_rank_and_no_mooncake_and_buckets_of_our_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = ModuleType("mooncake.engine")
+    monkeypatch.setitem(sys.modules, "mooncake.engine", there)
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("PS_MAX_BUCKET_SIZE_GB", "8")
+    with checkpoint_engine._as_the_package_wants_it(replace(link_of(rank=1), bucket_bytes=1 << 29)):
+        assert os.environ["RANK"] == "1" and float(os.environ["PS_MAX_BUCKET_SIZE_GB"]) == 0.5
+        with pytest.raises(ImportError):
+            importlib.import_module("mooncake.engine")
+    assert os.environ["RANK"] == "7" and sys.modules["mooncake.engine"] is there
 
 
 def test_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,6 +271,37 @@ def test_an_engine_says_whether_the_package_is_there(end: type[Worker], monkeypa
     monkeypatch.setitem(sys.modules, handed._ENDS_MODULE, cast(Any, None))
     answer = answer_leave(Files(), handed.QUESTION)
     assert answer is not None and not answer[0] and handed.UNABLE in answer[1]
+
+
+# ------------------------------------------------------------------------------------------------- asking an engine
+
+
+def test_a_server_without_the_package_or_the_plug_in_is_named_with_the_way_out(
+    engines: list[StandInEngine], link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for mode, said, way_out in (
+        ("obey", handed.UNABLE, "`checkpoint-engine`"), ("no plug-in", "without mslime's plug-in", "plugins/files"),
+    ):  # fmt: skip
+        engines[0].set_mode(mode)
+        with pytest.raises(WeightSyncError, match=said) as caught:
+            link.receivers.can_take_handed(EngineInfo(engines[0].url)).result()
+        assert caught.value.value == engines[0].url and way_out in caught.value.way_out
+
+
+def test_an_engine_is_given_all_addresses_with_our_mark_and_what_it_says_is_noted(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, str]] = []
+
+    async def take_handed(addresses: dict[str, str]) -> str:
+        asked.append(addresses)
+        return "loaded by recorded copies"
+
+    receivers: Any = link.receivers
+    monkeypatch.setattr(receivers, "_client", lambda engine: SimpleNamespace(take_handed=take_handed))
+    receivers.take_handed(EngineInfo("http://e"), {"GPU-a": "ipc://@a"}).result()
+    assert asked == [{"GPU-a": "ipc://@a", handed.MARK: handed.GROUP}]
+    assert receivers.heard == {("http://e", "loaded by recorded copies")}
 
 
 def test_a_link_knows_how_many_ranks_the_trainer_has() -> None:

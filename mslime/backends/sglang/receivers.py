@@ -44,6 +44,7 @@ _T = TypeVar("_T")
 CLOSE_SECONDS = 10.0
 NO_PLUG_IN = f"{OWN_LOADER}the server has no plug-in of mslime"
 WITHOUT_FILES = "the server takes no buckets in files: it was started without mslime's plug-in"
+WITHOUT_HANDED = "the server takes nothing that is handed to it: it was started without mslime's plug-in"
 WITHOUT_CHANGES = "the server takes no changes by broadcasts: it was started without mslime's plug-in"
 WITHOUT_RELAY = "the server's ranks pass no buckets on: it was started without mslime's plug-in"
 USE_BROADCAST = (
@@ -195,7 +196,7 @@ class SGLangReceivers:
 
         async def asked() -> None:
             try:
-                await self._ask(engine, QUESTION, WITHOUT_FILES, "files")
+                await self._ask(engine, QUESTION, WITHOUT_HANDED, "files")
             except EngineError as error:
                 if UNABLE in error.rule:
                     raise sync_error("transport", engine.url, error.rule, USE_FILES) from error
