@@ -173,12 +173,12 @@ class CheckpointEngineTransport:
         engines, link = self._engines, self.link
         if any(engine.drafts for engine in engines):
             raise _unusable("an engine with a draft model asks for the handle twice, and there is one",
-                            "remove sglang.speculative_algorithm")  # fmt: skip
+                            "start engines without one")  # fmt: skip
         if (ranks := sum(engine.ranks for engine in engines)) != link.ranks:
             raise _unusable(
                 f"every one of {link.ranks} trainer ranks needs an engine's rank on its GPU, and {ranks} are there",
-                "let sglang.num_engines x sglang.tp_size be cluster.trainer_ranks; where an engine has died, resume "
-                "the run, which starts all of them",
+                "let engines fill the trainer's GPUs (cluster.trainer_ranks); where an engine has died, resume the "
+                "run, which starts all of them",
             )
         _package()
         gpus, current = own_gpus()
@@ -284,6 +284,7 @@ def _patient(bound: tuple[Any, Any], server: _Server, link: Link) -> tuple[Patie
 def _package() -> Any:
     """The module with the ParameterServer. Raises WeightSyncError."""
     way_out = f"install the extra on all machines of the run (pip install 'mslime[checkpoint-engine]', {VERSION})"
+    os.environ.setdefault("LOGURU_LEVEL", "WARNING")  # it logs two lines for each bucket, on every rank
     try:
         package: Any = importlib.import_module("checkpoint_engine")
         if package.__version__ != VERSION:

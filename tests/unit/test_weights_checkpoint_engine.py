@@ -122,7 +122,7 @@ def link_of(ranks: int = 2, rank: int = 0) -> Link:
 @pytest.mark.parametrize(
     ("engine", "ranks", "said", "way_out"),
     [
-        (EngineInfo("http://127.0.0.1:1", 2, drafts=True), 2, "draft model", "speculative_algorithm"),
+        (EngineInfo("http://127.0.0.1:1", 2, drafts=True), 2, "draft model", "without one"),
         (EngineInfo("http://127.0.0.1:1", 2), 4, "4 trainer ranks", "resume the run"),
         (EngineInfo("http://127.0.0.1:1", 2), 2, "0 of 0", "its own GPU"),
     ],
