@@ -95,6 +95,7 @@ def test_nobody_waits_longer_than_the_deadline_for_an_engine_that_is_silent(pack
 def test_an_engines_rank_that_dies_in_the_middle_ends_the_sync_on_all(package: str) -> None:
     outcomes = run(package=package, fault="rank 1 dies")
     assert all("dead or unreachable" in one.error and one.seconds < 50 for one in outcomes)
+    assert outcomes[0].held[-1][0].keys() < WHOLE.keys()  # the other rank was sent no more
 
 
 @both
