@@ -260,7 +260,7 @@ def _prediction(plan: RunPlan) -> list[tuple[str, str]]:
     """The prediction, its parts, and the settings that it stands on."""
     found, rates = plan.prediction, plan.rates
     if found is None:
-        return [("prediction", f"none: how {plan.transport} sends is not known to mslime")]
+        return [("prediction", f"none: how long {plan.transport} takes is not known to mslime")]
     relayed = plan.transport == "relay"
     start = [("and", f"{rates.collective * 1e3:g} ms for the start of a collective")] if relayed else []
     if plan.transport in ("shm", "disk", "delta"):

@@ -99,6 +99,12 @@ def test_an_engines_rank_that_dies_in_the_middle_ends_the_sync_on_all(package: s
 
 
 @both
+def test_an_engine_that_has_loaded_all_and_then_refuses_is_heard_on_all(package: str) -> None:
+    outcomes = run(package=package, fault="engine fails at the end")
+    assert all("it is not flushed" in one.error and one.held[-1] for one in outcomes)
+
+
+@both
 def test_what_one_rank_of_an_engine_says_is_raised_on_all(package: str) -> None:
     outcomes = run(package=package, fault="rank 1 loads nothing")
     assert all("the engine on the GPU of trainer rank 1" in one.error and "no room" in one.error for one in outcomes)
