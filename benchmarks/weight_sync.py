@@ -392,7 +392,8 @@ def senders_by_transport(
 
 def transports_main(rank: int, job: Job, store: str, pipe: Connection) -> None:
     """One trainer rank, which has a sender for each transport and uses them in turn; sends the updates of each."""
-    left_out = {"delta"} | ({"mooncake"} if find_spec("mooncake") is None else set())  # delta_sync.py has the changes
+    left_out = {"delta", "checkpoint_engine"}  # delta_sync.py has the changes; engines are not on the ranks' GPUs
+    left_out |= {"mooncake"} if find_spec("mooncake") is None else set()
     names = [name for name in TRANSPORTS if name not in left_out]
     with senders_by_transport(names, rank, job, store) as (_, senders):
         found: dict[str, list[Update]] = {name: [] for name in names}

@@ -54,7 +54,8 @@ def main() -> int:
     """Run what has not been run, and print all of it."""
     given = options(__doc__).parse_args()
     # The stand-in engines have no GPU whose memory they could open by a handle, and Mooncake's package is not there.
-    transports = (transport for transport in TRANSPORTS if transport not in ("handles", "mooncake"))
+    left_out = ("handles", "checkpoint_engine", "mooncake")
+    transports = (transport for transport in TRANSPORTS if transport not in left_out)
     tried = {f"weights by {transport}": (CASE, transport) for transport in transports}
     tried["weights by shm, of a trainer in FP8"] = IN_FP8, "shm"
     work = {name: partial(arrived, *what, given.out / "families") for name, what in tried.items() if given.only in name}
