@@ -256,7 +256,7 @@ class WeightSender:
         # Engines are asked by every sender, and one may have been replaced meanwhile: broadcast works with all.
         transport = chosen.pop() if len(chosen) == 1 else "broadcast"
         if self._options.transport == AUTO and self._groups.rank == 0:
-            _log.info("weights.transport auto: %s to %d engines", transport, len(engines))
+            _log.info("weights.transport auto: %s to %d engine(s)", transport, len(engines))
         return transport
 
     def _meet(self, receivers: Receivers, group: str, transport: str) -> None:
