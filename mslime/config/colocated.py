@@ -88,7 +88,7 @@ def _check_handed(config: RunConfig) -> None:
     if engine.urls:
         raise refused(f"engines are attached to ({engine.urls[0]}), and not on the trainer's GPUs",
                       "remove sglang.urls, or set auto with cluster.placement: separate")  # fmt: skip
-    if engine.extra.get("speculative_algorithm") is not None:
+    if engine.drafts:
         raise refused(
             "an engine with a draft model (sglang.speculative_algorithm) asks for the handle on its GPU twice",
             f"remove the draft model, or set handles or shm on one machine, or {SHARED_DIRECTORY}",

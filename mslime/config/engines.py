@@ -148,6 +148,11 @@ class SGLangConfig(EngineSection):
             raise ConfigError("sglang.rejoin", self.rejoin, why, "set it to sync, which is the default")
 
     @property
+    def drafts(self) -> bool:
+        """Whether engines have a draft model."""
+        return self.extra.get("speculative_algorithm") is not None
+
+    @property
     def gpus_a_machine(self) -> int:
         """GPUs of one engine on each of its machines."""
         return self.tp_size // self.nnodes

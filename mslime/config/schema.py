@@ -336,8 +336,8 @@ class RunConfig(Section):
         """`weights.transport`; where it is `auto`, what that comes to with the engines that the run starts."""
         if self.weights.transport != AUTO:
             return self.weights.transport
-        drafts = self.sglang.extra.get("speculative_algorithm") is not None
-        return "broadcast" if self.sglang.urls or self.sglang.tp_size > 1 or drafts else "relay"
+        engine = self.sglang
+        return "broadcast" if engine.urls or engine.tp_size > 1 or engine.drafts else "relay"
 
     @property
     def steps_together(self) -> bool:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mslime.config.choices import AUTO
+from mslime.config.choices import AUTO, TRANSPORT_NAMES
 from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.hf_config import language_model
 from mslime.config.schema import RunConfig
 from mslime.convert.encoding import Encoded, Encoding, Fp8Blocks, Int4Groups, encoded_weights
 from mslime.convert.hf import HFCheckpoint
-
-TRANSPORTS = (AUTO, "broadcast", "shm", "handles", "disk", "relay", "delta", "mooncake", "checkpoint_engine")
-"""That carry tensors of several dtypes in one bucket; one of a user's own may not."""
 
 
 def check_quantised(config: RunConfig, checkpoint: HFCheckpoint, hf_config: Mapping[str, object]) -> None:
@@ -28,11 +25,11 @@ def check_quantised(config: RunConfig, checkpoint: HFCheckpoint, hf_config: Mapp
     if encoded is None:
         return
     plain = f"write a plain copy with `mslime convert bf16 {config.model.path} OUT` and train from it"
-    if config.weights.transport not in TRANSPORTS:
+    if config.weights.transport not in TRANSPORT_NAMES:  # one of a user's own may carry no bucket of several dtypes
         raise ConfigError(
             "weights.transport", config.weights.transport,
             f"{config.model.path} is quantised ({encoded.method}), and weights of few bits travel with their scales by "
-            f"{' or '.join(TRANSPORTS)} only", f"set weights.transport: {TRANSPORTS[0]}, or {plain}",
+            f"{' or '.join(TRANSPORT_NAMES)} only", f"set weights.transport: {AUTO}, or {plain}",
         )  # fmt: skip
     if config.syncs_adapters:
         raise ConfigError(

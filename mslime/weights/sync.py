@@ -190,7 +190,13 @@ class WeightSender:
 
     def _raise_together(self, phase: str, failure: Exception | None) -> None:
         """Collective: the first failing rank's error is raised on every rank."""
-        _raise_first(phase, self._exchange(_words_of(failure)), failure)
+        self._agreed(phase, failure, None)
+
+    def _agreed(self, phase: str, failure: Exception | None, mine: _T) -> list[_T]:
+        """Every rank's value, in rank order. Collective: raises as `_raise_together` where one of them failed."""
+        said = self._exchange((_words_of(failure), mine))
+        _raise_first(phase, [words for words, _ in said], failure)
+        return [each for _, each in said]
 
     def connect(self, engines: Sequence[Endpoint], group: str | None = None) -> None:
         """Meet the engines: one group for each sender. Collective.
@@ -231,11 +237,10 @@ class WeightSender:
             offer = self._transport.offer()
         except WeightSyncError as error:
             failure = error
-        said = self._exchange((_words_of(failure), offer))
-        _raise_first("connect", [words for words, _ in said], failure)
+        offers = self._agreed("connect", failure, offer)
         try:
             assert isinstance(self._transport, EveryRank)
-            self._transport.meet([offer for _, offer in said])
+            self._transport.meet(offers)
         except WeightSyncError as error:
             failure = error
         self._raise_together("connect", failure)
@@ -250,9 +255,8 @@ class WeightSender:
                     transport = transport_for(self.engines, receivers, self._options.deadline_s)
             except WeightSyncError as error:
                 failure = error
-        said = self._exchange((_words_of(failure), transport))
-        _raise_first("connect", [words for words, _ in said], failure)
-        chosen = {said[sender][1] for sender in self._groups.senders.everyone()}
+        said = self._agreed("connect", failure, transport)
+        chosen = {said[sender] for sender in self._groups.senders.everyone()}
         # Engines are asked by every sender, and one may have been replaced meanwhile: broadcast works with all.
         transport = chosen.pop() if len(chosen) == 1 else "broadcast"
         if self._options.transport == AUTO and self._groups.rank == 0:
@@ -292,9 +296,7 @@ class WeightSender:
         if self._observed:
             self._raise_together(phase, failure)
             phase, failure = "complete", self._tell_transport(lambda observer: observer.complete())
-        said = self._exchange((_words_of(failure), (time.monotonic() - started, spent, self._moved())))
-        _raise_first(phase, [words for words, _ in said], failure)
-        everyone = [each for _, each in said]
+        everyone = self._agreed(phase, failure, (time.monotonic() - started, spent, self._moved()))
         moved = sum((each for _, _, each in everyone), Moved())
         return SendReport(
             version,
