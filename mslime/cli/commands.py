@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from mslime.cli.convert import add_parser as add_convert
 from mslime.cli.doctor import add_parser as add_doctor
 from mslime.cli.scale import add_parser as add_scale
 from mslime.config.errors import ConfigError, UserError
+from mslime.control.ray_watch import end
 from mslime.control.stop import Stopped
 
 if TYPE_CHECKING:
@@ -29,7 +31,16 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status (2 for a user's mistake, 128 + number for a signal)."""
+    """Run one subcommand; returns the exit status: 2 for a user's mistake, 128 + number for a signal, 1 for a bug.
+
+    Ends the process where Ray has been lost: its own code would wait for it at the exit.
+    """
+    status = _status(argv)
+    end(status)
+    return status
+
+
+def _status(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:  # a console script has its own directory there; the run's processes have this one
         sys.path.append(os.getcwd())
@@ -45,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Exception:  # a bug. It goes no further: Ray's hook for errors would wait for a cluster that may be gone
+        traceback.print_exc()
+        return 1
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

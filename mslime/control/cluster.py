@@ -6,13 +6,16 @@ import logging
 import os
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import ray
+from ray._private import services as ray_services
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -38,6 +41,7 @@ from mslime.control.placement import (
     refuse_small_cluster,
     spots_of,
 )
+from mslime.control.ray_watch import leave_without_ray
 from mslime.control.sweeper import Sweeper, ray_processes
 
 _log = logging.getLogger(__name__)
@@ -45,6 +49,8 @@ _log = logging.getLogger(__name__)
 PLACEMENT_SECONDS = 120.0
 MORE_SECONDS = 10.0
 """For room for one more engine, while the others generate."""
+STOP_SECONDS = 30.0
+"""For Ray to give back what it placed, and to end; where it does not, this process ends without it."""
 _KNOCK_SECONDS = 10.0
 _RAY_STARTS = 3
 _TOO_SLOW = "timed out during startup"
@@ -299,11 +305,48 @@ class Cluster:
         }
 
     def _stop(self) -> None:
-        if self._connected and ray.is_initialized():
-            for group in self._groups:
-                remove_placement_group(group)
-            ray.shutdown()
+        if self._connected and ray.is_initialized() and not _ends_within(STOP_SECONDS, self._leave):
+            leave_without_ray()  # the sweeper is told nothing: it ends what is left of a local Ray
+            return
         self._sweeper.close()
+
+    def _leave(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+        ray.shutdown()
+
+
+def _ends_within(seconds: float, work: Callable[[], None]) -> bool:
+    """Whether `work` ends well in this time: in a thread, since a call into Ray's library cannot be interrupted."""
+    well = threading.Event()
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # whatever Ray raises: the run has ended, and only its end is left
+            _log.warning("Ray cannot be ended in order: %s: %s", type(error).__name__, error)
+        else:
+            well.set()
+
+    thread = threading.Thread(target=run, name="end of ray", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return well.is_set()
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Ray's processes that are started in the block get a session of their own, as the sweeper has.
+
+    A signal to this process's group (`timeout`, a closed terminal, batch systems) would end them, and the trainer ranks
+    below them, before anything is saved. Ray 2.60 only shields them from SIGINT, and has no setting for it.
+    """
+    before: type = ray_services.ConsolePopen
+    ray_services.ConsolePopen = partial(before, start_new_session=True)
+    try:
+        yield
+    finally:
+        ray_services.ConsolePopen = before
 
 
 def _start_ray(options: dict[str, Any]) -> None:
@@ -314,7 +357,8 @@ def _start_ray(options: dict[str, Any]) -> None:
     """
     for _ in range(_RAY_STARTS):
         try:
-            ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options)
+            with _apart():
+                ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options)
         except Exception as error:  # Ray has no class for it
             if _TOO_SLOW not in str(error):
                 raise

@@ -15,7 +15,7 @@ from mslime.config.keys import Endpoint
 from mslime.control.attached import AttachedEngines, new_group
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup, Role
-from mslime.control.ray_watch import RayWatch, leave_without_ray
+from mslime.control.ray_watch import RayWatch
 from mslime.control.resources import Resources
 from mslime.control.stop import StopSignals
 from mslime.observe.progress import Progress
@@ -50,16 +50,18 @@ class Started(ABC):
         try:
             self._start()
         except BaseException:
-            self._stack.close()
+            self._end()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._ray is not None and self._ray.gone:
+        self._end()
+
+    def _end(self) -> None:
+        if self._ray is not None and self._ray.left():
             self.progress.__exit__(None, None, None)
-            leave_without_ray()
             return
         self._stack.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,16 @@ def flip_one_bit(checkpoint: Path) -> Path:
 
 
 def ended_by(run: Run, signum: int) -> None:
-    """Send a signal to the driver alone once steps beyond the last checkpoint are done; check how the run ends."""
+    """Send a signal once steps beyond the last checkpoint are done; check how the run ends.
+
+    SIGTERM goes to the driver's whole process group, as `timeout`, `docker stop` of a shell, and batch systems send it.
+    """
     before = len(run.rows())
     run.wait_for(lambda: len(run.rows()) >= before + 3, START_S)
-    run.process.send_signal(signum)
+    if signum == signal.SIGTERM:
+        os.killpg(run.process.pid, signum)
+    else:
+        run.process.send_signal(signum)
     assert run.finish(60) == 128 + signum, run.text()
     rows, text = run.rows(), run.text()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "a hole in the metrics"

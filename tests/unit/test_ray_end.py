@@ -1,0 +1,99 @@
+"""A run ends whatever has become of Ray: the exit waits for nobody, and says the run's own status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ray._private import services
+
+from mslime.config.schema import RunConfig
+from mslime.control import cluster as cluster_module
+from mslime.control.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_signal_to_the_drivers_group_does_not_reach_rays_processes() -> None:
+    with cluster_module._apart():
+        started = services.start_ray_process(["sleep", "300"], "raylet", fate_share=True).process
+    try:
+        assert os.getsid(started.pid) == started.pid != os.getsid(0)
+        assert os.getpgid(started.pid) != os.getpgid(0)
+    finally:
+        started.kill()
+        started.wait()
+    assert services.ConsolePopen is not None and isinstance(services.ConsolePopen, type)
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, list[str]]]:
+    """A cluster that has been joined, and what became of it. Nothing of Ray runs."""
+    config = RunConfig.model_validate({"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}})
+    cluster, told = Cluster(config, engines=False), list[str]()
+    cluster._connected = True
+    cluster._sweeper.callback(told.append, "swept in order")
+    monkeypatch.setattr(cluster_module.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(cluster_module, "leave_without_ray", lambda: told.append("left"))
+    monkeypatch.setattr(cluster_module, "STOP_SECONDS", 0.05)
+    yield cluster, told
+
+
+def raises() -> None:
+    raise RuntimeError("There was timeout in removing the placement group")
+
+
+@pytest.mark.parametrize("fate", ["ends", "raises", "hangs"])
+def test_ray_that_does_not_end_in_order_is_left_to_the_sweeper(
+    joined: tuple[Cluster, list[str]], monkeypatch: pytest.MonkeyPatch, fate: str
+) -> None:
+    cluster, told = joined
+    forever = threading.Event()
+    ways: dict[str, Callable[[], object]] = {"ends": lambda: None, "raises": raises, "hangs": forever.wait}
+    monkeypatch.setattr(cluster, "_leave", ways[fate])
+    if fate == "ends":
+        monkeypatch.setattr(cluster_module, "STOP_SECONDS", 60)
+    cluster._stop()
+    forever.set()
+    assert told == (["swept in order"] if fate == "ends" else ["left"])
+
+
+# Ray's hooks, as they are where its processes are gone: whoever comes by them stays for ever.
+WITHOUT_RAY = """
+import atexit, sys, threading
+from mslime.cli import commands
+from mslime.control.ray_watch import leave_without_ray
+from mslime.control.stop import Stopped
+
+forever = lambda *_: threading.Event().wait()
+atexit.register(forever)
+sys.excepthook = forever
+
+def run(args):
+    leave_without_ray()
+    raise {error}
+
+commands._env = run
+sys.exit(commands.main(["env"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        ("RuntimeError('no such shard')", 1, "RuntimeError: no such shard"),
+        ("Stopped(15, save=True)", 143, "stopped by SIGTERM"),
+    ],
+)
+def test_the_command_ends_with_its_own_status_when_ray_is_gone(error: str, status: int, said: str) -> None:
+    source = WITHOUT_RAY.replace("{error}", error)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (status, "") and said in done.stderr
