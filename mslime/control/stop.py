@@ -1,7 +1,8 @@
 """SIGTERM, SIGHUP and Ctrl-C: what was learnt is saved, and the run ends with a sentence and exit status 128 + number.
 
 The first signal is answered at once and obeyed at the next point at which the trainer is at rest. A second one stops at
-once, without saving. Handlers are set in the main thread only; a run in another thread is left to its caller.
+once, without saving; a second SIGTERM in the same moment is no other (`TOGETHER_S`). Handlers are set in the main
+thread only; a run in another thread is left to its caller.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from types import FrameType, TracebackType
 from typing import Self
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+TOGETHER_S = 0.5
+"""Who ends a tree of processes (`ray job stop`, systemd) sends SIGTERM to `mslime train --restarts` and to its child,
+to which the first hands it on."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -59,6 +63,7 @@ class StopSignals:
         self._count = 0
         self._pending: int | None = None
         self._since = 0.0
+        self._first = (0, 0.0)  # number and time of the first signal
         self._raised: Stopped | None = None
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -89,6 +94,11 @@ class StopSignals:
         return self._raised
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGTERM == self._first[0] and now - self._first[1] < TOGETHER_S:
+            return
+        if not self._count:
+            self._first = (number, now)
         self._count += 1
         if self._count > 2:  # what is left is ending processes, which an exception would only leave behind
             _say("the run is ending")
@@ -99,7 +109,7 @@ class StopSignals:
             _say(self.describe())
             if not self.patient:
                 raise self._stopped(number, save=True)
-            self._pending, self._since = number, time.monotonic()
+            self._pending, self._since = number, now
 
     def __enter__(self) -> Self:
         self.install()

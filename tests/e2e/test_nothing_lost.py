@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mslime.control.stop import TOGETHER_S
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.checkpoints import steps
 from mslime.data.manifest import read_manifest
@@ -83,6 +85,7 @@ def test_signals_save_what_was_learnt_and_damage_is_refused_by_name(
     second = start()
     assert second.finish(60) == 2, second.text()
     assert f"process {run.process.pid} on " in second.text() and "runs in this directory" in second.text()
+    assert len(run.find("raylet").environ()["RAY_AUTH_TOKEN"]) == 64, "Ray's token is the run's own"
     ended_by(run, signal.SIGTERM)
     config = (run.directory / "config.yaml").read_text()
 
@@ -127,6 +130,7 @@ def test_a_second_signal_stops_at_once(tiny_qwen3_moe: Path, prompts: Path, tmp_
     rank.suspend()  # the rescue would wait for it
     run.process.send_signal(signal.SIGTERM)
     run.wait_for(lambda: "again to stop without saving" in run.text(), 30)
+    time.sleep(2 * TOGETHER_S)
     run.process.send_signal(signal.SIGTERM)
     assert run.finish(30) == 143, run.text()
     assert "not saved: a second signal came" in run.text() and newest_step(run) == 0

@@ -1,4 +1,4 @@
-"""A run ends whatever has become of Ray: the exit waits for nobody, and says the run's own status."""
+"""What a run takes from Ray, and how it leaves it: a token of its own, and an end that waits for nobody."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from ray._private import services
+from ray.exceptions import AuthenticationError
 
+from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.control import cluster as cluster_module
 from mslime.control.cluster import Cluster
@@ -97,3 +99,54 @@ def test_the_command_ends_with_its_own_status_when_ray_is_gone(error: str, statu
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (status, "") and said in done.stderr
+
+
+def without_address() -> RunConfig:
+    values = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "cluster": {"ray_address": None}}
+    return RunConfig.model_validate(values)
+
+
+def test_each_local_run_draws_a_token_that_stands_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    drawn = set[str]()
+    for _ in range(2):
+        with cluster_module._ray_environment(without_address()):
+            assert os.environ["RAY_AUTH_MODE"] == "token"
+            drawn.add(os.environ["RAY_AUTH_TOKEN"])
+        assert "RAY_AUTH_TOKEN" not in os.environ
+    assert len(drawn) == 2 and all(len(token) == 64 for token in drawn)
+
+
+@pytest.mark.parametrize(
+    ("given", "address", "mode", "token"),
+    [
+        ({"RAY_AUTH_MODE": "disabled"}, None, "disabled", None),
+        ({"RAY_AUTH_TOKEN": "mine"}, None, "token", "mine"),
+        ({"RAY_AUTH_TOKEN": "theirs"}, "10.0.0.1:6379", "token", "theirs"),
+        ({}, "10.0.0.1:6379", None, None),
+    ],
+)
+def test_what_the_environment_says_of_rays_token_holds(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], address: str | None, mode: str | None, token: str | None
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    config = without_address()
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ray_address": address})})
+    with cluster_module._ray_environment(config):
+        assert (os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN")) == (mode, token)
+
+
+def test_a_cluster_that_wants_another_token_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake_knock(address: str) -> None:
+        raise AuthenticationError("RPC error: InvalidAuthToken: Authentication token is missing or incorrect")
+
+    monkeypatch.setattr(cluster_module, "_knock", fake_knock)
+    config = without_address()
+    theirs = {"cluster": config.cluster.model_copy(update={"ray_address": "10.0.0.1:6379"})}
+    with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN") as caught:
+        Cluster(config.model_copy(update=theirs), engines=False)._connect({})
+    assert caught.value.field == "cluster.ray_address"
