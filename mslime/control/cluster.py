@@ -57,6 +57,7 @@ MORE_SECONDS = 10.0
 STOP_SECONDS = 30.0
 """For Ray to give back what it placed, and to end; where it does not, this process ends without it."""
 _KNOCK_SECONDS = 10.0
+_RAYLET_LINES = 5
 _RAY_STARTS = 3
 _TOO_SLOW = "timed out during startup"
 """What Ray says when its own processes were not there in time."""
@@ -233,6 +234,15 @@ class Cluster:
                     "cluster", f"placement group {state}", "a machine of the trainer is gone",
                     "start again with as many machines: the run continues from its newest checkpoint",
                 )  # fmt: skip
+
+    def why_nothing_runs(self) -> str:
+        """What this machine's raylet says last, while no process of the run has come up; empty once one has."""
+        job, worker = ray.get_runtime_context().get_job_id(), cast("Any", ray)._private
+        if any(a["State"] == "ALIVE" for a in worker.state.actors().values() if a["JobID"] == job):
+            return ""
+        log = Path(worker.worker._global_node.get_logs_dir_path()) / "raylet.err"
+        lines = log.read_text(errors="replace").splitlines()[-_RAYLET_LINES:] if log.exists() else []
+        return "\n  ".join([f"no process of the run has come up yet; Ray says in {log}:", *(lines or ["(nothing)"])])
 
     def on_other_machines(self) -> list[str]:
         """One line for each other machine: which of the run's processes, by the names of their logs, are there."""

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from ray._private import services
@@ -150,3 +151,18 @@ def test_a_cluster_that_wants_another_token_is_named_with_the_way_out(monkeypatc
     with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN") as caught:
         Cluster(config.model_copy(update=theirs), engines=False)._connect({})
     assert caught.value.field == "cluster.ray_address"
+
+
+@pytest.mark.parametrize("state", ["PENDING_CREATION", "ALIVE"])
+def test_a_start_in_which_nothing_comes_up_says_what_ray_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    (tmp_path / "raylet.err").write_text("bash: line 1: /home/me/my: No such file or directory\n" * 9)
+    actors = {"a": {"State": state, "JobID": "01"}, "b": {"State": "ALIVE", "JobID": "another job's"}}
+    node, job = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path)), SimpleNamespace(get_job_id=lambda: "01")
+    monkeypatch.setattr(cluster_module.ray._private.state, "actors", lambda: actors)
+    monkeypatch.setattr(cluster_module.ray._private.worker, "_global_node", node)
+    monkeypatch.setattr(cluster_module.ray, "get_runtime_context", lambda: job)
+    why = Cluster(without_address(), engines=False).why_nothing_runs()
+    assert why.count("No such file or directory") == (5 if state == "PENDING_CREATION" else 0)
+    assert (str(tmp_path / "raylet.err") in why) == (state == "PENDING_CREATION")
