@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from mslime.cli.doctor import add_parser as add_doctor
 from mslime.cli.scale import add_parser as add_scale
 from mslime.config.errors import ConfigError, UserError
 from mslime.control.ray_watch import end
-from mslime.control.stop import Stopped
+from mslime.control.stop import Stopped, outliving_readers
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
@@ -27,6 +28,8 @@ _HOW = (
     "listed here can be given too, as --megatron.NAME, --sglang.NAME and --teacher.NAME (see mslime check --fields "
     "megatron)."
 )
+_RUNS = (["train"], ["rollout"], ["eval"], ["serve"])
+"""Commands that work for hours."""
 Run = Callable[[argparse.Namespace], int]
 
 
@@ -46,7 +49,8 @@ def _status(argv: Sequence[str] | None) -> int:
         sys.path.append(os.getcwd())
     try:
         args = _parse(words)
-        return args.run(args)
+        with outliving_readers() if words[:1] in _RUNS else nullcontext():
+            return args.run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -56,6 +60,9 @@ def _status(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
     except Exception:  # a bug. It goes no further: Ray's hook for errors would wait for a cluster that may be gone
         traceback.print_exc()
         return 1

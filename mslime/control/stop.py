@@ -7,14 +7,18 @@ thread only; a run in another thread is left to its caller.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self, TextIO, cast
 
+_log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 TOGETHER_S = 0.5
 """Who ends a tree of processes (`ray job stop`, systemd) sends SIGTERM to `mslime train --restarts` and to its child,
@@ -134,7 +138,6 @@ def _say(text: str) -> None:
 
 def _leave_terminal() -> None:
     """The terminal is gone: what is printed from now on goes nowhere, instead of failing while the run is saved."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")
@@ -142,5 +145,50 @@ def _leave_terminal() -> None:
         except OSError:
             gone = True
         if gone:
-            os.dup2(nowhere, descriptor)
+            _to_nowhere(descriptor)
+
+
+def _to_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+class _Lasting:
+    """A standard stream that may lose its reader: what is written then goes nowhere, as the driver's log says."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        _to_nowhere(self._stream.fileno())
+        _log.warning("%s cannot be written: %s; the run goes on, and says here what it does", self._stream.name, error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def outliving_readers() -> Iterator[None]:
+    """A closed pipe (`| head`), a `tee` that died, or a full disk behind standard output does not end the block."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast("TextIO", _Lasting(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before
