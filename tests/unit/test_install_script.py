@@ -132,6 +132,22 @@ def pip_log_sentence(project: Path, line: str) -> subprocess.CompletedProcess[st
     )
 
 
+def test_a_checkout_that_cannot_be_written_is_told_from_a_broken_installation(project: Path) -> None:
+    done = pip_log_sentence(project, "error: Cannot update time stamp of directory 'mslime.egg-info'")
+    assert_one_clear_sentence(done, "copy the checkout")
+
+
+def test_the_quickstart_refuses_a_place_that_cannot_be_written_before_it_installs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "out")
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/quickstart.sh"), "--venv", str(tmp_path / "venv"), "--out", out],
+        capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert_one_clear_sentence(done, f"{out} cannot be written")
+    assert not (tmp_path / "venv").exists()
+
+
 def fake_python(directory: Path) -> Path:
     """A Python whose environments contain a pip that does nothing and takes note, so that runs can be counted."""
     return fake_program(
