@@ -34,6 +34,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
+from mslime.rollout.chat.messages import whole_text
 from mslime.rollout.protocols import EngineLimits, Engines, living
 
 
@@ -218,7 +219,7 @@ class Generator:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that is not the beginning of a sequence."""
-        return self._tokenizer.encode(text, special_tokens=False)
+        return self._tokenizer.encode(whole_text(text), special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""

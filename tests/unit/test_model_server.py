@@ -482,6 +482,16 @@ def test_a_bad_request_is_refused_by_field_in_the_dialects_form(body: bytes, sta
     serve(work, "x")
 
 
+def test_a_number_of_a_call_beyond_64_bits_arrives_in_every_dialect() -> None:
+    async def work(chat: Served) -> None:
+        said = await chat.anthropic().messages.create(
+            model="m", max_tokens=500, messages=[QUESTION], tools=ANTHROPIC_TOOLS  # type: ignore[list-item]
+        )  # fmt: skip
+        assert said.content[-1].input == {"a": 10**30}  # type: ignore[union-attr]
+
+    serve(work, f'<tool_call>\n{{"name": "add", "arguments": {{"a": {10**30}}}}}\n</tool_call>')
+
+
 def test_a_body_that_never_ends_is_given_up() -> None:
     async def work(chat: Served) -> None:
         async def endless() -> AsyncIterator[bytes]:
