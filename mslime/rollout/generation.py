@@ -217,6 +217,11 @@ class Generator:
         with reading(EngineError, result.engine, f"{which}: an answer that does not add up", "read the engine's log"):
             return self._absorb(sample, endings.settled(sample.tokens[start:], result), oldest)
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model: token ids are below it."""
+        return self._model.vocab_size
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that is not the beginning of a sequence."""
         return self._tokenizer.encode(whole_text(text), special_tokens=False)

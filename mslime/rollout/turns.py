@@ -9,6 +9,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mslime.config.choices import OnError
 from mslime.config.errors import RolloutError, UserError
 from mslime.data.sample import Group, Sample, SampleStatus
@@ -80,7 +83,7 @@ class Rollout:
         if prompt is None and not self._given:
             self._given = True
             return self._grown[0].sample
-        tokens = self._group.prompt if prompt is None else prompt
+        tokens = self._group.prompt if prompt is None else self._ids(prompt)
         if not 0 < len(tokens) < self._sampling.longest_input:
             raise self._error(f"began a sequence with {len(tokens)} tokens",
                               f"give at least one, and fewer than {self._sampling.longest_input}")  # fmt: skip
@@ -115,7 +118,7 @@ class Rollout:
     def append(self, sample: Sample, added: str | Sequence[int]) -> None:
         """See `workflow.Engine`."""
         grown = self._idle(sample)
-        tokens = self.encode(added) if isinstance(added, str) else list(added)
+        tokens = self.encode(added) if isinstance(added, str) else self._ids(added)
         if len(sample) + len(tokens) >= self._sampling.longest_input:
             grown.finish = "length"
             raise NoRoomError(f"{len(tokens)} tokens after {len(sample)}; {self._sampling.longest_input} are too many")
@@ -407,6 +410,16 @@ class Rollout:
         if grown.busy:
             raise self._error("changed a sequence while a turn of it was generated", "await generate() first")
         return grown
+
+    def _ids(self, given: Sequence[int]) -> NDArray[np.int32]:
+        """Token ids that a function or an agent gave. Raises ChatError: an id that the model does not have would kill
+        an engine."""
+        ids, known = np.asarray(given) if len(given) else np.empty(0, np.int32), self._generator.vocab_size
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or (len(ids) and not 0 <= ids.min() <= ids.max() < known):
+            wrong = next((i for i in given if type(i) is not int or not 0 <= i < known), given)
+            raise ChatError("prompt", f"{wrong!r:.80}", f"is no token id of this model, which has {known}",
+                            "send ids of the model's own tokenizer, or a text")  # fmt: skip
+        return ids.astype(np.int32)
 
     def _check_span(self, sample: Sample, start: int, end: int) -> None:
         if not sample.prompt_length <= start <= end <= len(sample):

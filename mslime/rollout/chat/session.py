@@ -156,6 +156,12 @@ class ChatSession:
             raise ChatError("prompt", prompt, "is empty", "send a text or token ids")
         return await self._tracked(self._complete(prompt, max_tokens, tuple(stop)))
 
+    def check_replies(self, count: int) -> None:
+        """Raise LimitReached where so many replies to one request are more than the rollout may still have."""
+        left = self._limits.turns - len(self.turns) - len(self._running)
+        if count > max(1, left):  # the last one is refused by itself
+            raise self._over("turns", f"{self._limits.turns} ({count} replies asked for, {left} left)", "ask for fewer")
+
     async def count(self, messages: Sequence[Message], tools: Tools) -> int:
         """Tokens of messages, up to where the model would reply. No turn."""
         return len(await self._rendering.render(to_template(messages, self._native), tools))
@@ -356,8 +362,10 @@ class ChatSession:
         grown = _Grown(sample, turn.end, turn, asked, "extends" if alone else "sibling")
         try:
             self._engine.append(sample, added)
-        except NoRoomError as error:
+        except (NoRoomError, ChatError) as error:
             self._undo(grown)
+            if isinstance(error, ChatError):
+                raise
             raise ContextFull("messages", str(error), "are too long", SHORTER) from error
         return grown
 
