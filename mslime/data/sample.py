@@ -289,21 +289,27 @@ class Sample:
             rollout_id=self.rollout_id,
         )
 
-    def adopt(self, source: Sample, at: int) -> int:
-        """Train the first `at` tokens here, which were branched off `source` and are not trained there any more. Turns
-        that began in them, and rewards of their steps, come along.
+    def adopt(self, source: Sample, at: int, start: int = 0) -> int:
+        """Train the tokens [start, at) here as in `source`, which begins with the same `at` tokens and does not train
+        them any more. Their turns, and rewards of their steps, come along.
 
         Returns:
             How many of them are in the loss.
         """
         assert (self.tokens[:at] == source.tokens[:at]).all(), "the sequences do not share their beginning"
-        old = [part for s in source.segments for part in _split(s, at) if part.end <= at]
-        own = [part for s in self.segments for part in _split(s, at) if part.start >= at]
-        self.segments = old + own
-        self.turns = [turn for turn in source.turns if turn[0] < at] + self.turns
-        self.process_rewards = [step for step in source.process_rewards if step[0] < at] + self.process_rewards
-        self.loss_mask[:at] = source.loss_mask[:at]
-        return int(self.loss_mask[:at].sum())
+        mask = source.loss_mask[start:at]
+        parts = [part for s in self.segments for part in _split(s, start, at)]
+        theirs = [part for s in source.segments for part in _split(s, start, at) if start <= part.start < at]
+        before, after = [p for p in parts if p.end <= start], [p for p in parts if p.start >= at]
+        self.segments = [*before, *theirs, *after]
+        ends = [*(begin for begin, _ in source.turns[1:]), len(source)]
+        self.turns = sorted(self.turns + [
+            (max(begin, start), number) for (begin, number), end in zip(source.turns, ends, strict=True)
+            if begin < at and (begin >= start or source.loss_mask[start:end].any())
+        ])  # fmt: skip
+        self.process_rewards = [s for s in source.process_rewards if start <= s[0] < at] + self.process_rewards
+        self.loss_mask[start:at] = mask
+        return int(mask.sum())
 
     def restart(self) -> int:
         """Throw the response away and go back to the prompt (re-roll); return how many tokens were lost."""

@@ -108,19 +108,24 @@ class GrowingSample:
 def settle(group: Group, grown: Sequence[GrowingSample], chosen: Sequence[GrowingSample], books: TokenBooks) -> None:
     """Let a rollout consist of the chosen ones of its sequences, in this order.
 
-    A turn that only the others train is trained in the first chosen sequence that was branched off behind it; the rest
-    of what they were to train is dropped.
+    What only the others train is trained in the first chosen sequence that begins with it; the rest is dropped.
 
     Args:
         grown: all sequences of the rollout, in the order in which they were begun.
     """
     for other in (g for g in grown if g not in chosen):
-        heir = next((g for g in grown if g.source is other and (g in chosen or _has_heir(g, grown, chosen))), None)
-        inherited = 0 if heir is None else heir.sample.adopt(other.sample, heir.at)
+        inherited, reached = 0, other.at  # what is before that is trained elsewhere
+        for heir in (g for g in grown if g in chosen):
+            if (shared := _shared(heir, other)) > reached:
+                inherited += heir.sample.adopt(other.sample, shared, reached)
+                reached = shared
         books.dropped(other.sample.trainable_tokens - inherited, "unused")
     group.set_parts(grown[0].sample.number, [g.sample for g in chosen])
 
 
-def _has_heir(grown: GrowingSample, every: Sequence[GrowingSample], chosen: Sequence[GrowingSample]) -> bool:
-    """Whether a chosen sequence was branched off this one, or off a branch of it."""
-    return any(g.source is grown and (g in chosen or _has_heir(g, every, chosen)) for g in every)
+def _shared(heir: GrowingSample, other: GrowingSample) -> int:
+    """With how many tokens of the other it begins, which it or a sequence before it was branched off; 0 else."""
+    shared, source = heir.at, heir.source
+    while source is not None and source is not other:
+        shared, source = min(shared, source.at), source.source
+    return 0 if source is None else shared

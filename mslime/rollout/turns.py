@@ -56,6 +56,7 @@ class Rollout:
         self._chats = Conversations(agents, self, self._end_of_silence)
         self._grown = [GrowingSample(s, s.prompt_length) for s in group.parts(number)]
         self._at_work, self._waiting = set[object](), set[object]()
+        self._generating = set[asyncio.Task[Any]]()
         self._given = self._over = False
         self._turns = 0
         self._watch: asyncio.Timeout | None = None
@@ -110,10 +111,14 @@ class Rollout:
             raise self._error("called generate() while another call was under way for the sequence",
                               "await one turn after the other")  # fmt: skip
         grown.busy = True
+        task = asyncio.current_task()
+        assert task is not None, "generate() is awaited in a task"
+        self._generating.add(task)
         try:
             return await self._turn(grown, max_tokens, (stop,) if isinstance(stop, str) else tuple(stop))
         finally:
             grown.busy = False
+            self._generating.discard(task)
 
     def append(self, sample: Sample, added: str | Sequence[int]) -> None:
         """See `workflow.Engine`."""
@@ -177,9 +182,9 @@ class Rollout:
         g, first = self._group, self._grown[0].sample
         own = zlib.crc32(f"{seed}/{self._session}/{self.number}".encode()) & 0x7FFFFFFF
         return Task(
-            g.prompt, first.label, first.metadata, g.group_id, self.number, evaluation, own, self._generator.decode,
-            g.messages, g.tools,
-        )  # fmt: skip
+            g.prompt.copy(), copy.deepcopy(first.label), first.metadata, g.group_id, self.number, evaluation, own,
+            self._generator.decode, copy.deepcopy(g.messages), copy.deepcopy(g.tools),
+        )  # fmt: skip  # copies: the function may write what it has, which its siblings and a re-roll begin with
 
     @property
     def whole_group(self) -> bool:
@@ -247,10 +252,12 @@ class Rollout:
             self._conclude(returned)
         finally:
             self._chats.forget()
+            self._stop_turns()
 
     def end(self) -> None:
         """The function may add nothing any more: its response was thrown away."""
         self._over = True
+        self._stop_turns()
 
     def admit(self) -> None:
         """The group goes on."""
@@ -267,6 +274,12 @@ class Rollout:
         self._at_work.discard(self)
 
     # --------------------------------------------------------------------------------------------------- inside
+
+    def _stop_turns(self) -> None:
+        """Cancel turns in tasks of the function's own, which may outlive it: the sample may begin anew, and is another
+        function's then."""
+        for task in self._generating - {asyncio.current_task()}:
+            task.cancel()
 
     async def _called(self, function: Workflow, task: Task) -> object:
         """What the function returns; None when a NoRoomError passed it, or its agent failed later for want of room."""
@@ -363,6 +376,7 @@ class Rollout:
         self._check_alive()
         while not self._door.open:
             await self._wait(who)
+        self._check_alive()
         self._at_work.add(who)
         self._watch_outside()
 

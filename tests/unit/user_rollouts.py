@@ -36,6 +36,18 @@ async def two_turns(task: Task, engine: Engine) -> Sample:
     return sample
 
 
+async def races_in_a_task(task: Task, engine: Engine) -> Sample:
+    """Looks at a clock while the model speaks, as functions with a time limit do. In group 2 the second rollout begins
+    when the first has spoken for long."""
+    if (task.group_id, task.index) == (2, 1):
+        await told["late"](task)
+    sample = engine.new_sample()
+    turn = asyncio.create_task(engine.generate(sample))
+    while not turn.done():
+        await asyncio.wait([turn], timeout=0.005)
+    return sample
+
+
 async def with_a_tool(task: Task, engine: Engine) -> None:
     calls[task.group_id, task.index] += 1
     sample = engine.new_sample()
