@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 from mslime.backends.sglang.generating import Finish
 from mslime.data.sample import Group, Sample
@@ -77,14 +78,17 @@ class GrowingSample:
     source: GrowingSample | None = None
     at: int = 0
     trained: int = 0
-    _known: tuple[int, int] = field(default=(0, 0))
+    _known: tuple[NDArray[Any], ...] = ()
 
     def __post_init__(self) -> None:
         self.note()
 
     def note(self) -> None:
-        """What it holds now is right."""
-        self._known, self.trained = self._print(), self.sample.trainable_tokens
+        """What it holds now is right. From now on its columns are read only: whoever changes them otherwise than by
+        another column, which is noticed, is told so where it is tried."""
+        self._known, self.trained = self._columns(), self.sample.trainable_tokens
+        for column in self._known:
+            column.flags.writeable = False
 
     def end_turn(self, number: int) -> None:
         """Its turn ends here, as the rollout's turn `number`; the next one begins here."""
@@ -95,14 +99,11 @@ class GrowingSample:
     @property
     def untouched(self) -> bool:
         """Whether it holds what `note` saw."""
-        return self._print() == self._known
+        return all(now is known for now, known in zip(self._columns(), self._known, strict=True))
 
-    def _print(self) -> tuple[int, int]:
-        """Length and checksum of what only the engine and the environment may write."""
-        s, checksum = self.sample, 0
-        for column in (s.tokens, s.loss_mask, s.log_probs):
-            checksum = zlib.crc32(column.data, checksum)
-        return len(s), checksum
+    def _columns(self) -> tuple[NDArray[Any], ...]:
+        """What only the engine and the environment may write."""
+        return self.sample.tokens, self.sample.loss_mask, self.sample.log_probs
 
 
 def settle(group: Group, grown: Sequence[GrowingSample], chosen: Sequence[GrowingSample], books: TokenBooks) -> None:

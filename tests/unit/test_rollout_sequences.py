@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.data import EvalSetConfig
@@ -372,3 +374,25 @@ def test_a_failed_rollout_of_an_evaluation_counts_as_wrong(tmp_path: Path) -> No
         await service.close()
 
     run(work)
+
+
+def test_a_sample_that_grows_turn_by_turn_is_not_copied_at_each_and_older_views_stay_as_they_were() -> None:
+    sample = Sample.from_prompt(0, 0, list(range(1000)))
+    columns, views = set[int](), list[tuple[NDArray[np.int32], list[int]]]()
+    for turn in range(200):
+        sample.extend([turn] * 4, log_probs=[-1.0] * 4, versions=[(0, 0, 4)], engine="e")
+        sample.extend([7])
+        columns.add(id(sample.tokens if sample.tokens.base is None else sample.tokens.base))
+        views.append((sample.tokens, sample.tokens.tolist()))
+        assert sample.sampled_tokens == sum(s.end - s.start for s in sample.segments if s.version is not None)
+    assert len(columns) <= 4
+    old = sample.tokens
+    sample.cut(1003)
+    assert sample.sampled_tokens == 3
+    sample.extend([8, 8])
+    for view, was in views:
+        assert view.tolist() == was
+    assert sample.tokens.tolist() == [*range(1000), 0, 0, 0, 8, 8] and old[-1] == 7
+    check_invariants(sample)
+
+    assert len(pickle.dumps(sample)) < 40_000

@@ -475,6 +475,7 @@ def test_a_list_of_the_one_sample_is_that_sample(tmp_path: Path) -> None:
         ("changes_tokens", r"changed tokens, loss mask or log-probs of its sample"),
         ("changes_log_probs", r"changed tokens, loss mask or log-probs of its sample"),
         ("masks_its_own", r"changed tokens, loss mask or log-probs of its sample"),
+        ("writes_into_its_mask", r"raised ValueError: assignment destination is read-only \(.*user_rollouts.py:\d+\)"),
         ("begins_its_sample_again", r"changed tokens, loss mask or log-probs of its sample"),
         ("generates_twice_at_once", r"called generate\(\) while another call was under way"),
         ("notes_an_object", r"left metadata that cannot be saved"),

@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+
 from mslime.data.sample import Sample
 from mslime.rollout.workflow import Engine, NoRoomError, Task
 
@@ -183,6 +185,12 @@ async def notes_an_object(task: Task, engine: Engine) -> None:
 
 
 async def masks_its_own(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    sample.loss_mask = sample.loss_mask & (np.arange(len(sample)) < len(sample) - 2)
+
+
+async def writes_into_its_mask(task: Task, engine: Engine) -> None:
     sample = engine.new_sample()
     await engine.generate(sample)
     sample.loss_mask[-2:] = False

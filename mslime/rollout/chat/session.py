@@ -16,6 +16,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mslime.config.agents import AgentLimits
 from mslime.config.errors import RolloutError, UserError
 from mslime.data.sample import Sample
@@ -347,9 +350,10 @@ class ChatSession:
 
     def _continued(self, prompt: str | Sequence[int]) -> tuple[str, Turn | None, list[int]]:
         """Of a plain prompt: the reason for a new sequence or the turn that it goes on from, and the ids after that."""
-        known = [t for t in reversed(self.completions.turns) if _begins(prompt, t)]
-        if known:
-            turn = max(known, key=lambda t: (t.end, t.alone))  # of equals the first one, which is the newest
+        given = prompt if isinstance(prompt, str) else np.asarray(prompt)
+        longest = sorted(self.completions.turns, key=lambda t: (t.end, t.alone, t.number), reverse=True)
+        turn = next((t for t in longest if _begins(given, t)), None)
+        if turn is not None:
             rest = prompt[len(turn.whole) :] if isinstance(prompt, str) else prompt[turn.end :]
             return "", turn, self._engine.encode(rest) if isinstance(rest, str) else list(rest)
         why = "new_conversation" if self.completions.turns or self.forest.turns else "first"
@@ -412,11 +416,11 @@ class ChatSession:
         return LimitReached(f"rollout.limits.{name}", value, rule, f"{way_out}, or raise the limit")
 
 
-def _begins(prompt: str | Sequence[int], turn: Turn) -> bool:
+def _begins(prompt: str | NDArray[np.integer], turn: Turn) -> bool:
     """Whether a plain prompt begins with what a turn has, in the form in which the prompt is given."""
     if isinstance(prompt, str):
         return bool(turn.whole) and prompt.startswith(turn.whole)
-    return len(prompt) >= turn.end and list(prompt[: turn.end]) == turn.sample.tokens[: turn.end].tolist()
+    return len(prompt) >= turn.end and np.array_equal(prompt[: turn.end], turn.sample.tokens[: turn.end])
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
