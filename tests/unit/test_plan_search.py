@@ -28,8 +28,8 @@ from mslime.planner.plan import make_plan
 from mslime.planner.problems import GIB
 from mslime.planner.search import NothingFits, Search, _order
 from mslime.planner.space import MEASURES
-from tests.fixtures.marks import nightly_except
 from mslime.planner.times import Speeds, StepWork, generate_seconds, train_seconds
+from tests.fixtures.marks import nightly_except
 
 CONFIGS = Path(__file__).parents[1] / "fixtures/configs"
 LONG = {
