@@ -34,6 +34,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
+from mslime.rollout.chat.messages import whole_text
 from mslime.rollout.protocols import EngineLimits, Engines, living
 
 
@@ -216,9 +217,14 @@ class Generator:
         with reading(EngineError, result.engine, f"{which}: an answer that does not add up", "read the engine's log"):
             return self._absorb(sample, endings.settled(sample.tokens[start:], result), oldest)
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model: token ids are below it."""
+        return self._model.vocab_size
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text that is not the beginning of a sequence."""
-        return self._tokenizer.encode(text, special_tokens=False)
+        return self._tokenizer.encode(whole_text(text), special_tokens=False)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""

@@ -240,8 +240,16 @@ def body_of(raw: bytes) -> Mapping[str, Any]:
     return found
 
 
+def _dumped(data: object) -> bytes:
+    """JSON; a model may have written numbers that orjson has no room for."""
+    try:
+        return orjson.dumps(data)
+    except TypeError:
+        return json.dumps(data).encode()
+
+
 def _json(data: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(data), status=status, headers=headers, content_type="application/json")
+    return web.Response(body=_dumped(data), status=status, headers=headers, content_type="application/json")
 
 
 def _described(error: BaseException) -> tuple[int, str, str]:
@@ -287,7 +295,7 @@ async def _tell(
     if request.stream:
         body = b"".join(_written(name, data) for name, data in dialect.events(request, replies))
     else:
-        body = orjson.dumps(dialect.answer(request, replies))
+        body = _dumped(dialect.answer(request, replies))
     if begun is None:
         begun = web.Response(body=body, content_type=_SSE if request.stream else "application/json")
         await begun.prepare(http)
