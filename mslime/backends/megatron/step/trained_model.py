@@ -22,7 +22,7 @@ from mslime.backends.megatron.model.settings import ddp_config, optimizer_config
 from mslime.backends.megatron.parallel import ParallelState
 from mslime.backends.megatron.step.asleep import DeviceState, gradient_buffers
 from mslime.backends.megatron.step.metrics import over_all_ranks, refuse_not_finite
-from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, learning_rate
+from mslime.backends.megatron.step.optimizer import build_optimizer, follow_config, learning_rate, rates_of
 from mslime.config.choices import TrainerPart
 from mslime.config.errors import TrainerError
 from mslime.config.fp8 import fp8_rows
@@ -221,8 +221,9 @@ class TrainedModel:
             new_run: the checkpoint is another run's: take weights and optimizer state, begin the schedule anew.
         """
         layout = self.spec.layout.describe()
+        rates = rates_of(self.optimizer)
         extra = load_checkpoint(directory, self._stored, self.optimizer, self.schedule, layout=layout)
-        follow_config(self.optimizer, self.schedule, self.spec.train, restart=new_run)
+        follow_config(self.optimizer, self.schedule, rates, restart=new_run)
         self.step = self.schedule.num_steps
         self.forget_gradients()
         self._gathered = False
