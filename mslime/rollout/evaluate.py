@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from mslime.config.errors import RolloutError
 from mslime.data.sample import Group, SampleStatus
 from mslime.rollout.protocols import Scorer
 
@@ -84,15 +86,20 @@ def summarise(name: str, groups: Sequence[Group], seconds: float) -> EvalResult:
     )
 
 
-async def answer(groups: Sequence[Group], roll: Callable[[Group, int], Awaitable[None]], scorer: Scorer) -> None:
+async def answer(
+    groups: Sequence[Group], roll: Callable[[Group, int], Awaitable[None]], scorer: Scorer, at_once: int = sys.maxsize
+) -> None:
     """Finish and score all rollouts of `groups`. Raises the first error; the others are cancelled then.
 
     Args:
         roll: brings a rollout of a group to its end.
+        at_once: rollouts that are under way at a time.
     """
+    places = asyncio.Semaphore(at_once)
 
     async def run(group: Group, number: int) -> None:
-        await roll(group, number)
+        async with places:
+            await roll(group, number)
         last = group.parts(number)[-1]
         if not scorer.per_group and last.reward is None and last.status is not SampleStatus.FAILED:
             last.reward = await scorer.score(last)
@@ -106,10 +113,11 @@ async def answer(groups: Sequence[Group], roll: Callable[[Group, int], Awaitable
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            for group, number in [(g, number) for g in groups for number in g.numbers]:
-                tasks.create_task(run(group, number))
+            first = [tasks.create_task(run(g, number)) for g in groups for number in g.numbers]
         async with asyncio.TaskGroup() as tasks:
-            for group in groups if scorer.per_group else []:
-                tasks.create_task(score(group))
+            second = [tasks.create_task(score(group)) for group in groups if scorer.per_group]
     except ExceptionGroup as errors:  # the first failure cancelled the others
         raise errors.exceptions[0] from None
+    if any(task.cancelled() for task in (*first, *second)):  # which a TaskGroup takes for nothing
+        raise RolloutError("eval", "a rollout", "was cancelled from within",
+                           "catch CancelledError in the function that answers or scores it")  # fmt: skip

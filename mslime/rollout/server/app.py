@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -220,6 +221,29 @@ def _handler(server: ModelServer, dialect: Dialect) -> Any:
         return await server.answer(http, dialect)
 
     return handle
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def own_clients(host: str) -> Any:
+    """A middleware that refuses what a page in a browser can send: a body that is no JSON by its type, and, where the
+    server listens on loopback, another machine's name for it.
+
+    Args:
+        host: that is listened on.
+    """
+
+    @web.middleware
+    async def check(http: web.Request, handler: Any) -> web.StreamResponse:
+        name = re.sub(r":\d*$", "", http.host).strip("[]").lower()
+        if host in LOOPBACK and name not in LOOPBACK:
+            return _json({"detail": f"{name} is no name of this server: ask {host}"}, 421, NO_RETRY)
+        if http.body_exists and http.content_type != "application/json":
+            return _json({"detail": f"{http.content_type} is not read: send application/json"}, 415, NO_RETRY)
+        return await handler(http)
+
+    return check
 
 
 def listen(host: str, port: int) -> socket.socket:
