@@ -163,6 +163,19 @@ def test_an_offloaded_optimizer_is_counted_in_host_memory(capsys: pytest.Capture
     assert command(capsys, *small, "--cluster.host-memory-gb", "2048")[0] == 0
 
 
+def test_a_tensor_on_its_way_into_a_checkpoint_is_counted_in_host_memory() -> None:
+    """Of each rank one, and moments that the optimizer keeps with a scale."""
+    megatron = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}
+    cluster = {"trainer_ranks": 16}
+    plan = planned("qwen3-30B-A3B", megatron=megatron, cluster=cluster)
+    embedding = 151936 * 2048 // 2
+    assert plan.host.checkpoint == 8 * 4 * embedding and plan.host.total == plan.host.checkpoint + plan.host.shards
+    for dtype, bytes_each in (("bfloat16", 0), ("float16", 4)):
+        halved = megatron | {"use_precision_aware_optimizer": True, "exp_avg_dtype": dtype}
+        more = planned("qwen3-30B-A3B", megatron=halved, cluster=cluster).host.checkpoint - plan.host.checkpoint
+        assert more == pytest.approx(bytes_each * 30.5e9 / 16 * 8, rel=0.05)
+
+
 @pytest.mark.slow
 def test_what_senders_keep_is_counted_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     megatron = {"expert_model_parallel_size": 8, "recompute_granularity": "full"}
