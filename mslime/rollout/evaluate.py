@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mslime.config.errors import RewardError
 from mslime.data.sample import Group, SampleStatus
 from mslime.rollout.protocols import Scorer
 
@@ -84,6 +85,18 @@ def summarise(name: str, groups: Sequence[Group], seconds: float) -> EvalResult:
     )
 
 
+async def _not_by_itself(work: Awaitable[None]) -> None:
+    """What a task group takes for stopped, and forgets, although nobody stopped it, is an error. Raises RewardError."""
+    try:
+        await work
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        rule = "a response was cancelled, and nobody stopped the evaluation"
+        raise RewardError("evaluation", None, rule, "mend the reward or rollout function that cancels itself") from None
+
+
 async def answer(groups: Sequence[Group], roll: Callable[[Group, int], Awaitable[None]], scorer: Scorer) -> None:
     """Finish and score all rollouts of `groups`. Raises the first error; the others are cancelled then.
 
@@ -107,9 +120,9 @@ async def answer(groups: Sequence[Group], roll: Callable[[Group, int], Awaitable
     try:
         async with asyncio.TaskGroup() as tasks:
             for group, number in [(g, number) for g in groups for number in g.numbers]:
-                tasks.create_task(run(group, number))
+                tasks.create_task(_not_by_itself(run(group, number)))
         async with asyncio.TaskGroup() as tasks:
             for group in groups if scorer.per_group else []:
-                tasks.create_task(score(group))
+                tasks.create_task(_not_by_itself(score(group)))
     except ExceptionGroup as errors:  # the first failure cancelled the others
         raise errors.exceptions[0] from None
