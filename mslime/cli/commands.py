@@ -15,7 +15,7 @@ from mslime import __version__
 from mslime.cli.convert import add_parser as add_convert
 from mslime.cli.doctor import add_parser as add_doctor
 from mslime.cli.scale import add_parser as add_scale
-from mslime.config.errors import ConfigError, UserError, nearest
+from mslime.config.errors import ConfigError, UserError, nearest, reading_run
 from mslime.control.ray_watch import end
 from mslime.control.stop import Stopped, outliving_readers
 
@@ -380,7 +380,8 @@ def _samples(args: argparse.Namespace) -> int:
         raise UserError(f"--{order}", count, "must be at least 1", "say how many responses to show")
     kind = "truncated" if args.truncated else "continued" if args.continued else ""
     wanted = Wanted(args.step, args.eval is not None, args.eval or "", order, count, kind)
-    show_samples(args.run_dir, wanted, Console(), args.json)
+    with reading_run(args.run_dir):
+        show_samples(args.run_dir, wanted, Console(), args.json)
     return 0
 
 
@@ -392,7 +393,8 @@ def _inspect(args: argparse.Namespace) -> int:
     wanted = Inspected(
         args.step, args.eval is not None, args.eval or "", args.group, args.sample, args.color, args.tokens
     )
-    inspect_run(args.run_dir, wanted, Console())
+    with reading_run(args.run_dir):
+        inspect_run(args.run_dir, wanted, Console())
     return 0
 
 
