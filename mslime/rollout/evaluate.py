@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -111,13 +112,15 @@ async def answer(
         for sample, reward in zip(last, await scorer.score_group(last), strict=True):
             sample.reward = reward
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            first = [tasks.create_task(run(g, number)) for g in groups for number in g.numbers]
-        async with asyncio.TaskGroup() as tasks:
-            second = [tasks.create_task(score(group)) for group in groups if scorer.per_group]
-    except ExceptionGroup as errors:  # the first failure cancelled the others
-        raise errors.exceptions[0] from None
-    if any(task.cancelled() for task in (*first, *second)):  # which a TaskGroup takes for nothing
-        raise RolloutError("eval", "a rollout", "was cancelled from within",
-                           "catch CancelledError in the function that answers or scores it")  # fmt: skip
+    async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                begun = [tasks.create_task(each) for each in work]
+        except ExceptionGroup as errors:  # the first failure cancelled the others
+            raise errors.exceptions[0] from None
+        if any(task.cancelled() for task in begun):  # which a TaskGroup takes for nothing
+            raise RolloutError("eval", "a rollout", "was cancelled from within",
+                               "catch CancelledError in the function that answers or scores it")  # fmt: skip
+
+    await all_of(run(g, number) for g in groups for number in g.numbers)
+    await all_of(score(group) for group in groups if scorer.per_group)

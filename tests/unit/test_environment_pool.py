@@ -125,6 +125,7 @@ def test_what_an_environment_does_wrong_is_its_own_failure_and_others_go_on(tmp_
         ("memory", "step needed more memory than the 512 MiB of its process"),
     ],
 )
+@pytest.mark.slow
 def test_where_another_one_may_be_to_blame_nobody_is_until_it_is_alone(action: str, said: str):
     async def work(pool: EnvironmentPool) -> None:
         suspect = await begun(pool)

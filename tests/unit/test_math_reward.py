@@ -16,6 +16,7 @@ from mslime.rollout.rewards.graders.limits import Interrupted, interrupted_after
 from mslime.rollout.rewards.graders.numbers import Plain, close, read_number
 from mslime.rollout.rewards.mathematics import UngradedError, graded_answer_line, graded_math, math_equivalent
 from mslime.rollout.rewards.scorer import RewardScorer
+from tests.fixtures.hedged_answers import hedged
 from tests.fixtures.math_answers import EQUAL, RESPONSES, TOWERS, UNEQUAL
 
 
@@ -49,6 +50,12 @@ def test_answers_that_say_something_else_are_not_equal(kind: str):
 def test_the_answer_is_found_in_a_response(kind: str):
     cases = [(label, response, right) for label, response, right in RESPONSES[kind] if label != ""]
     assert [(label, r) for label, r, right in cases if grade(label, r) != right] == []
+
+
+@pytest.mark.parametrize("part", [pytest.param(n, marks=pytest.mark.nightly if n else ()) for n in range(10)])
+def test_nothing_is_paid_for_a_value_that_is_not_stated_alone(part: int):
+    """Chains, lists in another order, several boxes, other bases, commas: 200 responses here, all of them at night."""
+    assert [(label, r) for label, r in list(hedged(2000))[part::10] if math_equivalent(sample(r, label))] == []
 
 
 @pytest.mark.parametrize(
@@ -144,6 +151,7 @@ def scored(responses: list[Sample], **settings: object) -> tuple[list[object], R
     return asyncio.run(asyncio.wait_for(work(), 250))
 
 
+@pytest.mark.slow
 def test_towers_and_ordinary_answers_side_by_side_end_no_run_and_cost_nobody_else_his_reward():
     """Through the worker processes, with the defaults: on_error is `fail`."""
     ordinary = [(a, f"so \\boxed{{{b}}}") for pairs in EQUAL.values() for a, b in pairs][::3]

@@ -142,6 +142,7 @@ def live(rollout: dict[str, Any], seed: int) -> Life:
 
 @settings(max_examples=60, deadline=None)
 @given(SETTINGS, st.integers(0, 2**32))
+@pytest.mark.slow
 def test_every_token_is_in_the_ledger_once_through_any_order_of_events(rollout: dict[str, Any], seed: int) -> None:
     live(rollout, seed)
 

@@ -23,11 +23,19 @@ _NUMBER = re.compile(
     r"(?:[eE][-+]?\d+)?"
     r"(?:\s*\\?%| percent)?|(?<![\w.])[-+−]?\.\d+"
 )
-_SENTENCE_END = re.compile(r"\.(?:\s|$)|\n|(?<=\w)[;!](?:\s|$)| because | since ")
+_SENTENCE_END = re.compile(r"(?<!\.)\.(?:\s|$)|\n|(?<=\w)!(?:\s|$)| because | since ")
 _LAST_MARKS = 8  # how many `answer is` are tried from the end
 _FEW_WORDS = 5
 _TAIL = 2000  # characters at the end in which an answer without any mark is looked for
-CONNECTED = 70  # characters between two boxes that can still be one answer
+_FINAL = re.compile(r"final answer\**\s*(?:\bis\b\s*:?|:|=)\**", re.I)
+_LINK = re.compile(r"\s*(?:,?\s*\b(?:and|or)\b|,|;|/|≈|~)\s*(?:[a-zA-Z]\s*=\s*)?", re.I)
+_JOINED = re.compile(r"\b(?:or|and|either|versus|vs)\b", re.I)
+_BEFORE = re.compile(
+    r"\d[\s$)\]}]*(?:,?\s*\b(?:and|or)\b|[,;/≈~&|]|\bvs\b\.?|\.\.+|\\approx|\\sim|\s)\s*[$(\[{]*\s*$", re.I
+)
+_JOINS = re.compile(
+    r"(?:[\s$,;&.]|\\[()\[\]]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|\b(?:and|or)\b|[a-zA-Z]\w?\s*=)*", re.I
+)
 
 
 def final_part(response: str) -> str:
@@ -56,38 +64,22 @@ def boxes(text: str) -> list[tuple[int, int, str | None]]:
     return found
 
 
-def boxed_answers(text: str) -> list[str] | None:
-    """Readings of the boxes, best first: the last box, the boxes that end the text together, all boxes.
+def boxed_answer(text: str) -> str | None:
+    """The last box, with those before it that nothing but a comma or `and` parts from it.
 
     None when there is no box; empty when the last one holds nothing or was cut off.
     """
     found = boxes(text)
     if not found:
         return None
-    last = found[-1][2]
-    if last is None or not last.strip(" \t\n.,$"):
-        return []
-    readings = [last]
-    run = [last]
+    run = [found[-1][2] or ""]
+    if not run[0].strip(" \t\n.,$"):
+        return ""
     for left, right in zip(reversed(found[:-1]), reversed(found), strict=False):
-        between = text[left[1] : right[0]]
-        if len(between) > CONNECTED or left[2] is None or not _joins(between):
+        if left[2] is None or not _JOINS.fullmatch(text[left[1] : right[0]]):
             break
         run.insert(0, left[2])
-        readings.append(_joined(run))
-    return readings
-
-
-def _joins(between: str) -> bool:
-    """Whether what stands between two boxes makes them parts of one answer."""
-    plain = re.sub(r"[\s$.]|\\[()\[\]]|\\quad", "", between)
-    retracts = re.search(r"\b(?:wait|actually|no|not|instead|mistake|correct|but|hmm|sorry|oops)\b", between, re.I)
-    return not retracts and (len(plain) < 10 or bool(re.search(r"\b(?:and|or)\b|[,;&]", between)))
-
-
-def _joined(parts: list[str]) -> str:
-    unique = list(dict.fromkeys(p.strip() for p in parts))
-    return " , ".join(unique)
+    return " , ".join(dict.fromkeys(p.strip(" \t\n") for p in run))
 
 
 def answer_lines(text: str) -> list[str]:
@@ -96,11 +88,15 @@ def answer_lines(text: str) -> list[str]:
 
 
 def candidates(response: str) -> list[str]:
-    """The response's answer in its possible readings, best first; empty when there is none."""
+    """The response's answer in its possible readings, best first; empty when there is none.
+
+    Several readings are ways to cut out one value. Where several values stand together, they are one answer, a list.
+    """
     text = final_part(response)
-    boxed = boxed_answers(text)
+    boxed = boxed_answer(text)
     if boxed is not None:
-        return boxed + _anchored(_after_the_boxes(text)) if boxed else []
+        after = _after_the_boxes(text)
+        return [boxed] if boxed and not after else after
     if hashes := _HASHES.findall(text):
         return [hashes[-1]]
     if anchored := _anchored(text):
@@ -108,10 +104,11 @@ def candidates(response: str) -> list[str]:
     return _at_the_end(text[-_TAIL:])
 
 
-def _after_the_boxes(text: str) -> str:
-    """What is said about the final answer behind the last box."""
+def _after_the_boxes(text: str) -> list[str]:
+    """What is said to be the final answer behind the last box."""
     rest = text[boxes(text)[-1][1] :]
-    return rest if re.search(r"final answer", rest, re.I) else ""
+    mark = _FINAL.search(rest)
+    return [] if mark is None else _sentence_readings(rest[mark.end() :].strip()[:_TAIL])
 
 
 def _anchored(text: str) -> list[str]:
@@ -125,26 +122,39 @@ def _anchored(text: str) -> list[str]:
 def _sentence_readings(rest: str) -> list[str]:
     formula = _MATH.match(rest)
     if formula:
-        return [*_formulas(rest, formula), rest.split("\n", 1)[0].strip()]
+        return _formulas(rest, formula)
     sentence = _SENTENCE_END.split(rest)[0].strip(" *_`")
-    inner, number = _MATH.search(sentence), _NUMBER.search(sentence)
-    readings = [sentence] if sentence and (inner or number or len(sentence.split()) <= _FEW_WORDS) else []
-    return [*readings, *([_content(inner)] if inner else []), *([number[0]] if number else [])]
+    values = _values(sentence)
+    if len(values) != 1 or _JOINED.search(sentence):
+        return [sentence] if values or len(sentence.split()) <= _FEW_WORDS else []
+    return [sentence, values[0]]
+
+
+def _values(text: str) -> list[str]:
+    """The formulas that are more than a name, and the numbers outside of them, in order."""
+    text = re.sub(r"\.\.+", " , ", text)
+    found, at = list[str](), 0
+    for formula in _MATH.finditer(text):
+        content = _content(formula)
+        found += [n[0] for n in _NUMBER.finditer(text[at : formula.start()])]
+        found += [] if re.fullmatch(r"\s*\\?[a-zA-Z]+\s*", content) else [content]
+        at = formula.end()
+    return found + [n[0] for n in _NUMBER.finditer(text[at:])]
 
 
 def _formulas(rest: str, formula: re.Match[str]) -> list[str]:
-    """The formula that `rest` begins with, and that one with those that `and`, `or` or a comma join to it."""
-    parts = [_content(formula)]
-    at = formula.end()
-    while (link := re.compile(r"\s*(?:,?\s*(?:and|or)\b|,)\s*").match(rest, at)) is not None:
-        following = _MATH.match(rest, link.end())
+    """The formula that `rest` begins with, and what a comma, `and` or `or` joins to it."""
+    parts, at = [_content(formula)], formula.end()
+    while (link := _LINK.match(rest, at)) is not None:
+        following = _MATH.match(rest, link.end()) or _NUMBER.match(rest, link.end())
+        if following is None and rest[link.end() :].startswith((*"\\$(-[{",)):
+            return []  # another value that is no formula
         if following is None:
             break
-        parts.append(_content(following))
+        parts.append(_content(following) if following.re is _MATH else following[0])
         at = following.end()
     percent = re.compile(r"\s*(?:\\?%|percent)").match(rest, at)
-    whole = " , ".join(parts) + ("%" if percent else "")
-    return [whole] if len(parts) == 1 else [whole, parts[-1]]
+    return [" , ".join(parts) + ("%" if percent else "")]
 
 
 def _content(formula: re.Match[str]) -> str:
@@ -156,27 +166,29 @@ def _at_the_end(text: str) -> list[str]:
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     if not lines:
         return []
-    readings: list[str] = []
     last = lines[-1].strip(" *_`")
     if len(re.findall(r"(?<!\\)\b[A-Za-z]{2,}", re.sub(r"\\[a-zA-Z]+(?:\{[A-Za-z ]*\})?", "", last))) <= 2:
-        readings.append(last)
+        values = _values(last)
+        return [last, values[0]] if len(values) == 1 and not _JOINED.search(last) else [last]
     formulas = [f for f in _MATH.finditer(text) if len(re.findall(r"(?<!\\)\b[a-z]{3,}", _content(f))) < 3]
     numbers = list(_NUMBER.finditer(text))
     if formulas and (not numbers or numbers[-1].start() < formulas[-1].end()):
-        chain = _chain_at_the_end(text, formulas)
-        readings += [chain, _content(formulas[-1])] if chain else [_content(formulas[-1])]
-    elif numbers:
-        readings.append(numbers[-1][0])
-        if tail := re.search(r"(?:=|\bis\b|\bare\b|\bequals\b)\s*((?:(?!\bis\b|\bare\b)[^=$\n])+?)\s*\.?\s*$", last):
-            readings.insert(0, tail[1])
-    return readings
+        return [_chain_at_the_end(text, formulas)]
+    if not numbers:
+        return []
+    if _BEFORE.search(text[: numbers[-1].start()]):
+        return []  # one of several
+    tail = re.search(r"(?:=|\bis\b|\bare\b|\bequals\b)\s*((?:(?!\bis\b|\bare\b)[^=$\n])+?)\s*\.?\s*$", last)
+    values = _values(tail[1]) if tail else []
+    return [*([tail[1]] if tail and values else []), *([] if len(values) > 1 else [numbers[-1][0]])]
 
 
 def _chain_at_the_end(text: str, formulas: list[re.Match[str]]) -> str:
-    """The last formulas as one list, where `and`, `or` or a comma joins them; else nothing."""
+    """The last formulas as one list, where `and`, `or` or a comma joins them."""
     run = [formulas[-1]]
     for left in reversed(formulas[:-1]):
-        if not re.fullmatch(r"\s*(?:,?\s*(?:and|or)\b|,)\s*", text[left.end() : run[0].start()]):
+        if not _LINK.fullmatch(text[left.end() : run[0].start()]):
             break
         run.insert(0, left)
-    return " , ".join(_content(f) for f in run) if len(run) > 1 else ""
+    before = _BEFORE.search(text[: run[0].start()])
+    return " , ".join([*([before[0]] if before else []), *map(_content, run)])

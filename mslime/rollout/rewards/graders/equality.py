@@ -1,58 +1,54 @@
-"""Whether two answers say the same: as text, as a number with its unit, as a collection, a region or an expression.
+"""Whether two answers say the same: as text, as a number with its unit, as a collection, or by value.
 
-The forms are told apart first (`shapes`), pieces are compared as numbers (`numbers`) or by value (`symbolic`), and
-math-verify is asked about sets and relations that neither form covers. Exactness rules: a tuple keeps its order, a set
-does not, `(1, 2)` is not `[1, 2]`, and a name in front (`x =`) counts only where both have one.
+Text, numbers, units and lists are compared here; expressions by value (`symbolic`), sets, relations and matrices by
+math-verify. An answer states one value: what gives several, in whatever form, equals no label that is one of them.
+Exactness rules: a tuple keeps its order, a set does not, `(1, 2)` is not `[1, 2]`, and a name in front (`x =`) counts
+only where both have one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from fractions import Fraction
+from typing import NamedTuple
 
-from math_verify import parse, verify
-from sympy import Basic, MatrixBase
-
-from mslime.rollout.rewards.graders.latex import CLOSING, OPENING, clean, key, words
-from mslime.rollout.rewards.graders.numbers import Measured, Plain, comparable, read_number, same_number, without_unit
-from mslime.rollout.rewards.graders.shapes import (
-    Leaf,
-    Many,
-    Matrix,
-    Region,
-    Relation,
-    Shape,
-    as_region,
-    read_shape,
-    written,
-)
+from mslime.rollout.rewards.graders.latex import CLOSING, OPENING, balanced, bracket_at, clean, key, split_top, words
+from mslime.rollout.rewards.graders.numbers import Plain, comparable, read_number, same_number, without_unit
 from mslime.rollout.rewards.graders.symbolic import (
-    NoValueError,
     equals_number,
-    exact,
+    is_region,
     proportional,
     read_expression,
+    real_value,
+    same_object,
     same_value,
     to_latex,
+    union,
 )
 
 LONGEST = 4_000  # characters of an answer that is looked at; longer ones are equal as text or not at all
 DEEPEST = 40  # brackets in brackets
+MOST_ITEMS = 64  # of a list, set or tuple that is compared item by item
 
-_DEPTH_0_THOUSANDS = re.compile(r"(?<![\d.])(\d{1,3}(?:,\d{3})+)(?![\d,])")
-_DECIMAL_COMMA = re.compile(r"^([+-]?(?:0|\d+)),(\d+)$")
+_THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])")
+_DECIMAL_COMMA = re.compile(r"([+-]?(?:0(?=,)|\d+(?=,(?:\d\d|\d{4,})$))),(\d+)")
 _LEAD = re.compile(
     r"^(?:\\text\{)?[^{}=]*?\b(?:answer|result|solution|total|value)s?\b[^{}=\d]*?(?:\bis\b|\bare\b|:)\s*\}?\s*", re.I
 )
-_ABOUT = re.compile(r"^\\text\{\s*(?:about|approximately|approx\.?|roughly|nearly|exactly|only)\s*\}\s*", re.I)
+_ABOUT = re.compile(
+    r"^(?:\\text\{\s*(?:about|approximately|approx\.?|roughly|nearly|exactly|only)\s*\}|\\approx|\\sim)\s*", re.I
+)
 _SUM_OF_NAMES = re.compile(r"[a-zA-Z](?:\s*[+-]\s*[a-zA-Z])+")  # m + n = 809, as contests ask for it
 _CHOICE = re.compile(
     r"^(?:\\text\{)?\s*(?:\(\s*([A-J])\s*\)|([A-J])\s*[.):](?![\d=])|([A-J])\s*\})\s*\}?[\s.:)]*(.*)$", re.DOTALL
 )
 _LETTER = re.compile(r"^\(?\s*(?:\\text\{\s*)?\(?\s*([A-J])\s*\)?\s*\}?\s*\)?\.?$")
 _BASE = re.compile(r"^([0-9A-F]+)_\{?\s*(\d+)\s*\}?$")
-_SUBSCRIPTED = re.compile(r"^\(?([0-9A-F]+)\)?_")
+_PREFIXED = re.compile(r"^([+-]?)0\s*([xX][0-9a-fA-F]+|[bB][01]+|[oO][0-7]+)$")
+_GROUPED = re.compile(r"(?<![\w}\]^_\\])\{\s*([\d.]+)\s*\}")
+_SIDE_BY_SIDE = re.compile(
+    r"(?<![_^])(?:\d|\.)(?:\s+[+-]?\.?\d|\s*(?:&|\\\\|\||\\mid|\\to|\\?rightarrow)\s*\d|\s*\{\s*\d)"
+)
 _NO_SOLUTION = frozenset(
     {
         "no solution",
@@ -72,6 +68,30 @@ _COMPUTED = re.compile(
     r"|arcsin|arccos|arctan|frac|choose)(?![a-zA-Z])"
 )
 _APPROXIMATELY = re.compile(r"\\approx(?![a-zA-Z])|\\sim(?![a-zA-Z])|~=")
+_AND = r"\\text\{\s*,?\s*(?:and|or)\s*\}|(?<![A-Za-z\\])(?:and|or)(?![a-z])"
+_SEMICOLON, _COMMA = re.compile(r";"), re.compile(rf"\s*,\s*(?:{_AND})?|{_AND}")
+_EQUALS = re.compile(r":=|(?<![<>!\\=])=(?!=)|\\equiv(?![a-zA-Z])")
+_ORDERED = re.compile(r"\\(?:le|ge|ne|in)(?![a-zA-Z])|[<>]|!=")
+_NO_VALUE = re.compile(
+    r"[<>&]|=(?![^{}\\]*\})|\\(?:\\|(?:le|ge|ne|in|to|ldots|equiv|cup|cap|setminus|mid|[lr]?[rR]ightarrow|implies|vee|wedge)(?![a-zA-Z]))|\.\."
+)  # of which the parser may read a part
+_BUILDER = re.compile(r"^[^|:]*?([a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?[A-Z]\}?)?\s*(?:\||:)\s*(.*)$", re.DOTALL)
+_PLUS_MINUS = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
+_VECTOR = re.compile(
+    r"^\(?\s*\\begin\s*\{([pbB]?(?:small)?matrix|array)\}(?:\s*\{[^{}]*\})?((?:(?!\\begin).)*)\\end\s*\{\1\}\s*\)?$",
+    re.DOTALL,
+)
+_CUP = re.compile(r"(?<=[\])}])\s*U\s*(?=[\[({\\])")
+_REALS = re.compile(r"^(?:\\text\{)?\s*all\s+real(?:s|\s+numbers?)\s*\}?$", re.I)
+_OPEN = {"(": "(", "[": "[", r"\{": "{", "{": " ", r"\langle": "("}
+_CLOSE = {")": ")", "]": "]", r"\}": "}", "}": " ", r"\rangle": ")"}
+
+
+class Listed(NamedTuple):
+    """Several things. `kind` is how they were put together: `list`, `set`, or two brackets; empty for a single one."""
+
+    kind: str
+    items: tuple[str, ...]
 
 
 def equal(gold: str, answer: str) -> bool:
@@ -87,11 +107,13 @@ def equal(gold: str, answer: str) -> bool:
         return False
     if key(g) == key(a):
         return True
+    if not balanced(a):
+        return False
     if (verdict := _same_choice(g, a)) is not None:
         return verdict
     if (verdict := _same_words(g, a)) is not None:
         return verdict
-    return any(_same(x, y) for x in readings(g) for y in readings(a))
+    return any(_same(x, y) for x in readings(g, trusted=True) for y in readings(a))
 
 
 def _depth(text: str) -> int:
@@ -105,31 +127,49 @@ def _depth(text: str) -> int:
 
 def tidy(text: str) -> str:
     """`clean`, without an introduction such as `The answer is`."""
-    return _ABOUT.sub("", _LEAD.sub("", clean(text.strip(" \n\r")))).strip()
+    text = _ABOUT.sub("", _LEAD.sub("", clean(text.strip(" \n\r")))).strip()
+    return r"\mathbb{R}" if _REALS.match(text) else _CUP.sub(r"\\cup ", re.sub(r"[\s\\]+$", "", text))
 
 
-def readings(text: str) -> Iterator[str]:
-    """What a cleaned answer may mean, most likely first: 1,234 is a number, 0,5 has a decimal comma."""
+def readings(text: str, *, trusted: bool = False) -> list[str]:
+    """What a cleaned answer may mean, most likely first: 1,234 is a number, 2,75 has a decimal comma or is a list.
+
+    Args:
+        trusted: a label's; each part of its `a \\approx b` counts. Of an answer both count only where b is the rounding
+            of a, so that a chain of guesses means nothing.
+    """
     if (m := _CHOICE.match(text)) is not None and m[4].strip():
-        yield from readings(m[4].strip(" .}"))
-        return
-    joined = _join_thousands(text)
-    parts = [p.strip() for p in _APPROXIMATELY.split(joined) if p.strip()]
-    if len(parts) > 1 and not re.fullmatch(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?", parts[0]):
-        yield from parts
-    elif parts:
-        yield parts[-1]
-    if joined != text:
-        yield text
-    if (m := _DECIMAL_COMMA.match(text)) is not None and (len(m[2]) != 1 or m[1].lstrip("+-") == "0"):
-        yield f"{m[1]}.{m[2]}"
+        return readings(m[4].strip(" .}"), trusted=trusted)
+    if (m := _DECIMAL_COMMA.fullmatch(text)) is not None:
+        return [f"{m[1]}.{m[2]}", text]
+    parts = [p.strip() for p in _APPROXIMATELY.split(_join_thousands(text))]
+    if len(parts) == 1:
+        return parts
+    if not all(parts):
+        return []
+    if trusted:
+        return parts
+    if len(parts) != 2:
+        return []
+    if _is_variable(parts[0]):
+        return parts[1:]
+    return parts if _rounded(*parts) else []
+
+
+def _rounded(whole: str, decimal: str) -> bool:
+    """Whether a decimal of three digits or more is the rounding of what is no decimal itself."""
+    short, long = read_number(decimal), read_number(whole)
+    if short is None or (short.digits or 0) < 3 or (long is not None and long.digits is not None):
+        return False
+    value = long.value if long is not None else real_value(read_expression(whole))
+    return value is not None and abs(value - short.value) <= Fraction(1, 2) / Fraction(10) ** short.places
 
 
 def _join_thousands(text: str) -> str:
     """Without the commas of 1,234 where no bracket makes them a pair's."""
     if "," not in text:
         return text
-    return _DEPTH_0_THOUSANDS.sub(lambda m: m[1].replace(",", "") if _outside_brackets(text, m.start()) else m[0], text)
+    return _THOUSANDS.sub(lambda m: m[1].replace(",", "") if _outside_brackets(text, m.start()) else m[0], text)
 
 
 def _outside_brackets(text: str, at: int) -> bool:
@@ -187,33 +227,59 @@ def is_words(text: str) -> bool:
 
 
 def _same(g: str, a: str) -> bool:
-    """Two readings: with units, or in their forms."""
-    based = _same_in_base(g, a)
-    if based is not None:
-        return based
-    gold, answer = without_unit(g), without_unit(a)
-    factor = comparable(gold, answer)
-    if gold.unit or answer.unit:
-        if factor is None:
-            return False
-        if _measured(gold, answer, factor):
-            return True
-        if gold.unit and answer.unit:
-            return False
-    return _same_shape(read_shape(g), read_shape(a))
+    """Two readings: lists item by item, values with a name in front, equations, and what is one expression."""
+    g, a = _bare(g), _bare(a)
+    if key(g) == key(a):
+        return True
+    if (verdict := _same_in_base(g, a)) is not None:
+        return verdict
+    if (verdict := _same_ratio(g, a)) is not None:
+        return verdict
+    if (verdict := _same_lists(g, a)) is not None:
+        return verdict
+    if (verdict := _same_equations(g, a)) is not None:
+        return verdict
+    return _same_leaf(g, a)
 
 
-def _measured(gold: Measured, answer: Measured, factor: Fraction) -> bool:
-    g, a = gold.text, answer.text
-    numbers = read_number(g), read_number(a)
-    if numbers[0] and numbers[1]:
-        scaled = Plain(numbers[0].value * factor, numbers[0].digits, numbers[0].places, numbers[0].percent)
-        return same_number(scaled, numbers[1])
-    return factor == 1 and _same_shape(read_shape(g), read_shape(a))
+def _bare(text: str) -> str:
+    """Without what only says of what kind a set is: x in, a condition's braces, brackets around a value."""
+    if len(parts := split_top(text, re.compile(r"\\in(?![a-zA-Z])"))) == 2 and _is_variable(parts[0]):
+        text = parts[1].strip()
+    ends = _brackets(text)
+    if ends is None:
+        return text
+    opening, closing, inside = ends
+    if opening == "{" and (m := _BUILDER.match(inside)) is not None and _ORDERED.search(m[2]):
+        return _bare(m[2].strip())
+    if opening + closing in ("  ", "()") and inside and len(_split(inside)) == 1:
+        return _bare(inside)
+    return text
+
+
+def _brackets(text: str) -> tuple[str, str, str] | None:
+    """(opening, closing, inside) when one pair of brackets holds the whole text."""
+    width, step = bracket_at(text, 0) if text else (0, 0)
+    if step != 1:
+        return None
+    depth, i = 0, 0
+    while i < len(text):
+        size, step = bracket_at(text, i)
+        depth += step
+        if depth == 0:
+            opening, closing = _OPEN.get(text[:width]), _CLOSE.get(text[i : i + size])
+            if i + size != len(text) or opening is None or closing is None:
+                return None
+            return opening, closing, text[width:i].strip()
+        i += size
+    return None
 
 
 def _same_in_base(g: str, a: str) -> bool | None:
     """Numerals with a base: the digits are compared, and the base where both have one."""
+    numerals = _PREFIXED.match(g), _PREFIXED.match(a)
+    if any(numerals):
+        return all(numerals) and int(g.replace(" ", ""), 0) == int(a.replace(" ", ""), 0)
     gold, answer = _BASE.match(key(g)), _BASE.match(key(a))
     if gold and answer:
         return gold.groups() == answer.groups()
@@ -223,151 +289,139 @@ def _same_in_base(g: str, a: str) -> bool | None:
     return re.sub(r"\s", "", other) == based[1]
 
 
-def _same_shape(g: Shape, a: Shape) -> bool:
-    if isinstance(g, Leaf) and isinstance(a, Leaf):
-        return same_leaf(g.text, a.text)
-    if isinstance(g, Relation) or isinstance(a, Relation):
-        return _same_relation(g, a) or (not isinstance(g, Leaf) and not isinstance(a, Leaf) and _by_math_verify(g, a))
-    if isinstance(g, Matrix) or isinstance(a, Matrix):
-        return _same_matrix(g, a)
-    left, right = as_region(g), as_region(a)
-    if left is not None and right is not None and (isinstance(g, Region) or isinstance(a, Region) or _same_kind(g, a)):
-        if _same_region(left, right):
-            return True
-        return (isinstance(g, Region) or isinstance(a, Region)) and _by_math_verify(g, a)
-    if isinstance(g, Many) and isinstance(a, Many):
-        return _same_many(g, a)
-    if isinstance(g, Many | Region) and isinstance(a, Many | Region):
-        return _by_math_verify(g, a)
-    many, other = (g, a) if isinstance(g, Many) else (a, g)
-    return isinstance(many, Many) and len(many.items) == 1 and _same_shape(many.items[0], other)
+# ------------------------------------------------------------------------------------------------------ several things
 
 
-def _same_kind(g: Shape, a: Shape) -> bool:
-    return isinstance(g, Many) and isinstance(a, Many) and g.kind == a.kind
+def _split(text: str) -> list[str]:
+    """At commas and `and`, or at semicolons where there are any."""
+    for separator in (_SEMICOLON, _COMMA):
+        parts = [p.strip() for p in split_top(text, separator)]
+        if len(parts) > 1:
+            return [p for p in parts if p]
+    return [text]
 
 
-def _same_many(g: Many, a: Many) -> bool:
-    g, a = _distinct(g), _distinct(a)
-    if len(g.items) != len(a.items):
+def _listed(text: str) -> Listed:
+    """The items of a list, a set or a tuple; a single text with an empty kind for anything else."""
+    parts = _split(text)
+    ends = None if len(parts) > 1 else _brackets(text)
+    if ends is not None and ends[0] in "([{" and ends[1] in ")]}":
+        inside = _split(ends[2])
+        if ends[0] == "{" or len(inside) > 1 or ends[0] + ends[1] == "[]":
+            kind = "set" if ends[0] == "{" else ends[0] + ends[1]
+            return Listed(kind if len(inside) > 1 else "list", tuple(b for i in inside for b in _both(i)))
+    parts = [b for p in parts for b in _both(p)]
+    return Listed("list" if len(parts) > 1 else "", tuple(parts))
+
+
+def _both(text: str) -> list[str]:
+    """The two readings of a text with `\\pm` or `\\mp`; the text alone without, and when it is a collection."""
+    if not _PLUS_MINUS.search(text) or text.startswith((r"\{", "(", "[")):
+        return [text]
+    return [_PLUS_MINUS.sub(lambda m, up=up: "+" if (m[1] == "pm") == up else "-", text) for up in (True, False)]
+
+
+def _same_lists(g: str, a: str) -> bool | None:
+    """Lists, sets and tuples; None when neither is one, or when an interval is compared with what is none."""
+    gold, answer = (_distinct(_vector_as(x, of)) for x, of in ((g, a), (a, g)))
+    kinds = {gold.kind, answer.kind}
+    if kinds == {""}:
+        return None
+    for one, other, text in ((gold, answer, a), (answer, gold, g)):
+        if not one.kind and len(parts := [p.strip() for p in split_top(one.items[0], _EQUALS)]) > 1:
+            value = _valued(parts, asked_for_sums=False) if other.kind else None  # (x, y) = (1, 2)
+            return value is not None and (_same(value[1], text) if one is gold else _same(text, value[1]))
+    if "" in kinds:
+        alone = max(len(gold.items), len(answer.items)) == 1
+        if alone:
+            return _same(gold.items[0], answer.items[0])
+        return _same_region(g, a)
+    if any(k[0] + k[-1] in ("[)", "(]") for k in kinds if k) and len(kinds) > 1:
         return False
-    kinds = {g.kind, a.kind}
-    ordered = kinds & {"()", "[]", "[)", "(]"}
-    if kinds <= {"list", "set", "union"}:
-        return _match_in_any_order(g.items, a.items)
-    if kinds == {"list", "()"} or len(kinds) == 1 or (kinds == {"()", "[]"} and len(g.items) != 2):
-        return all(_same_shape(x, y) for x, y in zip(g.items, a.items, strict=True))
-    return (
-        kinds == {"list", "[]"}
-        and bool(ordered)
-        and len(g.items) != 2
-        and (all(_same_shape(x, y) for x, y in zip(g.items, a.items, strict=True)))
-    )
+    if len(gold.items) != len(answer.items):
+        return False
+    if len(gold.items) > MOST_ITEMS:
+        return False
+    if kinds <= {"list", "set"}:
+        return _match_in_any_order(gold.items, answer.items)
+    ordered = len(kinds) == 1 or kinds == {"list", "()"} or (kinds <= {"()", "[]", "list"} and len(gold.items) != 2)
+    return ordered and all(map(_same, gold.items, answer.items))
 
 
-def _distinct(many: Many) -> Many:
+def _vector_as(text: str, other: str) -> Listed:
+    """A vector as a tuple where the other side is no matrix; else what is listed."""
+    m = _VECTOR.match(text)
+    if m is None or "matrix" in other or "array" in other:
+        return _listed(text)
+    rows = [r.strip() for r in re.split(r"\\\\", m[2]) if r.strip()]
+    cells = rows if len(rows) > 1 else re.split(r"(?<!\\)&", m[2])
+    return Listed("", (text,)) if len(rows) > 1 and "&" in m[2] else Listed("()", tuple(c.strip() for c in cells))
+
+
+def _distinct(listed: Listed) -> Listed:
     """Without repetitions, where those mean nothing: in a set, and in a list of tuples."""
-    if many.kind == "set" or (many.kind == "list" and all(isinstance(i, Many) for i in many.items)):
-        return Many(many.kind, tuple(dict.fromkeys(many.items)))
-    return many
+    if listed.kind == "set" or (listed.kind == "list" and all(_brackets(i) for i in listed.items)):
+        return Listed(listed.kind, tuple(dict.fromkeys(listed.items)))
+    return listed
 
 
-def _match_in_any_order(gold: tuple[Shape, ...], answer: tuple[Shape, ...]) -> bool:
+def _match_in_any_order(gold: tuple[str, ...], answer: tuple[str, ...]) -> bool:
     """Whether each item of one finds its own in the other."""
     rest = list(answer)
     for item in gold:
-        found = next((r for r in rest if _same_shape(item, r)), None)
+        found = next((r for r in rest if _same(item, r)), None)
         if found is None:
             return False
         rest.remove(found)
     return True
 
 
-def _same_matrix(g: Shape, a: Shape) -> bool:
-    if isinstance(g, Matrix) and isinstance(a, Matrix):
-        if g.bars != a.bars or [len(r) for r in g.rows] != [len(r) for r in a.rows]:
+def _same_region(g: str, a: str) -> bool:
+    """An interval, a union, an inequality, or inequalities that `or` joins, with another one in another form."""
+    sides: list[object] = []
+    for text in (g, a):
+        if _EQUALS.search(text):
             return False
-        return all(_same_shape(x, y) for p, q in zip(g.rows, a.rows, strict=True) for x, y in zip(p, q, strict=True))
-    matrix, other = (g, a) if isinstance(g, Matrix) else (a, g)
-    assert isinstance(matrix, Matrix)
-    cells = [c for row in matrix.rows for c in row]
-    vector = not matrix.bars and (len(matrix.rows) == 1 or all(len(r) == 1 for r in matrix.rows))
-    if len(cells) == 1 and vector:
-        return _same_shape(cells[0], other)
-    if isinstance(other, Leaf):
-        return "matrix" in other.text and _by_math_verify(g, a)
-    return (
-        vector and isinstance(other, Many) and other.kind in ("()", "list", "[]") and len(cells) == len(other.items)
-    ) and all(_same_shape(x, y) for x, y in zip(cells, other.items, strict=True))
-
-
-def _same_region(g: Region, a: Region) -> bool:
-    if g.variable and a.variable and g.variable != a.variable:
-        return False
-    if len(g.pieces) != len(a.pieces):
-        return False
-    rest = list(a.pieces)
-    for piece in g.pieces:
-        found = next((r for r in rest if r[2:] == piece[2:] and _same_ends(piece, r)), None)
-        if found is None:
+        parts = _split(text) if _ORDERED.search(text) and re.search(r"\bor\b", text) else [text]
+        expressions = [read_expression(p) for p in parts]
+        if any(e is None for e in expressions):
             return False
-        rest.remove(found)
-    return True
+        sides.append(union(expressions) if len(parts) > 1 else expressions[0])
+    return all(side is not None and is_region(side) for side in sides) and same_object(*sides)
 
 
-def _same_ends(p: tuple[str, str, bool, bool], q: tuple[str, str, bool, bool]) -> bool:
-    return same_leaf(p[0], q[0]) and same_leaf(p[1], q[1])
+# ------------------------------------------------------------------------------------------------------- equations
 
 
-# ------------------------------------------------------------------------------------------------------- relations
-
-
-def _same_relation(g: Shape, a: Shape) -> bool:
-    """Equations and chains of inequalities; a value with a name in front of it is that value."""
-    if isinstance(g, Relation) and isinstance(a, Relation):
-        return _same_chains(g, a)
-    relation, other = (g, a) if isinstance(g, Relation) else (a, g)
-    assert isinstance(relation, Relation)
-    region = as_region(relation)
-    if region is not None and (interval := as_region(other)) is not None:
-        return _same_region(region, interval)
-    if set(relation.signs) != {"="}:
+def _same_equations(g: str, a: str) -> bool | None:
+    """Equations; a value with a name in front of it is that value. None when there is no equation."""
+    sides = [[p.strip() for p in split_top(t, _EQUALS)] for t in (g, a)]
+    if all(len(s) == 1 for s in sides) or any(_ORDERED.search(t) for t in (g, a)):
+        return None
+    if not all(p for s in sides for p in s):
         return False
-    first, last = relation.parts[0], relation.parts[-1]
-    if read_number(first) and _is_name(last):
-        first, last = last, first  # 12 = n
-    named = _is_name(first) or (relation is a and _SUM_OF_NAMES.fullmatch(first) is not None)
-    if not named and not same_leaf(first, last):
-        return False  # an equation, and a value is none; but 3 x 5 = 15 is a value
-    return _same_shape(read_shape(last), other)
-
-
-def _same_chains(g: Relation, a: Relation) -> bool:
-    left, right = as_region(g), as_region(a)
-    if left is not None and right is not None:
-        return _same_region(left, right)
-    if set(g.signs) == set(a.signs) == {"="}:
-        return _same_equations(g, a)
-    turned = Relation(a.parts[::-1], tuple(s.translate(str.maketrans("<>", "><")) for s in reversed(a.signs)))
-    return any(
-        g.signs == way.signs and all(same_leaf(x, y) for x, y in zip(g.parts, way.parts, strict=True))
-        for way in (a, turned)
-    )
-
-
-def _same_equations(g: Relation, a: Relation) -> bool:
-    names = [_is_name(r.parts[0]) for r in (g, a)]
-    if all(names) and _same_names(g.parts[0], a.parts[0]):
-        return _same_shape(read_shape(g.parts[-1]), read_shape(a.parts[-1]))
-    if len(g.parts) != 2 or len(a.parts) != 2:
+    gold, answer = _valued(sides[0], False), _valued(sides[1], len(sides[0]) == 1)
+    if gold is not None and answer is not None and (not gold[0] or not answer[0] or _same_names(gold[0], answer[0])):
+        return _same(gold[1], answer[1])
+    if len(sides[0]) != 2 or len(sides[1]) != 2 or (gold and answer and _is_variable(gold[0]) and gold[0] != answer[0]):
         return False
-    sides = [[read_expression(p) for p in r.parts] for r in (g, a)]
-    if any(s is None for pair in sides for s in pair):
+    read = [[read_expression(p) for p in s] for s in sides]
+    if any(e is None for s in read for e in s):
         return False
     try:
-        return bool(proportional(sides[0][0] - sides[0][1], sides[1][0] - sides[1][1]))
+        return proportional(read[0][0] - read[0][1], read[1][0] - read[1][1])
     except (TypeError, AttributeError):
         return False
+
+
+def _valued(parts: list[str], asked_for_sums: bool) -> tuple[str, str] | None:
+    """(name or nothing, value) of `x = 2 + 3 = 5`; None when it is an equation, or states different values."""
+    if len(parts) == 2 and read_number(parts[0]) and _is_name(parts[1]):
+        parts = parts[::-1]  # 12 = n
+    name = ""
+    while len(parts) > 1 and (_is_name(parts[0]) or (asked_for_sums and _SUM_OF_NAMES.fullmatch(parts[0]))):
+        name, parts = name or parts[0], parts[1:]
+    return (name, parts[-1]) if all(_same(p, parts[-1]) for p in parts[:-1]) else None
 
 
 def _same_names(g: str, a: str) -> bool:
@@ -375,45 +429,59 @@ def _same_names(g: str, a: str) -> bool:
     if key(g) == key(a):
         return True
     kinds = [bool(re.fullmatch(r"[a-zA-Z]\s*\(\s*[a-zA-Z]\s*\)", t)) for t in (g, a)]
-    return kinds[0] != kinds[1] and "y" in (g.strip(), a.strip())
+    return kinds[0] != kinds[1] and "y" in (g, a)
 
 
 def _is_name(text: str) -> bool:
     """Whether the left side of an equation only names the right: x, f(x), AB, P(A), |z|, (x, y), but not 2x + 1."""
     text = re.sub(r"\\text\{[^{}]*\}", "T", text.strip())
-    if not text or re.match(r"^\d", text):
+    if not re.search(r"[A-Za-z]", re.sub(r"\\(?:frac|pi|infty)(?![a-zA-Z])", "", text)) or re.match(r"^\d", text):
         return False
     outer = re.sub(r"\([^()]*\)|\{[^{}]*\}|\|[^|]*\|", "", re.sub(r"\\frac\s*\{[^{}]*\}\s*\{[^{}]*\}", "F", text))
     return not re.search(r"[+^]|(?<!^)-|\\(?:sin|cos|tan|log|ln|cdot|times|sqrt)\b", outer)
 
 
+def _is_variable(text: str) -> bool:
+    """A name such as x, n_1, \\theta or f(x)."""
+    name = text.strip()
+    return re.fullmatch(r"(?:\\[a-zA-Z]+|[a-zA-Z])(?:_\{?\w+\}?)?(?:\s*\(\s*[a-zA-Z]\s*\))?'?", name) is not None and (
+        name not in (r"\infty", r"\pi", "e", "i")
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------ leaves
 
 
-def same_leaf(g: str, a: str) -> bool:
-    """Two expressions: equal as text, as numbers, as ratios or by value. Raises TooLargeError."""
-    if key(g) == key(a):
-        return True
+def _same_leaf(g: str, a: str) -> bool:
+    """Two expressions, perhaps with units: as numbers, as ratios, as words or by value. Raises TooLargeError."""
+    gold, answer = without_unit(g), without_unit(a)
+    factor = comparable(gold, answer)
+    if factor is None:
+        return False
+    g, a = gold.text, answer.text
     numbers = read_number(g), read_number(a)
     if numbers[0] and numbers[1]:
-        return same_number(numbers[0], numbers[1])
-    gold, answer = without_unit(g), without_unit(a)
-    if (
-        (gold.unit or answer.unit)
-        and (factor := comparable(gold, answer)) is not None
-        and (gold.text, answer.text) != (g, a)
-    ):
-        return _measured(gold, answer, factor)
-    if (ratio := _same_ratio(g, a)) is not None:
-        return ratio
+        scaled = Plain(numbers[0].value * factor, numbers[0].digits, numbers[0].places, numbers[0].percent)
+        return same_number(scaled, numbers[1])
+    if factor != 1:
+        return False
+    if key(g) == key(a):
+        return True
     if is_words(g) or is_words(a):
         return words(g) == words(a)
+    if any(number is None and _side_by_side(t) for t, number in zip((g, a), numbers, strict=True)):
+        return False  # a sequence, a table: as text or not at all
     return _same_expression(g, a, numbers)
+
+
+def _side_by_side(text: str) -> bool:
+    """Whether numbers stand next to each other, which the parser takes for a product: `10 20 30`, `{1}{2}`."""
+    return "begin" not in text and _SIDE_BY_SIDE.search(_GROUPED.sub(r" \1 ", to_latex(text))) is not None
 
 
 def _same_ratio(g: str, a: str) -> bool | None:
     """`3:2` and `6:4`; a ratio of two may be written as a fraction."""
-    sides = [[read_number(p) for p in t.split(":")] for t in (g, a)]
+    sides = [[read_number(p) for p in t.rpartition("=")[2].split(":")] for t in (g, a)]
     if all(len(s) == 1 for s in sides) or any(p is None or p.value == 0 for s in sides for p in s):
         return None
     values = [[p.value for p in s if p is not None] for s in sides]
@@ -425,24 +493,21 @@ def _same_ratio(g: str, a: str) -> bool | None:
 
 def _same_expression(g: str, a: str, numbers: tuple[Plain | None, Plain | None]) -> bool:
     percent = [t.rstrip(" \\").endswith("%") for t in (g, a)]
-    g, a = g.rstrip("% \\"), a.rstrip("% \\")
-    left, right = read_expression(g), read_expression(a)
+    left, right = (read_expression(t.rstrip("% \\")) for t in (g, a))
     if left is None or right is None:
         return False
-    try:
-        for number, expression in ((numbers[0], right), (numbers[1], left)):
-            if number is not None and (verdict := equals_number(expression, _bare(number))) is not None:
-                return verdict
-        if same_value(left, right):
-            return True
-        hundredths = percent[0] != percent[1]
-        return hundredths and bool(same_value(left * 100 if percent[1] else left, right * 100 if percent[0] else right))
-    except (NoValueError, TypeError, ZeroDivisionError, OverflowError):
-        return False
-
-
-def _bare(number: Plain) -> Plain:
-    return Plain(number.value, number.digits, number.places)
+    if any(_NO_VALUE.search(t) and "begin" not in t for t in (g, a)):
+        return is_region(left) and is_region(right) and same_object(left, right)
+    for number, expression in ((numbers[0], right), (numbers[1], left)):
+        if number is None:
+            continue
+        plain = Plain(number.value, number.digits, number.places)
+        if (verdict := equals_number(expression, plain)) is not None:
+            return verdict
+    verdict = same_value(left, right)
+    if verdict is False and percent[0] != percent[1]:
+        verdict = same_value(left * 100 if percent[1] else left, right * 100 if percent[0] else right)
+    return same_object(left, right) if verdict is None else verdict
 
 
 def understood(gold: str) -> bool:
@@ -452,47 +517,20 @@ def understood(gold: str) -> bool:
     text = tidy(gold)
     if _LETTER.match(text) or _BASE.match(key(text)) or _says_none(text) or is_words(text):
         return True
-    return _pieces_are_read(read_shape(next(readings(text))))
+    return all(map(_is_read, readings(text, trusted=True)[:1]))
 
 
-def _pieces_are_read(shape: Shape) -> bool:
-    if isinstance(shape, Leaf):
-        text = without_unit(shape.text).text
-        ratio = ":" in text and all(read_number(p) for p in text.split(":"))
-        return bool(ratio or read_number(text) or is_words(text) or read_expression(text.rstrip("% \\")) is not None)
-    if isinstance(shape, Relation):
-        return all(read_number(p) or read_expression(p) is not None or _is_name(p) for p in shape.parts)
-    if isinstance(shape, Region):
-        return all(_pieces_are_read(Leaf(end)) for piece in shape.pieces for end in piece[:2])
-    cells = [c for row in shape.rows for c in row] if isinstance(shape, Matrix) else list(shape.items)
-    return all(_pieces_are_read(c) for c in cells)
+def _is_read(text: str) -> bool:
+    text = _bare(text)
+    if len(listed := _listed(text).items) > 1:
+        return all(map(_is_read, listed))
+    parts = [without_unit(p.strip()).text for p in split_top(text, _EQUALS)]
+    if ":" in text and all(read_number(p) for p in text.split(":")):
+        return True
+    return all(
+        read_number(p) or is_words(p) or (len(parts) > 1 and _is_name(p)) or _parses(p.rstrip("% \\")) for p in parts
+    )
 
 
-# ------------------------------------------------------------------------------------------------ math-verify's word
-
-
-def _by_math_verify(g: Shape, a: Shape) -> bool:
-    """Sets and relations in forms that are not told apart here."""
-    texts = written(g), written(a)
-    if any(_WORD.search(_COMPUTED.sub(" ", t)) for t in texts):
-        return False  # it reads a word as the product of its letters
-    expressions = [read_expression(t) for t in texts]
-    for e in expressions:
-        if e is not None:
-            _refuse_towers(e)
-    parsed = [parse(f"$\\boxed{{{to_latex(t)}}}$", fallback_mode="no_fallback", parsing_timeout=0) for t in texts]
-    return all(parsed) and bool(verify(parsed[0], parsed[1], timeout_seconds=0, allow_set_relation_comp=True))
-
-
-def _refuse_towers(expression: Basic | MatrixBase) -> None:
-    """Raise TooLargeError for powers that math-verify would compute."""
-    if isinstance(expression, MatrixBase):
-        for cell in expression.flat():
-            _refuse_towers(cell)
-        return
-    for part in expression.args:
-        _refuse_towers(part)
-    try:
-        exact(expression)
-    except NoValueError:
-        return
+def _parses(text: str) -> bool:
+    return not _side_by_side(text) and read_expression(text) is not None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
-from mslime.rollout.rewards.graders.answers import boxed_answers, candidates
+from mslime.rollout.rewards.graders.answers import boxed_answer, candidates
 from mslime.rollout.rewards.graders.latex import balanced, clean
 
 MANY_WORDS = 12  # a label of more is a worked solution, and its answer is looked for as in a response
@@ -67,9 +67,9 @@ def _listed(text: str) -> list[str]:
 
 def _answer_of(text: str) -> str:
     """A label's answer: its last box, or what follows `####`, or all of it."""
-    boxed = boxed_answers(text)
+    boxed = boxed_answer(text)
     if boxed is not None:
-        return boxed[-1] if boxed else ""
+        return boxed
     _, mark, after = text.rpartition("####")
     if mark and after.strip():
         return after.strip()

@@ -177,6 +177,7 @@ _PREFIX = re.compile(r"^([+-]?)\s*(?:(＄|€|£|¥|₹)|(?:(Rs|USD|EUR|GBP|INR|
 _SUFFIX_SIGN = re.compile(r"\s*(＄|€|£|¥|₹|¢)$")
 _SUFFIX_DEGREE = re.compile(r"\s*(\^\\circ(?:\s*[CF])?)$")
 _POWER = r"(?:\s*\^\s*\{?\s*([23])\s*\}?)?"
+_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")  # sin 30 degrees is no angle
 _SUFFIX_TEXT = re.compile(rf"[\s\\]*\\text\{{\s*([^{{}}]*?)\s*\}}{_POWER}\s*$")
 _NAME = r"\{\s*(?:\\text\{[^{}]*\}|m|g|s|h|L|l|N|J)\s*(?:\^\s*\{?\s*\d\s*\}?)?\s*\}"
 _SUFFIX_FRACTION = re.compile(rf"\s*\\frac\s*{_NAME}\s*{_NAME}$")  # 60 \\frac{{\\text{{km}}}}{{h}}
@@ -203,9 +204,9 @@ def without_unit(text: str) -> Measured:
         sign = "-" if "-" in (m[1], m[4]) else ""
         return Measured(sign + text[m.end() :].strip(), _named(m[2] or m[3]))
     for pattern in (_SUFFIX_SIGN, _SUFFIX_DEGREE):
-        if (m := pattern.search(text)) is not None and m.start():
+        if (m := pattern.search(text)) is not None and m.start() and not _ANGLE.search(text):
             return Measured(text[: m.start()].strip(), _named(re.sub(r"\\circ\s*([CF])", r"\\circ \1", m[1])))
-    if (m := _SUFFIX_TEXT.search(text)) is not None and m.start() and not re.fullmatch(r"(?i)and|or", m[1]):
+    if (m := _SUFFIX_TEXT.search(text)) is not None and m.start() and not re.search(r"(?i)\b(?:and|or|not)\b|\d", m[1]):
         inner = without_unit(text[: m.start()].strip())  # 5 \text{ miles} \text{ per hour}
         return Measured(inner.text, "?" if inner.unit else _named(m[1]), int(m[2] or 1))
     if (m := _SUFFIX_FRACTION.search(text)) is not None and m.start():

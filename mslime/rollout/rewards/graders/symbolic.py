@@ -1,8 +1,8 @@
-"""Values of expressions: parsed by latex2sympy, computed here, exactly where they are rational.
+"""Values of expressions: parsed by math-verify, computed exactly where they are rational.
 
-Nothing is simplified. Two expressions are the same when their values agree, at several points where they have
-variables; that takes milliseconds, while simplifying may take for ever. Every power and factorial is bounded before it
-is computed, so `10^{10^{10}}` is refused and not tried.
+Two expressions are the same when their values agree, at several points where they have variables: that takes
+milliseconds, while simplifying may take for ever. What has no value (sets, relations, matrices) is math-verify's to
+compare. Every power and factorial is bounded before it is computed, so `10^{10^{10}}` is refused and not tried.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import mpmath
 import sympy
 from latex2sympy2_extended import NormalizationConfig
-from math_verify import parse
+from math_verify import parse, verify
+from math_verify.grader import is_equation, is_relation, unwrap_fcs
 from math_verify.parser import LatexExtractionConfig
 
 from mslime.rollout.rewards.graders.numbers import Plain, close
@@ -27,10 +28,11 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 DIGITS = 50  # of a value that is not rational
 MOST_DIGITS = 20_000  # of a rational number that is computed
-MOST_TERMS = 2_000  # of a sum or product
+MOST_TERMS = 2_000  # of a sum or product, and the largest power in calculus
 LONGEST = 2_000  # characters of an expression
 POINTS = 5
 _CONFIG = LatexExtractionConfig(
+    try_extract_without_anchor=False,  # else what cannot be read as a whole is read as the last fraction in it
     boxed_match_priority=0,
     normalization_config=NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="last", equations=False
@@ -43,7 +45,7 @@ class TooLargeError(Exception):
 
 
 class NoValueError(Exception):
-    """An expression has no value here: it is undefined, or not of a kind that is computed."""
+    """An expression has no finite value here."""
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
@@ -188,128 +190,26 @@ def _exact_function(e: Any, values: list[Fraction | None]) -> Fraction | None:
     return Fraction(int(sympy.binomial(int(v[0]), int(v[1]))))
 
 
-# -------------------------------------------------------------------------------------------------- numerical values
-
-
-def _log(x: Any, base: Any = None) -> Any:
-    if x == 0:
-        raise NoValueError("log 0")
-    return mpmath.log(x) if base is None else mpmath.log(x) / mpmath.log(base)
-
-
-def _factorial(n: Any) -> Any:
-    if abs(n) > 10**6:
-        raise TooLargeError("a factorial of more than a million")
-    return mpmath.fac(n)
-
-
-_CALLS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(mpmath, name) for name in (
-        "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "acot", "asec", "acsc", "sinh", "cosh",
-        "tanh", "coth", "asinh", "acosh", "atanh", "exp", "sign", "floor", "gamma", "re", "im", "conj", "binomial")},
-    "Abs": abs, "ceiling": mpmath.ceil, "conjugate": mpmath.conj, "arg": mpmath.arg, "log": _log,
-    "factorial": _factorial, "Max": lambda *a: max(a), "Min": lambda *a: min(a), "Mod": mpmath.fmod,
-    "root": mpmath.root,
-}  # fmt: skip
-_CONSTANTS: dict[Any, Any] = {
-    sympy.pi: mpmath.pi, sympy.E: mpmath.e, sympy.GoldenRatio: mpmath.phi, sympy.EulerGamma: mpmath.euler,
-    sympy.oo: mpmath.inf, sympy.S.NegativeInfinity: -mpmath.inf,
-}  # fmt: skip
-
-
-def value(e: Any, point: Mapping[str, Any]) -> Any:
-    """The value of an expression as mpmath has it, with the variables of `point`; `i` is the imaginary unit.
-
-    Raises NoValueError, TooLargeError.
-    """
-    if e in _CONSTANTS:
-        return +_CONSTANTS[e] if e not in (sympy.oo, sympy.S.NegativeInfinity) else _CONSTANTS[e]
-    if isinstance(e, sympy.Number):
-        rational = exact(e)
-        if rational is None:
-            raise NoValueError(str(e))
-        return mpmath.mpf(rational.numerator) / rational.denominator
-    if isinstance(e, sympy.Symbol):
-        return mpmath.mpc(0, 1) if e.name == "i" else point[e.name]
-    if e is sympy.I:
-        return mpmath.mpc(0, 1)
-    if isinstance(e, sympy.UnevaluatedExpr):
-        return value(e.args[0], point)
-    if isinstance(e, sympy.Sum | sympy.Product):
-        return _series(e, point)
-    if isinstance(e, sympy.Integral | sympy.Derivative | sympy.Limit):
-        _refuse_large_exponents(e)
-        return value(e.doit(), point)
-    arguments = [value(a, point) for a in e.args]
-    if isinstance(e, sympy.Add):
-        return mpmath.fsum(arguments)
-    if isinstance(e, sympy.Mul):
-        return mpmath.fprod(arguments)
-    if isinstance(e, sympy.Pow):
-        return _power(*arguments)
-    call = _CALLS.get(type(e).__name__)
-    if call is None:
-        raise NoValueError(f"{type(e).__name__} is not computed")
-    try:
-        return call(*arguments)
-    except (ValueError, ZeroDivisionError, TypeError) as error:
-        raise NoValueError(str(error)) from error
-
-
-def _power(base: Any, exponent: Any) -> Any:
-    if base == 0 and mpmath.re(exponent) <= 0 and exponent != 0:
-        raise NoValueError("division by zero")
-    if base != 0 and not (mpmath.isinf(base) or mpmath.isinf(exponent)):
-        digits = abs(exponent) * abs(mpmath.log10(abs(base)))
-        if digits > 10**9:
-            raise TooLargeError("a power of more than a billion digits")
-    return mpmath.power(base, exponent)
-
-
-def _refuse_large_exponents(e: Any) -> None:
-    """Raise TooLargeError for powers that make calculus endless."""
-    for power in e.atoms(sympy.Pow):
-        exponent = exact(power.args[1])
-        if exponent is not None and abs(exponent) > MOST_TERMS:
-            raise TooLargeError(f"calculus with a power of more than {MOST_TERMS}")
-
-
-def _series(e: Any, point: Mapping[str, Any]) -> Any:
-    """A sum or product over one index with bounds that are numbers here."""
-    (index, low, high), *others = e.limits
-    first, last = value(low, point), value(high, point)
-    if others or not mpmath.isfinite(first) or not mpmath.isfinite(last):
-        result = e.doit()
-        if result.has(sympy.Sum, sympy.Product):
-            raise NoValueError("a series that is not computed")
-        return value(result, point)
-    if last - first > MOST_TERMS:
-        raise TooLargeError(f"a series of more than {MOST_TERMS} terms")
-    terms = [value(e.function, {**point, index.name: mpmath.mpf(k)}) for k in range(int(first), int(last) + 1)]
-    return mpmath.fsum(terms) if isinstance(e, sympy.Sum) else mpmath.fprod(terms)
-
-
 # -------------------------------------------------------------------------------------------------------- comparison
 
 
-def points(*expressions: Any) -> list[dict[str, Any]]:
-    """Where to compare: at whole numbers where something counts, else at three positive and two negative points."""
-    names = sorted({str(s) for e in expressions for s in e.free_symbols})
-    whole = any(
-        e.has(sympy.Sum, sympy.Product, sympy.factorial, sympy.floor, sympy.ceiling, sympy.Mod) for e in expressions
-    )
-    found: list[dict[str, Any]] = []
-    for k in range(POINTS if names else 1):
-        draw = {n: random.Random(f"{n}/{k}") for n in names}
-        if whole:
-            found.append({n: mpmath.mpf(r.randint(2, 9)) for n, r in draw.items()})
-        else:
-            sign = -1 if k >= 3 else 1
-            found.append({n: sign * mpmath.mpf(r.uniform(0.3, 2.6)) for n, r in draw.items()})
-    return found
+def number_of(e: Any, point: Mapping[Any, Any]) -> tuple[Any, Any]:
+    """(real, imaginary) part of an expression's value, with the variables of `point`; `i` is the imaginary unit.
+
+    Raises NoValueError, TooLargeError.
+    """
+    named = {s: sympy.I for s in e.free_symbols if str(s) == "i"} | {
+        s: point[str(s)] for s in e.free_symbols if str(s) in point
+    }
+    found = e.subs(named).evalf(DIGITS)
+    found = found if found.is_number and found.is_Number else found.doit().evalf(DIGITS)
+    parts = found.as_real_imag() if found.is_number else (found,)
+    if len(parts) != 2 or not all(p.is_Number and p.is_finite for p in parts):
+        raise NoValueError(type(e).__name__)
+    return parts
 
 
-def same_value(a: Any, b: Any, tolerance: str = "1e-25") -> bool | None:
+def same_value(a: Any, b: Any) -> bool | None:
     """Whether two expressions have equal values wherever both have one; None when that cannot be told.
 
     At negative points only real values count: which branch a root of a negative number takes is not an answer's fault.
@@ -318,71 +218,127 @@ def same_value(a: Any, b: Any, tolerance: str = "1e-25") -> bool | None:
     """
     if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
         return None
-    if not (a.free_symbols or b.free_symbols):
-        left, right = exact(a), exact(b)
-        if left is not None and right is not None:
-            return left == right
-    if a.has(sympy.Float) or b.has(sympy.Float):
-        tolerance = "1e-6"
+    left, right = bounded(a), bounded(b)
+    if left is not None and right is not None:
+        return left == right
+    tolerance = sympy.Float("1e-6" if a.has(sympy.Float) or b.has(sympy.Float) else "1e-25", DIGITS)
     compared = 0
-    with mpmath.workdps(DIGITS):
-        for k, point in enumerate(points(a, b)):
-            try:
-                left, right = value(a, point), value(b, point)
-            except NoValueError:
-                continue
-            if k >= 3 and (_is_complex(left) or _is_complex(right)):
-                continue
-            if mpmath.isnan(left) or mpmath.isnan(right):
-                continue
-            compared += 1
-            if not _near(left, right, mpmath.mpf(tolerance)):
-                return False
+    for k, point in enumerate(points(a, b)):
+        try:
+            values = number_of(a, point), number_of(b, point)
+        except NoValueError:
+            continue
+        if k >= 3 and any(abs(v[1]) > tolerance * max(1, abs(v[0])) for v in values):
+            continue
+        compared += 1
+        size = max(abs(p) for v in values for p in v)
+        if any(abs(p - q) > tolerance * size for p, q in zip(*values, strict=True)):
+            return False
     return True if compared else None
+
+
+def real_value(e: Any) -> Fraction | None:
+    """The value of an expression without variables, to DIGITS digits where it is not rational; None when it has none,
+    or is complex. Raises TooLargeError."""
+    if not isinstance(e, sympy.Expr) or {str(s) for s in e.free_symbols} - {"i"}:
+        return None
+    if (known := bounded(e)) is not None:
+        return known
+    try:
+        real, imaginary = number_of(e, {})
+    except NoValueError:
+        return None
+    return Fraction(str(real)) if abs(imaginary) <= sympy.Float("1e-30") * max(1, abs(real)) else None
 
 
 def equals_number(e: Any, number: Plain) -> bool | None:
     """Whether an expression without variables has the value that a plain number says; None when that cannot be told."""
-    if not isinstance(e, sympy.Expr) or {str(s) for s in e.free_symbols} - {"i"}:
+    value = real_value(e)
+    if value is None:
         return None
-    known = exact(e)
-    if known is not None:
-        return close(Plain(known), number)
-    with mpmath.workdps(DIGITS):
-        try:
-            found = value(e, {})
-        except NoValueError:
-            return None
-        if _is_complex(found) or not mpmath.isfinite(found):
-            return False
-        real = mpmath.re(found)
-        rounded = Plain(Fraction(*map(int, sympy.Rational(str(mpmath.nstr(real, 40))).as_numer_denom())), 40, 60)
-    return close(number, rounded)
+    return close(number, Plain(value) if bounded(e) is not None else Plain(value, DIGITS - 10, DIGITS + 10))
 
 
-def proportional(a: Any, b: Any) -> bool | None:
+def proportional(a: Any, b: Any) -> bool:
     """Whether one expression is a constant other than 0 times the other: equations `a = 0` and `b = 0` say the same."""
     ratios: list[Any] = []
-    with mpmath.workdps(DIGITS):
-        for point in points(a, b):
-            try:
-                left, right = value(a, point), value(b, point)
-            except NoValueError:
-                continue
-            if abs(left) < 1e-30 or abs(right) < 1e-30:
-                return abs(left) < 1e-30 and abs(right) < 1e-30
-            ratios.append(left / right)
-        if len(ratios) < 2:
-            return None
-        return all(_near(r, ratios[0], mpmath.mpf("1e-20")) for r in ratios)
+    for point in points(a, b):
+        try:
+            (left, _), (right, _) = number_of(a, point), number_of(b, point)
+        except NoValueError:
+            continue
+        if min(abs(left), abs(right)) < sympy.Float("1e-30"):
+            return False
+        ratios.append(left / right)
+    return len(ratios) >= 2 and all(abs(r - ratios[0]) <= sympy.Float("1e-20") * abs(r) for r in ratios)
 
 
-def _is_complex(x: Any) -> bool:
-    return abs(mpmath.im(x)) > mpmath.mpf("1e-30") * max(1, abs(mpmath.re(x)))
+def points(*expressions: Any) -> list[dict[str, Any]]:
+    """Where to compare: at whole numbers where something counts, else at three positive and two negative points."""
+    names = sorted({str(s) for e in expressions for s in e.free_symbols} - {"i"})
+    whole = any(
+        e.has(sympy.Sum, sympy.Product, sympy.factorial, sympy.floor, sympy.ceiling, sympy.Mod) for e in expressions
+    )
+    found: list[dict[str, Any]] = []
+    for k in range(POINTS if names else 1):
+        sign, draw = -1 if k >= 3 else 1, {n: random.Random(f"{n}/{k}") for n in names}
+        if whole:
+            found.append({n: sympy.Integer(r.randint(2, 9)) for n, r in draw.items()})
+        else:
+            found.append({n: sympy.Rational(r.randint(300, 2600), sign * 997) for n, r in draw.items()})
+    return found
 
 
-def _near(a: Any, b: Any, tolerance: Any) -> bool:
-    if mpmath.isinf(a) or mpmath.isinf(b):
-        return a == b
-    size = max(abs(a), abs(b))
-    return abs(a - b) <= tolerance * size or size < mpmath.mpf("1e-40")
+def bounded(e: Any) -> Fraction | None:
+    """`exact`, when nothing in the expression takes long to compute. Raises TooLargeError."""
+    for part in e.atoms(sympy.Sum, sympy.Product):
+        for _, low, high in part.limits:
+            length = high - low
+            if length.is_number and length.is_finite and length > MOST_TERMS:
+                raise TooLargeError(f"a series of more than {MOST_TERMS} terms")
+    if e.has(sympy.Integral, sympy.Derivative, sympy.Limit, sympy.Sum, sympy.Product):
+        for power in e.atoms(sympy.Pow):
+            if (exponent := exact(power.args[1])) is not None and abs(exponent) > MOST_TERMS:
+                raise TooLargeError(f"calculus with a power of more than {MOST_TERMS}")
+    try:
+        return exact(e)
+    except NoValueError:
+        return None
+
+
+# -------------------------------------------------------------------------------------------- sets, relations, matrices
+
+
+def same_object(a: Any, b: Any) -> bool:
+    """Whether two sets, inequalities or matrices are equal: math-verify's word. Raises TooLargeError."""
+    for e in (a, b):
+        for part in e.flat() if isinstance(e, sympy.MatrixBase) else (e,):
+            bounded(part)
+    sets = [_region(e) for e in (a, b)]
+    if any(s is None for s in sets) or (is_relation(a) and is_relation(b) and a.free_symbols != b.free_symbols):
+        sets = [a, b]
+    return bool(verify(sets[0], sets[1], timeout_seconds=0, allow_set_relation_comp=True))
+
+
+def _region(e: Any) -> Any:
+    """The values that a variable may have by an inequality; a set as it is, None for anything else."""
+    if isinstance(e, sympy.Set):
+        return e
+    if not is_relation(e) or is_equation(e):
+        return None
+    try:
+        return cast("Any", unwrap_fcs(e)).as_set()
+    except (NotImplementedError, AttributeError, TypeError, ValueError):
+        return None
+
+
+def is_region(e: Any) -> bool:
+    """Whether an expression is a set, or an inequality."""
+    return _region(e) is not None
+
+
+def union(expressions: list[Any]) -> Any:
+    """Of inequalities that `or` joins, when each is one."""
+    sets = [_region(e) for e in expressions]
+    names = {str(s) for e in expressions for s in getattr(e, "free_symbols", ())}
+    return sympy.Union(*sets) if all(s is not None for s in sets) and len(names) == 1 else None
