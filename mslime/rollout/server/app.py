@@ -110,6 +110,7 @@ class ModelServer:
             app.router.add_post("/{session}" + dialect.path, _handler(self, dialect))
         app.router.add_post("/{session}" + COUNT, self._count)
         app.router.add_get("/{session}/v1/models", self._models)
+        app.router.add_get("/{session}/v1/models/{name:.+}", self._models)
         try:
             listening = listen(self._host, self._port)
         except OSError as error:
@@ -168,7 +169,9 @@ class ModelServer:
             await self._admit(http)
         except _Refused as error:
             return refusal(DIALECTS[0], error)
-        return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "mslime"}]})
+        name = http.match_info.get("name")  # of any name, as in requests
+        model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "mslime"}
+        return _json(model if name else {"object": "list", "data": [model]})
 
 
 async def deliver(
@@ -292,7 +295,14 @@ def refusal(dialect: Dialect, error: BaseException) -> web.Response:
     if status == 503 and not isinstance(error, UserError):
         log.warning("a request failed", exc_info=error)
     headers = {} if status in (408, 503) else NO_RETRY
-    return _json(dialect.error(status, str(error), field, code), status, headers)
+    return _json(dialect.error(status, _words(dialect, error), field, code), status, headers)
+
+
+def _words(dialect: Dialect, error: BaseException) -> str:
+    """What an error says, a full context first in the words of the API."""
+    if isinstance(error, ContextFull) and error.most:
+        return f"{dialect.too_long(error.tokens, error.most)}\n{error}"
+    return str(error)
 
 
 async def _fail(
@@ -304,7 +314,7 @@ async def _fail(
         return refusal(dialect, error)
     if begun.content_type == _SSE:
         status, field, code = _described(error)
-        await begun.write(_written("error", dialect.error(status, str(error), field, code)))
+        await begun.write(_written("error", dialect.error(status, _words(dialect, error), field, code)))
         await begun.write_eof()
     elif http.transport is not None:
         http.transport.abort()

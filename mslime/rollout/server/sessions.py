@@ -95,7 +95,7 @@ class Session:
         return self.chat.forest.named
 
     async def _replies(self, request: Request) -> list[Turn]:
-        self.chat.counts["ignored_fields"] += len(request.ignored)
+        self.chat.ignore(request.ignored)
         self.chat.check_replies(max(1, len(request.prompts)) * request.count)
         asked = [
             self.chat.complete(prompt if isinstance(prompt, str) else list(prompt), max_tokens=request.max_tokens,
