@@ -17,6 +17,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from mslime.config.atropos import AtroposConfig
 from mslime.config.errors import ConfigError
+from mslime.network import url_of
 from mslime.rollout.atropos.native import PATH, generate_dialect
 from mslime.rollout.atropos.pushed import RefusedError
 from mslime.rollout.chat.errors import ChatError
@@ -69,7 +70,7 @@ class AtroposServer:
             raise ConfigError("rollout.atropos", f"{s.host}:{s.port}", f"cannot be listened on ({error})",
                               "give an address of this machine and a free port") from error  # fmt: skip
         host = f"[{s.host}]" if ":" in s.host else s.host
-        self._runner, self.address = runner, f"http://{host}:{listening.getsockname()[1]}{prefix}"
+        self._runner, self.address = runner, url_of(host, listening.getsockname()[1]) + prefix
 
     async def close(self) -> None:
         """Stop listening."""
