@@ -104,7 +104,7 @@ class Alone(Ways):
         transport = self.transport
         assert isinstance(transport, RelayTransport), "all ranks send"
         transport.begin(0, buckets)
-        courier = Courier(transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, Seconds())
+        courier = Courier(transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, Seconds(), None)
         for bucket in buckets:
             if bucket.sender == dist.get_rank():
                 courier.wait_for_room()

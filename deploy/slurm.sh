@@ -7,6 +7,7 @@
 # with MODEL and PROMPTS in the environment, and further flags behind the script's name. Give the options of your site
 # (--partition, --account, --time) to sbatch. MODEL, PROMPTS, the environment and the output directory must have the same
 # paths on all machines. VENV: the environment with mslime (default .venv here). RAY_PORT: default 6379.
+# To end it early and save: scancel --batch --signal=TERM JOB. A plain scancel also ends Ray, and nothing can be saved.
 #SBATCH --job-name=mslime
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -32,10 +33,12 @@ source "${VENV:-.venv}/bin/activate"
 # What Ray's workers inherit has to be set before Ray starts: no lower priority than the engines, and GPUs stay visible to
 # processes that ask for none. Variables of NCCL and gloo are given with --cluster.env.
 export RAY_worker_niceness=0 RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 PYTHONUNBUFFERED=1
+# Whoever has this token runs code on these machines. srun hands the environment on.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
 
 mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head="${machines[0]}"
-# The address of the interface with the default route; on one machine with several networks, set HEAD_IP.
+# The first address that the machine names; on one with several networks, set HEAD_IP.
 head_ip="${HEAD_IP:-$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname -I | awk '{ print $1 }')}"
 port="${RAY_PORT:-6379}"
 export RAY_ADDRESS="$head_ip:$port"

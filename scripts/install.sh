@@ -114,5 +114,5 @@ if [ -n "$extras_dev" ]; then
 fi
 check_imports "$venv" "$mode"
 printf '%s' "$wanted" >"$stamp"
-say "installed in $(($(date +%s) - started)) s; activate with: source $venv/bin/activate"
+say "installed in $(($(date +%s) - started)) s; activate with: source $(printf '%q' "$venv/bin/activate")"
 if [ "$mode" = gpu ]; then describe_gpus; fi

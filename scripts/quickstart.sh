@@ -4,6 +4,7 @@
 # learning: Megatron ranks over gloo train, an SGLang server generates, Ray supervises.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/lib/common.sh
 
 usage() {
   cat <<'TEXT'
@@ -34,8 +35,10 @@ while [ $# -gt 0 ]; do
   shift
 done
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+# Before anything is installed: a checkout that many share can often not be written.
+{ mkdir -p "$OUT" && [ -w "$OUT" ]; } 2>/dev/null || fail "$OUT cannot be written" "choose a directory of yours with --out DIR"
 
-say "1/4  Install (a minute or two the first time)"
+say "1/4  Install (three to eight minutes the first time)"
 bash scripts/install.sh --cpu --venv "$VENV"
 export PATH="$(cd "$VENV" && pwd)/bin:$PATH"
 
@@ -45,7 +48,7 @@ elif [ -f "$OUT/seed" ] && [ "$(cat "$OUT/seed")" != "$SEED" ]; then
   echo "quickstart: $OUT was made with --seed $(cat "$OUT/seed"); give --restart to replace it, or another --out" >&2
   exit 2
 fi
-mkdir -p "$OUT"
+mkdir -p "$OUT"  # again, after --restart
 echo "$SEED" > "$OUT/seed"
 
 say "2/4  Make a small Qwen3-MoE checkpoint and a task"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,8 @@ from mslime.cli.convert import add_parser as add_convert
 from mslime.cli.doctor import add_parser as add_doctor
 from mslime.cli.scale import add_parser as add_scale
 from mslime.config.errors import ConfigError, UserError
-from mslime.control.stop import Stopped
+from mslime.control.ray_watch import end
+from mslime.control.stop import Stopped, outliving_readers
 
 if TYPE_CHECKING:
     from mslime.config.schema import RunConfig
@@ -25,17 +28,29 @@ _HOW = (
     "listed here can be given too, as --megatron.NAME, --sglang.NAME and --teacher.NAME (see mslime check --fields "
     "megatron)."
 )
+_RUNS = (["train"], ["rollout"], ["eval"], ["serve"])
+"""Commands that work for hours."""
 Run = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit status (2 for a user's mistake, 128 + number for a signal)."""
+    """Run one subcommand; returns the exit status: 2 for a user's mistake, 128 + number for a signal, 1 for a bug.
+
+    Ends the process where Ray has been lost: its own code would wait for it at the exit.
+    """
+    status = _status(argv)
+    end(status)
+    return status
+
+
+def _status(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:  # a console script has its own directory there; the run's processes have this one
         sys.path.append(os.getcwd())
     try:
         args = _parse(words)
-        return args.run(args)
+        with outliving_readers() if words[:1] in _RUNS else nullcontext():
+            return args.run(args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -45,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    except Exception:  # a bug. It goes no further: Ray's hook for errors would wait for a cluster that may be gone
+        traceback.print_exc()
+        return 1
 
 
 def _parse(words: list[str]) -> argparse.Namespace:

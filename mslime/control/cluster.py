@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import secrets
+import shlex
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import ray
+from ray._private import services as ray_services
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -38,14 +45,19 @@ from mslime.control.placement import (
     refuse_small_cluster,
     spots_of,
 )
+from mslime.control.ray_watch import leave_without_ray
 from mslime.control.sweeper import Sweeper, ray_processes
 
 _log = logging.getLogger(__name__)
+_raylet = cast("Any", ray)._raylet  # compiled, without types
 
 PLACEMENT_SECONDS = 120.0
 MORE_SECONDS = 10.0
 """For room for one more engine, while the others generate."""
+STOP_SECONDS = 30.0
+"""For Ray to give back what it placed, and to end; where it does not, this process ends without it."""
 _KNOCK_SECONDS = 10.0
+_RAYLET_LINES = 5
 _RAY_STARTS = 3
 _TOO_SLOW = "timed out during startup"
 """What Ray says when its own processes were not there in time."""
@@ -130,9 +142,7 @@ class Cluster:
             self._sweeper.enter_context(Sweeper())
         self._sweeper.enter_context(_ray_environment(config))
         self._connected = True
-        self._connect(
-            local | {"runtime_env": {"env_vars": worker_environment(config) | {"PYTHONPATH": _python_path()}}}
-        )
+        self._connect(local | {"runtime_env": _runtime_environment(config)})
         self._on_init()
         refuse_small_cluster(config, self._parts)
         if self._parts.trainers:
@@ -153,6 +163,9 @@ class Cluster:
             )
 
     def _connect(self, options: dict[str, Any]) -> None:
+        # Ray's library has read both at its import, or for an earlier run of this process.
+        _raylet.Config.initialize("")
+        _raylet.AuthenticationTokenLoader.instance().reset_cache()
         address = self._config.cluster.ray_address
         if address is None:
             _start_ray(options)
@@ -160,6 +173,11 @@ class Cluster:
         try:
             _knock(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        except AuthenticationError:
+            raise ConfigError(
+                "cluster.ray_address", address, "this Ray cluster lets in who has its token; this process has another",
+                "export the RAY_AUTH_TOKEN with which its machines were started (docs/clusters.md)",
+            ) from None  # fmt: skip
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 "cluster.ray_address", address, f"the Ray cluster cannot be joined: {error}",
@@ -216,6 +234,15 @@ class Cluster:
                     "cluster", f"placement group {state}", "a machine of the trainer is gone",
                     "start again with as many machines: the run continues from its newest checkpoint",
                 )  # fmt: skip
+
+    def why_nothing_runs(self) -> str:
+        """What this machine's raylet says last, while no process of the run has come up; empty once one has."""
+        job, worker = ray.get_runtime_context().get_job_id(), cast("Any", ray)._private
+        if any(a["State"] == "ALIVE" for a in worker.state.actors().values() if a["JobID"] == job):
+            return ""
+        log = Path(worker.worker._global_node.get_logs_dir_path()) / "raylet.err"
+        lines = log.read_text(errors="replace").splitlines()[-_RAYLET_LINES:] if log.exists() else []
+        return "\n  ".join([f"no process of the run has come up yet; Ray says in {log}:", *(lines or ["(nothing)"])])
 
     def on_other_machines(self) -> list[str]:
         """One line for each other machine: which of the run's processes, by the names of their logs, are there."""
@@ -299,11 +326,48 @@ class Cluster:
         }
 
     def _stop(self) -> None:
-        if self._connected and ray.is_initialized():
-            for group in self._groups:
-                remove_placement_group(group)
-            ray.shutdown()
+        if self._connected and ray.is_initialized() and not _ends_within(STOP_SECONDS, self._leave):
+            leave_without_ray()  # the sweeper is told nothing: it ends what is left of a local Ray
+            return
         self._sweeper.close()
+
+    def _leave(self) -> None:
+        for group in self._groups:
+            remove_placement_group(group)
+        ray.shutdown()
+
+
+def _ends_within(seconds: float, work: Callable[[], None]) -> bool:
+    """Whether `work` ends well in this time: in a thread, since a call into Ray's library cannot be interrupted."""
+    well = threading.Event()
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # whatever Ray raises: the run has ended, and only its end is left
+            _log.warning("Ray cannot be ended in order: %s: %s", type(error).__name__, error)
+        else:
+            well.set()
+
+    thread = threading.Thread(target=run, name="end of ray", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return well.is_set()
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Ray's processes that are started in the block get a session of their own, as the sweeper has.
+
+    A signal to this process's group (`timeout`, a closed terminal, batch systems) would end them, and the trainer ranks
+    below them, before anything is saved. Ray 2.60 only shields them from SIGINT, and has no setting for it.
+    """
+    before: type = ray_services.ConsolePopen
+    ray_services.ConsolePopen = partial(before, start_new_session=True)
+    try:
+        yield
+    finally:
+        ray_services.ConsolePopen = before
 
 
 def _start_ray(options: dict[str, Any]) -> None:
@@ -314,7 +378,8 @@ def _start_ray(options: dict[str, Any]) -> None:
     """
     for _ in range(_RAY_STARTS):
         try:
-            ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options)
+            with _apart():
+                ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, **options)
         except Exception as error:  # Ray has no class for it
             if _TOO_SLOW not in str(error):
                 raise
@@ -330,16 +395,27 @@ def _start_ray(options: dict[str, Any]) -> None:
 
 @contextmanager
 def _ray_environment(config: RunConfig) -> Iterator[None]:
-    """Ray's own settings of this process, where the environment does not name them; gone again afterwards."""
+    """Ray's own settings of this process, where the environment does not name them; gone again afterwards.
+
+    Who has the token of a Ray cluster runs code as whoever started it. Each local run draws one, which other processes
+    of this user alone can read; by itself Ray would keep one for ever in a file that everybody can.
+    """
     ours = {
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # Ray would run its workers, our trainer ranks among them, at niceness 15, behind the engines on the same cores.
         "RAY_worker_niceness": "0",
         # What other ranks say when one is lost stands in their logs, and is no second failure.
         "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+        # A job that was submitted to Ray has a runtime environment of its own; see `_runtime_environment`.
+        "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",
         # Ray's code would end the driver a minute after its control process, in the middle of a rescue.
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(int(config.deadlines.rescue_s) + 600),
     }
+    if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"}:
+        if config.cluster.ray_address is None:
+            ours |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    elif "RAY_AUTH_MODE" not in os.environ:
+        ours["RAY_AUTH_MODE"] = "token"
     added = {name: value for name, value in ours.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -360,13 +436,27 @@ def remote_class(cls: type, **options: Any) -> Any:
     return ray.remote(**options)(cls) if options else ray.remote(cls)
 
 
+def _runtime_environment(config: RunConfig) -> dict[str, Any]:
+    """What Ray gives every process of the run.
+
+    Variables of `ray job submit` or a RayJob stay as they are, unless `cluster.env` names them. Its import path is
+    this process's already.
+    """
+    job: dict[str, Any] = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env") or {}
+    variables = {**worker_environment(config), **job.get("env_vars", {}), **config.cluster.env}
+    quoted = shlex.quote(sys.executable)  # Ray 2.60 gives it to a shell as it is
+    own = {} if quoted == sys.executable else {"py_executable": quoted}
+    return {"env_vars": {**variables, "PYTHONPATH": _python_path()}, **own}
+
+
 def _python_path() -> str:
     """The driver's import path, so that workers find mslime and the user's reward modules as it does."""
     return os.pathsep.join([str(Path.cwd()), *(p for p in sys.path if p)])
 
 
 def _knock(address: str) -> None:
-    """Raise OSError when nobody listens at HOST:PORT: Ray itself would wait for minutes."""
+    """Raise OSError when nobody listens at HOST:PORT, AuthenticationError when who listens wants another token: Ray
+    itself would wait for minutes, and not say the second."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -376,7 +466,9 @@ def _knock(address: str) -> None:
         if host not in ("127.0.0.1", "localhost"):
             raise
         # Ray takes these two for this machine's own address, and may listen there only.
-        socket.create_connection((ray.util.get_node_ip_address(), int(port)), _KNOCK_SECONDS).close()
+        host = ray.util.get_node_ip_address()
+        socket.create_connection((host, int(port)), _KNOCK_SECONDS).close()
+    _raylet.GcsClient(address=f"{host}:{port}")
 
 
 def own_host(config: RunConfig) -> str:

@@ -10,12 +10,15 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
 from mslime.config.errors import TrainerError
 
 _EVERY_S, _CONNECT_S, _MISSES = 2.0, 3.0, 3
+_LEFT = threading.Event()
+"""Once this process is to end without Ray."""
 
 
 class RayWatch:
@@ -36,6 +39,13 @@ class RayWatch:
     def gone(self) -> bool:
         """Whether the process does not answer any more."""
         return self._gone_since is not None
+
+    def left(self) -> bool:
+        """Whether the process is gone at the end of a run: then `leave_without_ray` is called."""
+        if self.gone or not self._answers():
+            leave_without_ray()
+            return True
+        return False
 
     def check(self, patience_s: float = 0.0) -> None:
         """Raise TrainerError when the process has been gone for longer than `patience_s` seconds."""
@@ -72,12 +82,18 @@ class RayWatch:
 
 
 def leave_without_ray() -> None:
-    """End this process at its exit without Ray's own shutdown, which waits for the control process that is gone. What
-    is left of a local Ray, engines included, is ended by the sweeper once this process is."""
+    """Let this process end without Ray's own shutdown, which waits for processes that are gone. What is left of a local
+    Ray, engines included, is ended by the sweeper once this process is."""
+    if not _LEFT.is_set():
+        _LEFT.set()
+        sys.excepthook = sys.__excepthook__  # Ray's tells its control process of an error first, and waits for it
+        atexit.register(end, 2)  # runs before what Ray registered earlier
 
-    def leave() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(2)
 
-    atexit.register(leave)  # runs before what Ray registered earlier
+def end(status: int) -> None:
+    """End this process with this exit status if it is to end without Ray; otherwise return."""
+    if _LEFT.is_set():
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)

@@ -61,7 +61,7 @@ class Resources:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.ray is None or not self.ray.gone:
+        if self.ray is None or not self.ray.left():
             self.stack.close()
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import yaml
@@ -106,8 +106,8 @@ def _lives_here(owner: Mapping[str, Any]) -> bool:
 
 def write_resolved(config: RunConfig, path: Path) -> None:
     """Write the configuration that really runs, as YAML: whole or not at all. An earlier one that says something else
-    is kept under a numbered name."""
-    text = yaml.safe_dump(config.as_dict(), sort_keys=False)
+    is kept under a numbered name. Its paths are absolute: it is read from other directories, too."""
+    text = yaml.safe_dump(_absolute(config.model_dump(), config.as_dict()), sort_keys=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         if path.read_text(encoding="utf-8", errors="replace") == text:
@@ -116,6 +116,21 @@ def write_resolved(config: RunConfig, path: Path) -> None:
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
+
+
+def _absolute(values: Any, plain: Any) -> Any:
+    """The plain values with every path absolute: of type Path, or of a file of rows (with its slice)."""
+    if isinstance(values, dict):
+        found = {key: _absolute(value, plain[key]) for key, value in cast("dict[str, Any]", values).items()}
+        if isinstance(found.get("data"), dict):
+            found["data"]["prompts"] = [str(Path(path).absolute()) for path in found["data"]["prompts"]]
+            for held_out in found["data"]["eval_sets"]:
+                held_out["path"] = str(Path(held_out["path"]).absolute())
+        return found
+    if isinstance(values, list):
+        both = zip(cast("list[Any]", values), plain, strict=True)
+        return [_absolute(value, as_plain) for value, as_plain in both]
+    return str(values.absolute()) if isinstance(values, Path) else plain
 
 
 def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:

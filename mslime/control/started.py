@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -15,7 +16,7 @@ from mslime.config.keys import Endpoint
 from mslime.control.attached import AttachedEngines, new_group
 from mslime.control.cluster import Cluster
 from mslime.control.engines import EngineGroup, Role
-from mslime.control.ray_watch import RayWatch, leave_without_ray
+from mslime.control.ray_watch import RayWatch
 from mslime.control.resources import Resources
 from mslime.control.stop import StopSignals
 from mslime.observe.progress import Progress
@@ -23,6 +24,10 @@ from mslime.preflight.resolve import ResolvedRun
 
 if TYPE_CHECKING:
     from mslime.backends.sglang.server import EngineAddress
+
+
+SILENT_S = 60.0
+"""A start in which no process has come up for so long says what Ray says."""
 
 
 class Started(ABC):
@@ -50,16 +55,18 @@ class Started(ABC):
         try:
             self._start()
         except BaseException:
-            self._stack.close()
+            self._end()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._ray is not None and self._ray.gone:
+        self._end()
+
+    def _end(self) -> None:
+        if self._ray is not None and self._ray.left():
             self.progress.__exit__(None, None, None)
-            leave_without_ray()
             return
         self._stack.close()
 
@@ -97,8 +104,17 @@ class Started(ABC):
             held.ray = held.stack.enter_context(RayWatch(ray.get_runtime_context().gcs_address))
             for line in cluster.on_other_machines():
                 self.progress.note(f"logs in {self._logs.absolute()} of {line}")
+            silent = threading.Timer(SILENT_S, self._say_why_nothing_runs, [cluster])
+            silent.daemon = True
+            silent.start()
+            held.stack.callback(silent.cancel)
         self._ray = held.ray
         return held.cluster, held.ray
+
+    def _say_why_nothing_runs(self, cluster: Cluster) -> None:
+        with suppress(Exception):  # Ray has ended meanwhile
+            if why := cluster.why_nothing_runs():
+                self.progress.note(why)
 
     def _engine_group(self, cluster: Cluster, role: Role = "engine") -> EngineGroup:
         """Servers, yet to be started, that end with the resources."""

@@ -1,20 +1,28 @@
 """SIGTERM, SIGHUP and Ctrl-C: what was learnt is saved, and the run ends with a sentence and exit status 128 + number.
 
 The first signal is answered at once and obeyed at the next point at which the trainer is at rest. A second one stops at
-once, without saving. Handlers are set in the main thread only; a run in another thread is left to its caller.
+once, without saving; a second SIGTERM in the same moment is no other (`TOGETHER_S`). Handlers are set in the main
+thread only; a run in another thread is left to its caller.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self, TextIO, cast
 
+_log = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+TOGETHER_S = 0.5
+"""Who ends a tree of processes (`ray job stop`, systemd) sends SIGTERM to `mslime train --restarts` and to its child,
+to which the first hands it on."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -59,6 +67,7 @@ class StopSignals:
         self._count = 0
         self._pending: int | None = None
         self._since = 0.0
+        self._first = (0, 0.0)  # number and time of the first signal
         self._raised: Stopped | None = None
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -89,6 +98,11 @@ class StopSignals:
         return self._raised
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGTERM == self._first[0] and now - self._first[1] < TOGETHER_S:
+            return
+        if not self._count:
+            self._first = (number, now)
         self._count += 1
         if self._count > 2:  # what is left is ending processes, which an exception would only leave behind
             _say("the run is ending")
@@ -99,7 +113,7 @@ class StopSignals:
             _say(self.describe())
             if not self.patient:
                 raise self._stopped(number, save=True)
-            self._pending, self._since = number, time.monotonic()
+            self._pending, self._since = number, now
 
     def __enter__(self) -> Self:
         self.install()
@@ -124,7 +138,6 @@ def _say(text: str) -> None:
 
 def _leave_terminal() -> None:
     """The terminal is gone: what is printed from now on goes nowhere, instead of failing while the run is saved."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")
@@ -132,5 +145,50 @@ def _leave_terminal() -> None:
         except OSError:
             gone = True
         if gone:
-            os.dup2(nowhere, descriptor)
+            _to_nowhere(descriptor)
+
+
+def _to_nowhere(descriptor: int) -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
     os.close(nowhere)
+
+
+class _Lasting:
+    """A standard stream that may lose its reader: what is written then goes nowhere, as the driver's log says."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        _to_nowhere(self._stream.fileno())
+        _log.warning("%s cannot be written: %s; the run goes on, and says here what it does", self._stream.name, error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def outliving_readers() -> Iterator[None]:
+    """A closed pipe (`| head`), a `tee` that died, or a full disk behind standard output does not end the block."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast("TextIO", _Lasting(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = before

@@ -1,7 +1,8 @@
 """Arithmetic of quantised weights: FP8 with a scale per block, INT4 in groups, MXFP4. Pure tensor functions.
 
 Dequantisation works on bands of rows, so that its temporaries stay small beside the tensor, and gives the same bits as
-the engines do: the product in float32, rounded once to the result's dtype.
+the engines do: the product in float32, rounded once to the result's dtype. Quantisation, which a weight sync does on
+GPUs, takes a whole expert's weight at once there.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ FP8_MAX = 448.0
 FP8_BLOCK = (128, 128)
 _INT4_HALF_RANGE = 7.5  # compressed-tensors: symmetric scales are max|w| / ((7 - -8) / 2)
 _BAND = 128
+AT_ONCE = {"cuda": 1 << 24, "cpu": 1 << 20}
+"""Elements of a weight that are quantised at once, of which there are three float32 copies meanwhile: on a GPU each
+operation is a kernel to launch, on a CPU they stay in its cache."""
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -44,15 +48,17 @@ def fp8_quantise(weight: Tensor, block: tuple[int, int] = FP8_BLOCK, *, power_of
     rows, columns = weight.shape
     scales = torch.empty(blocks(rows, block[0]), blocks(columns, block[1]), device=weight.device)
     quantised = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
-    for index, band in _bands(rows, block[0]):
-        values = _padded(weight[band].float(), block[1])
-        largest = values.view(values.shape[0], -1, block[1]).abs().amax(dim=(0, 2))
-        scale = torch.where(largest > 0, largest / FP8_MAX, torch.ones_like(largest))
+    height = blocks(_rows_at_once(weight), block[0])
+    for index, band in _bands(rows, height * block[0]):
+        values = _padded(weight[band].float(), block)
+        tiles = values.view(values.shape[0] // block[0], block[0], -1, block[1])
+        largest = tiles.abs().amax(dim=(1, 3))
+        scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
         if power_of_two:
             scale = _power_of_two_above(scale)
-        scales[index] = scale
-        wide = scale.repeat_interleave(block[1])[:columns]
-        quantised[band] = (values[:, :columns] / wide).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+        scales[index * height : index * height + len(scale)] = scale
+        divided = (tiles / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX).view(values.shape)
+        quantised[band] = divided[: len(weight[band]), :columns].to(torch.float8_e4m3fn)
     return quantised, scales
 
 
@@ -99,11 +105,10 @@ def int4_quantise(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     scales = torch.empty(rows, columns // group, dtype=weight.dtype, device=weight.device)
     smallest = torch.finfo(weight.dtype).eps
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=weight.device)
-    for _, band in _bands(rows, _BAND):
+    for _, band in _bands(rows, _rows_at_once(weight)):
         grouped = weight[band].float().view(-1, columns // group, group)
         scale = (grouped.abs().amax(2) / _INT4_HALF_RANGE).to(weight.dtype)
-        scale[scale == 0] = smallest
-        scales[band] = scale
+        scale = scales[band] = torch.where(scale == 0, smallest, scale)
         values = (grouped / scale.float()[:, :, None]).round().clamp(-8, 7).to(torch.int32) + 8
         packed[band] = (values.view(-1, columns // 8, 8) << shifts).sum(2, dtype=torch.int32)
     return packed, scales
@@ -144,15 +149,19 @@ def mxfp4_dequantise(packed: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     return weight
 
 
+def _rows_at_once(weight: Tensor) -> int:
+    return max(AT_ONCE.get(weight.device.type, AT_ONCE["cuda"]) // max(weight.shape[1], 1), 1)
+
+
 def _bands(rows: int, height: int) -> Iterator[tuple[int, slice]]:
     return ((i, slice(start, min(start + height, rows))) for i, start in enumerate(range(0, rows, height)))
 
 
-def _padded(values: Tensor, block: int) -> Tensor:
+def _padded(values: Tensor, block: tuple[int, int]) -> Tensor:
     import torch
 
-    missing = -values.shape[1] % block
-    return torch.nn.functional.pad(values, (0, missing)) if missing else values
+    below, beside = -values.shape[0] % block[0], -values.shape[1] % block[1]
+    return torch.nn.functional.pad(values, (0, beside, 0, below)) if below or beside else values
 
 
 def _power_of_two_above(scale: Tensor) -> Tensor:

@@ -53,6 +53,27 @@ class Segment:
     trainable: bool
 
 
+@dataclass(eq=False)
+class _Room:
+    """Columns of which a sample's are the beginning, with room behind them: a rollout of many turns is not copied at
+    each.
+
+    Attributes:
+        used: tokens that a sample has. Only one that ends there may grow in place.
+    """
+
+    tokens: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    log_probs: NDArray[np.float32]
+    used: int = 0
+
+    def holds(self, sample: Sample) -> bool:
+        """Whether the sample's columns are these, and nothing follows them."""
+        mine = (self.tokens, self.loss_mask, self.log_probs)
+        theirs = (sample.tokens, sample.loss_mask, sample.log_probs)
+        return self.used == len(sample) and all(a.base is b for a, b in zip(theirs, mine, strict=True))
+
+
 @dataclass
 class Sample:
     """A rollout, or one sequence of it.
@@ -99,6 +120,12 @@ class Sample:
     response: str = ""
     aborts: int = 0
     error: str = ""
+    _room: _Room | None = field(default=None, repr=False, compare=False)
+    _counted: tuple[list[Segment], int, int] | None = field(default=None, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles hold the tokens alone."""
+        return {**self.__dict__, "_room": None, "_counted": None}
 
     @classmethod
     def from_prompt(
@@ -149,13 +176,19 @@ class Sample:
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that a policy sampled, trained or not."""
-        return sum(s.end - s.start for s in self.segments if s.version is not None)
+        """Tokens that a policy sampled, trained or not. Asked at each turn, so only new segments are counted."""
+        known, counted, total = self._counted or (self.segments, 0, 0)
+        if known is not self.segments or counted >= len(known):
+            counted = total = 0
+        *before, last = self.segments[counted:]
+        total += sum(s.end - s.start for s in before if s.version is not None)
+        self._counted = self.segments, len(self.segments) - 1, total  # the last one may become longer
+        return total + (0 if last.version is None else last.end - last.start)
 
     @property
     def trainable_tokens(self) -> int:
         """Tokens that may enter the loss."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def oldest_version(self) -> int | None:
@@ -202,13 +235,26 @@ class Sample:
             self.supports = (Supports.empty(old) if self.supports is None else self.supports).append(supports)
         elif self.supports is not None:
             self.supports = self.supports.append(Supports.empty(n))
-        self.tokens = np.concatenate([self.tokens, np.asarray(tokens, np.int32)])
-        self.loss_mask = np.concatenate([self.loss_mask, np.full(n, sampled)])
-        new = np.asarray(log_probs, np.float32) if log_probs is not None else np.zeros(n, np.float32)
-        self.log_probs = np.concatenate([self.log_probs, new])
+        room = self._grow(old + n)
+        room.tokens[old : old + n] = tokens
+        room.loss_mask[old : old + n] = sampled
+        room.log_probs[old : old + n] = 0.0 if log_probs is None else log_probs
+        end = room.used = old + n
+        self.tokens, self.loss_mask, self.log_probs = room.tokens[:end], room.loss_mask[:end], room.log_probs[:end]
         spans = versions if sampled else ([(None, 0, n)] if n else [])
         for version, start, end in spans:
             self._add_segment(Segment(old + start, old + end, version, engine, sampled))
+
+    def _grow(self, length: int) -> _Room:
+        """Columns with room for so many tokens, in which this sample's are the first, and for more where it has grown
+        before: most responses come whole."""
+        room = self._room
+        if room is None or length > len(room.tokens) or not room.holds(self):
+            size = length if len(self) == self.prompt_length else length + length // 2
+            self._room = room = _Room(np.empty(size, np.int32), np.empty(size, np.bool_), np.empty(size, np.float32))
+            old = len(self)
+            room.tokens[:old], room.loss_mask[:old], room.log_probs[:old] = self.tokens, self.loss_mask, self.log_probs
+        return room
 
     def _add_segment(self, segment: Segment) -> None:
         """Append a segment, or lengthen the last one when the source is the same."""
@@ -222,20 +268,21 @@ class Sample:
 
     def mask_before(self, version: int) -> int:
         """Take tokens sampled by weights older than `version` out of the loss; return how many."""
-        masked = 0
+        masked, mask = 0, self.loss_mask.copy()
         for i, s in enumerate(self.segments):
             if s.trainable and s.version is not None and s.version < version:
-                masked += int(self.loss_mask[s.start : s.end].sum())
-                self.loss_mask[s.start : s.end] = False
+                masked += int(mask[s.start : s.end].sum())
+                mask[s.start : s.end] = False
                 if self.teacher_log_probs is not None:
                     self.teacher_log_probs[s.start : s.end] = 0.0
                 self.segments[i] = Segment(s.start, s.end, s.version, s.engine, False)
+        self.loss_mask = mask
         return masked
 
     def mask_span(self, start: int, end: int) -> int:
         """Take tokens [start, end) out of the loss; return how many. They stay in the sequence as context."""
         masked = int(self.loss_mask[start:end].sum())
-        self.loss_mask[start:end] = False
+        self._set_mask(start, end, False)
         if self.teacher_log_probs is not None:
             self.teacher_log_probs[start:end] = 0.0
         parts = [part for s in self.segments for part in _split(s, start, end)]
@@ -248,7 +295,12 @@ class Sample:
         inside = [start <= s.start and s.end <= end for s in parts]
         assert all(s.version is not None for s, i in zip(parts, inside, strict=True) if i), "a token nobody sampled"
         self.segments = [replace(s, trainable=True) if i else s for s, i in zip(parts, inside, strict=True)]
-        self.loss_mask[start:end] = True
+        self._set_mask(start, end, True)
+
+    def _set_mask(self, start: int, end: int, mask: bool | NDArray[np.bool_]) -> None:
+        """In a copy: a rollout under way keeps the column that it has seen (`rollout.growing`)."""
+        self.loss_mask = self.loss_mask.copy()
+        self.loss_mask[start:end] = mask
 
     def mask_all(self) -> int:
         """Take every token out of the loss; return how many."""
@@ -289,21 +341,27 @@ class Sample:
             rollout_id=self.rollout_id,
         )
 
-    def adopt(self, source: Sample, at: int) -> int:
-        """Train the first `at` tokens here, which were branched off `source` and are not trained there any more. Turns
-        that began in them, and rewards of their steps, come along.
+    def adopt(self, source: Sample, at: int, start: int = 0) -> int:
+        """Train the tokens [start, at) here as in `source`, which begins with the same `at` tokens and does not train
+        them any more. Their turns, and rewards of their steps, come along.
 
         Returns:
             How many of them are in the loss.
         """
         assert (self.tokens[:at] == source.tokens[:at]).all(), "the sequences do not share their beginning"
-        old = [part for s in source.segments for part in _split(s, at) if part.end <= at]
-        own = [part for s in self.segments for part in _split(s, at) if part.start >= at]
-        self.segments = old + own
-        self.turns = [turn for turn in source.turns if turn[0] < at] + self.turns
-        self.process_rewards = [step for step in source.process_rewards if step[0] < at] + self.process_rewards
-        self.loss_mask[:at] = source.loss_mask[:at]
-        return int(self.loss_mask[:at].sum())
+        mask = source.loss_mask[start:at]
+        parts = [part for s in self.segments for part in _split(s, start, at)]
+        theirs = [part for s in source.segments for part in _split(s, start, at) if start <= part.start < at]
+        before, after = [p for p in parts if p.end <= start], [p for p in parts if p.start >= at]
+        self.segments = [*before, *theirs, *after]
+        ends = [*(begin for begin, _ in source.turns[1:]), len(source)]
+        self.turns = sorted(self.turns + [
+            (max(begin, start), number) for (begin, number), end in zip(source.turns, ends, strict=True)
+            if begin < at and (begin >= start or source.loss_mask[start:end].any())
+        ])  # fmt: skip
+        self.process_rewards = [s for s in source.process_rewards if start <= s[0] < at] + self.process_rewards
+        self._set_mask(start, at, mask)
+        return int(mask.sum())
 
     def restart(self) -> int:
         """Throw the response away and go back to the prompt (re-roll); return how many tokens were lost."""

@@ -161,6 +161,7 @@ def _balance(plan: RunPlan) -> Table:
             ("the shards of a step", plan.host.shards),
             ("a trainer that sleeps", plan.host.asleep),
             ("a teacher that sleeps", plan.host.taught),
+            ("a checkpoint on its way", plan.host.checkpoint),
         )
         whose = ", ".join(f"{_gib(size)} for {name}" for name, size in parts if size)
         of = f", {plan.host_share:.0%} of what a run can use" if plan.host_usable else ""

@@ -30,6 +30,7 @@ class StageParameters:
         embedding: elements of `dense` in the input embedding, which is looked up, not multiplied with.
         float32: elements of `dense` that are float32 in a model of any dtype.
         buffers: elements of float32 buffers.
+        largest: elements of its largest parameter.
     """
 
     stage: int
@@ -39,6 +40,7 @@ class StageParameters:
     embedding: int
     float32: int
     buffers: int
+    largest: int = 0
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -68,7 +70,7 @@ def stage_parameters(
     found: list[StageParameters] = []
     for stage, chunks in enumerate(stages):
         layers = frozenset(layer for chunk in chunks for layer in chunk)
-        counts = {"dense": 0, "expert": 0, "embedding": 0, "float32": 0, "buffers": 0}
+        counts = {"dense": 0, "expert": 0, "embedding": 0, "float32": 0, "buffers": 0, "largest": value_head}
         if value_head and stage == layout.pp - 1:
             counts["dense"] = counts["float32"] = value_head
         for rule in table.rules:
@@ -79,6 +81,7 @@ def stage_parameters(
                 counts["buffers"] += size
                 continue
             counts["expert" if rule.experts else "dense"] += size
+            counts["largest"] = max(counts["largest"], _local(rule, layout) if size else 0)
             counts["embedding"] += size if rule.megatron.startswith("embedding.") else 0
             counts["float32"] += size if rule.megatron.endswith(FLOAT32_PARAMETERS) else 0
         found.append(StageParameters(stage, chunks, **counts))
@@ -116,7 +119,12 @@ def _held(rule: Rule, layout: ParallelLayout, stage: int, layers: frozenset[int]
     else:
         # A tied output layer is the embedding itself where one stage holds both, and a copy of it otherwise.
         number = int(stage == layout.pp - 1 and (rule.exported or layout.pp > 1))
-    return number * math.prod(rule.kind.local_shape(layout.etp if rule.experts else layout.tp))
+    return number * _local(rule, layout)
+
+
+def _local(rule: Rule, layout: ParallelLayout) -> int:
+    """Elements of one of a rule's parameters on a rank that holds it."""
+    return math.prod(rule.kind.local_shape(layout.etp if rule.experts else layout.tp))
 
 
 def work_per_token(held: StageParameters, layout: ParallelLayout, top_k: int, num_experts: int) -> float:

@@ -86,6 +86,7 @@ def host_problems(
             "copies": "do without algorithm.kl_coef or model.teacher_path",
             "asleep": "set cluster.asleep_in: disk",
             "taught": "give the teacher GPUs of its own (teacher.placement: separate)",
+            "checkpoint": "raise megatron.tensor_model_parallel_size, or keep Adam's moments in float32 or bfloat16",
             "shards": f"lower rollout.groups_per_step ({settings.groups_per_step})",
         }[component]
         problems.append(Problem("trainer machine, host memory", host.total, has, component, f"{less}, or {more}"))

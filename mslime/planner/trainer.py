@@ -135,6 +135,15 @@ def offloaded_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> fl
     return offloaded_share(extra) * (main + 8 + gradient + given * PINNED_ROUNDING)
 
 
+def copied_bytes_per_parameter(width: int, extra: Mapping[str, object]) -> float:
+    """Bytes of host memory, while a checkpoint is written or read, for each parameter that a rank updates: float32
+    copies of moments that the precision-aware optimizer keeps with a scale, in float16 or fewer bits."""
+    if not extra.get("use_precision_aware_optimizer") or extra.get("optimizer_cpu_offload"):
+        return 0.0
+    kinds = [str(extra.get(name, "float32")) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+    return 4 * sum(kind not in ("float32", "bfloat16") for kind in kinds)
+
+
 def longest_sequence(config: RunConfig) -> int:
     """Tokens of the longest prompt and response, whatever positions the model has.
 
@@ -326,6 +335,7 @@ class HostMemory:
         shards: of a step, for its ranks, in Ray's store; see `rollouts.RolloutBytes`.
         asleep: weights and optimizer of trainer and critic while engines have their GPUs (`cluster.asleep_in`).
         taught: weights of a served teacher while the trainer has its GPUs (`teacher.placement: colocated`).
+        checkpoint: on its way: on each rank a tensor in float32, and `copied_bytes_per_parameter`.
     """
 
     copies: int
@@ -334,18 +344,19 @@ class HostMemory:
     shards: int = 0
     asleep: int = 0
     taught: int = 0
+    checkpoint: int = 0
 
     @property
     def total(self) -> int:
         """All of it."""
-        return self.copies + self.optimizer + self.sync + self.shards + self.asleep + self.taught
+        return self.copies + self.optimizer + self.sync + self.shards + self.asleep + self.taught + self.checkpoint
 
     @property
     def largest(self) -> str:
         """The part that is largest."""
         sizes = {
             "optimizer": self.optimizer, "copies": self.copies, "sync": self.sync, "shards": self.shards,
-            "asleep": self.asleep, "taught": self.taught,
+            "asleep": self.asleep, "taught": self.taught, "checkpoint": self.checkpoint,
         }  # fmt: skip
         return max(sizes, key=lambda name: sizes[name])
 
@@ -383,7 +394,14 @@ def host_memory(
         for stages, learnt in ((held, held if trained is None else trained), (critic, critic))
     ]
     kept = _kept_by_senders(spec, sync, gpus_per_node) if sync else 0
-    return HostMemory(copies, ranks * sum(updated), kept, asleep=ranks * sum(moved) if sleeps else 0)
+    stored = [  # a critic's checkpoint comes before the policy's
+        4 * stage.largest + _of_own_share(spec, learnt, copied_bytes_per_parameter)
+        for stages, trained_ones in ((held, held if trained is None else trained), (critic, critic))
+        for stage, learnt in zip(stages, trained_ones, strict=True)
+    ]
+    return HostMemory(
+        copies, ranks * sum(updated), kept, asleep=ranks * sum(moved) if sleeps else 0, checkpoint=ranks * max(stored)
+    )
 
 
 def _kept_by_senders(spec: PolicySpec, sync: WeightPlan, gpus_per_node: int) -> int:

@@ -11,6 +11,7 @@ Nothing here waits: there is no asyncio, no engine and no clock, so any order of
 
 from __future__ import annotations
 
+import bisect
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ class Books:
 
     Attributes:
         version: weight version that the engines serve and the trainer holds.
-        running, partial, accepted: see the module.
+        running, partial, accepted: see the module. The most urgent one of `partial` is the last.
         ledger: the fate of every generated token.
         counters: of what happened to groups and responses.
         next_group_id: groups that were begun.
@@ -122,6 +123,7 @@ class Books:
         self.ledger, self.counters = Ledger(), StepCounters()
         self.on_discard: Callable[[int, int], None] = lambda group, number: None
         self.allowance: int | None = None
+        self._urgency = dict[int, tuple[int, int, int]]()  # of groups when they came to rest
         self._base_version: int | None = None
         self._taken_count = 0
         self._taken: _Taken | None = None
@@ -139,6 +141,11 @@ class Books:
         if self.allowance is not None:
             return max(0, self.allowance - self.ready - len(self.running))
         return self._gate.room(self.ready, len(self.running), self.version - self._base_version)
+
+    @property
+    def most_rollouts(self) -> int:
+        """Of groups that may be under way before a step is taken."""
+        return self._gate.limit(0) * self._rollout.group_size
 
     @property
     def ready(self) -> int:
@@ -163,8 +170,8 @@ class Books:
     def resume(self) -> Group | None:
         """The most urgent interrupted group that may still be trained, which is running then; None if there is none."""
         while self.partial:
-            group = min(self.partial, key=_urgency)
-            self.partial.remove(group)
+            group = self.partial.pop()
+            del self._urgency[group.group_id]
             if self._on_stale in ("keep", "mask") or self._fresh_again(group):
                 unfinished = sum(not s.status.finished and s.response_length > 0 for s in group.samples)
                 self.counters.add("recycled", unfinished)
@@ -241,7 +248,8 @@ class Books:
 
     def _rest(self, group: Group) -> None:
         assert all(g.group_id != group.group_id for g in self.partial), f"group {group.group_id} is already here"
-        self.partial.append(group)
+        self._urgency[group.group_id] = _urgency(group)
+        bisect.insort(self.partial, group, key=lambda g: self._urgency[g.group_id])
 
     def _finished_in_time(self, group: Group) -> bool:
         """Take truncated responses out of the loss, as `rollout.mask_truncated` says; whether anything is left."""
@@ -419,7 +427,7 @@ def due(group: Group) -> tuple[int, int]:
     return group.oldest_version or 0, group.group_id
 
 
-def _urgency(group: Group) -> tuple[bool, int, int]:
-    """Interrupted groups with the oldest tokens come first: they have the least time left."""
+def _urgency(group: Group) -> tuple[int, int, int]:
+    """More for interrupted groups with older tokens, which have the least time left; none have the most."""
     oldest = group.oldest_version
-    return (oldest is None, oldest or 0, group.group_id)
+    return (0 if oldest is None else 1, -(oldest or 0), -group.group_id)

@@ -174,7 +174,7 @@ async def _tried(function: str, replies: Sequence[str], asked: Prompt) -> list[S
     workflow, tokenizer, script = load_workflow(function), _Characters(), _Script(replies)
     config = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "rollout": {"function": function}})
     model = ModelFacts(
-        vocab_size=1 << 20, max_positions=1 << 20, num_layers=0, moe_layer_ids=(), num_experts=0, top_k=0
+        vocab_size=_Characters.vocab_size, max_positions=1 << 20, num_layers=0, moe_layer_ids=(), num_experts=0, top_k=0
     )
     generator = Generator(
         config, script, tokenizer, model, EngineLimits(), lambda: script.version, lambda *request: None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
 
 from mslime.backends.sglang.generating import Finish
 from mslime.data.sample import Group, Sample
@@ -77,14 +78,17 @@ class GrowingSample:
     source: GrowingSample | None = None
     at: int = 0
     trained: int = 0
-    _known: tuple[int, int] = field(default=(0, 0))
+    _known: tuple[NDArray[Any], ...] = ()
 
     def __post_init__(self) -> None:
         self.note()
 
     def note(self) -> None:
-        """What it holds now is right."""
-        self._known, self.trained = self._print(), self.sample.trainable_tokens
+        """What it holds now is right. From now on its columns are read only: whoever changes them otherwise than by
+        another column, which is noticed, is told so where it is tried."""
+        self._known, self.trained = self._columns(), self.sample.trainable_tokens
+        for column in self._known:
+            column.flags.writeable = False
 
     def end_turn(self, number: int) -> None:
         """Its turn ends here, as the rollout's turn `number`; the next one begins here."""
@@ -95,32 +99,34 @@ class GrowingSample:
     @property
     def untouched(self) -> bool:
         """Whether it holds what `note` saw."""
-        return self._print() == self._known
+        return all(now is known for now, known in zip(self._columns(), self._known, strict=True))
 
-    def _print(self) -> tuple[int, int]:
-        """Length and checksum of what only the engine and the environment may write."""
-        s, checksum = self.sample, 0
-        for column in (s.tokens, s.loss_mask, s.log_probs):
-            checksum = zlib.crc32(column.data, checksum)
-        return len(s), checksum
+    def _columns(self) -> tuple[NDArray[Any], ...]:
+        """What only the engine and the environment may write."""
+        return self.sample.tokens, self.sample.loss_mask, self.sample.log_probs
 
 
 def settle(group: Group, grown: Sequence[GrowingSample], chosen: Sequence[GrowingSample], books: TokenBooks) -> None:
     """Let a rollout consist of the chosen ones of its sequences, in this order.
 
-    A turn that only the others train is trained in the first chosen sequence that was branched off behind it; the rest
-    of what they were to train is dropped.
+    What only the others train is trained in the first chosen sequence that begins with it; the rest is dropped.
 
     Args:
         grown: all sequences of the rollout, in the order in which they were begun.
     """
     for other in (g for g in grown if g not in chosen):
-        heir = next((g for g in grown if g.source is other and (g in chosen or _has_heir(g, grown, chosen))), None)
-        inherited = 0 if heir is None else heir.sample.adopt(other.sample, heir.at)
+        inherited, reached = 0, other.at  # what is before that is trained elsewhere
+        for heir in (g for g in grown if g in chosen):
+            if (shared := _shared(heir, other)) > reached:
+                inherited += heir.sample.adopt(other.sample, shared, reached)
+                reached = shared
         books.dropped(other.sample.trainable_tokens - inherited, "unused")
     group.set_parts(grown[0].sample.number, [g.sample for g in chosen])
 
 
-def _has_heir(grown: GrowingSample, every: Sequence[GrowingSample], chosen: Sequence[GrowingSample]) -> bool:
-    """Whether a chosen sequence was branched off this one, or off a branch of it."""
-    return any(g.source is grown and (g in chosen or _has_heir(g, every, chosen)) for g in every)
+def _shared(heir: GrowingSample, other: GrowingSample) -> int:
+    """With how many tokens of the other it begins, which it or a sequence before it was branched off; 0 else."""
+    shared, source = heir.at, heir.source
+    while source is not None and source is not other:
+        shared, source = min(shared, source.at), source.source
+    return 0 if source is None else shared

@@ -9,6 +9,9 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mslime.config.choices import OnError
 from mslime.config.errors import RolloutError, UserError
 from mslime.data.sample import Group, Sample, SampleStatus
@@ -53,6 +56,7 @@ class Rollout:
         self._chats = Conversations(agents, self, self._end_of_silence)
         self._grown = [GrowingSample(s, s.prompt_length) for s in group.parts(number)]
         self._at_work, self._waiting = set[object](), set[object]()
+        self._generating = set[asyncio.Task[Any]]()
         self._given = self._over = False
         self._turns = 0
         self._watch: asyncio.Timeout | None = None
@@ -80,7 +84,7 @@ class Rollout:
         if prompt is None and not self._given:
             self._given = True
             return self._grown[0].sample
-        tokens = self._group.prompt if prompt is None else prompt
+        tokens = self._group.prompt if prompt is None else self._ids(prompt)
         if not 0 < len(tokens) < self._sampling.longest_input:
             raise self._error(f"began a sequence with {len(tokens)} tokens",
                               f"give at least one, and fewer than {self._sampling.longest_input}")  # fmt: skip
@@ -107,15 +111,19 @@ class Rollout:
             raise self._error("called generate() while another call was under way for the sequence",
                               "await one turn after the other")  # fmt: skip
         grown.busy = True
+        task = asyncio.current_task()
+        assert task is not None, "generate() is awaited in a task"
+        self._generating.add(task)
         try:
             return await self._turn(grown, max_tokens, (stop,) if isinstance(stop, str) else tuple(stop))
         finally:
             grown.busy = False
+            self._generating.discard(task)
 
     def append(self, sample: Sample, added: str | Sequence[int]) -> None:
         """See `workflow.Engine`."""
         grown = self._idle(sample)
-        tokens = self.encode(added) if isinstance(added, str) else list(added)
+        tokens = self.encode(added) if isinstance(added, str) else self._ids(added)
         if len(sample) + len(tokens) >= self._sampling.longest_input:
             grown.finish = "length"
             raise NoRoomError(f"{len(tokens)} tokens after {len(sample)}; {self._sampling.longest_input} are too many")
@@ -174,9 +182,9 @@ class Rollout:
         g, first = self._group, self._grown[0].sample
         own = zlib.crc32(f"{seed}/{self._session}/{self.number}".encode()) & 0x7FFFFFFF
         return Task(
-            g.prompt, first.label, first.metadata, g.group_id, self.number, evaluation, own, self._generator.decode,
-            g.messages, g.tools,
-        )  # fmt: skip
+            g.prompt.copy(), copy.deepcopy(first.label), first.metadata, g.group_id, self.number, evaluation, own,
+            self._generator.decode, copy.deepcopy(g.messages), copy.deepcopy(g.tools),
+        )  # fmt: skip  # copies: the function may write what it has, which its siblings and a re-roll begin with
 
     @property
     def whole_group(self) -> bool:
@@ -244,10 +252,12 @@ class Rollout:
             self._conclude(returned)
         finally:
             self._chats.forget()
+            self._stop_turns()
 
     def end(self) -> None:
         """The function may add nothing any more: its response was thrown away."""
         self._over = True
+        self._stop_turns()
 
     def admit(self) -> None:
         """The group goes on."""
@@ -264,6 +274,12 @@ class Rollout:
         self._at_work.discard(self)
 
     # --------------------------------------------------------------------------------------------------- inside
+
+    def _stop_turns(self) -> None:
+        """Cancel turns in tasks of the function's own, which may outlive it: the sample may begin anew, and is another
+        function's then."""
+        for task in self._generating - {asyncio.current_task()}:
+            task.cancel()
 
     async def _called(self, function: Workflow, task: Task) -> object:
         """What the function returns; None when a NoRoomError passed it, or its agent failed later for want of room."""
@@ -360,6 +376,7 @@ class Rollout:
         self._check_alive()
         while not self._door.open:
             await self._wait(who)
+        self._check_alive()
         self._at_work.add(who)
         self._watch_outside()
 
@@ -407,6 +424,16 @@ class Rollout:
         if grown.busy:
             raise self._error("changed a sequence while a turn of it was generated", "await generate() first")
         return grown
+
+    def _ids(self, given: Sequence[int]) -> NDArray[np.int32]:
+        """Token ids that a function or an agent gave. Raises ChatError: an id that the model does not have would kill
+        an engine."""
+        ids, known = np.asarray(given) if len(given) else np.empty(0, np.int32), self._generator.vocab_size
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or (len(ids) and not 0 <= ids.min() <= ids.max() < known):
+            wrong = next((i for i in given if type(i) is not int or not 0 <= i < known), given)
+            raise ChatError("prompt", f"{wrong!r:.80}", f"is no token id of this model, which has {known}",
+                            "send ids of the model's own tokenizer, or a text")  # fmt: skip
+        return ids.astype(np.int32)
 
     def _check_span(self, sample: Sample, start: int, end: int) -> None:
         if not sample.prompt_length <= start <= end <= len(sample):

@@ -4,14 +4,18 @@ Engines receive one bucket at a time. Two engines that took broadcasts of two se
 each other for ever, so with several engines a sender sends when the bucket before it in the plan has arrived: its
 sender passes the turn on. All that anyone waits for here lies earlier in the plan, so that nobody waits in a circle.
 Where no engine waits for another one (`transport.InAnyOrder`), senders take no turns.
+
+On GPUs all that a courier and its transport do is on a stream of their own, which waits for each bucket's filling and
+for nothing else. On the stream that fills, a send would wait for what is filled after it, and that for the send: a
+gather of the next bucket waits for other ranks, whose sends wait for theirs, so that ranks would wait in a circle.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from queue import Queue
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -93,12 +97,8 @@ class Seconds:
 class _Filled:
     bucket: Bucket
     flat: torch.Tensor | None
-    stream: torch.cuda.Stream | None
-
-
-def _on_stream(filled: _Filled) -> AbstractContextManager[object]:
-    """This thread works where the bucket was filled."""
-    return torch.cuda.stream(filled.stream) if filled.stream is not None else nullcontext()
+    event: torch.cuda.Event | None
+    """On a GPU: `flat` is filled."""
 
 
 @dataclass
@@ -111,6 +111,8 @@ class Courier:
         ends: time (`time.monotonic`) after which no bucket is sent any more.
         deadline_s: that this is, for the message.
         seconds: to which its time is added.
+        stream: of its own, the same in every sync: torch keeps the memory that is freed on one for that one. None on
+            CPUs.
         failure: what went wrong already: nothing is sent then, but the turn is passed on.
     """
 
@@ -119,6 +121,7 @@ class Courier:
     ends: float
     deadline_s: float
     seconds: Seconds
+    stream: torch.cuda.Stream | None
     failure: Exception | None = None
     _filled: Queue[_Filled | None] = field(default_factory=lambda: Queue(1))
 
@@ -133,10 +136,13 @@ class Courier:
         """Send a bucket after those before.
 
         Args:
-            flat: [bucket.hf_numel], or this rank's part of that (`PartTaker`); None: it could not be filled.
+            flat: [bucket.hf_numel], or this rank's part of that (`PartTaker`), filled on the current stream; None: it
+                could not be filled.
         """
-        stream = torch.cuda.current_stream(flat.device) if flat is not None and flat.is_cuda else None
-        self._filled.put(_Filled(bucket, flat, stream))
+        event = None
+        if self.stream is not None:
+            event = cast("torch.cuda.Event", torch.cuda.current_stream().record_event())
+        self._filled.put(_Filled(bucket, flat, event))
 
     def close(self) -> Exception | None:
         """Wait until all is sent; the first failure."""
@@ -145,8 +151,14 @@ class Courier:
         return self.failure
 
     def _deliver(self) -> None:
+        with torch.cuda.stream(self.stream):  # type: ignore[arg-type]  # takes None, and then does nothing
+            self._deliver_all()
+
+    def _deliver_all(self) -> None:
         while (filled := self._filled.get()) is not None:
             self._filled.task_done()
+            if self.stream is not None and filled.event is not None:
+                self.stream.wait_event(filled.event)
             began = time.monotonic()
             self._prepare(filled)
             prepared = time.monotonic()
@@ -165,8 +177,7 @@ class Courier:
         if filled.flat is None or self.failure is not None or not isinstance(self.transport, Preparer):
             return
         try:
-            with _on_stream(filled):
-                self.transport.prepare_bucket(filled.bucket, filled.flat)
+            self.transport.prepare_bucket(filled.bucket, filled.flat)
         except Exception as error:  # of a user's transport as well: it is raised on every rank
             self.failure = error
 
@@ -193,8 +204,7 @@ class Courier:
         try:
             if time.monotonic() > self.ends:
                 raise sync_error("send", filled.bucket.describe(), f"the sync took over {self.deadline_s:.0f} s")
-            with _on_stream(filled):
-                self.transport.start(filled.bucket, filled.flat).wait()
+            self.transport.start(filled.bucket, filled.flat).wait()
         except Exception as error:  # of a user's transport as well: it is raised on every rank
             self.failure = error
         return self.failure is None

@@ -17,6 +17,7 @@ which has failed, is over soon.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
@@ -40,6 +41,9 @@ from mslime.weights.waiting import all_done, naming
 
 ECHO_S = 2.0
 """How long the other engines' words are waited for when something breaks: the first may be an echo."""
+
+POLL_S = 0.001
+"""Between two looks at a send over NCCL; torch's own wait looks as often."""
 
 
 class RelayTransport:
@@ -196,9 +200,16 @@ def _send(
     parcels: Sequence[tuple[torch.Tensor, dist.ProcessGroup]], stream: torch.cuda.Stream | None, deadline_s: float
 ) -> str:
     """Broadcast each in its group, and return when all have it; for a thread. What broke, in words: an error would hold
-    the groups."""
+    the groups.
+
+    NCCL's `wait` makes the stream wait, too. Trainers have one queue to the GPU for all streams
+    (CUDA_DEVICE_MAX_CONNECTIONS): all that is filled later would wait in it for this send. So it is asked first.
+    """
     try:
         works = [enter_broadcast(flat, group, stream) for flat, group in parcels]
+        ends = time.monotonic() + deadline_s
+        while stream is not None and not all(work.is_completed() for work in works) and time.monotonic() < ends:
+            time.sleep(POLL_S)
         with torch.cuda.stream(stream):  # type: ignore[arg-type]  # takes None, and then does nothing
             for work in works:
                 work.wait(timedelta(seconds=deadline_s))

@@ -154,6 +154,7 @@ class WeightSender:
             find_transport(options.transport)
         self._transport: Transport | None = None
         self._sent = self._observed = False
+        self._stream: torch.cuda.Stream | None = None  # of couriers
         self.engines: tuple[EngineInfo, ...] = ()
         plain = self._make_plan(options.dtype, groups.senders)
         self.plan = plain if options.encoded is None else encoded_plan(plain, options.encoded)
@@ -338,10 +339,12 @@ class WeightSender:
         courier: Courier | None = None
         if self._groups.sends:
             assert self._transport is not None, "connect comes before send"
+            if self._stream is None and torch.cuda.is_initialized():
+                self._stream = torch.cuda.Stream()
             turns = self._groups.turns if takes_turns(self._transport, len(self.engines)) else None
             order = Turns(self.plan, turns) if turns is not None else None
             refused = self._tell_transport(lambda observer: observer.begin(version, self.plan.buckets))
-            courier = Courier(self._transport, order, started + deadline_s, deadline_s, spent, refused)
+            courier = Courier(self._transport, order, started + deadline_s, deadline_s, spent, self._stream, refused)
         failure: Exception | None = None
         buckets = self.plan.buckets_of(rank)
         parts = {bucket.index for bucket in buckets if self._comes_in_parts(bucket)}

@@ -41,6 +41,9 @@ explain_pip() {
   elif grep -qiE 'no matching distribution|could not find a version' "$1"; then
     fail "the package index does not have what mslime pins: $(last_error "$1") (log: $1)" \
       "check pip's index (pip config list): it must offer the versions in pyproject.toml"
+  elif grep -qiE 'permission denied|read-only file system|cannot update time stamp' "$1"; then
+    fail "pip could not write: $(last_error "$1") (log: $1)" \
+      "copy the checkout to a directory of yours and run the script of the copy: pip writes mslime.egg-info beside it"
   fi
   fail "pip failed: $(last_error "$1") (log: $1)" "read the log; running this again starts over cleanly"
 }

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mslime.control.stop import TOGETHER_S
 from mslime.convert.hf import HFCheckpoint
 from mslime.data.checkpoints import steps
 from mslime.data.manifest import read_manifest
@@ -48,10 +51,16 @@ def flip_one_bit(checkpoint: Path) -> Path:
 
 
 def ended_by(run: Run, signum: int) -> None:
-    """Send a signal to the driver alone once steps beyond the last checkpoint are done; check how the run ends."""
+    """Send a signal once steps beyond the last checkpoint are done; check how the run ends.
+
+    SIGTERM goes to the driver's whole process group, as `timeout`, `docker stop` of a shell, and batch systems send it.
+    """
     before = len(run.rows())
     run.wait_for(lambda: len(run.rows()) >= before + 3, START_S)
-    run.process.send_signal(signum)
+    if signum == signal.SIGTERM:
+        os.killpg(run.process.pid, signum)
+    else:
+        run.process.send_signal(signum)
     assert run.finish(60) == 128 + signum, run.text()
     rows, text = run.rows(), run.text()
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "a hole in the metrics"
@@ -76,6 +85,7 @@ def test_signals_save_what_was_learnt_and_damage_is_refused_by_name(
     second = start()
     assert second.finish(60) == 2, second.text()
     assert f"process {run.process.pid} on " in second.text() and "runs in this directory" in second.text()
+    assert len(run.find("raylet").environ()["RAY_AUTH_TOKEN"]) == 64, "Ray's token is the run's own"
     ended_by(run, signal.SIGTERM)
     config = (run.directory / "config.yaml").read_text()
 
@@ -120,6 +130,7 @@ def test_a_second_signal_stops_at_once(tiny_qwen3_moe: Path, prompts: Path, tmp_
     rank.suspend()  # the rescue would wait for it
     run.process.send_signal(signal.SIGTERM)
     run.wait_for(lambda: "again to stop without saving" in run.text(), 30)
+    time.sleep(2 * TOGETHER_S)
     run.process.send_signal(signal.SIGTERM)
     assert run.finish(30) == 143, run.text()
     assert "not saved: a second signal came" in run.text() and newest_step(run) == 0

@@ -20,6 +20,9 @@ import numpy as np
 import pytest
 import torch
 
+from mslime.backends.megatron import checkpoint
+from mslime.backends.megatron.step.asleep import optimizer_tensors
+from mslime.backends.megatron.step.optimizer import parts_of
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import CheckpointError
 from mslime.data.checkpoints import newest, step_directory
@@ -149,6 +152,49 @@ def test_a_resumed_run_continues_the_uninterrupted_loss_curve(
         assert [r["draws"] for r in results] == [r[1] for r in ranks_before], (
             "each rank goes on with its own generators"
         )
+
+
+def _save_as_megatron_core(trainer: MegatronTrainer, directory: Path) -> None:
+    """With every rank's whole buffers, as mslime saved before it let each rank store its own part."""
+    for part in parts_of(trainer.optimizer):
+        del part.sharded_param_state_fully_reshardable  # type: ignore[attr-defined]  # what hides the class's own
+    train_steps(trainer, 0, SAVED)
+    trainer.save(directory, EXTRA)
+
+
+@pytest.mark.parametrize("after", ["dp2_ep2_distopt", "tp2_ep2_distopt"])
+def test_a_checkpoint_with_whole_buffers_resumes_in_every_layout(
+    after: str, model: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    directory = step_directory(tmp_path, SAVED)
+    run_trainers(_save_as_megatron_core, config_of("dp2_ep2_distopt", model, tmp_path), directory)
+    for result in run_trainers(_load_and_train, config_of(after, model, tmp_path), directory, uninterrupted):
+        np.testing.assert_allclose(result["curve"], torch.load(uninterrupted)[0][SAVED:], atol=2e-4, rtol=2e-4)
+        assert result["weights"] < 1e-4
+
+
+def _stored_and_held(trainer: MegatronTrainer, is_loading: bool) -> tuple[int, int, int]:
+    """Elements of optimizer state that this rank stores, those of them that lie in its optimizer's own memory, and all
+    that it has."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    state = checkpoint._state(trainer.chunks, trainer.optimizer, trainer.schedule, is_loading=is_loading)
+    stored = [each for each in nested_values(state["optimizer"]) if isinstance(each, ShardedTensor)]
+    own = {tensor.untyped_storage().data_ptr() for tensor in optimizer_tensors(trainer.optimizer)}
+    held = {t.data_ptr(): t.numel() for t in optimizer_tensors(trainer.optimizer) if t.ndim}
+    sizes = [(part.data.numel(), part.data.untyped_storage().data_ptr() in own) for part in stored]
+    return sum(size for size, _ in sizes), sum(size for size, mine in sizes if mine), sum(held.values())
+
+
+@pytest.mark.parametrize("is_loading", [False, True], ids=["saving", "loading"])
+def test_a_rank_stores_its_own_part_of_the_optimizers_state_and_copies_none_of_it(
+    is_loading: bool, model: Path, tmp_path: Path
+) -> None:
+    for stored, in_place, held in run_trainers(
+        _stored_and_held, config_of("dp2_ep2_distopt", model, tmp_path), is_loading
+    ):
+        assert stored == in_place == held > 0
 
 
 def test_a_resume_in_one_process_is_bit_exact(model: Path, saved: Any, uninterrupted: Path, tmp_path: Path) -> None:

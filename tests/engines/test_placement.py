@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +52,9 @@ class Asked:
 
     def variables(self) -> dict[str, str]:
         return {k: v for k, v in os.environ.items() if k.startswith("NCCL_") or k == "GIVEN"}
+
+    def import_path(self) -> list[str]:
+        return os.environ["PYTHONPATH"].split(os.pathsep)
 
 
 def test_no_tensor_parallel_group_spans_machines(machines: str) -> None:
@@ -133,3 +138,23 @@ def test_a_tensor_parallel_group_on_two_machines_is_refused_by_name() -> None:
     check_tensor_groups(spots, 1)
     with pytest.raises(ConfigError, match=r"ranks 2 to 3 .* 10\.0\.0\.9 and 10\.0\.0\.10"):
         check_tensor_groups(spots, 2)
+
+
+def test_a_submitted_jobs_own_variables_hold_and_its_import_path_is_no_conflict(
+    machines: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ray job submit` and a RayJob start a driver; and with a Python whose path Ray would give to a shell."""
+    python = tmp_path / "my venv" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    given = {"PYTHONPATH": "/root/Megatron-LM", "NCCL_CUMEM_ENABLE": "1", "GIVEN": "by the job"}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"env_vars": given}}))
+    monkeypatch.syspath_prepend("/root/Megatron-LM")  # the job's variables are the driver's, too
+    config = run(machines, {"trainer_ranks": 1, "env": {"GIVEN": "by the run"}})
+    with Cluster(config, False) as cluster:
+        actor = remote_class(Asked).options(**cluster.trainer_options(0)).remote()
+        found, path = ray.get([actor.variables.remote(), actor.import_path.remote()], timeout=60)
+    assert (found["NCCL_CUMEM_ENABLE"], found["GIVEN"]) == ("1", "by the run")
+    assert "/root/Megatron-LM" in path and os.getcwd() in path

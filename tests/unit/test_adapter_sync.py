@@ -182,6 +182,7 @@ def test_scaling_is_written_as_alpha_over_rank() -> None:
     assert (plain.lora.alpha, plain.lora.rs_lora, plain.lora.scale) == (128, False, made.lora.scale)
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_adapters_of_an_engine_and_of_a_sync() -> None:
     sections: dict[str, Any] = {"cluster": {"trainer_ranks": 16}, "megatron": LAYOUT, "sglang": {"tp_size": 2}}
     lora = {"rank": 8, "targets": ["attention"]}

@@ -69,6 +69,18 @@ def test_a_client_of_anthropics_may_be_the_agent() -> None:
     assert sample.loss_mask.sum() == len("5.\0")
 
 
+def test_a_token_that_the_model_does_not_have_is_the_agents_mistake() -> None:
+    """Also where it follows a recorded turn. Nothing of it is left in a sequence."""
+    samples = rolled("sends_what_is_no_token", "x", "y")
+    assert [sample.response for sample in samples] == ["x", "y"]
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 40, 10**30, 1.5, "a", None])
+def test_a_token_that_the_model_does_not_have_is_the_functions_mistake(token: object) -> None:
+    with pytest.raises(RolloutError, match="no token id of this model"):
+        check_rollout("tests.unit.user_agents:appends_what_is_no_token", label=token)
+
+
 def test_agents_at_the_same_time_are_sequences_of_one_rollout() -> None:
     proposer, solver = rolled("proposes_and_solves", "a", "b")
     assert proposer.rollout == solver.rollout and proposer.loss_mask.sum() == solver.loss_mask.sum() == 2

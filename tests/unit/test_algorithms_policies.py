@@ -66,6 +66,7 @@ def test_every_name_that_the_config_takes_is_a_loss_with_a_reference() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(config=configs(), seed=st.integers(0, 2**31), spread=st.sampled_from([0.0, 0.02, 0.4, 3.0]))
+@pytest.mark.slow
 def test_every_loss_equals_its_paper(config: AlgorithmConfig, seed: int, spread: float) -> None:
     tokens = step(seed, spread)
     got = finalise(policy_loss(as_inputs(tokens), config).statistics)

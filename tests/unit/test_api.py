@@ -92,6 +92,7 @@ def test_check_says_what_the_command_says(tmp_path: Path, capsys: pytest.Capture
     assert checked.model.num_experts == 8
 
 
+@pytest.mark.slow
 def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     model, layout = str(CONFIGS / "qwen3-30B-A3B"), {"expert_model_parallel_size": 8}
     told = {"model": {"path": model}, "megatron": layout, "cluster": {"device": "cuda"}}

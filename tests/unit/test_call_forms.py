@@ -203,6 +203,7 @@ def made_cases(count: int) -> list[tuple[Calls, str]]:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sglang_reads_the_same_calls() -> None:
     names = [name for name in FAMILIES if name != "mistral-ids"]  # SGLang takes [CALL_ID] for a part of the name
     cases = [(name, calls, content) for name in names for calls, content in made_cases(40)]

@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +85,7 @@ def check(chat: Chat) -> None:
     ending=st.sampled_from(["<|im_end|>", ""]),
     steps=STEPS,
 )
+@pytest.mark.slow
 def test_what_the_model_saw_is_what_is_trained(thinking: Any, replies: list[str], ending: str, steps: Any) -> None:
     async def work() -> None:
         chat = Chat(*replies, thinking=thinking, ending=ending)

@@ -416,6 +416,36 @@ def test_29_a_first_prompt_beyond_the_room_leaves_nothing() -> None:
     run(work)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [*(f'{{"name": {name}, "arguments": {{}}}}' for name in ('["add"]', '{"a": 1}', "5", "-0.5", "true", "NaN", "1e999",
+                                                              '"\\ud800"')),
+     '{"name": "add", "arguments": {"a": NaN}}', '{"name": "add", "arguments": {"a": "\\ud800"}}',
+     '{"name": "add", "arguments": [1]}'],
+)  # fmt: skip
+def test_a_call_that_json_cannot_carry_is_text_to_every_client(call: str) -> None:
+    async def work() -> None:
+        chat = Chat(f"<think>hm</think><tool_call>\n{call}\n</tool_call>", "sorry")
+        a = await chat.ask(SYSTEM, QUESTION)
+        assert not a.reply.calls and call in a.reply.text and chat.session.counts["malformed_calls"] == 1
+        json.dumps(to_chat(a.reply), allow_nan=False, ensure_ascii=False).encode()
+        assert (await chat.ask(SYSTEM, QUESTION, echo(a), MORE)).parent in (a, None)
+
+    run(work)
+
+
+@pytest.mark.parametrize("where", ["message", "result"])
+def test_half_a_character_in_what_others_say_is_a_replacement_character(where: str) -> None:
+    async def work() -> None:
+        chat = Chat("<think>hm</think>" + CALL, "three")
+        asked = {**QUESTION, "content": "a\ud800b" if where == "message" else "q"}
+        a = await chat.ask(asked)
+        await chat.ask(asked, echo(a), result(a, "a\ud800b"))
+        assert "a\ufffdb" in TOKENIZER.decode(chat.engine.samples[-1].tokens)
+
+    run(work)
+
+
 def test_30_a_malformed_call_is_text_and_can_be_answered() -> None:
     async def work() -> None:
         broken = '<tool_call>\n{"name": "add", "arguments": {,}}\n</tool_call>'

@@ -439,6 +439,7 @@ def test_a_shared_gpu_needs_the_larger_of_its_phases_and_not_their_sum() -> None
     assert shared.fullest < apart.fullest + shared.engine.weights + shared.engine.cache
 
 
+@pytest.mark.slow
 def test_state_that_sleeps_in_memory_is_counted_there_and_on_a_disk_is_not() -> None:
     shared = plan_of("colocated")
     memory = shared.stages[0].memory
@@ -461,6 +462,7 @@ def test_gpus_without_an_engine_are_remarked_upon() -> None:
     assert remark.startswith("4 of the trainer's GPUs have no engine on them")
 
 
+@pytest.mark.slow
 def test_a_teacher_that_shares_is_planned_on_gpus_without_an_engine_and_in_the_machines_memory() -> None:
     values = {"model": {"path": str(CONFIGS / "qwen3-30B-A3B")}, "sglang": {"num_engines": 1, "tp_size": 4},
               "megatron": LAYOUT, "weights": {"transport": "shm", "bucket_mib": 1024}, "algorithm": {"opd_coef": 1.0},

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_function_in_the_directory_of_the_start_is_found(tmp_path: Path) -> None:
     """A console script has its own directory on sys.path, and not the one that it was started in."""
     model = make_tiny_qwen3_moe(tmp_path / "model")

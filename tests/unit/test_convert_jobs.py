@@ -52,6 +52,7 @@ def wait_for(what: object, seconds: float = 120.0) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_several_processes_write_what_one_does(source: Path, tmp_path: Path) -> None:
     alone = run_job(job(source), tmp_path / "alone")
     assert run_job(job(source), tmp_path / "together", workers=2) == alone and alone.files > 4
@@ -60,6 +61,7 @@ def test_several_processes_write_what_one_does(source: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("victim", ["the whole conversion", "a worker"])
+@pytest.mark.slow
 def test_a_kill_leaves_nothing_under_the_final_name_and_the_next_run_goes_on(
     source: Path, tmp_path: Path, victim: str
 ) -> None:
@@ -99,6 +101,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_parent_in_the_middle_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "busy.py").write_text(BUSY)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -121,6 +124,7 @@ def _at_most_100_kb() -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.slow
 def test_a_full_disk_names_file_and_tensor_and_the_next_run_goes_on(source: Path, tmp_path: Path, workers: str) -> None:
     out = tmp_path / "out"
     options = ["--max-shard-gib", "0.0001", "--workers", workers, "--quiet"]
@@ -270,6 +274,7 @@ print((kib("VmHWM") - before) * 1024 / shard)
 """
 
 
+@pytest.mark.slow
 def test_a_conversion_of_many_shards_needs_no_more_memory_than_two(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", shards=8, hidden_size=1024, moe_intermediate_size=1024, num_experts=16)
     assert sum(path.stat().st_size for path in source.glob("*.safetensors")) > 8 * (24 << 20)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import json
+import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mslime.config.errors import CheckpointError
 from mslime.convert import codecs
@@ -103,6 +110,89 @@ def test_int4_is_what_compressed_tensors_packs_and_unpacks(group: int) -> None:
     step = scales.float().repeat_interleave(group, 1)
     # The largest of a group falls on 7.5 steps, of which 7 are left; scale and product are rounded to bfloat16.
     assert ((ours.float() - original.float()).abs() <= 0.56 * step).all()
+
+
+def fp8_by_blocks(weight: torch.Tensor, block: tuple[int, int], power_of_two: bool) -> tuple[torch.Tensor, ...]:
+    """A slow reference: one block after the other."""
+    grid = [-(-size // side) for size, side in zip(weight.shape, block, strict=True)]
+    scales, quantised = torch.empty(grid), torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    for row, column in itertools.product(*map(range, grid)):
+        here = slice(row * block[0], (row + 1) * block[0]), slice(column * block[1], (column + 1) * block[1])
+        largest = float(weight[here].float().abs().max())
+        scale = np.float32(largest) / np.float32(448) if largest else np.float32(1)
+        if power_of_two:
+            scale = np.float32(2.0 ** math.ceil(math.log2(scale)))
+        scales[row, column] = float(scale)
+        quantised[here] = (weight[here].float() / float(scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return quantised, scales
+
+
+def int4_by_rows(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A slow reference: one row after the other."""
+    packed, scales = list[list[int]](), list[torch.Tensor]()
+    for row in weight:
+        grouped = row.float().view(-1, group)
+        scale = (grouped.abs().amax(1) / 7.5).to(weight.dtype)
+        scale[scale == 0] = torch.finfo(weight.dtype).eps
+        values = ((grouped / scale.float()[:, None]).round().clamp(-8, 7) + 8).int().view(-1, 8).tolist()
+        words = [sum(value << 4 * place for place, value in enumerate(word)) for word in values]
+        packed.append([word - (word >> 31 << 32) for word in words])
+        scales.append(scale)
+    return torch.tensor(packed, dtype=torch.int32), torch.stack(scales)
+
+
+@pytest.mark.parametrize("at_once", [1, 200, 1 << 24])
+@given(
+    st.integers(1, 9), st.integers(1, 12), st.sampled_from([(4, 4), (2, 8), (3, 5)]), st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 9),
+)  # fmt: skip
+def test_fp8_is_the_same_block_by_block_and_at_once(
+    at_once: int, rows: int, columns: int, block: tuple[int, int], power_of_two: bool, dtype: torch.dtype, seed: int
+) -> None:
+    weight = (torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed - 5)).to(dtype)
+    weight[: block[0], : block[1]] *= seed % 2  # a block of zeros
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(codecs.AT_ONCE, "cpu", at_once)
+        found = codecs.fp8_quantise(weight, block, power_of_two=power_of_two)
+    quantised, scales = fp8_by_blocks(weight, block, power_of_two)
+    assert torch.equal(found[0].view(torch.uint8), quantised.view(torch.uint8)) and torch.equal(found[1], scales)
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 1 << 24])
+@given(st.integers(1, 9), st.sampled_from([(16, 8), (32, 16), (64, 32)]), st.booleans(), st.integers(0, 9))
+def test_int4_is_the_same_row_by_row_and_at_once(
+    at_once: int, rows: int, sizes: tuple[int, int], bf16: bool, seed: int
+) -> None:
+    weight = torch.randn(rows, sizes[0], generator=torch.Generator().manual_seed(seed)) * (seed % 3)
+    weight = weight.bfloat16() if bf16 else weight
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(codecs.AT_ONCE, "cpu", at_once)
+        found = codecs.int4_quantise(weight, sizes[1])
+    for mine, reference in zip(found, int4_by_rows(weight, sizes[1]), strict=True):
+        assert torch.equal(mine, reference)
+
+
+def test_quantising_on_a_gpu_takes_as_few_operations_however_large_the_weight_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is a kernel to launch."""
+    monkeypatch.setitem(codecs.AT_ONCE, "cpu", codecs.AT_ONCE["cuda"])
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    for quantise in (partial(codecs.fp8_quantise, power_of_two=True), partial(codecs.int4_quantise, group=32)):
+        counts = list[int]()
+        for rows in (128, 2048):
+            weight = torch.zeros(rows, 256, dtype=torch.bfloat16)
+            with Counting() as counting:
+                quantise(weight)
+            counts.append(counting.count)
+        assert counts[0] == counts[1] < 50
 
 
 def test_mxfp4_is_what_transformers_makes_of_gpt_oss() -> None:

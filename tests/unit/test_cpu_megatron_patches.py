@@ -53,10 +53,12 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_every_scenario_works_with_every_patch(verdicts: dict[str, str]) -> None:
     assert verdicts["all"] == "ok", verdicts["all"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [patch.name for patch in megatron.PATCHES])
 def test_without_the_patch_megatron_core_breaks(name: str, verdicts: dict[str, str]) -> None:
     assert verdicts[name] != "ok", f"{name} is not needed"

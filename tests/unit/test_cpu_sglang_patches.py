@@ -46,11 +46,13 @@ def test_every_stub_and_patch_has_a_probe_and_a_reason() -> None:
 
 
 @pytest.mark.parametrize("name", [*STUBS, *PATCHES])
+@pytest.mark.slow
 def test_it_works(name: str, patched: dict[str, str]) -> None:
     assert patched[name] == "ok"
 
 
 @pytest.mark.parametrize("name", PATCHES)
+@pytest.mark.nightly
 def test_without_the_patch_its_probe_fails(name: str, unpatched: dict[str, str]) -> None:
     assert unpatched[name] != "ok"
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ def slurm(tmp_path: Path) -> dict[str, str]:
         "hostname": "echo 127.0.0.1 10.1.1.1",
         "srun": 'for word; do case "$word" in --nodelist=*) export ON="${word#*=}"; shift ;; --*) shift ;; *) break ;; '
         'esac; done; exec "$@"',
-        "ray": f'echo "$ON $*" >> {tmp_path}/calls\n'
+        "ray": f'echo "$ON $*" >> {tmp_path}/calls; echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> {tmp_path}/tokens\n'
         f'case "$*" in *--head*) exec {sys.executable} {tmp_path}/listen.py ;; *) exec sleep 60 ;; esac',
     }
     for name, body in fakes.items():
@@ -60,7 +63,8 @@ def slurm(tmp_path: Path) -> dict[str, str]:
 def test_the_run_starts_beside_a_head_with_a_worker_on_every_other_machine(
     slurm: dict[str, str], tmp_path: Path
 ) -> None:
-    command = ["bash", "-c", 'echo "ran at $RAY_ADDRESS with $*"; exit 7', "name", "--train.lr", "1e-6"]
+    told = f'echo "ran at $RAY_ADDRESS with $*"; echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> {tmp_path}/tokens; exit 7'
+    command = ["bash", "-c", told, "name", "--train.lr", "1e-6"]
     done = subprocess.run(
         ["bash", str(SLURM), *command], env=slurm, capture_output=True, text=True, timeout=60, check=False
     )
@@ -72,6 +76,9 @@ def test_the_run_starts_beside_a_head_with_a_worker_on_every_other_machine(
     by_machine = {call.split()[0]: call for call in calls}
     assert "start --head" in by_machine["gpu1"] and "--node-ip-address=127.0.0.1" in by_machine["gpu1"]
     assert all(f"start --address={address}" in by_machine[machine] for machine in ("gpu2", "gpu3"))
+    tokens = (tmp_path / "tokens").read_text().splitlines()
+    assert len(tokens) == 4 and re.fullmatch("token [0-9a-f]{64}", tokens[0]), "Ray on each machine, and the run"
+    assert len(set(tokens)) == 1 and tokens[0].split()[1] not in done.stdout + done.stderr
 
 
 def test_the_end_of_the_job_reaches_the_run_which_ends_in_its_own_time(slurm: dict[str, str], tmp_path: Path) -> None:
@@ -121,11 +128,14 @@ POD = closed(
     "containers",
     hostNetwork={"type": "boolean"},
     dnsPolicy={"enum": ["ClusterFirstWithHostNet", "ClusterFirst", "Default", "None"]},
+    terminationGracePeriodSeconds=COUNT,
     containers=items(
         closed(
             "name image",
             name=TEXT,
             image=TEXT,
+            imagePullPolicy={"enum": ["Always", "IfNotPresent", "Never"]},
+            lifecycle=closed("preStop", preStop=closed("exec", exec=closed("command", command=items(TEXT)))),
             workingDir=TEXT,
             env=items(closed("name value", name=TEXT, value=TEXT)),
             resources=closed(requests=QUANTITIES, limits=QUANTITIES),
@@ -144,52 +154,109 @@ POD = closed(
     ),
 )
 PARAMETERS = {"type": "object", "additionalProperties": TEXT}
-# The part of KubeRay's ray.io/v1 RayCluster (operator 1.7) that the manifest uses: what may stand where, and as what.
+# The part of KubeRay's ray.io/v1 RayJob (operator 1.5.1) that the manifest uses: what may stand where, and as what.
 RAY_CLUSTER = closed(
+    "headGroupSpec",
+    rayVersion=TEXT,
+    authOptions=closed("mode", mode={"enum": ["token", "disabled"]}),
+    headGroupSpec=closed("template", rayStartParams=PARAMETERS, template=closed("spec", spec=POD)),
+    workerGroupSpecs=items(
+        closed(
+            "groupName template minReplicas maxReplicas",
+            groupName=TEXT,
+            replicas=COUNT,
+            minReplicas=COUNT,
+            maxReplicas=COUNT,
+            rayStartParams=PARAMETERS,
+            template=closed("spec", spec=POD),
+        )
+    ),
+)
+RAY_JOB = closed(
     "apiVersion kind metadata spec",
     apiVersion={"const": "ray.io/v1"},
-    kind={"const": "RayCluster"},
+    kind={"const": "RayJob"},
     metadata=closed("name", name=TEXT),
     spec=closed(
-        "headGroupSpec",
-        rayVersion=TEXT,
-        headGroupSpec=closed("template", rayStartParams=PARAMETERS, template=closed("spec", spec=POD)),
-        workerGroupSpecs=items(
-            closed(
-                "groupName template minReplicas maxReplicas",
-                groupName=TEXT,
-                replicas=COUNT,
-                minReplicas=COUNT,
-                maxReplicas=COUNT,
-                rayStartParams=PARAMETERS,
-                template=closed("spec", spec=POD),
-            )
-        ),
+        "entrypoint rayClusterSpec",
+        entrypoint=TEXT,
+        backoffLimit=COUNT,
+        shutdownAfterJobFinishes={"type": "boolean"},
+        ttlSecondsAfterFinished=COUNT,
+        rayClusterSpec=RAY_CLUSTER,
     ),
 )
 
 
 def manifest() -> dict[str, Any]:
-    return yaml.safe_load((ROOT / "deploy/raycluster.yaml").read_text())
+    return yaml.safe_load((ROOT / "deploy/rayjob.yaml").read_text())
 
 
-def test_the_manifest_is_a_ray_cluster_of_the_api() -> None:
+def machines() -> list[dict[str, Any]]:
+    spec = manifest()["spec"]["rayClusterSpec"]
+    return [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+
+
+def test_the_manifest_is_a_ray_job_of_the_api() -> None:
     import jsonschema
 
-    jsonschema.Draft202012Validator(RAY_CLUSTER).validate(manifest())
+    jsonschema.Draft202012Validator(RAY_JOB).validate(manifest())
     broken = manifest()
-    broken["spec"]["workerGroupSpecs"][0]["template"]["spec"]["container"] = []
+    broken["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["container"] = []
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft202012Validator(RAY_CLUSTER).validate(broken)
+        jsonschema.Draft202012Validator(RAY_JOB).validate(broken)
 
 
 def test_the_manifest_names_this_ray_and_mounts_what_it_declares() -> None:
-    spec = manifest()["spec"]
+    spec = manifest()["spec"]["rayClusterSpec"]
     assert f'"ray=={spec["rayVersion"]}"' in (ROOT / "pyproject.toml").read_text()
-    machines = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
-    for machine in machines:
+    for machine in machines():
         pod = machine["template"]["spec"]
         (container,) = pod["containers"]
         assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
         assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-    assert machines[0]["template"] == machines[1]["template"], "head and workers are alike"
+    assert machines()[0]["template"] == machines()[1]["template"], "head and workers are alike"
+
+
+def test_the_cluster_has_a_token_and_the_image_what_its_probes_and_jobs_speak_to() -> None:
+    assert manifest()["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    assert "dashboard-host" not in machines()[0]["rayStartParams"], "probes and the submitter come from outside"
+    dockerfile = (ROOT / "deploy/Dockerfile").read_text()
+    assert '"ray[default]==' in dockerfile and " procps wget " in dockerfile
+
+
+DRIVER = """
+import signal, sys, time
+from pathlib import Path
+
+def save(*_):
+    time.sleep(0.5)
+    Path(sys.argv[2]).write_text("saved")
+    sys.exit()
+
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_machine_that_is_given_back_tells_the_driver_first_and_waits_until_it_has_saved(tmp_path: Path) -> None:
+    pod = machines()[0]["template"]["spec"]
+    command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    # The words of the hook as they are, but for a name that no other process on this machine has.
+    own = f"bin/mslime-{uuid.uuid4().hex}"
+    hook = [word.replace("[b]in/mslime", f"[b]{own[1:]}").replace("[r]ay::", f"[r]ay-{own}::") for word in command]
+    assert hook != command and pod["terminationGracePeriodSeconds"] >= 600
+    program = tmp_path / own
+    program.parent.mkdir()
+    program.write_text(DRIVER)
+    driver = subprocess.Popen(
+        [sys.executable, str(program), "train", str(tmp_path / "saved")], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert driver.stdout is not None and driver.stdout.readline() == "up\n"
+        threading.Thread(target=driver.wait, daemon=True).start()  # as its parent does: it leaves no zombie
+        subprocess.run(hook, check=False, timeout=60)
+        assert (tmp_path / "saved").read_text() == "saved"
+    finally:
+        driver.kill()

@@ -334,6 +334,7 @@ def test_a_kernel_that_computes_something_else_is_a_failure() -> None:
     assert "RuntimeError: no kernel image" in packages.kernel_finding("k", "RuntimeError: no kernel image", 1e-4).found
 
 
+@pytest.mark.slow
 def test_this_machines_kernels_agree_with_plain_torch_and_its_speed_is_told() -> None:
     here = Node(Options(), (), "no driver")
     first, second = packages.check_kernels(here)
@@ -391,6 +392,7 @@ def test_every_gpu_that_is_visible_is_measured(monkeypatch: pytest.MonkeyPatch) 
     assert told(speeds.check_collectives(machine({}))) == [("cannot see", "one GPU: there is nothing to talk to")]
 
 
+@pytest.mark.slow
 def test_two_machines_meet_over_gloo_and_their_clocks_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """Both are this one: two calls of the command, two ranks each, real collectives."""
     meet = f"127.0.0.1:{speeds.free_port()}"
@@ -411,6 +413,7 @@ def test_two_machines_meet_over_gloo_and_their_clocks_are_compared(capsys: pytes
         assert clocks["found"].startswith("the machines' clocks are") and told_by["counted"]["fail"] == 0
 
 
+@pytest.mark.slow
 def test_a_process_that_breaks_gives_its_last_words() -> None:
     with pytest.raises(speeds.Broken, match="CUDA"):
         speeds.measured([["speed", "--device", "cuda:99", "--seconds", "0.1"]])

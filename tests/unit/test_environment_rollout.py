@@ -142,6 +142,7 @@ def failure(tmp_path: Path, **more: Any) -> str:
         ("number", "step returned reward = 'one'"),
     ],
 )
+@pytest.mark.slow
 def test_a_broken_episode_ends_the_run_or_is_dropped_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], trouble: str, told: str
 ):

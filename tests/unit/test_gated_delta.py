@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mslime.backends.cpu.megatron import install
 
@@ -21,7 +23,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from mslime.backends.cpu.norm import ZeroCentredRMSNorm  # noqa: E402
-from mslime.backends.megatron.model.gated_delta import HeadNorm, PackedGatedDeltaNet  # noqa: E402
+from mslime.backends.megatron.model.gated_delta import HeadNorm, Packed, PackedGatedDeltaNet  # noqa: E402
 from mslime.backends.megatron.model.meta_model import fake_process_group  # noqa: E402
 from mslime.config.schema import RunConfig  # noqa: E402
 
@@ -110,6 +112,28 @@ def test_packed_sequences_begin_with_empty_states_and_keep_gradients_to_themselv
     out[5].sum().backward()
     touched = x.grad.abs().sum(1) > 0  # type: ignore[union-attr]
     assert touched[5] and int(touched.sum()) == 1
+
+
+def test_the_host_knows_lengths_that_it_wrote_down_and_asks_no_gpu(layer: PackedGatedDeltaNet) -> None:
+    """And what is the same for every token is done once, however many sequences there are."""
+    lengths, counts = [5, 1, 70, 2], list[int]()
+    x, asked = rows(sum(lengths))[:, None], packed(lengths)
+    known = Packed(qkv_format="thd", cu_seqlens_q=torch.empty(0, device="meta"), lengths=tuple(lengths))
+    with torch.no_grad():
+        torch.testing.assert_close(
+            layer(x, None, packed_seq_params=known)[0], layer(x, None, packed_seq_params=asked)[0]
+        )
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[-1] += func is torch.ops.aten.softplus.default or func is torch.ops.aten.rsqrt.default
+            return func(*args, **(kwargs or {}))
+
+    for some in ([78], lengths):
+        counts.append(0)
+        with torch.no_grad(), Counting():
+            layer(x, None, packed_seq_params=Packed(qkv_format="thd", lengths=tuple(some)))
+    assert counts[0] == counts[1] > 0
 
 
 def test_padding_at_the_end_changes_nothing_before_it(layer: PackedGatedDeltaNet) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from mslime.config.errors import RewardError
+from mslime.config.errors import RolloutError
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.data.source import Prompt
 from mslime.rollout.books import new_group
@@ -70,5 +70,5 @@ def test_a_response_that_is_cancelled_is_no_wrong_answer() -> None:
     async def roll(group: Group, number: int) -> None:
         raise asyncio.CancelledError
 
-    with pytest.raises(RewardError, match="nobody stopped the evaluation"):
+    with pytest.raises(RolloutError, match="was cancelled from within"):
         asyncio.run(answer([group], roll, FakeRanks()))

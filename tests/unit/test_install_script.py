@@ -83,6 +83,7 @@ def test_too_little_disk_is_refused_before_anything_is_written(project: Path) ->
     assert not (project.parent / "env").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_download_is_explained_and_leaves_no_stamp(project: Path) -> None:
     closed = "http://127.0.0.1:9/simple"
     done = install(
@@ -129,6 +130,22 @@ def pip_log_sentence(project: Path, line: str) -> subprocess.CompletedProcess[st
         timeout=20,
         check=False,
     )
+
+
+def test_a_checkout_that_cannot_be_written_is_told_from_a_broken_installation(project: Path) -> None:
+    done = pip_log_sentence(project, "error: Cannot update time stamp of directory 'mslime.egg-info'")
+    assert_one_clear_sentence(done, "copy the checkout")
+
+
+def test_the_quickstart_refuses_a_place_that_cannot_be_written_before_it_installs(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "file" / "out")
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/quickstart.sh"), "--venv", str(tmp_path / "venv"), "--out", out],
+        capture_output=True, text=True, timeout=20, check=False,
+    )  # fmt: skip
+    assert_one_clear_sentence(done, f"{out} cannot be written")
+    assert not (tmp_path / "venv").exists()
 
 
 def fake_python(directory: Path) -> Path:

@@ -12,8 +12,11 @@ import pytest
 from mslime.config.cluster import check_machines
 from mslime.config.errors import ConfigError
 from mslime.config.loader import load_config
+from mslime.config.warnings import warnings
 from tests.fixtures.launch_scripts import MODELS, ROOT, SNAPSHOTS, Launch, calls, launch, make_fake_mslime, run_script
 from tests.fixtures.launch_scripts import snapshot as snapshot_of
+from tests.fixtures.marks import MODELS as CHOSEN
+from tests.fixtures.marks import nightly_except
 
 NAMED = [
     "deepseek-r1", "deepseek-v3", "glm4.5-355B-A32B", "glm4.5-air-106B-A12B", "glm4.7-355B-A32B", "gpt-oss-20b",
@@ -45,7 +48,8 @@ def test_there_is_a_script_for_every_model_that_is_promised() -> None:
     assert sorted(path.stem for path in (ROOT / "scripts" / "models").glob("*.sh")) == MODELS
 
 
-@pytest.mark.parametrize("model", NAMED)
+@pytest.mark.parametrize("model", nightly_except(CHOSEN, NAMED))
+@pytest.mark.slow
 def test_a_launch_script_passes_check_and_fits_by_plan(model: str, root: Path, launched: dict[str, Launch]) -> None:
     plan = launch_once(launched, model, root).plan
     assert plan.fits, plan.problems
@@ -55,7 +59,12 @@ def test_a_launch_script_passes_check_and_fits_by_plan(model: str, root: Path, l
     assert plan.engine is not None and plan.engine.tokens >= 16 * 8192, "an engine that runs few requests at once"
 
 
-@pytest.mark.parametrize("model", NAMED)
+@pytest.mark.parametrize("model", nightly_except(CHOSEN, NAMED))
+def test_a_launch_script_takes_mslimes_own_advice(model: str, root: Path, launched: dict[str, Launch]) -> None:
+    assert warnings(launch_once(launched, model, root).config) == []
+
+
+@pytest.mark.parametrize("model", nightly_except(CHOSEN, NAMED))
 def test_the_resolved_configuration_is_the_one_of_the_snapshot(
     model: str, root: Path, launched: dict[str, Launch]
 ) -> None:
@@ -63,7 +72,7 @@ def test_the_resolved_configuration_is_the_one_of_the_snapshot(
     assert found == (SNAPSHOTS / f"{model}.yaml").read_text(), "renew: python -m tests.fixtures.launch_scripts"
 
 
-@pytest.mark.parametrize("model", NAMED)
+@pytest.mark.parametrize("model", nightly_except(CHOSEN, NAMED))
 def test_a_script_names_the_cluster_that_it_plans_for(model: str, root: Path, launched: dict[str, Launch]) -> None:
     config, plan = launch_once(launched, model, root).config, launch_once(launched, model, root).plan
     first = (ROOT / "scripts" / "models" / f"{model}.sh").read_text().splitlines()[0]
@@ -73,8 +82,9 @@ def test_a_script_names_the_cluster_that_it_plans_for(model: str, root: Path, la
 
 
 @pytest.mark.parametrize(("model", "gpus"), [
-    ("qwen3-30B-A3B-8gpus", 8), ("glm4.5-355B-A32B-64gpus", 64), ("deepseek-v3-128gpus", 128),
-    ("deepseek-r1-128gpus", 128),
+    ("qwen3-30B-A3B-8gpus", 8), ("deepseek-v3-128gpus", 128),
+    pytest.param("glm4.5-355B-A32B-64gpus", 64, marks=pytest.mark.nightly),
+    pytest.param("deepseek-r1-128gpus", 128, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_shared_gpus_are_as_many_as_the_script_says_and_experts_stay_on_a_machine(
     model: str, gpus: int, root: Path, launched: dict[str, Launch]

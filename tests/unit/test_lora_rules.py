@@ -53,6 +53,7 @@ def test_the_scale_is_that_of_the_papers(rs_lora: bool, scale: float) -> None:
     assert LoraConfig(rank=16, alpha=32, rs_lora=rs_lora).scale == scale
 
 
+@pytest.mark.slow
 def test_a_plan_counts_gradients_and_optimizer_of_adapters_alone() -> None:
     sections = {"cluster": {"trainer_ranks": 16}, "megatron": LAYOUT, "algorithm": {"kl_coef": 0.1}}
     full = planned("qwen3-30B-A3B", **sections)

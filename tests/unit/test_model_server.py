@@ -312,6 +312,33 @@ def test_completions_of_token_ids_go_on_from_the_recorded_tokens() -> None:
     serve(work, "wor", "ld", "x", "y")
 
 
+@pytest.mark.parametrize(
+    "ids", ["[5, -1]", "[5, true]", "[5, 1.5]", "[5, null]", f"[5, {1 << 31}]", f"[5, {1 << 63}]", f"[5, {10**30}]",
+            f"[[5], [{1 << 31}]]", "[[true]]"],
+)  # fmt: skip
+def test_numbers_that_are_no_token_ids_are_refused(ids: str) -> None:
+    async def work(chat: Served) -> None:
+        async with chat.post("/v1/completions", data=f'{{"prompt": {ids}}}') as r:
+            assert r.status == 400 and "token ids" in (await r.json())["error"]["message"]
+        assert not chat.engine.samples
+
+    serve(work, "x")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "told"),
+    [(1, "128 replies asked for, 100 left"), (2000, "are more than 1024"),
+     (20, "more than 1024"), (7, "896 replies asked for, 100 left")],
+)  # fmt: skip
+def test_more_replies_than_a_rollout_may_have_are_refused_before_anything_is_made(prompts: int, told: str) -> None:
+    async def work(chat: Served) -> None:
+        async with chat.post("/v1/completions", json={"prompt": ["a"] * prompts, "n": 128}) as r:
+            assert r.status == 400 and told in (await r.json())["error"]["message"]
+        assert not chat.engine.samples
+
+    serve(work, "x")
+
+
 # ------------------------------------------------------------------------------- waiting, leaving and asking again
 
 
@@ -480,6 +507,16 @@ def test_a_bad_request_is_refused_by_field_in_the_dialects_form(body: bytes, sta
         assert not chat.engine.samples
 
     serve(work, "x")
+
+
+def test_a_number_of_a_call_beyond_64_bits_arrives_in_every_dialect() -> None:
+    async def work(chat: Served) -> None:
+        said = await chat.anthropic().messages.create(
+            model="m", max_tokens=500, messages=[QUESTION], tools=ANTHROPIC_TOOLS  # type: ignore[list-item]
+        )  # fmt: skip
+        assert said.content[-1].input == {"a": 10**30}  # type: ignore[union-attr]
+
+    serve(work, f'<tool_call>\n{{"name": "add", "arguments": {{"a": {10**30}}}}}\n</tool_call>')
 
 
 def test_a_body_that_never_ends_is_given_up() -> None:

@@ -34,3 +34,7 @@ def test_a_written_url_can_be_read(tmp_path: Path) -> None:
     with network.listen("::1") as server:
         url = network.write_address(tmp_path / "address", server, "key")
         assert (urlsplit(url).hostname, urlsplit(url).port) == ("::1", server.getsockname()[1])
+
+
+def test_an_ipv6_address_stands_in_brackets_in_a_url() -> None:
+    assert network.url_of("::1", 5) == "http://[::1]:5" and network.url_of("10.0.0.1", 5) == "http://10.0.0.1:5"

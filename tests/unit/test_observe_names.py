@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from mslime.observe.names import METRICS, is_known, open_parts
 
 PACKAGE = Path(__file__).parents[2] / "mslime"
@@ -51,6 +53,7 @@ def is_written(name: str) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_every_listed_metric_is_written_somewhere() -> None:
     assert [name for name in METRICS.keys() - WRITTEN_BY_THE_LOG if not is_written(name)] == []
 

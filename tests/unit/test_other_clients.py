@@ -78,16 +78,19 @@ def check(way: str, chat: Chat, told: dict[str, Any]) -> None:
     chat.engine.check()
 
 
+@pytest.mark.slow
 def test_two_turns_with_the_clients_of_the_environment() -> None:
     found = converse([api + stream for api in APIS for stream in STREAMS], [])
     assert found["versions"] == {name: version(name) for name in ("openai", "anthropic")}
 
 
+@pytest.mark.slow
 def test_two_turns_with_clients_of_another_version(beside: Path) -> None:
     versions = converse([api + stream for api in APIS for stream in STREAMS], [beside])["versions"]
     assert versions == {name: PINNED[name] for name in versions}
     assert all(theirs.split(".")[0] != version(name).split(".")[0] for name, theirs in versions.items())
 
 
+@pytest.mark.slow
 def test_two_turns_with_an_agents_sdk(beside: Path) -> None:
     converse([api + stream for api in ("sdk", "sdk_responses") for stream in STREAMS], [beside])

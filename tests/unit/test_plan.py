@@ -133,6 +133,7 @@ def test_the_precision_aware_optimizer_and_offload_take_less() -> None:
     assert optimizer_bytes_per_parameter(2, {**offload, **bf16_moments}) == 12 / 4, "and float32 throughout"
 
 
+@pytest.mark.slow
 def test_an_offloaded_optimizer_is_counted_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     aware = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
     # Main weight, two moments; pinned: the gradient, and the bfloat16 weight that the optimizer was given.
@@ -168,6 +169,20 @@ def test_an_offloaded_optimizer_is_counted_in_host_memory(capsys: pytest.Capture
     assert command(capsys, *small, "--cluster.host-memory-gb", "2048")[0] == 0
 
 
+def test_a_tensor_on_its_way_into_a_checkpoint_is_counted_in_host_memory() -> None:
+    """Of each rank one, and moments that the optimizer keeps with a scale."""
+    megatron = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}
+    cluster = {"trainer_ranks": 16}
+    plan = planned("qwen3-30B-A3B", megatron=megatron, cluster=cluster)
+    embedding = 151936 * 2048 // 2
+    assert plan.host.checkpoint == 8 * 4 * embedding and plan.host.total == plan.host.checkpoint + plan.host.shards
+    for dtype, bytes_each in (("bfloat16", 0), ("float16", 4)):
+        halved = megatron | {"use_precision_aware_optimizer": True, "exp_avg_dtype": dtype}
+        more = planned("qwen3-30B-A3B", megatron=halved, cluster=cluster).host.checkpoint - plan.host.checkpoint
+        assert more == pytest.approx(bytes_each * 30.5e9 / 16 * 8, rel=0.05)
+
+
+@pytest.mark.slow
 def test_what_senders_keep_is_counted_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     megatron = {"expert_model_parallel_size": 8, "recompute_granularity": "full"}
 
@@ -208,6 +223,7 @@ def test_a_tight_plan_says_so_by_a_status_of_its_own(capsys: pytest.CaptureFixtu
         assert json.loads(command(capsys, *model, *size, "--json")[1])["verdict"] == verdict
 
 
+@pytest.mark.slow
 def test_expert_groups_over_machines_and_idle_gpus_are_remarked_upon() -> None:
     def remarks(ep: int, ranks: int, **cluster: Any) -> str:
         layout = {"expert_model_parallel_size": ep}
@@ -293,6 +309,7 @@ def test_the_default_share_of_an_engine_is_sglang_s_own() -> None:
     assert static_fraction(config.sglang, 80 * GIB) == pytest.approx((80 * 1024 - reserved) / (80 * 1024), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_weight_sync_moves_every_trained_parameter_once_to_every_engine_gpu() -> None:
     megatron, weights = {**LAYOUT, "expert_tensor_parallel_size": 1}, {"transport": "broadcast"}
     cluster = {"trainer_ranks": 8, "gpus_per_node": 2}
@@ -317,6 +334,7 @@ def test_a_weight_sync_moves_every_trained_parameter_once_to_every_engine_gpu() 
         assert max(sync.sent for sync in mine) < 1.3 * min(sync.sent for sync in mine)
 
 
+@pytest.mark.slow
 def test_deepseek_v3_on_1024_gpus_is_planned_in_ten_seconds() -> None:
     megatron = {
         "tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 16, "expert_model_parallel_size": 64,
@@ -361,6 +379,7 @@ def test_a_directory_with_config_json_is_enough(capsys: pytest.CaptureFixture[st
           "--algorithm.advantage", "gae"], "critic", "critic.placement: separate"),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_what_does_not_fit_is_named_with_the_setting_to_change(
     capsys: pytest.CaptureFixture[str], flags: list[str], component: str, way_out: str
 ) -> None:

@@ -125,6 +125,7 @@ def test_senders_read_plain_weights_and_send_few_bytes(checkpoint: Path) -> None
     assert new[1] - old[1] == pytest.approx(read)
 
 
+@pytest.mark.slow
 def test_published_fp8_models_take_about_a_byte_for_each_parameter() -> None:
     for model, billions in (("deepseek-v3.1", 671.026), ("minimax-m2", 228.690), ("kimi-k2", 1026.408)):
         config = plan_config({"model": {"path": str(CONFIGS / model)}, "cluster": {"device": "cuda"}})
@@ -153,6 +154,7 @@ def test_modules_are_left_plain_by_name_part_or_expression() -> None:
     assert not left_plain({})("lm_head")
 
 
+@pytest.mark.slow
 def test_the_command_says_how_weights_are_held(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--model.path", str(CONFIGS / "deepseek-v3"), "--cluster.device", "cuda", "--sglang.tp-size", "8"]
     main(["plan", *flags])

@@ -31,6 +31,7 @@ from mslime.planner.sync import (
 )
 from mslime.weights.plan import Bucket
 from tests.fixtures.full_size import CONFIGS
+from tests.fixtures.marks import MODELS, nightly_except
 from tests.fixtures.syncs import BROADCAST, NODE, RATES, SHIPPED, experts, planned, shipped, small_plan, stacked
 
 AT_ONCE = float("inf")
@@ -257,7 +258,8 @@ def test_nothing_to_send_takes_no_time() -> None:
     assert found([], engine(2), request=1.0).seconds == 0.0
 
 
-@pytest.mark.parametrize("model", SHIPPED)
+@pytest.mark.parametrize("model", nightly_except(MODELS, SHIPPED))
+@pytest.mark.slow
 def test_a_launch_script_is_predicted_above_its_bound_and_below_that_of_broadcast(model: str) -> None:
     plan = shipped(model, transport="relay", senders=16)
     assert plan.prediction is not None and plan.sync_seconds == max(plan.bounds.values()) > 0

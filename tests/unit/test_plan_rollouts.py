@@ -96,6 +96,7 @@ def test_engines_of_others_send_wide_routes() -> None:
     assert weighed({}, train={"replay": "off"}).answers.routes == 0
 
 
+@pytest.mark.slow
 def test_supports_are_expected_to_be_as_large_as_measured_and_never_beyond_their_bounds() -> None:
     def ids(**draw: Any) -> float:
         return weighed(draw).support_ids

@@ -29,6 +29,7 @@ from mslime.planner.problems import GIB
 from mslime.planner.search import NothingFits, Search, _order
 from mslime.planner.space import MEASURES
 from mslime.planner.times import Speeds, StepWork, generate_seconds, train_seconds
+from tests.fixtures.marks import nightly_except
 
 CONFIGS = Path(__file__).parents[1] / "fixtures/configs"
 LONG = {
@@ -51,7 +52,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", nightly_except(["30B on one machine", "a dense model"], CASES))
+@pytest.mark.slow
 def test_what_is_found_is_what_the_plan_says_of_its_settings(case: str, tmp_path: Path) -> None:
     model, gpus, memory, sections = CASES[case]
     given = values(model, **sections)
@@ -70,6 +72,7 @@ def test_what_is_found_is_what_the_plan_says_of_its_settings(case: str, tmp_path
         assert each.seconds["step"] >= max(each.seconds["generate"], each.seconds["train"])
 
 
+@pytest.mark.slow
 def test_the_flags_that_are_printed_are_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "plan",
@@ -141,6 +144,7 @@ def brute_force(given: dict[str, Any], hf: Mapping[str, Any], gpus: int) -> tupl
 
 
 @pytest.mark.parametrize("model", ["olmoe-1B-7B", "qwen3-4B"])
+@pytest.mark.slow
 def test_no_layout_that_fits_is_faster_than_the_best_that_is_found(model: str) -> None:
     given = values(model, cluster={"device": "cuda", "gpus_per_node": 4, "gpu_memory_gb": 80.0})
     given = merge(given, {"rollout": {"max_response_tokens": 2048}, "data": {"max_prompt_tokens": 512}})
@@ -151,6 +155,7 @@ def test_no_layout_that_fits_is_faster_than_the_best_that_is_found(model: str) -
     assert settings and best.seconds["step"] <= seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_what_the_user_has_set_is_kept() -> None:
     given = values(
         "qwen3-30B-A3B", cluster={"placement": "colocated"}, sglang={"tp_size": 8, "mem_fraction_static": 0.7},
@@ -168,6 +173,7 @@ def test_what_the_user_has_set_is_kept() -> None:
     assert all(each.plan.engine_ranks == 8 for each in found_by(by_one, 8, 80, 5)[0])
 
 
+@pytest.mark.slow
 def test_host_memory_is_counted_by_machine_and_bounds_what_is_found() -> None:
     given = values("qwen3-30B-A3B", cluster={"placement": "colocated"})
     plenty = found_by(given, 8, 56, 1)[0][0]
@@ -182,6 +188,7 @@ def test_host_memory_is_counted_by_machine_and_bounds_what_is_found() -> None:
     assert found_by(on_disk, 8, 80, 1)[0][0].seconds["sleep"] > 10
 
 
+@pytest.mark.slow
 def test_a_plan_is_tight_where_the_host_is(capsys: pytest.CaptureFixture[str]) -> None:
     given = merge(values("qwen3-30B-A3B"), {"cluster": {"placement": "colocated", "device": "cuda"}})
     best = found_by(given, 8, 80, 1)[0][0]
@@ -192,6 +199,7 @@ def test_a_plan_is_tight_where_the_host_is(capsys: pytest.CaptureFixture[str]) -
         assert plan.verdict == verdict and plan.as_dict()["host_verdict"] == verdict
 
 
+@pytest.mark.slow
 def test_what_is_tight_comes_last() -> None:
     found = found_by(values("qwen3-30B-A3B", cluster={"placement": "colocated"}), 8, 57, 5)[0]
     verdicts = [each.plan.verdict for each in found]

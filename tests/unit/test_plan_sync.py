@@ -21,6 +21,7 @@ from mslime.planner.ways import Changing, delta_way, disk_way, way_of
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
+from tests.fixtures.marks import MODELS, nightly_except
 from tests.fixtures.syncs import (
     BROADCAST,
     COLOCATED,
@@ -125,7 +126,8 @@ def test_nothing_to_send_takes_no_time() -> None:
     assert found([], request=1.0).seconds == 0.0
 
 
-@pytest.mark.parametrize("model", SHIPPED + COLOCATED)
+@pytest.mark.parametrize("model", nightly_except(MODELS, SHIPPED + COLOCATED))
+@pytest.mark.slow
 def test_a_prediction_is_never_below_the_lower_bound(model: str) -> None:
     for plan in (shipped(model), shipped(model, **BROADCAST) if model in SHIPPED else None):
         if plan is not None:
@@ -137,6 +139,7 @@ def test_a_prediction_is_never_below_the_lower_bound(model: str) -> None:
 
 @pytest.mark.parametrize("engines", [1, 4])
 @pytest.mark.parametrize("nvlink", [450e9, 10e9])
+@pytest.mark.slow
 def test_more_senders_make_no_sync_longer(engines: int, nvlink: float) -> None:
     hf_config = published_config("qwen3-30B-A3B")
     table, layout = get_family(hf_config).rules(hf_config), ParallelLayout(tp=2, dp=8, ep=8)
@@ -162,6 +165,7 @@ def test_every_rate_is_a_setting() -> None:
     assert (linked.nvlink, linked.network, linked.tensor) == (100e9, 25e9, pytest.approx(7e-6))
 
 
+@pytest.mark.slow
 def test_engines_without_records_load_tensor_by_tensor() -> None:
     plain, own = (planned(weights={**BROADCAST, "loader": each}).prediction for each in ("recorded", "model"))
     assert plain is not None and own is not None
@@ -274,6 +278,7 @@ def test_engines_that_share_the_trainers_gpus_take_no_handle_of_their_own_over_n
     assert shm is not None and shm.seconds > beside.prediction.seconds
 
 
+@pytest.mark.slow
 def test_every_rank_has_three_buckets_more_where_weights_are_handed_to_engines() -> None:
     embedding = 151_936 * 2048 * 2
     for mib, size in ((1024, 1 << 30), (256, embedding)):

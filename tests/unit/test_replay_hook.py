@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import mslime.backends.megatron  # the CPU platform comes before anything of megatron.core  # noqa: F401
@@ -17,7 +19,9 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
 
+from mslime.backends.megatron.replay import route_rows
 from mslime.backends.megatron.replay.route_rows import (
+    HASHES_AT_ONCE,
     ShardRoutes,
     check_routes,
     row_ages,
@@ -266,7 +270,7 @@ def test_an_expert_that_does_not_exist_or_another_top_k_is_refused() -> None:
 
 
 def fingerprint(shard: TrainShard, layers: Any) -> int:
-    return ShardRoutes.from_rollout(shard, layers).fingerprint()
+    return ShardRoutes.from_rollout(shard, layers).fingerprint(torch.device("cpu"))
 
 
 def layouts() -> list[list[RowLayout]]:
@@ -290,6 +294,42 @@ def test_stages_of_a_pipeline_sum_to_the_whole() -> None:
     shard = make_shard()
     parts = sum(fingerprint(shard.stage_slice([layer]), [layer]) for layer in (1, 3))
     assert (parts - fingerprint(shard, (1, 3))) % 2**64 == 0
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 4, 1 << 22])
+def test_a_fingerprint_is_the_same_in_pieces(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its device a few rows are hashed at once; splitmix64 written out for single numbers says what it must be."""
+    shard, bits = make_shard(), 2**64 - 1
+    assert shard.routes is not None
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & bits
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & bits
+        return x ^ x >> 31
+
+    expected = 0
+    for key, mask, row in zip(token_keys(shard).tolist(), shard.routes.mask, shard.routes.experts, strict=True):
+        for layer, experts in zip((1, 3), row.tolist(), strict=True):
+            hashed = mix(mix(key) + (layer + 1) * 0x632BE59BD9B4E019 & bits)
+            for expert in experts:
+                hashed = mix(hashed ^ expert + 1)
+            expected += hashed * bool(mask)
+    monkeypatch.setitem(HASHES_AT_ONCE, "cpu", at_once)
+    assert (fingerprint(shard, (1, 3)) - expected) % 2**64 == 0
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 2, 512])
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4))
+def test_the_first_row_with_an_expert_twice_is_found_as_by_sorting(rows_at_once: int, seed: int, top_k: int) -> None:
+    random = np.random.default_rng(seed)
+    routes = Routes(random.integers(0, 9, (6, 2, top_k)).astype(np.uint8), random.random(6) < 0.7, (0, 1))
+    experts = np.sort(routes.experts, axis=-1)
+    twice = (experts[..., 1:] == experts[..., :-1]).any(axis=(1, 2)) & routes.mask
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(route_rows, "ROWS_AT_ONCE", rows_at_once)
+        largest, first = route_rows._largest_and_first_repeated(routes)
+    assert largest == routes.experts[routes.mask].max(initial=0)
+    assert first == (int(np.flatnonzero(twice)[0]) if twice.any() else None)
 
 
 def swap_tokens(experts: Any, mask: Any) -> None:

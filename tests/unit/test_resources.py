@@ -61,7 +61,7 @@ def test_resources_are_left_to_the_sweeper_when_ray_is_gone() -> None:
     for gone in (False, True):
         with Resources() as resources:
             resources.stack.callback(ended.append, f"gone {gone}")
-            resources.ray = cast("Any", SimpleNamespace(gone=gone))
+            resources.ray = cast("Any", SimpleNamespace(left=lambda gone=gone: gone))
     assert ended == ["gone False"]
 
 

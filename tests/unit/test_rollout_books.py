@@ -142,6 +142,7 @@ def live(rollout: dict[str, Any], seed: int) -> Life:
 
 @settings(max_examples=60, deadline=None)
 @given(SETTINGS, st.integers(0, 2**32))
+@pytest.mark.slow
 def test_every_token_is_in_the_ledger_once_through_any_order_of_events(rollout: dict[str, Any], seed: int) -> None:
     live(rollout, seed)
 
@@ -172,6 +173,21 @@ def test_the_oldest_tokens_are_continued_first(tmp_path: Path) -> None:
             books.generated(group.samples[0], 1)
         books.put_back(group)
     assert [g.group_id for g in iter(books.resume, None)] == [2, 1, 0]
+
+
+def test_groups_are_continued_without_looking_at_each_for_every_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All groups rest at a weight update, and all engines wait until they are continued."""
+    looked = list[int]()
+    oldest = Group.oldest_version.fget
+    assert oldest is not None
+    monkeypatch.setattr(Group, "oldest_version", property(lambda g: looked.append(g.group_id) or oldest(g)))
+    books = Books(run_config(tmp_path))
+    books.open_gate()
+    for group in [books.begin(Prompt([1], "", {}, "p:1")) for _ in range(100)]:
+        books.put_back(group)
+    assert len(list(iter(books.resume, None))) == 100 and len(looked) == 100 and not books._urgency
 
 
 def test_a_filter_that_fails_leaves_the_group_running(tmp_path: Path) -> None:

@@ -294,6 +294,7 @@ def test_a_function_that_writes_nonsense_to_the_pipe_is_an_error_of_its_sample()
     assert isinstance(results[0], RewardError) and results[1] == 1.0
 
 
+@pytest.mark.slow
 def test_a_function_that_spins_is_killed_and_its_worker_replaced():
     results = score("moody", sample("spin"), *(sample("fine", index=i) for i in range(1, 6)), workers=1)
     assert isinstance(results[0], RewardError) and results[1:] == [1.0] * 5

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from mslime.backends.sglang.generating import GenerateRequest
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import RolloutError
+from mslime.config.reward import RewardConfig
 from mslime.control.assemble import assemble
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
+from mslime.data.source import Prompt
+from mslime.rollout.rewards.scorer import RewardScorer
 from mslime.rollout.state import open_state, save_state
 from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, publish, run_config, write_prompts
 from tests.unit.user_episodes import OTHER_PROMPT
@@ -76,6 +81,51 @@ def test_a_shared_turn_is_trained_in_the_branch_where_its_first_sequence_is_not_
             assert {s.trainable for s in sample.segments if s.version is not None} == {True}
         lost = (LENGTH - 0) + (function == "returns_a_branch_of_a_branch")  # the trunk's second turn, and one cut off
         assert service.ledger.dropped["unused"] % lost == 0 and service.ledger.dropped["unused"] > 0
+        await service.close()
+
+    run(work)
+
+
+def test_turns_that_several_branches_hold_are_trained_in_the_first_that_holds_each(tmp_path: Path) -> None:
+    async def work() -> None:
+        service = make_service(run_config(tmp_path, function=named("returns_two_branches_of_a_trunk")), engine())
+        batch = await service.take(0)
+        for one, two in (parts for group in batch.groups for parts in group.rollouts()):
+            at = one.prompt_length
+            assert np.flatnonzero(one.loss_mask).tolist() == sampled(one), "the first turn and its own"
+            assert np.flatnonzero(two.loss_mask).tolist() == sampled(two)[3:], "the second turn and its own"
+            assert [n for _, n in one.turns] == [1, 3] and two.turns == [(at + 4, 2), (at + 8, 4)]
+            check_invariants(one)
+            check_invariants(two)
+        assert service.ledger.dropped["unused"] == len(batch.samples) // 2, "one token, which no branch holds"
+        await service.close()
+
+    run(work)
+
+
+def test_rewards_of_steps_stay_where_the_run_scores_the_rollout(tmp_path: Path) -> None:
+    async def work() -> None:
+        config = run_config(tmp_path, function=named("scores_a_step_alone"))
+        service = make_service(config, engine(), RewardScorer(RewardConfig(kind="exact")))
+        batch = await service.take(0)
+        assert all((s.reward, s.process_rewards) == (0.0, [(s.prompt_length + 2, 0.5)]) for s in batch.samples)
+        await service.close()
+
+    run(work)
+
+
+def test_a_function_may_write_what_its_task_holds(tmp_path: Path) -> None:
+    """Its siblings, and whoever begins the group again, begin with what the row says."""
+
+    async def work() -> None:
+        config = run_config(tmp_path, function=named("writes_what_it_is_given"))
+        service = make_service(config, engine())
+        row = Prompt([7, 8], ["label"], {}, "row", messages=[{"role": "user", "content": "Q"}], tools=[{"name": "t"}])
+        service._source.next = lambda: row  # type: ignore[method-assign]
+        for group in (await service.take(0)).groups:
+            assert [s.metadata["seen"] for s in group.samples] == [["Q", "t", "label", 7]] * 2
+            assert group.messages == [{"role": "user", "content": "Q"}] and group.tools == [{"name": "t"}]
+            assert group.prompt.tolist() == [7, 8] and group.samples[0].label == ["label"]
         await service.close()
 
     run(work)
@@ -324,3 +374,25 @@ def test_a_failed_rollout_of_an_evaluation_counts_as_wrong(tmp_path: Path) -> No
         await service.close()
 
     run(work)
+
+
+def test_a_sample_that_grows_turn_by_turn_is_not_copied_at_each_and_older_views_stay_as_they_were() -> None:
+    sample = Sample.from_prompt(0, 0, list(range(1000)))
+    columns, views = set[int](), list[tuple[NDArray[np.int32], list[int]]]()
+    for turn in range(200):
+        sample.extend([turn] * 4, log_probs=[-1.0] * 4, versions=[(0, 0, 4)], engine="e")
+        sample.extend([7])
+        columns.add(id(sample.tokens if sample.tokens.base is None else sample.tokens.base))
+        views.append((sample.tokens, sample.tokens.tolist()))
+        assert sample.sampled_tokens == sum(s.end - s.start for s in sample.segments if s.version is not None)
+    assert len(columns) <= 4
+    old = sample.tokens
+    sample.cut(1003)
+    assert sample.sampled_tokens == 3
+    sample.extend([8, 8])
+    for view, was in views:
+        assert view.tolist() == was
+    assert sample.tokens.tolist() == [*range(1000), 0, 0, 0, 8, 8] and old[-1] == 7
+    check_invariants(sample)
+
+    assert len(pickle.dumps(sample)) < 40_000

@@ -32,7 +32,7 @@ def sample(group: int, index: int, response: int, *, routes: bool, supports: boo
 
 
 def equal(a: Sample, b: Sample) -> bool:
-    plain = [n for n in vars(a) if n not in ("tokens", "loss_mask", "log_probs", "routes", "supports")]
+    plain = [n for n in vars(a) if n[0] != "_" and n not in ("tokens", "loss_mask", "log_probs", "routes", "supports")]
     assert all(vars(a)[n] == vars(b)[n] for n in plain)
     for name in ("tokens", "loss_mask", "log_probs"):
         x, y = vars(a)[name], vars(b)[name]

@@ -18,7 +18,7 @@ from mslime.rollout.contract import check_workflow
 from mslime.rollout.service import RolloutService
 from mslime.rollout.workflow import Task, load_workflow
 from tests.unit import user_rollouts
-from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, publish, run_config
+from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, publish, run_config, ticks, write_prompts
 
 DEADLINE_S = 30
 
@@ -87,6 +87,57 @@ def test_a_held_out_set_is_answered_by_the_same_function(tmp_path: Path) -> None
             s.segments[2].version is None and s.status is SampleStatus.COMPLETED for g in seen for s in g.samples
         )
         assert service.ledger.generated == 0
+
+    run(work)
+
+
+def test_an_evaluation_opens_no_more_at_once_than_training(tmp_path: Path) -> None:
+    """A rollout function may hold a sandbox, an environment or an agent."""
+
+    async def work() -> None:
+        user_rollouts.open_now.clear()
+        rows = write_prompts(tmp_path / "held_out.jsonl", 20)
+        config = run_config(tmp_path, function=named("opens_something"), groups_per_step=2, max_staleness=1)
+        service = make_service(config, FakeSlowEngine(lambda group, index: 1))
+        result = await service.evaluate(EvalSetConfig(name="held", path=str(rows), samples_per_prompt=2))
+        assert result.prompts == 20 and user_rollouts.open_now["most"] == 2 * 2 * 2
+        await service.close()
+
+    run(work)
+
+
+def test_an_evaluation_that_is_cancelled_from_within_says_so(tmp_path: Path) -> None:
+    async def cancelled(sample: Sample) -> float:
+        raise asyncio.CancelledError
+
+    async def work() -> None:
+        scorer = FakeScorer()
+        scorer.score = cancelled  # type: ignore[method-assign]
+        service = make_service(run_config(tmp_path), FakeSlowEngine(lambda group, index: 1), scorer)
+        rows = EvalSetConfig(name="held", path=str(write_prompts(tmp_path / "held_out.jsonl", 2)))
+        with pytest.raises(RolloutError, match="was cancelled from within"):
+            await service.evaluate(rows)
+        with pytest.raises(RolloutError, match="was cancelled from within"):
+            await service.take(0)
+        await service.close()
+
+    run(work)
+
+
+def test_engines_that_are_added_are_sent_as_many_requests_as_the_others(tmp_path: Path) -> None:
+    async def work() -> None:
+        config = run_config(tmp_path, groups_per_step=32, max_staleness=1, concurrency=4)
+        engine = FakeSlowEngine(lambda group, index: 40)
+        service = make_service(config, engine)
+        await publish(service, engine, 0)
+        await service.take(0)
+        assert engine.most_running == 4
+        await service.pause_for_update()
+        engine.clients, engine.version = [engine] * 8, 1
+        await service.resume_after_update(1)
+        await service.take(1)
+        assert engine.most_running == 32
+        await service.close()
 
     run(work)
 
@@ -285,6 +336,31 @@ def test_a_stale_rollout_that_is_generated_again_calls_its_function_again(tmp_pa
     run(work)
 
 
+def test_a_turn_in_a_task_of_its_own_ends_with_the_rollout_that_is_begun_again(tmp_path: Path) -> None:
+    """The second rollout of group 2 waits for the engines in such a task when the first one's tokens are too old. Both
+    begin again, the second in the same sample."""
+
+    async def late(task: Task) -> None:
+        await ticks(16)
+
+    async def work() -> None:
+        user_rollouts.told["late"] = late
+        engine = FakeSlowEngine(lambda group, index: 46 if int(group[1:]) % 3 == 2 else 6)
+        config = run_config(
+            tmp_path, function=named("races_in_a_task"), over_sampling=2.0, groups_per_step=2, max_staleness=0,
+            on_stale="reroll",
+        )  # fmt: skip
+        service = make_service(config, engine)
+        for step in range(4):
+            batch = await service.take(step)
+            for sample in batch.samples:
+                assert sample.response_tokens.tolist() == list(range(100 + sample.prompt_length, 100 + len(sample)))
+            await publish(service, engine, step + 1)
+        await service.close()
+
+    run(work)
+
+
 def test_a_closed_service_leaves_no_function_behind(tmp_path: Path) -> None:
     async def work() -> None:
         tool = Tool()
@@ -450,6 +526,7 @@ def test_a_list_of_the_one_sample_is_that_sample(tmp_path: Path) -> None:
         ("changes_tokens", r"changed tokens, loss mask or log-probs of its sample"),
         ("changes_log_probs", r"changed tokens, loss mask or log-probs of its sample"),
         ("masks_its_own", r"changed tokens, loss mask or log-probs of its sample"),
+        ("writes_into_its_mask", r"raised ValueError: assignment destination is read-only \(.*user_rollouts.py:\d+\)"),
         ("begins_its_sample_again", r"changed tokens, loss mask or log-probs of its sample"),
         ("generates_twice_at_once", r"called generate\(\) while another call was under way"),
         ("notes_an_object", r"left metadata that cannot be saved"),

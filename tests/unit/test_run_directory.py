@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mslime.config.errors import ConfigError, UserError
-from mslime.config.loader import build
+from mslime.config.loader import build, load_config
 from mslime.config.schema import ObserveConfig, RunConfig
 from mslime.control.loop import evaluation_due, save_due
 from mslime.control.run_directory import changed_settings, owned, write_resolved
@@ -86,7 +86,10 @@ def test_where_the_file_system_has_no_locks_processes_of_this_machine_are_told_a
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_waits_for_a_point_of_rest_and_a_second_one_does_not(signum: int) -> None:
+def test_a_signal_waits_for_a_point_of_rest_and_a_second_one_does_not(
+    signum: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mslime.control.stop.TOGETHER_S", 0.0)
     handlers = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)]
     with pytest.raises(Stopped) as error, StopSignals() as stop:
         stop.patient = True
@@ -99,7 +102,10 @@ def test_a_signal_waits_for_a_point_of_rest_and_a_second_one_does_not(signum: in
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)] == handlers
 
 
-def test_a_signal_before_anything_is_learnt_stops_at_once_and_later_ones_do_not_disturb_the_end() -> None:
+def test_a_signal_before_anything_is_learnt_stops_at_once_and_later_ones_do_not_disturb_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mslime.control.stop.TOGETHER_S", 0.0)
     ended = False
     with pytest.raises(Stopped), StopSignals():
         try:
@@ -257,3 +263,25 @@ def test_a_checkpoint_always_follows_the_last_step_and_an_evaluation_never_when_
     ) == [10]
     assert steps(evaluation_due, observe={"eval_every": 4}) == [4, 8, 10]
     assert steps(evaluation_due, observe={"eval_every": 0}) == []
+
+
+def test_the_written_configuration_reads_the_same_from_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths of every kind are absolute; nothing else is changed, and no path appears where none was given."""
+    monkeypatch.chdir(tmp_path)
+    held_out = [{"name": "held_out", "path": "task/heldout.jsonl@[:4]"}]
+    given = build({
+        "model": {"path": "sft/hf"}, "data": {"prompts": ["task/train.jsonl@[4:]", "/data/more.parquet"],
+                                              "eval_sets": held_out},
+        "output_dir": "outputs", "cluster": {"device": "cpu"}, "checkpoint": {"load": "other/checkpoints/step_4"},
+    })  # fmt: skip
+    write_resolved(given, tmp_path / "config.yaml")
+    monkeypatch.chdir("/")
+    read = load_config(tmp_path / "config.yaml")
+    assert read.model.path == tmp_path / "sft/hf" and read.run_dir == tmp_path / "outputs" / given.name
+    assert read.checkpoint.load == tmp_path / "other/checkpoints/step_4"
+    assert read.data.prompts == [f"{tmp_path}/task/train.jsonl@[4:]", "/data/more.parquet"]
+    assert read.data.eval_sets[0].path == f"{tmp_path}/task/heldout.jsonl@[:4]"
+    changed = {line.partition(":")[0] for line in changed_settings(given.as_dict(), read.as_dict())}
+    assert changed == {"model.path", "output_dir", "checkpoint.load", "data.prompts", "data.eval_sets"}

@@ -126,6 +126,7 @@ def test_single_values_are_wrapped_for_every_setting_that_is_a_list() -> None:
     assert config.model.ignored_config_fields == ("x",) and config.rollout.stop == ["y"]
 
 
+@pytest.mark.slow
 def test_the_schema_accepts_the_examples_and_refuses_what_the_loader_refuses() -> None:
     schema = json.loads(as_json_schema())
     for example in (ROOT / "examples").glob("**/*.yaml"):

@@ -178,6 +178,7 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize(("threads", "method"), [(1, "fork"), (2, "spawn")])
+@pytest.mark.slow
 def test_children_are_forked_where_no_other_thread_holds_a_lock(threads: int, method: str) -> None:
     code = f"""
 import multiprocessing, threading
@@ -470,6 +471,7 @@ def tiny_run(tmp_path: Path) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_every_flag_is_known_to_the_installed_server_and_keeps_its_value(tiny_run: RunConfig) -> None:
     """Parsed by SGLang's own parser, in a process with the CPU platform."""
     fields = server_fields(engine_spec(tiny_run), 2, "127.0.0.1", 3333)

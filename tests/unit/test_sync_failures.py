@@ -73,7 +73,7 @@ class Sender:
         observer = self._transport if isinstance(self._transport, SyncObserver) else None
         if observer is not None:
             observer.begin(version, BUCKETS)
-        courier = Courier(self._transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, Seconds())
+        courier = Courier(self._transport, None, time.monotonic() + DEADLINE_S, DEADLINE_S, Seconds(), None)
         expected: dict[str, str] = {}
         for bucket in BUCKETS:
             flat = contract._filled(bucket, version)

@@ -64,7 +64,7 @@ class Noting:
 
 def courier_of(transport: Noting, turns: LateTurns) -> Courier:
     ends = time.monotonic() + 30
-    return Courier(cast(Any, transport), cast(Turns, turns), ends, 30, Seconds())
+    return Courier(cast(Any, transport), cast(Turns, turns), ends, 30, Seconds(), None)
 
 
 def test_a_bucket_is_prepared_while_others_have_their_turn() -> None:

@@ -227,6 +227,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.slow
 def test_what_a_killed_sender_left_is_removed_by_the_next_one_but_not_what_a_living_one_has(
     when: str, engines: list[StandInEngine], link: Link, shared_memory: Path
 ) -> None:

@@ -9,6 +9,7 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -199,6 +200,18 @@ def test_memory_is_registered_once_for_a_sync_and_let_go_at_its_end(monkeypatch:
     reader.read(place, larger[:2], Siblings())
     kinds = [(call[0], call[2] if call[0] == "register" else 0) for call in end.calls if call[0] != "read"]
     assert kinds == [("register", 8), ("unregister", 0), ("register", 8), ("unregister", 0), ("register", 9)]
+
+
+def test_an_adapter_writes_a_bucket_when_the_gpu_has_loaded_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes past all streams, into a buffer out of which copies may still run."""
+    end, source, flat = FakeEnd(), torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    fake_stream = SimpleNamespace(synchronize=lambda: end.calls.append(("synchronize",)))
+    monkeypatch.setattr(remote, "End", lambda host, over: end)
+    monkeypatch.setattr(remote, "own_address", lambda url: "here")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: fake_stream)
+    Remote().read(RemoteMemory("rdma", "there:1", source.data_ptr()).as_path(), flat, Siblings())
+    assert [call[0] for call in end.calls if call[0] != "register"] == ["synchronize", "read"]
 
 
 def test_all_ranks_hear_of_the_one_that_could_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from mslime.weights.buckets import convert, pack
 from mslime.weights.plan import Bucket, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
+from tests.fixtures.marks import MODELS, nightly_except
 from tests.unit.weights_world import LAYOUTS, gathered, local_params, moe_table, plan_of, stages, whole_tensors
 
 BUCKET_SIZES = [1, 700, 1 << 30]
@@ -291,6 +292,7 @@ def test_a_tied_output_layer_is_not_sent() -> None:
     assert names.count("model.embed_tokens.weight") == 1 and "lm_head.weight" not in names
 
 
+@pytest.mark.slow
 def test_fingerprints_tell_plans_apart_and_survive_processes() -> None:
     here = plan_of(LAYOUTS["tp2 ep2"], 700).fingerprint()
     assert here != plan_of(LAYOUTS["tp2 ep2"], 800).fingerprint()
@@ -302,7 +304,10 @@ def test_fingerprints_tell_plans_apart_and_survive_processes() -> None:
 LATENT_QUERIES = ("deepseek-r1", "deepseek-v2", "deepseek-v3", "deepseek-v3.1", "kimi-k2")
 
 
-@pytest.mark.parametrize("model", sorted(path.name for path in CONFIGS.iterdir() if path.is_dir()))
+@pytest.mark.parametrize(
+    "model", nightly_except(MODELS, sorted(path.name for path in CONFIGS.iterdir() if path.is_dir()))
+)
+@pytest.mark.slow
 def test_tensors_that_an_engine_joins_travel_together_in_every_published_model(model: str) -> None:
     """SGLang's loader for latent attention drops the first of two projections that come in two requests."""
     config = published_config(model)
@@ -339,6 +344,7 @@ def test_what_is_unmoved_is_packed_by_no_copy_where_parameters_are_neighbours(la
     assert (views == unmoved) == in_order, "in the model's order the last of a bucket lies first"
 
 
+@pytest.mark.slow
 def test_tensors_that_travel_together_are_moved() -> None:
     config = published_config("deepseek-v3")
     table = get_family(config).rules(config)

@@ -58,6 +58,24 @@ async def with_openai(task: Task, engine: Engine) -> Episode:
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": str(total)})
 
 
+async def sends_what_is_no_token(task: Task, engine: Engine) -> None:
+    endpoint = await engine.endpoint()
+    async with openai.AsyncOpenAI(base_url=endpoint.openai_url, api_key=endpoint.key, max_retries=0) as client:
+        for prompt in ([5, 2_000_000_000], [*map(ord, "ask"), *map(ord, "x\0"), 2_000_000_000]):
+            try:
+                await client.completions.create(model="m", prompt=prompt)
+            except openai.BadRequestError as error:
+                assert "is no token id of this model" in str(error)
+            else:
+                raise AssertionError("was answered")
+            await client.completions.create(model="m", prompt=[*map(ord, "ask")])
+
+
+async def appends_what_is_no_token(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    engine.append(sample, [5, task.label])
+
+
 async def with_anthropic(task: Task, engine: Engine) -> None:
     endpoint = await engine.endpoint()
     async with anthropic.AsyncAnthropic(base_url=endpoint.url, api_key=endpoint.key) as client:

@@ -48,6 +48,38 @@ async def returns_a_branch_of_a_branch(task: Task, engine: Engine) -> list[Sampl
     return [leaf]
 
 
+async def returns_two_branches_of_a_trunk(task: Task, engine: Engine) -> list[Sample]:
+    """One behind its first turn, one within its second."""
+    trunk = engine.new_sample()
+    await engine.generate(trunk, max_tokens=3)
+    one = engine.branch(trunk)
+    engine.append(trunk, [1])
+    await engine.generate(trunk, max_tokens=4)
+    two = engine.branch(trunk, len(trunk) - 1)
+    for branch in (one, two):
+        engine.append(branch, [2])
+        await engine.generate(branch, max_tokens=2)
+    return [one, two]
+
+
+async def scores_a_step_alone(task: Task, engine: Engine) -> Episode:
+    """The reward of the rollout is the run's."""
+    sample = engine.new_sample()
+    await engine.generate(sample, max_tokens=3)
+    return Episode([sample], step_rewards=[(sample, sample.prompt_length + 2, 0.5)])
+
+
+async def writes_what_it_is_given(task: Task, engine: Engine) -> Episode:
+    seen = [task.messages[0]["content"], task.tools[0]["name"], task.label[0], int(task.prompt[0])]  # type: ignore[index]
+    task.messages[0]["content"] = task.tools[0]["name"] = task.label[0] = "written"  # type: ignore[index]
+    task.messages.append({"role": "assistant", "content": "said"})  # type: ignore[union-attr]
+    task.prompt[0] = 99
+    sample = engine.new_sample()
+    sample.metadata["seen"] = seen
+    await engine.generate(sample, max_tokens=2)
+    return Episode([sample])
+
+
 async def sub_agents(task: Task, engine: Engine) -> None:
     """A sequence from another prompt at the same time as one from the task's."""
     asked = engine.new_sample(OTHER_PROMPT)

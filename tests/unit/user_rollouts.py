@@ -7,6 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+
 from mslime.data.sample import Sample
 from mslime.rollout.workflow import Engine, NoRoomError, Task
 
@@ -33,6 +35,31 @@ async def two_turns(task: Task, engine: Engine) -> Sample:
         turns.append((turn.text, turn.finish))
         if message:
             engine.append(sample, message)
+    return sample
+
+
+open_now: Counter[str] = Counter()
+"""Rollouts of `opens_something` that are under way, and the most there were."""
+
+
+async def opens_something(task: Task, engine: Engine) -> None:
+    open_now["now"] += 1
+    open_now["most"] = max(open_now["most"], open_now["now"])
+    try:
+        await engine.generate(engine.new_sample())
+    finally:
+        open_now["now"] -= 1
+
+
+async def races_in_a_task(task: Task, engine: Engine) -> Sample:
+    """Looks at a clock while the model speaks, as functions with a time limit do. In group 2 the second rollout begins
+    when the first has spoken for long."""
+    if (task.group_id, task.index) == (2, 1):
+        await told["late"](task)
+    sample = engine.new_sample()
+    turn = asyncio.create_task(engine.generate(sample))
+    while not turn.done():
+        await asyncio.wait([turn], timeout=0.005)
     return sample
 
 
@@ -171,6 +198,12 @@ async def notes_an_object(task: Task, engine: Engine) -> None:
 
 
 async def masks_its_own(task: Task, engine: Engine) -> None:
+    sample = engine.new_sample()
+    await engine.generate(sample)
+    sample.loss_mask = sample.loss_mask & (np.arange(len(sample)) < len(sample) - 2)
+
+
+async def writes_into_its_mask(task: Task, engine: Engine) -> None:
     sample = engine.new_sample()
     await engine.generate(sample)
     sample.loss_mask[-2:] = False

@@ -79,6 +79,8 @@ class Remote:
             self.forget()
             end.register(wanted[1], wanted[2])
             self._registered = wanted
+        if part.is_cuda:
+            torch.cuda.current_stream(part.device).synchronize()  # copies out of the bucket before: RDMA asks no stream
         end.read(memory, part.data_ptr() - flat.data_ptr(), part.data_ptr(), part.numel())
 
     def _end(self, memory: RemoteMemory) -> End:

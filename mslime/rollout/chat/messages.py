@@ -90,6 +90,16 @@ _KEPT = 1024
 _known_json = lru_cache(4096)(_canonical_json)
 
 
+def whole_text(text: str) -> str:
+    """A text without halves of characters (surrogates), which tokenizers refuse: U+FFFD stands for each. Python's
+    texts have them where they were read from bytes or JSON that are no Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def is_copy(sent: Message, recorded: Message) -> bool:
     """Whether `sent` is a copy of `recorded`. Absent reasoning and absent ids of calls are no contradiction."""
     if (recorded.role, recorded.text, recorded.answers) != (sent.role, sent.text, sent.answers):

@@ -97,7 +97,8 @@ def _call(found: Any) -> ParsedCall:
     if not found.name and status in ("ok", "unknown_tool"):
         status = "missing_name"
     arguments = found.arguments if isinstance(found.arguments, str) else json.dumps(found.arguments or {})
-    return ParsedCall(found.name or "", canonical_json(arguments), found.raw, status, found.id or "")
+    written_id = found.id if isinstance(found.id, str) else ""
+    return ParsedCall(found.name or "", canonical_json(arguments), found.raw, status, written_id)
 
 
 @cache

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
 
+from mslime.rollout.chat.messages import whole_text
+
 _MARKUP = 64
 """Characters. Texts that are no longer are most often markup, which every turn has again: their ids are kept."""
 
@@ -45,6 +47,7 @@ class PlainTokenizer:
         return cast("str", self._inner.decode(list(token_ids), skip_special_tokens=skip_special_tokens, **how))
 
     def _encoded(self, text: str, special_tokens: bool) -> list[int]:
+        text = whole_text(text)
         if self._fast is None:
             return cast("list[int]", self._inner.encode(text, add_special_tokens=special_tokens))
         return self._fast.encode(text, add_special_tokens=special_tokens).ids

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from mslime.config.errors import MALFORMED
-from mslime.rollout.chat.messages import Tools
+from mslime.rollout.chat.messages import Tools, parsed_json
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -119,7 +120,10 @@ class Rendering:
     ) -> tuple[list[int] | None, str]:
         """What follows `before` (see `Renderer.extend`), or None and the reason why nothing can."""
         size = len(before) + sum(len(message["content"]) for message in new)
-        whole = await self._run(size, self.renderer.extend, before, sampled, new, tools)
+        try:
+            whole = await self._run(size, self.renderer.extend, before, sampled, new, tools)
+        except MALFORMED:  # as for `_parse`: a reply that its renderer was not written for
+            return None, "prefix_broken"
         if whole is None:
             return None, "template_rewrites_history"
         if whole[: len(before)] != before:
@@ -127,7 +131,7 @@ class Rendering:
         return whole[len(before) :], ""
 
     async def parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
-        """See `Renderer.parse`. What its parser cannot read is text."""
+        """See `Renderer.parse`. What its parser cannot read is text, and so is a call that JSON cannot carry."""
         return await self._run(len(sampled) + len(prompt), self._parse, sampled, prompt, tools)
 
     async def spell(self, ids: Sequence[int]) -> str:
@@ -144,7 +148,8 @@ class Rendering:
 
     def _parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
         try:
-            return self.renderer.parse(sampled, prompt, tools)
+            found = self.renderer.parse(sampled, prompt, tools)
+            return replace(found, calls=tuple(map(_carried, found.calls)))
         except MALFORMED:  # a model can say anything, and a parser of others can meet what it was not written for
             text = self.renderer.spell([i for i in sampled if i not in self.renderer.stop_ids])
             return Parsed(text, calls=(ParsedCall("", "", text, "parser_failed"),))
@@ -162,3 +167,21 @@ class Rendering:
                 return work(*arguments, **named)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, alone)
+
+
+def _carried(call: ParsedCall) -> ParsedCall:
+    """A call with a name that is a text and arguments that are an object, so that every client can be told of it, and
+    every template can write it again; else one that cannot be made."""
+    if not call.callable:
+        return call
+    name: object = call.name
+    if not isinstance(name, str) or not name:
+        return replace(call, name="", status="missing_name")
+    arguments = parsed_json(call.arguments)
+    if not isinstance(arguments, dict):
+        return replace(call, status="malformed_structure")
+    try:  # a number beyond all bounds, and half of a character, which UTF-8 does not have
+        json.dumps([name, call.id, arguments], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        return replace(call, status="invalid_json")
+    return call

@@ -16,6 +16,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mslime.config.agents import AgentLimits
 from mslime.config.errors import RolloutError, UserError
 from mslime.data.sample import Sample
@@ -155,6 +158,12 @@ class ChatSession:
         if not prompt:
             raise ChatError("prompt", prompt, "is empty", "send a text or token ids")
         return await self._tracked(self._complete(prompt, max_tokens, tuple(stop)))
+
+    def check_replies(self, count: int) -> None:
+        """Raise LimitReached where so many replies to one request are more than the rollout may still have."""
+        left = self._limits.turns - len(self.turns) - len(self._running)
+        if count > max(1, left):  # the last one is refused by itself
+            raise self._over("turns", f"{self._limits.turns} ({count} replies asked for, {left} left)", "ask for fewer")
 
     async def count(self, messages: Sequence[Message], tools: Tools) -> int:
         """Tokens of messages, up to where the model would reply. No turn."""
@@ -341,9 +350,10 @@ class ChatSession:
 
     def _continued(self, prompt: str | Sequence[int]) -> tuple[str, Turn | None, list[int]]:
         """Of a plain prompt: the reason for a new sequence or the turn that it goes on from, and the ids after that."""
-        known = [t for t in reversed(self.completions.turns) if _begins(prompt, t)]
-        if known:
-            turn = max(known, key=lambda t: (t.end, t.alone))  # of equals the first one, which is the newest
+        given = prompt if isinstance(prompt, str) else np.asarray(prompt)
+        longest = sorted(self.completions.turns, key=lambda t: (t.end, t.alone, t.number), reverse=True)
+        turn = next((t for t in longest if _begins(given, t)), None)
+        if turn is not None:
             rest = prompt[len(turn.whole) :] if isinstance(prompt, str) else prompt[turn.end :]
             return "", turn, self._engine.encode(rest) if isinstance(rest, str) else list(rest)
         why = "new_conversation" if self.completions.turns or self.forest.turns else "first"
@@ -356,8 +366,10 @@ class ChatSession:
         grown = _Grown(sample, turn.end, turn, asked, "extends" if alone else "sibling")
         try:
             self._engine.append(sample, added)
-        except NoRoomError as error:
+        except (NoRoomError, ChatError) as error:
             self._undo(grown)
+            if isinstance(error, ChatError):
+                raise
             raise ContextFull("messages", str(error), "are too long", SHORTER) from error
         return grown
 
@@ -404,11 +416,11 @@ class ChatSession:
         return LimitReached(f"rollout.limits.{name}", value, rule, f"{way_out}, or raise the limit")
 
 
-def _begins(prompt: str | Sequence[int], turn: Turn) -> bool:
+def _begins(prompt: str | NDArray[np.integer], turn: Turn) -> bool:
     """Whether a plain prompt begins with what a turn has, in the form in which the prompt is given."""
     if isinstance(prompt, str):
         return bool(turn.whole) and prompt.startswith(turn.whole)
-    return len(prompt) >= turn.end and list(prompt[: turn.end]) == turn.sample.tokens[: turn.end].tolist()
+    return len(prompt) >= turn.end and np.array_equal(prompt[: turn.end], turn.sample.tokens[: turn.end])
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:

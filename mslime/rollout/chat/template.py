@@ -16,7 +16,7 @@ from mslime.config.errors import ConfigError
 from mslime.rollout.chat.call_forms import FORMS
 from mslime.rollout.chat.call_spelling import SPELLINGS
 from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.chat.messages import Tools
+from mslime.rollout.chat.messages import Tools, whole_text
 from mslime.rollout.chat.parsing import THINKING, HarmonyParser, TaggedParser
 from mslime.rollout.chat.renderer import Parsed
 
@@ -284,7 +284,7 @@ class TemplateRenderer:
             return None
 
     def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(whole_text(text), add_special_tokens=False)
 
 
 def _thinking(template: str) -> tuple[str, str] | None:

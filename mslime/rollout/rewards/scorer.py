@@ -179,9 +179,9 @@ class RewardScorer:
     def _add_up(self, sample: Sample, results: list[RewardResult]) -> float:
         """The sum of weighted rewards; what the parts said goes to the sample."""
         parts = [part for part, _ in self._graders]
-        sample.process_rewards = [
+        sample.process_rewards = [*sample.process_rewards, *(
             (at, part.weight * step) for part, v in zip(parts, results, strict=True) for at, step in v.steps
-        ]
+        )]  # fmt: skip
         sample.scores |= {f"user/{name}": number for v in results for name, number in v.metrics.items()}
         if self._config.parts:
             sample.scores |= {f"reward/{p.name}/mean": v.reward for p, v in zip(parts, results, strict=True)}

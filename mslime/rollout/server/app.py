@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -119,8 +120,7 @@ class ModelServer:
             way_out = "give an address of this machine and a free port, or leave them out"
             rule = f"cannot be listened on ({error})"
             raise ConfigError("rollout.server", f"{self._host}:{self._port}", rule, way_out) from error
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self._runner, self._address = runner, url_of(host, listening.getsockname()[1])
+        self._runner, self._address = runner, url_of(self._host, listening.getsockname()[1])
         log.info("agents find the model at %s", self._address)
 
     # --------------------------------------------------------------------------------------------------- one request
@@ -223,6 +223,29 @@ def _handler(server: ModelServer, dialect: Dialect) -> Any:
     return handle
 
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def own_clients(host: str) -> Any:
+    """A middleware that refuses what a page in a browser can send: a body that is no JSON by its type, and, where the
+    server listens on loopback, another machine's name for it.
+
+    Args:
+        host: that is listened on.
+    """
+
+    @web.middleware
+    async def check(http: web.Request, handler: Any) -> web.StreamResponse:
+        name = re.sub(r":\d*$", "", http.host).strip("[]").lower()
+        if host in LOOPBACK and name not in LOOPBACK:
+            return _json({"detail": f"{name} is no name of this server: ask {host}"}, 421, NO_RETRY)
+        if http.body_exists and http.content_type != "application/json":
+            return _json({"detail": f"{http.content_type} is not read: send application/json"}, 415, NO_RETRY)
+        return await handler(http)
+
+    return check
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that is listened on; port 0: any. Raises OSError."""
     if port == 0:
@@ -241,8 +264,16 @@ def body_of(raw: bytes) -> Mapping[str, Any]:
     return found
 
 
+def _dumped(data: object) -> bytes:
+    """JSON; a model may have written numbers that orjson has no room for."""
+    try:
+        return orjson.dumps(data)
+    except TypeError:
+        return json.dumps(data).encode()
+
+
 def _json(data: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(data), status=status, headers=headers, content_type="application/json")
+    return web.Response(body=_dumped(data), status=status, headers=headers, content_type="application/json")
 
 
 def _described(error: BaseException) -> tuple[int, str, str]:
@@ -288,7 +319,7 @@ async def _tell(
     if request.stream:
         body = b"".join(_written(name, data) for name, data in dialect.events(request, replies))
     else:
-        body = orjson.dumps(dialect.answer(request, replies))
+        body = _dumped(dialect.answer(request, replies))
     if begun is None:
         begun = web.Response(body=body, content_type=_SSE if request.stream else "application/json")
         await begun.prepare(http)

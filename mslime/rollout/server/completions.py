@@ -10,6 +10,7 @@ from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.chat.forest import Turn
 from mslime.rollout.server.openai_shared import OpenAIErrors, usage
 from mslime.rollout.server.requests import (
+    MOST_IN_ALL,
     MOST_REPLIES,
     Event,
     Request,
@@ -21,6 +22,7 @@ from mslime.rollout.server.requests import (
 )
 
 _READ = ("prompt", "n", "max_tokens", "stop", "stream", "logprobs", "stream_options", "model", "echo", "suffix")
+_FEWER = "send several requests"
 
 
 class Completions(OpenAIErrors):
@@ -33,11 +35,16 @@ class Completions(OpenAIErrors):
         for name in ("echo", "suffix"):
             if body.get(name):
                 raise ChatError(name, f"{body[name]!r:.80}", "is not supported", "leave the field out")
+        prompts, count = _prompts(body.get("prompt")), integer(body, "n", 1, MOST_REPLIES) or 1
+        if len(prompts) * count > MOST_IN_ALL:
+            raise ChatError(
+                "n", count, f"replies to each of {len(prompts)} prompts are more than {MOST_IN_ALL}", _FEWER
+            )
         return asked(
             body,
             _READ,
-            prompts=_prompts(body.get("prompt")),
-            count=integer(body, "n", 1, MOST_REPLIES) or 1,
+            prompts=prompts,
+            count=count,
             max_tokens=integer(body, "max_tokens", 1),
             stop=texts(body, "stop"),
             logprobs=integer(body, "logprobs", 0) is not None,
@@ -68,14 +75,16 @@ def _prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
     items = cast("list[object]", value)
     if all(isinstance(item, int) for item in items):
         return (read_ids(items, "prompt"),)
+    if len(items) > MOST_IN_ALL:
+        raise ChatError("prompt", f"{len(items)} prompts", f"are more than {MOST_IN_ALL}", _FEWER)
     return tuple(item if isinstance(item, str) else read_ids(item, f"prompt[{i}]") for i, item in enumerate(items))
 
 
 def read_ids(value: object, where: str) -> tuple[int, ...]:
     """Token ids. Raises ChatError for anything else."""
-    good = isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value)
+    good = isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in value)
     if not good or not value:
-        raise ChatError(where, f"{value!r:.80}", "must be a text or token ids", "send a prompt")
+        raise ChatError(where, f"{value!r:.80}", "must be a text or token ids below 2^31", "send a prompt")
     return tuple(cast("list[int]", value))
 
 

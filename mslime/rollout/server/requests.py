@@ -12,7 +12,8 @@ from mslime.rollout.chat.messages import Message, as_list, as_object, as_text
 
 MODEL = "policy"
 """Name of the model that is trained, for clients that give none."""
-MOST_REPLIES = 128
+MOST_REPLIES, MOST_IN_ALL = 128, 1024
+"""To one prompt, and to all prompts of a request."""
 Event = tuple[str, Mapping[str, Any] | str]
 """Name of a server-sent event, empty for none, and its data."""
 

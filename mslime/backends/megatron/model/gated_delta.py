@@ -2,12 +2,13 @@
 
 Parameters, their sharding and their place in checkpoints are megatron-core 0.16.1's (`GatedDeltaNet`). Its forward pass
 refuses packed sequences, normalises the output with the block's kind of norm, and rounds the decay to the model's
-dtype; the one here runs sequence by sequence and follows transformers (`models/qwen3_next`) in the other two.
+dtype; the one here keeps sequences apart and follows transformers (`models/qwen3_next`) in the other two.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
+
+
+@dataclass
+class Packed(PackedSeqParams):
+    """Packed sequences whose padded lengths the host knows."""
+
+    lengths: tuple[int, ...] = ()
 
 
 class HeadNorm(torch.nn.Module):
@@ -74,32 +82,28 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         """
         assert inference_context is None, "the trainer generates nothing"
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
-        if packed_seq_params is None:
-            mixed = self._sequence(projected)
-        else:
-            lengths = _padded_lengths(packed_seq_params)
-            mixed = torch.cat([self._sequence(one) for one in projected.split(lengths, 1)], 1)
-        return self.out_proj(mixed.transpose(0, 1).contiguous())
+        lengths = [projected.shape[1]] if packed_seq_params is None else padded_lengths(packed_seq_params)
+        return self.out_proj(self._mixed(projected, lengths).transpose(0, 1).contiguous())
 
-    def _sequence(self, projected: Tensor) -> Tensor:
-        """[b, s, features] of whole sequences -> [b, s, value features], this rank's heads of both."""
+    def _mixed(self, projected: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[b, s, features] -> [b, s, value features], this rank's heads of both; sequences of these lengths follow each
+        other, and only the convolution and the recurrence tell them apart."""
         key_dim, value_dim = self.head_sizes
         keys, values, heads = self.qk_dim // self.tp_size, self.v_dim // self.tp_size, self.num_v_heads_local_tp
         qkv, gate, beta, alpha = projected.split([2 * keys + values, values, heads, heads], -1)
-        query, key, value = self._convolved(qkv).split([keys, keys, values], -1)
+        convolved = torch.cat([self._convolved(one) for one in qkv.split(lengths, 1)], 1)
+        query, key, value = convolved.split([keys, keys, values], -1)
         query, key = (gated_delta_net.l2norm(x.unflatten(-1, (-1, key_dim)).contiguous()) for x in (query, key))
         if self.repeats > 1:
             query, key = (x.repeat_interleave(self.repeats, 2) for x in (query, key))
         decay = -self.A_log.float().exp() * F.softplus(alpha.float() + self.dt_bias)
-        out, _ = self._rule()(
+        out = self._recurred(
             query.contiguous(),
             key.contiguous(),
             value.unflatten(-1, (-1, value_dim)).contiguous(),
-            g=decay,
-            beta=beta.contiguous().sigmoid(),
-            initial_state=None,
-            output_final_state=False,
-            use_qk_l2norm_in_kernel=False,
+            decay,
+            beta.contiguous().sigmoid(),
+            lengths=lengths,
         )
         normal = self.out_norm(out) * self.act_fn(gate.unflatten(-1, (-1, value_dim)).float())
         return normal.to(projected.dtype).flatten(2)
@@ -113,6 +117,13 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         return kernel(x=channels, weight=weight, bias=bias, activation=self.activation).transpose(1, 2)
 
+    def _recurred(self, *columns: Tensor, lengths: Sequence[int]) -> Tensor:
+        """The recurrence over queries, keys, values, decays and betas [b, s, ...], within each sequence."""
+        rule, given = self._rule(), {"output_final_state": False, "use_qk_l2norm_in_kernel": False}
+        by_sequence = zip(*(column.split(lengths, 1) for column in columns), strict=True)
+        parts = [rule(q, k, v, g=g, beta=beta, initial_state=None, **given)[0] for q, k, v, g, beta in by_sequence]
+        return torch.cat(parts, 1)
+
     def _rule(self) -> Any:
         """The gated delta rule: flash-linear-attention's kernel, or megatron-core's in torch."""
         if self.config.deterministic_mode:
@@ -120,7 +131,13 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         return gated_delta_net.chunk_gated_delta_rule
 
 
-def _padded_lengths(packed: PackedSeqParams) -> list[int]:
+def padded_lengths(packed: PackedSeqParams) -> list[int]:
+    """Of the sequences, padded; without a question to the GPU where whoever packed them wrote them down for the host.
+
+    A question makes the CPU wait for all that was given to the GPU before: in each layer, in both passes.
+    """
+    if isinstance(packed, Packed):
+        return list(packed.lengths)
     padded = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
     return padded.diff().tolist()
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import cast
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from torch import Tensor
 
 from mslime.backends.megatron.checkpoint import SHARDING
 from mslime.backends.megatron.model.meta_model import fake_process_group, meta_chunks
+from mslime.backends.megatron.step.own_state import parts_of_entry
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import MegatronConfig
 from mslime.config.training import ModelSpec
@@ -43,7 +44,8 @@ def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPl
             if isinstance(entry, ShardedObject):
                 objects.append(entry.unique_key)
                 continue
-            pieces[canonical_name(local)] = tuple(_piece(part, cast("Tensor", entry.data)) for part in _parts(entry))
+            parts = parts_of_entry(entry)
+            pieces[canonical_name(local)] = tuple(_piece(part, cast("Tensor", entry.data)) for part in parts)
     table = get_family(hf_config).rules(hf_config)
     for name, rule in table.all_bound.items():
         if rule.untrained and name not in pieces:
@@ -51,26 +53,6 @@ def model_placement(hf_config: Mapping[str, object], directory: Path) -> ModelPl
     placement = ModelPlacement(pieces, objects)
     placement.check(table)
     return placement
-
-
-def _parts(entry: object) -> list[ShardedTensor]:
-    """What a sharded state dict entry stores; a factory splits its tensor into views."""
-    if isinstance(entry, ShardedTensorFactory):
-        built: list[ShardedTensor] = []
-        for part in _flat(entry.build()):
-            assert isinstance(part, ShardedTensor), part
-            built.append(part)
-        return built
-    assert isinstance(entry, ShardedTensor), entry
-    return [entry]
-
-
-def _flat(built: object) -> list[object]:
-    if isinstance(built, Mapping):
-        return [leaf for part in built.values() for leaf in _flat(part)]
-    if isinstance(built, list | tuple):
-        return [leaf for part in built for leaf in _flat(part)]
-    return [built]
 
 
 def _piece(part: ShardedTensor, parameter: Tensor) -> Piece:

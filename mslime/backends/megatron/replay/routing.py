@@ -164,4 +164,4 @@ class Routing:
             return self.replay.report(self._tally, None)
         speaks = self.parallel.tp_rank == 0 and self.parallel.rows.cp_rank == 0
         routes = ShardRoutes.from_rollout(shard, self.replay.layer_ids, self.max_age)
-        return self.replay.report(self._tally, routes.fingerprint() if speaks else 0)
+        return self.replay.report(self._tally, routes.fingerprint(self.device) if speaks else 0)

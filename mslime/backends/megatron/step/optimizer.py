@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from mslime.backends.megatron.step.own_state import keep_own_state
 from mslime.config.schema import TrainConfig
 
 # At every save megatron-core 0.16.1 formats each tensor that an optimizer does not own, and each factory of such
@@ -39,6 +40,7 @@ def build_optimizer(
     for part in parts_of(optimizer):
         if isinstance(part, DistributedOptimizer) and not part.is_stub_optimizer:  # a stub has no parameters
             _number_as_held(part)
+            keep_own_state(part)
         if isinstance(part.optimizer, torch.optim.Adam):
             for group in part.optimizer.param_groups:
                 group["foreach"] = True  # the same operations, without a loop in Python over parameters

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -26,6 +25,7 @@ from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, 
 from mslime.algorithms.statistics import LossStatistics
 from mslime.backends.megatron.log_probs.blocks import hidden_log_probs
 from mslime.backends.megatron.log_probs.vocab_parallel import LogProbs, vocab_parallel_log_probs
+from mslime.backends.megatron.model.gated_delta import Packed
 from mslime.backends.megatron.model.naming import unwrap
 from mslime.backends.megatron.model.output_layer import output_layer, output_weight
 from mslime.backends.megatron.model.routers import excludes_padding
@@ -267,14 +267,15 @@ class _SummedLoss(torch.autograd.Function):
         return torch.full_like(gradients[0], ctx.factor), None
 
 
-def _packed(batch: MicroBatch) -> PackedSeqParams:
+def _packed(batch: MicroBatch) -> Packed:
     longest = max(batch.slicer.padded_lengths)
-    return PackedSeqParams(
+    return Packed(
         qkv_format="thd",
         cu_seqlens_q=batch.cumulative_lengths,  # type: ignore[arg-type]
         cu_seqlens_kv=batch.cumulative_lengths,  # type: ignore[arg-type]
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        lengths=batch.slicer.padded_lengths,
     )
 
 

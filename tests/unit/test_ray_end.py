@@ -1,0 +1,168 @@
+"""What a run takes from Ray, and how it leaves it: a token of its own, and an end that waits for nobody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ray._private import services
+from ray.exceptions import AuthenticationError
+
+from mslime.config.errors import ConfigError
+from mslime.config.schema import RunConfig
+from mslime.control import cluster as cluster_module
+from mslime.control.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_signal_to_the_drivers_group_does_not_reach_rays_processes() -> None:
+    with cluster_module._apart():
+        started = services.start_ray_process(["sleep", "300"], "raylet", fate_share=True).process
+    try:
+        assert os.getsid(started.pid) == started.pid != os.getsid(0)
+        assert os.getpgid(started.pid) != os.getpgid(0)
+    finally:
+        started.kill()
+        started.wait()
+    assert services.ConsolePopen is not None and isinstance(services.ConsolePopen, type)
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, list[str]]]:
+    """A cluster that has been joined, and what became of it. Nothing of Ray runs."""
+    config = RunConfig.model_validate({"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}})
+    cluster, told = Cluster(config, engines=False), list[str]()
+    cluster._connected = True
+    cluster._sweeper.callback(told.append, "swept in order")
+    monkeypatch.setattr(cluster_module.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(cluster_module, "leave_without_ray", lambda: told.append("left"))
+    monkeypatch.setattr(cluster_module, "STOP_SECONDS", 0.05)
+    yield cluster, told
+
+
+def raises() -> None:
+    raise RuntimeError("There was timeout in removing the placement group")
+
+
+@pytest.mark.parametrize("fate", ["ends", "raises", "hangs"])
+def test_ray_that_does_not_end_in_order_is_left_to_the_sweeper(
+    joined: tuple[Cluster, list[str]], monkeypatch: pytest.MonkeyPatch, fate: str
+) -> None:
+    cluster, told = joined
+    forever = threading.Event()
+    ways: dict[str, Callable[[], object]] = {"ends": lambda: None, "raises": raises, "hangs": forever.wait}
+    monkeypatch.setattr(cluster, "_leave", ways[fate])
+    if fate == "ends":
+        monkeypatch.setattr(cluster_module, "STOP_SECONDS", 60)
+    cluster._stop()
+    forever.set()
+    assert told == (["swept in order"] if fate == "ends" else ["left"])
+
+
+# Ray's hooks, as they are where its processes are gone: whoever comes by them stays for ever.
+WITHOUT_RAY = """
+import atexit, sys, threading
+from mslime.cli import commands
+from mslime.control.ray_watch import leave_without_ray
+from mslime.control.stop import Stopped
+
+forever = lambda *_: threading.Event().wait()
+atexit.register(forever)
+sys.excepthook = forever
+
+def run(args):
+    leave_without_ray()
+    raise {error}
+
+commands._env = run
+sys.exit(commands.main(["env"]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        ("RuntimeError('no such shard')", 1, "RuntimeError: no such shard"),
+        ("Stopped(15, save=True)", 143, "stopped by SIGTERM"),
+    ],
+)
+def test_the_command_ends_with_its_own_status_when_ray_is_gone(error: str, status: int, said: str) -> None:
+    source = WITHOUT_RAY.replace("{error}", error)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (status, "") and said in done.stderr
+
+
+def without_address() -> RunConfig:
+    values = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "cluster": {"ray_address": None}}
+    return RunConfig.model_validate(values)
+
+
+def test_each_local_run_draws_a_token_that_stands_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    drawn = set[str]()
+    for _ in range(2):
+        with cluster_module._ray_environment(without_address()):
+            assert os.environ["RAY_AUTH_MODE"] == "token"
+            drawn.add(os.environ["RAY_AUTH_TOKEN"])
+        assert "RAY_AUTH_TOKEN" not in os.environ
+    assert len(drawn) == 2 and all(len(token) == 64 for token in drawn)
+
+
+@pytest.mark.parametrize(
+    ("given", "address", "mode", "token"),
+    [
+        ({"RAY_AUTH_MODE": "disabled"}, None, "disabled", None),
+        ({"RAY_AUTH_TOKEN": "mine"}, None, "token", "mine"),
+        ({"RAY_AUTH_TOKEN": "theirs"}, "10.0.0.1:6379", "token", "theirs"),
+        ({}, "10.0.0.1:6379", None, None),
+    ],
+)
+def test_what_the_environment_says_of_rays_token_holds(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], address: str | None, mode: str | None, token: str | None
+) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    config = without_address()
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"ray_address": address})})
+    with cluster_module._ray_environment(config):
+        assert (os.environ.get("RAY_AUTH_MODE"), os.environ.get("RAY_AUTH_TOKEN")) == (mode, token)
+
+
+def test_a_cluster_that_wants_another_token_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake_knock(address: str) -> None:
+        raise AuthenticationError("RPC error: InvalidAuthToken: Authentication token is missing or incorrect")
+
+    monkeypatch.setattr(cluster_module, "_knock", fake_knock)
+    config = without_address()
+    theirs = {"cluster": config.cluster.model_copy(update={"ray_address": "10.0.0.1:6379"})}
+    with pytest.raises(ConfigError, match="RAY_AUTH_TOKEN") as caught:
+        Cluster(config.model_copy(update=theirs), engines=False)._connect({})
+    assert caught.value.field == "cluster.ray_address"
+
+
+@pytest.mark.parametrize("state", ["PENDING_CREATION", "ALIVE"])
+def test_a_start_in_which_nothing_comes_up_says_what_ray_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    (tmp_path / "raylet.err").write_text("bash: line 1: /home/me/my: No such file or directory\n" * 9)
+    actors = {"a": {"State": state, "JobID": "01"}, "b": {"State": "ALIVE", "JobID": "another job's"}}
+    node, job = SimpleNamespace(get_logs_dir_path=lambda: str(tmp_path)), SimpleNamespace(get_job_id=lambda: "01")
+    monkeypatch.setattr(cluster_module.ray._private.state, "actors", lambda: actors)
+    monkeypatch.setattr(cluster_module.ray._private.worker, "_global_node", node)
+    monkeypatch.setattr(cluster_module.ray, "get_runtime_context", lambda: job)
+    why = Cluster(without_address(), engines=False).why_nothing_runs()
+    assert why.count("No such file or directory") == (5 if state == "PENDING_CREATION" else 0)
+    assert (str(tmp_path / "raylet.err") in why) == (state == "PENDING_CREATION")
