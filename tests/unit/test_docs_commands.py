@@ -40,7 +40,9 @@ NOT_RUN = {
     r"mslime convert (to-|fp8|bf16|int4|compare|run)": "parsed only; tests/engines/test_convert_tools.py runs them",
     r"mslime (check|train) run\.yaml --model\.path my-model-fp8": "needs such a model; tests/e2e/test_quantised.py",
     r"mslime convert merge-lora": "parsed only; tests/unit/test_lora_convert.py merges",
-    r"cp |mslime (check|train) mine\.yaml|mslime (samples|report) outputs/quickstart/mine": "needs the quickstart's warm start, and a file that the page shows",
+    r"cp |mslime (check|train) mine\.yaml|mslime (samples|report) outputs/quickstart/mine": (
+        "needs the quickstart's warm start, and a file that the page shows"
+    ),
     r"mslime train examples/quickstart/(lora|several)\.yaml": "needs the quickstart's warm start",
     r"mslime (rollout|eval|train .*--replay) ": "parsed only; tests/e2e/test_debug.py runs them",
     r"mslime doctor": "parsed only; tests/unit/test_doctor.py and tests/e2e/test_doctor.py run it",
