@@ -40,7 +40,7 @@ class AtroposConfig(Section):
     token: Token | None = Field(
         default=None,
         description="First part of the path of every URL, since Atropos' environments show the trainer no key: "
-        "env:NAME, file:PATH, or the token itself.",
+        "env:NAME, file:PATH, or the token itself. null: a random one, in atropos.json of the run's directory.",
     )
     silent_s: float = Field(
         default=600,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,18 +28,28 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Event files in RUN/tensorboard."""
+    """Event files in RUN/tensorboard, with plain scalars: scripts read those, too, and not only TensorBoard's page."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._writer: Any = _package("tensorboard.summary", "observe.tensorboard", True).Writer(
-            str(run_dir / "tensorboard")
-        )
+        writers = _package("tensorboard.summary.writer.event_file_writer", "observe.tensorboard", True)
+        self._events: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+        self._summaries: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._writer: Any = writers.EventFileWriter(str(run_dir / "tensorboard"))
+        self._begun = False
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step, and write it out: a crash must not cost the last minutes."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        if not self._begun:  # what an earlier attempt has written of this step and later ones is void
+            log = self._events.SessionLog
+            self._add(step, session_log=log(status=log.START))
+            self._begun = True
+        value = self._summaries.Summary.Value
+        values = [value(tag=name, simple_value=number) for name, number in metrics.items()]
+        self._add(step, summary=self._summaries.Summary(value=values))
         self._writer.flush()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
 
     def close(self) -> None:
         """Close the event file."""
@@ -73,10 +84,12 @@ class WandbSink:
             config=dict(run_config),
             **further,
         )
+        # W&B's own counter never goes back: rows of a step that is done again, after a lost trainer, would be ignored.
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step."""
-        self._run.log(dict(metrics), step=step)
+        self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
         """End the W&B run."""

@@ -42,6 +42,7 @@ from mslime.algorithms.token_batch import Reduce
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError
+from mslime.config.reward import RewardPartConfig, ScoringConfig
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group
 from mslime.data.source import Prompt
@@ -50,6 +51,7 @@ from mslime.data.user_source import UserSource, open_prompts
 from mslime.observe.hooks import call_step_hook
 from mslime.observe.names import METRICS
 from mslime.preflight.episodes import check_environment
+from mslime.preflight.rewards import try_reward_functions
 from mslime.preflight.seams import seams_of
 from mslime.rollout.books import new_group
 from mslime.rollout.contract import check_workflow
@@ -364,7 +366,7 @@ def check_sample_hook(function: str, prompt: Prompt) -> list[str]:
 
 
 def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> list[Tried]:
-    """Every function that the settings name, called; rewards are tried by every check.
+    """Every function that the settings name, called.
 
     Args:
         prompt: one of the run's, for the functions that see prompts.
@@ -381,7 +383,20 @@ def try_functions(config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> li
         "hooks.step": check_hook,
         "hooks.sample": lambda f: check_sample_hook(f, prompt),
     }
-    return [_tried(seam.setting, seam.function, contracts.get(seam.setting)) for seam in seams_of(config)]
+    tried = [_tried(seam.setting, seam.function, contracts.get(seam.setting)) for seam in seams_of(config)]
+    rewards = config.reward.graders if config.train.task == "rl" else []
+    return tried + [
+        _tried("reward.function", part.function, lambda _, part=part: _try_reward(part, config, prompt, tokenizer))
+        for part in rewards
+        if part.function is not None
+    ]
+
+
+def _try_reward(part: RewardPartConfig, config: RunConfig, prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
+    alone = ScoringConfig(
+        kind="custom", function=part.function, per=part.per, timeout_s=part.timeout_s, on_error=config.reward.on_error
+    )
+    return try_reward_functions(alone, "reward", [prompt], tokenizer, config.rollout.group_size)
 
 
 def _tried(setting: str, function: str, contract: Callable[[str], list[str]] | None) -> Tried:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from mslime.config.errors import DataError
+from mslime.config.errors import ConfigError, DataError
 from mslime.config.reward import RewardPartConfig, ScoringConfig
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample, SampleStatus
@@ -28,6 +29,7 @@ from mslime.threads import in_thread
 
 READING_SECONDS = 20.0  # for labels that only the parser of LaTeX can judge
 SHOWN = 60
+OTHER_ROWS = 8  # among which a label is looked for that is wrong for the first
 
 
 class Prompts(Protocol):
@@ -123,20 +125,35 @@ def _summary(unread: int, rows: int, first: str) -> list[str]:
 def _try_functions(
     scoring: ScoringConfig, place: str, source: Prompts, tokenizer: Tokenizer, group_size: int
 ) -> list[str]:
-    """Import every custom function, and score the first row with its label as the response. Raises ConfigError.
+    """Import every custom function, and score the first row. Raises ConfigError."""
+    if not any(part.kind == "custom" for part in scoring.graders):
+        return []
+    rows = [source.at(i) for i in range(min(len(source), OTHER_ROWS))]
+    return try_reward_functions(scoring, place, rows, tokenizer, group_size)
+
+
+def try_reward_functions(
+    scoring: ScoringConfig, place: str, rows: Sequence[Prompt], tokenizer: Tokenizer, group_size: int
+) -> list[str]:
+    """Score the first row with its label as the response, with none, a wrong one and one that was cut.
 
     Args:
-        group_size: samples of a prompt, for functions of groups, which all have that response.
+        rows: the first, and others whose labels are wrong responses.
+        group_size: samples of a prompt, for functions of groups.
+
+    Raises:
+        ConfigError: a function cannot be imported, or fails where `on_error` is `fail`.
     """
-    custom = [(i, p) for i, p in enumerate(scoring.graders) if p.kind == "custom"]
-    if not custom:
-        return []
-    sample = _answered_by_its_label(source, tokenizer)
-    places = [(p, f"{place}.parts[{i}]" if scoring.parts else place) for i, p in custom]
-    return in_thread(asyncio.run, _try_all(places, sample, group_size)).result()  # the caller may have an event loop
+    custom = [(part, f"{place}.parts[{i}]" if scoring.parts else place)
+              for i, part in enumerate(scoring.graders) if part.kind == "custom"]  # fmt: skip
+    samples = _responses(rows, tokenizer)
+    work = _try_all(custom, samples, group_size, scoring.on_error == "fail")
+    return in_thread(asyncio.run, work).result()  # the caller may have an event loop
 
 
-async def _try_all(functions: list[tuple[RewardPartConfig, str]], sample: Sample, group_size: int) -> list[str]:
+async def _try_all(
+    functions: list[tuple[RewardPartConfig, str]], samples: Mapping[str, Sample], group_size: int, fatal: bool
+) -> list[str]:
     said: list[str] = []
     for part, place in functions:
         alone = ScoringConfig(
@@ -145,22 +162,52 @@ async def _try_all(functions: list[tuple[RewardPartConfig, str]], sample: Sample
         scorer = RewardScorer(alone, place)
         try:
             await scorer.start()
-            group = [dataclasses.replace(sample, index=i) for i in range(group_size if scorer.per_group else 1)]
-            rewards = await scorer.score_group(group)
+            (tried, label), *others = [(how, _copies(s, group_size, scorer.per_group)) for how, s in samples.items()]
+            mixed = [dataclasses.replace(g[0], index=i) for i, (_, g) in enumerate(itertools.islice(
+                itertools.cycle([(tried, label), *others]), group_size))] if scorer.per_group else []  # fmt: skip
+            rest = [("a mixed group", mixed)] if scorer.per_group else others
+            outcomes = [(how, group, await scorer.score_group(group)) for how, group in [(tried, label), *rest]]
         finally:
             await scorer.close()
-        outcome = group[0].error or "scores " + ", ".join(dict.fromkeys(f"{reward:g}" for reward in rewards))
-        tried = f"as the response of a group of {len(group)}" if scorer.per_group else "as the response"
-        said.append(f"{part.function} was tried on the first row with its label {tried}: {outcome}")
+        for how, group, _ in outcomes if fatal else []:
+            if error := next((s.error for s in group if s.error), ""):
+                rule = f"fails on the first row with {how} as the response: {error}"
+                raise ConfigError(f"{place}.function", part.function, rule, "mend it, or set on_error to zero or drop")
+        (_, group, rewards), *rest = outcomes
+        of = f" of a group of {len(group)}" if scorer.per_group else ""
+        told = [f"{how}: {_outcome(group, rewards)}" for how, group, rewards in rest]
+        first = f"with {tried} as the response{of}: {_outcome(group, rewards)}"
+        said.append("; ".join([f"{part.function} was tried on the first row {first}", *told]))
     return said
 
 
-def _answered_by_its_label(source: Prompts, tokenizer: Tokenizer) -> Sample:
-    """The first row as a finished sample."""
-    prompt = source.at(0)
+def _copies(sample: Sample, group_size: int, per_group: bool) -> list[Sample]:
+    return [dataclasses.replace(sample, index=i) for i in range(group_size if per_group else 1)]
+
+
+def _outcome(group: list[Sample], rewards: list[float | None]) -> str:
+    error = next((s.error for s in group if s.error), "")
+    return error or "scores " + ", ".join(dict.fromkeys(f"{reward:g}" for reward in rewards))
+
+
+def _responses(rows: Sequence[Prompt], tokenizer: Tokenizer) -> dict[str, Sample]:
+    """Finished samples of the first row, by what their responses are."""
+    right = next(_texts(rows[0].label), "")
+    wrong = next((text for row in rows[1:] for text in _texts(row.label) if text != right), "")
+    found = {"its label": _answered(rows[0], right, tokenizer), "an empty response": _answered(rows[0], "", tokenizer)}
+    if wrong:
+        found["the label of another row"] = _answered(rows[0], wrong, tokenizer)
+    if len(right) > 1:
+        cut = found["its label, cut short"] = _answered(rows[0], right[: len(right) // 2], tokenizer)
+        cut.status = SampleStatus.TRUNCATED
+    return found
+
+
+def _answered(prompt: Prompt, response: str, tokenizer: Tokenizer) -> Sample:
+    """A row as a finished sample."""
     sample = Sample.from_prompt(0, 0, prompt.tokens, prompt.label)
     sample.metadata = dict(prompt.metadata)
-    sample.response = next(_texts(prompt.label), "")
+    sample.response = response
     tokens = np.asarray(tokenizer.encode(sample.response, special_tokens=False), np.int32)
     if len(tokens):
         zeros = np.zeros(len(tokens), np.float32)

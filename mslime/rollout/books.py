@@ -143,6 +143,11 @@ class Books:
         return self._gate.room(self.ready, len(self.running), self.version - self._base_version)
 
     @property
+    def most_rollouts(self) -> int:
+        """Of groups that may be under way before a step is taken."""
+        return self._gate.limit(0) * self._rollout.group_size
+
+    @property
     def ready(self) -> int:
         """Groups that were taken since the gate opened, or are accepted."""
         return self._taken_count + len(self.accepted)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+import sys
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from mslime.config.errors import RolloutError
 from mslime.data.sample import Group, SampleStatus
 from mslime.rollout.protocols import Scorer
 
@@ -84,15 +87,20 @@ def summarise(name: str, groups: Sequence[Group], seconds: float) -> EvalResult:
     )
 
 
-async def answer(groups: Sequence[Group], roll: Callable[[Group, int], Awaitable[None]], scorer: Scorer) -> None:
+async def answer(
+    groups: Sequence[Group], roll: Callable[[Group, int], Awaitable[None]], scorer: Scorer, at_once: int = sys.maxsize
+) -> None:
     """Finish and score all rollouts of `groups`. Raises the first error; the others are cancelled then.
 
     Args:
         roll: brings a rollout of a group to its end.
+        at_once: rollouts that are under way at a time.
     """
+    places = asyncio.Semaphore(at_once)
 
     async def run(group: Group, number: int) -> None:
-        await roll(group, number)
+        async with places:
+            await roll(group, number)
         last = group.parts(number)[-1]
         if not scorer.per_group and last.reward is None and last.status is not SampleStatus.FAILED:
             last.reward = await scorer.score(last)
@@ -104,12 +112,15 @@ async def answer(groups: Sequence[Group], roll: Callable[[Group, int], Awaitable
         for sample, reward in zip(last, await scorer.score_group(last), strict=True):
             sample.reward = reward
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for group, number in [(g, number) for g in groups for number in g.numbers]:
-                tasks.create_task(run(group, number))
-        async with asyncio.TaskGroup() as tasks:
-            for group in groups if scorer.per_group else []:
-                tasks.create_task(score(group))
-    except ExceptionGroup as errors:  # the first failure cancelled the others
-        raise errors.exceptions[0] from None
+    async def all_of(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                begun = [tasks.create_task(each) for each in work]
+        except ExceptionGroup as errors:  # the first failure cancelled the others
+            raise errors.exceptions[0] from None
+        if any(task.cancelled() for task in begun):  # which a TaskGroup takes for nothing
+            raise RolloutError("eval", "a rollout", "was cancelled from within",
+                               "catch CancelledError in the function that answers or scores it")  # fmt: skip
+
+    await all_of(run(g, number) for g in groups for number in g.numbers)
+    await all_of(score(group) for group in groups if scorer.per_group)

@@ -36,6 +36,7 @@ from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.chat.messages import whole_text
 from mslime.rollout.protocols import EngineLimits, Engines, living
+from mslime.rollout.shared_room import SharedRoom
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ class Generator:
         version: the weight version that the engines serve now; an answer names none that is newer, or older than its
             request.
         on_request: told (engine, start, end) of every answered request, seconds since the epoch.
-        places: a request is sent inside one of these blocks. None: as many as the engines are to run at once.
+        places: a request is sent inside one of these blocks. None: as many as the engines that there are then
+            run at once.
 
     Attributes:
         ready: cleared while the engines must not receive requests (a weight update).
@@ -171,7 +173,9 @@ class Generator:
         self._moe_layers = as_slice(model.moe_layer_ids)
         self._end_ids, self._stop = limits.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
         self._endings = Endings(self._end_ids, self._stop, tokenizer)
-        self._places = places or asyncio.Semaphore(config.rollout.concurrency * len(engines.clients))
+        self._places = places or SharedRoom(
+            lambda: config.rollout.concurrency * max(len(engines.clients), 1), {"": 1.0}
+        ).of("")
         self._run = uuid.uuid4().hex[:8]  # attached engines may still hold requests of another run
         self._numbers = itertools.count()
         self.cached_tokens = 0

@@ -6,6 +6,7 @@ Knows neither Ray nor Megatron. All methods belong to one event loop.
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -34,6 +35,7 @@ from mslime.rollout.protocols import EngineLimits, Engines, ProgressHook, Scorer
 from mslime.rollout.rewards.scoring import Scoring
 from mslime.rollout.runner import GroupRunner
 from mslime.rollout.turns import Rollout
+from mslime.rollout.workflow import single_turn
 
 SETTLE_S = 0.01
 ABORT_EVERY_S = 0.25
@@ -224,7 +226,9 @@ class GroupService(ABC):
             asked = rollout.task(self._config.seed, evaluation=True)
             await rollout.play(self._workflow, asked, self._config.rollout.on_error)
 
-        await answer(groups, roll, self._eval_scorers.get(eval_set.name, self._scorer))
+        scorer = self._eval_scorers.get(eval_set.name, self._scorer)
+        at_once = sys.maxsize if self._workflow is single_turn else self.books.most_rollouts
+        await answer(groups, roll, scorer, at_once)
         return groups
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from mslime.backends.sglang.client import EngineDied
 from mslime.config.choices import OnError
-from mslime.config.errors import UserError
+from mslime.config.errors import RolloutError, UserError
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus
 from mslime.rollout.agents import Agents
@@ -198,6 +198,13 @@ class GroupRunner:
             await rollout.scoring()
             try:
                 await self._scoring.rollout_finished(rollout.samples)
+            except asyncio.CancelledError as error:
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise
+                where = f"group {rollout.samples[0].group_id}, response {rollout.number}"
+                raise RolloutError(
+                    "reward", where, "was cancelled from within", "catch CancelledError in it"
+                ) from error
             finally:
                 rollout.scored()
 

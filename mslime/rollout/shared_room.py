@@ -39,6 +39,9 @@ class SharedRoom:
 
     async def enter(self, name: str) -> None:
         """Return when the adapter has a place for one more request."""
+        if len(self._running) == 1 and not self._waiting[name] and self._running[name] < max(self._capacity(), 1):
+            self._running[name] += 1  # nobody else is there to be asked for
+            return
         turn = asyncio.Event()
         self._waiting[name].append(turn)
         self._admit()
@@ -55,7 +58,8 @@ class SharedRoom:
         """A request of the adapter has ended."""
         self._running[name] -= 1
         assert self._running[name] >= 0, f"{name} left more places than it had"
-        self._admit()
+        if any(self._waiting.values()):
+            self._admit()
 
     def _admit(self) -> None:
         capacity = max(self._capacity() - self._of_trained(), len(self._weights))

@@ -67,6 +67,11 @@ class Rollout:
         return self._group.parts(self.number)
 
     @property
+    def longest(self) -> int:
+        """See `chat.session.Sequences`."""
+        return self._sampling.longest_input
+
+    @property
     def busy(self) -> bool:
         """It is at an engine, or is scored. Neither busy nor waiting: its function works."""
         return bool(self._at_work)

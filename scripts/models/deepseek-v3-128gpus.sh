@@ -14,7 +14,6 @@ MODEL_ARGS=(
   --cluster.host-memory-gb 2048
   --cluster.placement colocated
   --cluster.trainer-ranks 128
-  --rollout.max-staleness 0
   --megatron.tensor-model-parallel-size 4
   --megatron.pipeline-model-parallel-size 16
   --megatron.num-layers-in-last-pipeline-stage 1

@@ -11,7 +11,6 @@ MODEL_ARGS=(
   --cluster.host-memory-gb 2048
   --cluster.placement colocated
   --cluster.trainer-ranks 64
-  --rollout.max-staleness 0
   --megatron.tensor-model-parallel-size 2
   --megatron.pipeline-model-parallel-size 8
   --megatron.num-layers-in-last-pipeline-stage 8

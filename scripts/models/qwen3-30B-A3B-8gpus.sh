@@ -11,7 +11,6 @@ MODEL_ARGS=(
   --cluster.host-memory-gb 1024
   --cluster.placement colocated
   --cluster.trainer-ranks 8
-  --rollout.max-staleness 0
   --megatron.tensor-model-parallel-size 4
   --megatron.expert-model-parallel-size 8
   --megatron.expert-tensor-parallel-size 1

@@ -43,9 +43,10 @@ __all__ = ["fresh", "other_weights", "reference", "tokenizer"]
 def of_atropos(config: RunConfig) -> RunConfig:
     """The same run with rollouts of Atropos' environments."""
     values = config.model_dump(mode="json", exclude_unset=True)
+    values["output_dir"] = str(Path(values["data"]["prompts"][0]).parent)
     values["data"] = {}
     values.pop("reward", None)  # the environments score
-    values["rollout"] |= {"function": "atropos", "atropos": {"port": free_port()}}
+    values["rollout"] |= {"function": "atropos", "atropos": {"port": free_port(), "token": "t0ken"}}
     return build(values)
 
 
@@ -81,7 +82,7 @@ def test_what_environments_hand_in_is_exact_when_the_weights_change_within_a_tur
                                        max_response_tokens=400))  # fmt: skip
         async with served(config, tokenizer, fresh) as (service, pool):
             taking = asyncio.create_task(service.take(0))
-            async with environment(f"http://127.0.0.1:{config.rollout.atropos.port}", group_size=3) as env:
+            async with environment(f"http://127.0.0.1:{config.rollout.atropos.port}/t0ken", group_size=3) as env:
                 playing = [asyncio.create_task(two_turns(env, number, [60, 61])) for number in range(6)]
                 first = await taking
                 await publish(service, pool, 1, other_weights)
@@ -127,7 +128,7 @@ def test_an_environment_of_the_package_itself_is_trained_exactly(
         async with served(config, tokenizer, fresh) as (service, pool):
             taking = asyncio.create_task(service.take(0))
             url, script = (
-                f"http://127.0.0.1:{config.rollout.atropos.port}",
+                f"http://127.0.0.1:{config.rollout.atropos.port}/t0ken",
                 ROOT / "tests/fixtures/atropos_env/parity.py",
             )
             while not service._workflow._server.address:  # type: ignore[attr-defined]

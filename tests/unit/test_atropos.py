@@ -6,6 +6,7 @@ The engine is a fake one, whose tokens tell their position; the environment spea
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,7 +33,8 @@ from tests.fixtures.atropos_environment import Sampled, WireEnvironment, environ
 from tests.unit.rollout_fakes import MODEL, FakeScorer, FakeSlowEngine, publish
 
 PROMPT = [ord(c) for c in "2+3?"]
-LENGTH = 5
+LENGTH, TOKEN = 5, "t0ken"
+JSON = {"Content-Type": "application/json"}
 
 
 def plain(tokenizer: Any, thinking: str) -> _Plain:
@@ -41,11 +43,12 @@ def plain(tokenizer: Any, thinking: str) -> _Plain:
 
 
 def config_of(directory: Path, algorithm: dict[str, Any] | None = None, **rollout: Any) -> RunConfig:
-    atropos = {"port": free_port(), **rollout.pop("atropos", {})}
+    atropos = {"port": free_port(), "token": TOKEN, **rollout.pop("atropos", {})}
     settings = {"function": "atropos", "groups_per_step": 1, "group_size": 2, "max_response_tokens": 64,
                 "renderer": "tests.unit.test_atropos:plain", "atropos": atropos, **rollout}  # fmt: skip
     return build({
-        "model": {"path": str(directory)}, "rollout": settings, "train": {"quadratic_tokens": 24576},
+        "output_dir": str(directory), "model": {"path": str(directory)}, "rollout": settings,
+        "train": {"quadratic_tokens": 24576},
         "deadlines": {"rollout_step_s": 20, "engine_control_s": 5}, "algorithm": algorithm or {},
     })  # fmt: skip
 
@@ -58,7 +61,7 @@ def service_of(config: RunConfig, engines: FakeSlowEngine | None = None) -> Roll
 @asynccontextmanager
 async def running(config: RunConfig, service: RolloutService) -> AsyncIterator[WireEnvironment]:
     a = config.rollout.atropos
-    async with environment(f"http://127.0.0.1:{a.port}") as found:
+    async with environment(f"http://127.0.0.1:{a.port}/{TOKEN}") as found:
         try:
             yield found
         finally:
@@ -510,10 +513,10 @@ def test_both_servers_speak_as_those_of_atropos(tmp_path: Path) -> None:
         ):  # fmt: skip
             async with (
                 aiohttp.ClientSession() as http,  # each of its own, as `BaseEnv` has them
-                http.post(f"{env.url}/scored_data", data=body, headers=headers) as response,
+                http.post(f"{env.url}/scored_data", data=body, headers={**JSON, **headers}) as response,
             ):
                 assert response.status == 422 and said in (await response.json())["detail"]
-        async with env._http.post(f"{env.url}/generate", data=b" " * (2 << 20)) as response:
+        async with env._http.post(f"{env.url}/generate", data=b" " * (2 << 20), headers=JSON) as response:
             assert response.status == 400
         said = {"messages": [{"role": "user", "content": "2 + 3?"}], "n": 2, "logprobs": True}
         status, found = await env.ask("POST", "/v1/chat/completions", said)
@@ -554,6 +557,68 @@ def test_a_token_is_a_part_of_every_path(tmp_path: Path, monkeypatch: pytest.Mon
         await service.close()
 
     asyncio.run(work())
+
+
+def test_without_a_token_a_random_one_is_told_to_the_runs_user_alone_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def work() -> str:
+        config = config_of(tmp_path, atropos={"token": None})
+        service = service_of(config)
+        taking = asyncio.create_task(service.take(0))
+        record = config.run_dir / "atropos.json"
+        while not service._workflow._server.address:  # type: ignore[attr-defined]
+            assert not taking.done()
+            await asyncio.sleep(0.01)
+        told = json.loads(record.read_text())
+        assert record.stat().st_mode & 0o777 == 0o600 and len(told["key"]) >= 32
+        assert told["trainer"].endswith("/" + told["key"]) and told["model"] == told["trainer"] + "/v1"
+        async with environment(told["trainer"]) as env:
+            await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
+            await taking
+        await service.close()
+        return told["key"]
+
+    key = asyncio.run(work())
+    assert key not in (said := capsys.readouterr().out) and "atropos.json" in said
+    assert asyncio.run(work()) == key, "its environments go on with a resumed run"
+
+
+@pytest.mark.parametrize(("headers", "status"), [
+    ({"Content-Type": "text/plain"}, 415), ({"Content-Type": "application/json", "Host": "evil.example:8000"}, 421),
+    ({"Content-Type": "application/json", "Host": "localhost:8000"}, 422),
+    ({"Content-Type": "application/json", "Host": "[::1]:8000"}, 422),
+])  # fmt: skip
+def test_what_a_page_in_a_browser_can_send_is_refused(tmp_path: Path, headers: dict[str, str], status: int) -> None:
+    async def play(env: WireEnvironment, service: RolloutService) -> None:
+        async with env._http.post(f"{env.url}/scored_data", data=b"{}", headers=headers) as response:
+            assert response.status == status
+        await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
+
+    trained_step(tmp_path, play, on_error="drop")
+
+
+def test_a_client_that_leaves_before_its_reply_leaves_a_conversation_that_is_let_go_of(tmp_path: Path) -> None:
+    async def play(env: WireEnvironment, service: RolloutService) -> None:
+        recorded = service._workflow._recorded  # type: ignore[attr-defined]
+        service._engines.lengths = lambda group, index: 10**6  # type: ignore[attr-defined]
+        asking = asyncio.create_task(env.generate([*PROMPT, 7], max_new_tokens=8))
+        while not len(recorded):
+            await asyncio.sleep(0)
+        (left,) = recorded._all
+        while not left.busy:
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        recorded.let_go(1e18)
+        assert len(recorded) == 1, "its reply is still generated"
+        while left.busy:
+            await asyncio.sleep(0.001)
+        recorded.let_go(1e18)
+        assert not len(recorded) and not recorded._by_prompt
+        await env.hand_in(await env.generate(PROMPT, n=2, max_new_tokens=5), [1.0, 0.0])
+
+    trained_step(tmp_path, play)
 
 
 @pytest.mark.parametrize(("sections", "field"), [

@@ -119,8 +119,25 @@ def test_a_users_function_is_tried_on_the_first_row(check: Check):
     status, said = check(["1 2", "x"], *flags, f"{USER}:keyword_only")
     assert status == 0
     assert f"{USER}:keyword_only was tried on the first row with its label as the response: scores 1" in said
-    status, said = check(["raise"], *flags, f"{USER}:moody")
-    assert status == 0 and "as the response: raised KeyError: 'score'" in said
+    assert "; an empty response: scores 0; the label of another row: scores 0; its label, cut short: scores 0" in said
+
+
+@pytest.mark.parametrize("labels", [["raise"], ["good", "raise"], ["raise, cut"]], ids=["right", "wrong", "cut"])
+def test_a_reward_that_fails_on_the_first_rows_is_refused(check: Check, labels: list[str]):
+    """With the label, a wrong, or a cut response; where on_error takes it for zero, or drops it, it is told."""
+    flags = ["--reward.kind", "custom", "--reward.function", f"{USER}:moody"]
+    labels = ["raiseraise"] if labels == ["raise, cut"] else labels
+    status, said = check(labels, *flags)
+    assert status == 2 and "as the response: raised KeyError: 'score'" in said and "reward.function" in said
+    for on_error in ("zero", "drop"):
+        status, said = check(labels, *flags, "--reward.on-error", on_error)
+        assert status == 0 and "raised KeyError: 'score'" in said
+
+
+def test_a_reward_stands_in_the_table_of_what_was_tried(check: Check):
+    flags = ["--reward.kind", "custom", "--reward.function", f"{USER}:length", "--try"]
+    status, said = check(["1 2", "x"], *flags)
+    assert status == 0 and "reward.function" in said.split("called on made-up input")[1]
 
 
 def test_a_function_of_groups_is_tried_on_a_group_of_the_first_row(check: Check, tmp_path: Path):

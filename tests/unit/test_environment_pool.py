@@ -18,6 +18,7 @@ from mslime.rollout.environments.pool import (
     OpenEnvironment,
 )
 from mslime.rollout.environments.result import EnvironmentJob
+from mslime.rollout.workers import process
 
 USER = "tests.unit.user_environments"
 TASK = EnvironmentTask("Go.", None, {}, 0, 0, False, 5)
@@ -144,15 +145,44 @@ def test_where_another_one_may_be_to_blame_nobody_is_until_it_is_alone(action: s
 def test_environments_that_shared_a_process_which_ended_are_lost_without_blame():
     async def work(pool: EnvironmentPool) -> None:
         culprit, other = await begun(pool), await begun(pool)
-        with pytest.raises(EnvironmentLostError):
+        with pytest.raises(EnvironmentLostError) as one:
             await culprit.step("exit")
-        with pytest.raises(EnvironmentLostError, match="its process had ended"):
+        with pytest.raises(EnvironmentLostError, match="its process had ended") as two:
             await other.step("1")
+        assert one.value.suspect and not two.value.suspect, "it was in no call, so it begins among others again"
         await asyncio.gather(culprit.close(), other.close())
         again = await begun(pool)
         assert (await again.step("1")).observation == "At 1."
 
     within(work, "Breaks")
+
+
+def test_environments_that_are_tried_alone_wait_for_each_other():
+    """One crash may concern hundreds, each of which would start a process at that moment."""
+
+    async def work(pool: EnvironmentPool) -> None:
+        first = await begun(pool, alone=True)
+        second = asyncio.create_task(begun(pool, alone=True))
+        shared = await begun(pool)
+        assert not second.done() and len(pool._all) == 2
+        await asyncio.gather(first.close(), shared.close())
+        await (await second).close()
+
+    within(work)
+
+
+def test_a_process_that_starts_too_slowly_is_fatal_only_where_none_has_started(monkeypatch: pytest.MonkeyPatch):
+    async def work(pool: EnvironmentPool) -> None:
+        environment = await begun(pool)
+        monkeypatch.setattr(process, "START_SECONDS", 0.0)
+        for _ in range(2):
+            with pytest.raises(EnvironmentFailedError, match="did not return within 0 s"):
+                await pool.open(alone=True)
+        assert (await environment.step("1")).observation == "At 1."
+        pool._size = 2
+        assert (await pool.open())._home is environment._home, "there is one, which does for two"
+
+    within(work)
 
 
 def test_a_process_in_which_one_hangs_takes_no_further_ones_and_ends_with_its_last(tmp_path: Path):

@@ -20,6 +20,7 @@ from mslime.rollout.contract import check_rollout
 from mslime.rollout.environments.elsewhere import episode_of
 from mslime.rollout.environments.nemo_gym import NAME, NemoGym
 from mslime.rollout.environments.verifiers import Verifiers
+from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import Engine, Episode, Task
 
 answers: dict[str, Any] = {}
@@ -212,3 +213,25 @@ def test_an_episode_of_a_gym_finds_its_rollout_by_its_metadata_and_brings_back_t
 @pytest.mark.parametrize("reward", [True, float("nan"), "1", None])
 def test_a_reward_is_a_finite_number(reward: object) -> None:
     assert "told the reward" in episode_of({"reward": reward}).failed
+
+
+@pytest.mark.parametrize(("body", "headers", "status"), [
+    (b"{", {}, 400), (b"[[],[]]", {}, 400), (b'{"metadata": [1]}', {}, 400), (b"[" * 10_000, {}, 400),
+    (b"{}", {"Authorization": "Bearer other"}, 401), (b"{}", {"Authorization": "Bearer \xfc"}, 401),
+    (b"{}", {"Content-Type": "text/plain"}, 415), (b"{}", {"Host": "evil.example"}, 421),
+])  # fmt: skip
+def test_the_gyms_relay_refuses_what_is_no_request_of_a_gym(body: bytes, headers: dict[str, str], status: int) -> None:
+    async def work() -> None:
+        relay = NemoGym("", 0, relay_key="k").relay
+        sent = {"Content-Type": "application/json", "Authorization": "Bearer k", **headers}
+        async with relay.serving(ModelEndpoint("http://x", "http://x/v1", "key", "m")), aiohttp.ClientSession() as http:
+            url = f"http://127.0.0.1:{relay.port}/v1/responses"
+            async with http.post(url, data=body, headers=sent) as response:
+                assert response.status == status, await response.text()
+
+    asyncio.run(work())
+
+
+def test_a_relay_that_others_reach_needs_a_key() -> None:
+    with pytest.raises(ValueError, match="give relay_key"):
+        NemoGym("", 0, relay_host="10.1.2.3")

@@ -18,6 +18,7 @@ from mslime.data.sample import Sample
 from mslime.rollout.rewards.graders.labels import label_problem
 from mslime.rollout.rewards.graders.words import chosen_letter, exact, f1, letters
 from mslime.rollout.rewards.scorer import RewardScorer
+from mslime.rollout.rewards.servers import proxy_of
 from mslime.rollout.statistics import score_metrics
 
 USER = "tests.unit.user_rewards"
@@ -71,6 +72,10 @@ CHOSEN = {
     "Answer: $\\boxed{C}$": "C",
     "Answer is A. Wait, the answer is D.": "D",
     "the correct choice is E": "E",
+    "答案：C": "C",
+    "答案是C。": "C",
+    "因此，正确答案为 C": "C",
+    "所以选（b）。": "B",
 }
 
 
@@ -99,6 +104,19 @@ def reference_f1(said: str, wanted: str) -> float:
         return 0.0
     precision, recall = common / len(p), common / len(g)
     return 2 * precision * recall / (precision + recall)
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "share"),
+    [
+        ("我喜欢苹果和梨", "我喜欢苹果", 10 / 12),
+        ("北京", "北京", 1.0),
+        ("“Paris”", "Paris", 1.0),
+        ("Paris, France", "Paris", 2 / 3),
+    ],
+)
+def test_f1_takes_a_chinese_character_for_a_word_and_no_punctuation(response: str, label: str, share: float):
+    assert f1(response, label) == pytest.approx(share)
 
 
 def test_f1_is_squads_and_takes_the_best_of_several_labels():
@@ -256,6 +274,48 @@ def test_the_server_sees_prompt_label_and_metadata_and_the_token_from_the_enviro
         ("Bearer geheim", [{"prompt": None, "response": "r", "label": ["a", "b"], "metadata": {"source": "m"}}])
     ]
     assert s.scores == {"user/helpful": 0.5}
+
+
+@pytest.mark.parametrize("value", [2**64, -(10**30), [10**30], "\ud800", {1: 2}], ids=ascii)
+def test_what_a_row_may_hold_is_sent_as_it_is(value: Any):
+    """Integers beyond 64 bits, half a surrogate pair, keys that are no text: JSON has them all."""
+    seen: list[Any] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        rows = json.loads(await request.read())["samples"]
+        seen.extend(row["metadata"]["value"] for row in rows)
+        return web.json_response([1.0] * len(rows))
+
+    samples = [sample("a", "x", value=value), sample("b", "x", 1, value=3)]
+    assert from_server(handler, {}, *samples) == [1.0, 1.0]
+    assert seen == [{"1": 2} if isinstance(value, dict) else value, 3]
+
+
+def test_a_row_that_no_json_holds_is_an_error_of_its_samples():
+    """An integer of more digits than Python writes; and nobody waits for ever, or is cancelled."""
+    assert from_server(lengths, {"on_error": "zero"}, sample("a", "x", value=10**5000)) == [0.0]
+    (error,) = from_server(lengths, {}, sample("a", "x", value=10**5000))
+    assert isinstance(error, RewardError) and "cannot be written as JSON" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("url", "proxy"),
+    [
+        ("https://judge.example.com/v1", "http://proxy:1"), ("http://judge.example.com/v1", "http://proxy:2"),
+        ("http://127.0.0.1:5/", None), ("http://[::1]:5/", None), ("http://10.1.2.3/", None),
+        ("http://judge:80/", None), ("https://inside.example.org/", None),
+    ],
+)  # fmt: skip
+def test_a_server_beyond_the_own_network_is_asked_through_the_proxy(
+    url: str, proxy: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in (
+        ("https_proxy", "http://proxy:1"),
+        ("http_proxy", "http://proxy:2"),
+        ("no_proxy", "example.org"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert proxy_of(url) == proxy
 
 
 def test_a_busy_server_is_asked_again():

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
+from mslime.config.errors import RolloutError
 from mslime.data.sample import Group, Sample, SampleStatus
 from mslime.data.source import Prompt
 from mslime.rollout.books import new_group
@@ -58,3 +61,14 @@ def test_a_group_of_which_one_reward_is_missing_is_scored_whole() -> None:
 def test_a_rollout_that_failed_has_no_part_in_it() -> None:
     assert rewards_of({}, failed=[1]) == ([0, None, 1, 2], [[0, 2, 3]])
     assert rewards_of({0: 0.5, 2: 1.0, 3: 0.0}, failed=[1]) == ([0.5, None, 1.0, 0.0], [])
+
+
+def test_a_response_that_is_cancelled_is_no_wrong_answer() -> None:
+    """A task group takes it for stopped and goes on."""
+    group = new_group(0, Prompt([1, 2], "label", {}, "rows:1"), 2)
+
+    async def roll(group: Group, number: int) -> None:
+        raise asyncio.CancelledError
+
+    with pytest.raises(RolloutError, match="was cancelled from within"):
+        asyncio.run(answer([group], roll, FakeRanks()))

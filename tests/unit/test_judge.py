@@ -70,6 +70,25 @@ async def _url(fake: FakeServer, stack: AsyncExitStack) -> str:
     return f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions"
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        '{"score": 5}', 'Sure:\n```json\n{"score": 5}\n```\nDone.', '```JSON\n{"score": 5}\n```',
+        '<think>{"score": 1}? No.</think>\n{"score": 5}', '{"score": 5}\n\nThanks.', '{"score": 5} {"why": "{"}',
+        'Here: {"why": "a {brace} in text", "score": 5}',
+    ],
+)  # fmt: skip
+def test_the_last_object_with_the_key_counts_whatever_stands_around_it(reply: str):
+    assert number_in(reply, None, "score") == 5.0
+
+
+@pytest.mark.parametrize("label", [2**64, [10**30]], ids=str)
+def test_a_label_of_any_size_is_told_to_the_judge(label: object):
+    asked: list[Any] = []
+    assert scores([says("Score: 1", asked=asked)], {}, sample("x", label)) == [1.0]
+    assert str(label) in asked[0]["messages"][0]["content"]
+
+
 def test_a_judge_is_asked_the_filled_template_and_its_last_number_is_the_reward():
     asked: list[Any] = []
     config = {

@@ -12,6 +12,7 @@ import pytest
 from mslime.config.cluster import check_machines
 from mslime.config.errors import ConfigError
 from mslime.config.loader import load_config
+from mslime.config.warnings import warnings
 from tests.fixtures.launch_scripts import MODELS, ROOT, SNAPSHOTS, Launch, calls, launch, make_fake_mslime, run_script
 from tests.fixtures.launch_scripts import snapshot as snapshot_of
 from tests.fixtures.marks import MODELS as CHOSEN
@@ -56,6 +57,11 @@ def test_a_launch_script_passes_check_and_fits_by_plan(model: str, root: Path, l
     assert plan.verdict == "fits" and plan.fullest < 0.9 * plan.gpu_bytes
     assert plan.host_usable is None or plan.host_share < 0.9
     assert plan.engine is not None and plan.engine.tokens >= 16 * 8192, "an engine that runs few requests at once"
+
+
+@pytest.mark.parametrize("model", nightly_except(CHOSEN, NAMED))
+def test_a_launch_script_takes_mslimes_own_advice(model: str, root: Path, launched: dict[str, Launch]) -> None:
+    assert warnings(launch_once(launched, model, root).config) == []
 
 
 @pytest.mark.parametrize("model", nightly_except(CHOSEN, NAMED))

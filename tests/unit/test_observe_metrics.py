@@ -17,6 +17,7 @@ from mslime.config.errors import UserError
 from mslime.config.schema import ObserveConfig
 from mslime.observe.metrics import MetricsLogger, read_rows
 from mslime.observe.names import METRICS, is_known, markdown
+from mslime.observe.sinks import TensorBoardSink
 
 QUIET = ObserveConfig()
 
@@ -138,8 +139,8 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
         log.log(2, {"reward/mean": 0.5})
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert "grad_norm" not in events.Tags()["tensors"]
-    read = [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors("reward/mean")]
+    assert "grad_norm" not in events.Tags()["scalars"]
+    read = [(e.step, e.value) for e in events.Scalars("reward/mean")]
     assert read == [(1, 0.25), (2, 0.5)]
 
 
@@ -161,3 +162,22 @@ def test_the_documented_metrics_are_the_list() -> None:
     """Write the file anew with `python -m mslime.observe.names > docs/metrics.md`."""
     assert (Path(__file__).parents[2] / "docs" / "metrics.md").read_text() == markdown()
     assert all(metric.meaning for metric in METRICS.values())
+
+
+def test_tensorboard_shows_the_last_attempt_of_steps_that_were_done_twice(tmp_path: Path) -> None:
+    """As scalars, which scripts read; a trainer that is lost at step 4 goes on from step 2."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory = tmp_path / "tensorboard"
+    for attempt, steps in enumerate([(1, 2, 3, 4), (3, 4, 5)]):
+        sink = TensorBoardSink(tmp_path)
+        for step in steps:
+            sink.log(step, {"loss/total": 10.0 * attempt + step})
+        sink.close()
+        for number, path in enumerate(sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime_ns)):
+            path.rename(directory / f"events.out.tfevents.{number}")  # they are named by the second
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["loss/total"]
+    assert [(e.step, e.value) for e in events.Scalars("loss/total")] == [(1, 1), (2, 2), (3, 13), (4, 14), (5, 15)]

@@ -17,11 +17,16 @@ from mslime.observe.metrics import MetricsLogger
 
 class FakeWandbRun:
     def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.rows: list[dict[str, float]] = []
+        self.axes: dict[str, str] = {}
         self.finished = False
 
-    def log(self, row: dict[str, float], step: int) -> None:
-        self.rows.append((step, row))
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, row: dict[str, float]) -> None:
+        """Without a `step` of its own: W&B ignores rows of one that is not above the last."""
+        self.rows.append(row)
 
     def finish(self) -> None:
         self.finished = True
@@ -68,5 +73,6 @@ def test_rows_go_to_one_run_over_a_resume(tmp_path: Path, monkeypatch: pytest.Mo
         metrics.log(2, {"reward/mean": 0.6})
     (first, before), (second, after) = runs
     assert first == second and first["id"] and first["resume"] == "allow" and first["project"] == "project"
-    assert before.rows == [(1, {"reward/mean": 0.5})] and after.rows == [(2, {"reward/mean": 0.6})]
+    assert before.rows == [{"step": 1, "reward/mean": 0.5}] and after.rows == [{"step": 2, "reward/mean": 0.6}]
+    assert before.axes == after.axes == {"*": "step"}
     assert before.finished and after.finished

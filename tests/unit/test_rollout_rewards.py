@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,61 @@ def score_group(*samples: Sample, **config: Any) -> list[Any]:
             await scorer.close()
 
     return asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("array", "returned ndarray array([0.5 , 0.25])"), ("huge", "int too large"), ("vast", "cannot be shown"),
+        ("unfloatable", "no number"), ("cancelled", "raised CancelledError"),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_is_said_at_once(what: str, said: str):
+    (error, good) = score("odd_values", sample(what), sample(""), timeout_s=50)
+    assert isinstance(error, RewardError) and said in str(error) and good == 1.0
+    assert score("odd_values", sample(what), timeout_s=50, on_error="drop") == [None]
+
+
+def test_an_answer_that_cannot_be_sent_is_an_error_and_no_silence():
+    """Of a frame: the parent would wait for it until the process's time is up."""
+
+    async def work() -> str:
+        worker = await Worker.start("tests.unit.user_frames", Job("x:y", "reward.function", 50.0))
+        try:
+            with pytest.raises(WorkerLostError) as error:
+                await worker.ask("lambda", 50.0)
+            assert await worker.ask("plain", 50.0) == "plain"
+            return str(error.value)
+        finally:
+            await worker.kill()
+
+    assert "its answer cannot be sent" in asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_no_process_outlives_its_pool_or_is_forgotten(monkeypatch: pytest.MonkeyPatch):
+    """Where one sample in three ends its process: never more processes than workers, and none at the end."""
+    started: list[Worker] = []
+    start = Worker.start.__func__
+
+    async def noted(kind: type[Worker], module: str, job: Job) -> Worker:
+        started.append(worker := await start(kind, module, job))
+        assert sum(w.alive for w in started) <= 2
+        return worker
+
+    monkeypatch.setattr(Worker, "start", classmethod(noted))
+    samples = [sample("" if i % 3 else "exit", index=i) for i in range(12)]
+    assert score("moody", *samples, on_error="zero") == [0.0 if i % 3 == 0 else 1.0 for i in range(12)]
+    assert len(started) >= 4 and not any(w.alive for w in started)
+
+
+def test_a_child_that_hangs_holds_up_nobody_and_ends_with_its_parent(tmp_path: Path):
+    file = tmp_path / "child"
+    hangs = [sample("hang", file=str(file)), sample("good")]
+    assert score("judges_in_a_child", *hangs, on_error="zero", timeout_s=3) == [0.0, 1.0]
+    with pytest.raises(ProcessLookupError):
+        while True:  # init reaps it
+            os.kill(int(file.read_text()), 0)
+            time.sleep(0.01)
 
 
 def test_a_group_is_scored_at_once_beside_parts_that_score_samples():

@@ -18,7 +18,7 @@ from mslime.rollout.contract import check_workflow
 from mslime.rollout.service import RolloutService
 from mslime.rollout.workflow import Task, load_workflow
 from tests.unit import user_rollouts
-from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, publish, run_config, ticks
+from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, publish, run_config, ticks, write_prompts
 
 DEADLINE_S = 30
 
@@ -87,6 +87,57 @@ def test_a_held_out_set_is_answered_by_the_same_function(tmp_path: Path) -> None
             s.segments[2].version is None and s.status is SampleStatus.COMPLETED for g in seen for s in g.samples
         )
         assert service.ledger.generated == 0
+
+    run(work)
+
+
+def test_an_evaluation_opens_no_more_at_once_than_training(tmp_path: Path) -> None:
+    """A rollout function may hold a sandbox, an environment or an agent."""
+
+    async def work() -> None:
+        user_rollouts.open_now.clear()
+        rows = write_prompts(tmp_path / "held_out.jsonl", 20)
+        config = run_config(tmp_path, function=named("opens_something"), groups_per_step=2, max_staleness=1)
+        service = make_service(config, FakeSlowEngine(lambda group, index: 1))
+        result = await service.evaluate(EvalSetConfig(name="held", path=str(rows), samples_per_prompt=2))
+        assert result.prompts == 20 and user_rollouts.open_now["most"] == 2 * 2 * 2
+        await service.close()
+
+    run(work)
+
+
+def test_an_evaluation_that_is_cancelled_from_within_says_so(tmp_path: Path) -> None:
+    async def cancelled(sample: Sample) -> float:
+        raise asyncio.CancelledError
+
+    async def work() -> None:
+        scorer = FakeScorer()
+        scorer.score = cancelled  # type: ignore[method-assign]
+        service = make_service(run_config(tmp_path), FakeSlowEngine(lambda group, index: 1), scorer)
+        rows = EvalSetConfig(name="held", path=str(write_prompts(tmp_path / "held_out.jsonl", 2)))
+        with pytest.raises(RolloutError, match="was cancelled from within"):
+            await service.evaluate(rows)
+        with pytest.raises(RolloutError, match="was cancelled from within"):
+            await service.take(0)
+        await service.close()
+
+    run(work)
+
+
+def test_engines_that_are_added_are_sent_as_many_requests_as_the_others(tmp_path: Path) -> None:
+    async def work() -> None:
+        config = run_config(tmp_path, groups_per_step=32, max_staleness=1, concurrency=4)
+        engine = FakeSlowEngine(lambda group, index: 40)
+        service = make_service(config, engine)
+        await publish(service, engine, 0)
+        await service.take(0)
+        assert engine.most_running == 4
+        await service.pause_for_update()
+        engine.clients, engine.version = [engine] * 8, 1
+        await service.resume_after_update(1)
+        await service.take(1)
+        assert engine.most_running == 32
+        await service.close()
 
     run(work)
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import time
+from pathlib import Path
+
+import numpy as np
 
 from mslime.data.sample import Group, Sample
 
@@ -58,6 +62,33 @@ def moody(sample: Sample) -> object:
     if what == "exit":
         os._exit(3)
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "list": [1.0]}.get(what, 1.0)
+
+
+def odd_values(sample: Sample) -> object:
+    """Returns what the response names."""
+    if sample.response == "cancelled":
+        raise asyncio.CancelledError
+    values = {"array": np.array([0.5, 0.25]), "huge": 10**400, "vast": 10**5000, "unfloatable": Unfloatable()}
+    return values.get(sample.response, {"reward": 1.0, "metrics": {"x": 1.0}})
+
+
+class Unfloatable:
+    def __float__(self) -> float:
+        raise RuntimeError("no number")
+
+
+def judges_in_a_child(sample: Sample) -> float:
+    """The child of the response `hang` writes its process id to the file that the row names, and hangs."""
+    if sample.response == "hang":
+        child = multiprocessing.get_context("fork").Process(target=_hang, args=(sample.metadata["file"],))
+        child.start()
+        child.join()
+    return 1.0
+
+
+def _hang(file: str) -> None:
+    Path(file).write_text(str(os.getpid()))
+    time.sleep(600)
 
 
 async def moody_async(sample: Sample) -> object:

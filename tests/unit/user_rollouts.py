@@ -38,6 +38,19 @@ async def two_turns(task: Task, engine: Engine) -> Sample:
     return sample
 
 
+open_now: Counter[str] = Counter()
+"""Rollouts of `opens_something` that are under way, and the most there were."""
+
+
+async def opens_something(task: Task, engine: Engine) -> None:
+    open_now["now"] += 1
+    open_now["most"] = max(open_now["most"], open_now["now"])
+    try:
+        await engine.generate(engine.new_sample())
+    finally:
+        open_now["now"] -= 1
+
+
 async def races_in_a_task(task: Task, engine: Engine) -> Sample:
     """Looks at a clock while the model speaks, as functions with a time limit do. In group 2 the second rollout begins
     when the first has spoken for long."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from functools import partial
 from typing import Any, cast
 
 from mslime.config.atropos import GIVEN
@@ -51,7 +52,8 @@ class AtroposRollouts:
         self._handed_in: deque[bytes] = deque(maxlen=REMEMBERED)
         self._guests: Guests | None = None
         self._recorded = Recorded(self._settings.keep_s, self._drop)
-        self._server = AtroposServer(self._settings, config.rollout.server.max_request_mib << 20, self)
+        record = config.run_dir / "atropos.json"
+        self._server = AtroposServer(self._settings, record, config.rollout.server.max_request_mib << 20, self)
         self._starting = asyncio.Lock()
         self._told = 0
         self.registry = Registry(config)
@@ -109,10 +111,13 @@ class AtroposRollouts:
     async def conversation(self, request: Request) -> Conversation:
         """Where a request to the model belongs."""
         found = self._recorded.continued(request)
-        return found or self._recorded.begin(Session(await self.guests.converse()), request)
+        if found is None:
+            found = self._recorded.begin(Session(await self.guests.converse()), request)
+            found.session.on_end = partial(self.answered, found)
+        return found
 
     def answered(self, conversation: Conversation) -> None:
-        """A request of a conversation has ended."""
+        """An attempt to reply in a conversation has ended, whether its client still waits or not."""
         self._recorded.noted(conversation)
         if (failure := conversation.session.chat.failure) is not None:
             self.guests.fail(failure)

@@ -7,6 +7,7 @@ recognised by its tokens. Each first request begins a conversation; its replies 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from mslime.rollout.chat.messages import Message
 from mslime.rollout.server.requests import Request
 from mslime.rollout.server.sessions import Session
 
+log = logging.getLogger(__name__)
 _EVERY_S = 5.0
 """Between two looks for what is too old."""
 
@@ -31,13 +33,12 @@ class Conversation:
 
     Attributes:
         key: of its first messages, where it is a chat.
-        busy: requests under way. last: when the last one ended (`time.monotonic`).
+        last: when the last reply ended (`time.monotonic`).
         taken: turns that a group was given.
     """
 
     session: Session
     key: object
-    busy: int = 0
     last: float = field(default_factory=time.monotonic)
     taken: set[Turn] = field(default_factory=set[Turn])
 
@@ -45,6 +46,11 @@ class Conversation:
     def turns(self) -> list[Turn]:
         """All of them."""
         return self.session.chat.turns
+
+    @property
+    def busy(self) -> bool:
+        """Whether a reply is under way."""
+        return self.session.under_way > 0
 
     @property
     def whole(self) -> bool:
@@ -89,7 +95,9 @@ class Recorded:
         return best
 
     def noted(self, conversation: Conversation) -> None:
-        """A request of it has ended: its sequences can be recognised."""
+        """A reply of it has ended: its sequences can be recognised."""
+        if conversation not in self._all:  # it was let go of
+            return
         conversation.last = time.monotonic()
         for sample in {id(t.sample): t.sample for t in conversation.turns}.values():
             n = sample.prompt_length
@@ -146,12 +154,13 @@ class Recorded:
             del self._by_key[conversation.key]
         for n, key in {(t.sample.prompt_length, _hash(t.sample.tokens[: t.sample.prompt_length]))
                        for t in conversation.turns}:  # fmt: skip
-            holders = self._by_prompt[n][key]
-            holders.pop(conversation)
+            by_hash = self._by_prompt.get(n, {})
+            holders = by_hash.get(key, {})
+            holders.pop(conversation, None)
             if not holders:
-                del self._by_prompt[n][key]
-            if not self._by_prompt[n]:
-                del self._by_prompt[n]
+                by_hash.pop(key, None)
+            if not by_hash:
+                self._by_prompt.pop(n, None)
         left = sum(t.end - t.start for t in conversation.turns if t not in conversation.taken)
         if left:
             self._drop(left)
@@ -160,7 +169,10 @@ class Recorded:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(min(_EVERY_S, self._keep_s))
-            self.let_go(time.monotonic() - self._keep_s)
+            try:
+                self.let_go(time.monotonic() - self._keep_s)
+            except Exception:  # without it, all later conversations would be kept for ever
+                log.exception("conversations that nobody hands in are not let go of")
 
     def let_go(self, before: float) -> None:
         """Let go of conversations whose last request ended before that (`time.monotonic`)."""

@@ -1,29 +1,34 @@
 """The HTTP server that Atropos' environments ask: the model below /v1 and at /generate, the trainer beside it.
 
-Their requests for the model have no session, and those for the trainer no key: whoever reaches the address is believed.
-So it is loopback, or a token is the first part of every path.
+Their requests for the model have no session, and those for the trainer no key, so a token is the first part of every
+path: a random one, where the settings name none.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from mslime import network
 from mslime.config.atropos import AtroposConfig
 from mslime.config.errors import ConfigError
 from mslime.rollout.atropos.native import PATH, generate_dialect
 from mslime.rollout.atropos.pushed import RefusedError
 from mslime.rollout.chat.errors import ChatError
-from mslime.rollout.server.app import Patience, body_of, deliver, listen, refusal
+from mslime.rollout.server.app import Patience, body_of, deliver, listen, own_clients, refusal
 from mslime.rollout.server.completions import Completions
 from mslime.rollout.server.openai_chat import ChatCompletions
 from mslime.rollout.server.requests import MODEL, Dialect
+from mslime.web_server import Listening, admitted, serve
 
 if TYPE_CHECKING:
     from mslime.rollout.atropos.play import AtroposRollouts
@@ -40,48 +45,55 @@ class AtroposServer:
     """Both servers at one address.
 
     Args:
+        record: file that tells its user where it listens, and the token of a run that was given none.
         max_body: largest request, bytes.
 
     Attributes:
         address: URL of the trainer, once it listens; the model's is below it, at /v1.
     """
 
-    def __init__(self, settings: AtroposConfig, max_body: int, rollouts: AtroposRollouts) -> None:
-        self._settings, self._max_body, self._rollouts = settings, max_body, rollouts
+    def __init__(self, settings: AtroposConfig, record: Path, max_body: int, rollouts: AtroposRollouts) -> None:
+        self._settings, self._record = settings, record
+        self._max_body, self._rollouts = max_body, rollouts
         self._patience = Patience()
-        self._runner: web.AppRunner | None = None
+        self._listening: Listening | None = None
         self.address = ""
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address cannot be listened on."""
-        s, secret = self._settings, self._settings.secret()
-        prefix = f"/{secret}" if secret else ""
-        app = web.Application(client_max_size=self._max_body)
+        s, secret = self._settings, self._settings.secret() or self._kept_token()
+        prefix = f"/{secret}"
+        app = web.Application(client_max_size=self._max_body, middlewares=[own_clients(s.host)])
         for method, path, handler in self._routes():
-            app.router.add_route(method, prefix + path, handler)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await runner.setup()
+            app.router.add_route(method, prefix + path, _with_token(handler))
         try:
             listening = listen(s.host, s.port)
-            await web.SockSite(runner, listening, backlog=1024).start()
         except OSError as error:
-            await runner.cleanup()
             raise ConfigError("rollout.atropos", f"{s.host}:{s.port}", f"cannot be listened on ({error})",
                               "give an address of this machine and a free port") from error  # fmt: skip
-        host = f"[{s.host}]" if ":" in s.host else s.host
-        self._runner, self.address = runner, f"http://{host}:{listening.getsockname()[1]}{prefix}"
+        self._listening = await serve(app, listening, handler_cancellation=True, shutdown_timeout=1.0)
+        self.address = network.url_of(s.host, listening.getsockname()[1]) + prefix
+        network.write_address(self._record, listening, secret, trainer=self.address, model=f"{self.address}/v1")
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
+        if self._listening is not None:
+            listening, self._listening = self._listening, None
+            await listening.close()
 
     def described(self) -> list[str]:
-        """How an environment is started, for the log. A token is not told."""
-        shown = self.address.replace(self._settings.secret(), "TOKEN") if self._settings.token else self.address
+        """How an environment is started, for the log. The token is not told there: others may read logs."""
+        shown = f"{self.address.rpartition('/')[0]}/TOKEN"
         return [f"Atropos' environments find the trainer at {shown} (rollout_server_url), the model at {shown}/v1 "
-                "(base_url)"]  # fmt: skip
+                f"(base_url); TOKEN is in {self._record}"]  # fmt: skip
+
+    def _kept_token(self) -> str:
+        """A random token; that of an earlier process of the run, so that its environments go on."""
+        try:
+            kept = json.loads(self._record.read_text())["key"]
+        except (OSError, ValueError, LookupError, TypeError):
+            kept = None
+        return kept if isinstance(kept, str) and kept else secrets.token_urlsafe(24)
 
     def _routes(self) -> list[tuple[str, str, Handler]]:
         told: list[tuple[str, str, Callable[[Mapping[str, Any]], Any]]] = [
@@ -174,12 +186,7 @@ class AtroposServer:
             conversation = await self._rollouts.conversation(request)
         except Exception as error:  # told to the client, whatever it is
             return refusal(ChatCompletions(), error)
-        conversation.busy += 1
-        try:
-            return await deliver(http, dialect, conversation.session, request, raw, self._patience)
-        finally:
-            conversation.busy -= 1
-            self._rollouts.answered(conversation)
+        return await deliver(http, dialect, conversation.session, request, raw, self._patience)
 
 
 def is_health_check(body: Mapping[str, Any]) -> bool:
@@ -198,6 +205,16 @@ def _alive(dialect: Dialect) -> dict[str, Any]:
     else:
         kind, choice = "text_completion", {**choice, "text": ""}
     return {"id": "alive", "object": kind, "created": 0, "model": MODEL, "choices": [choice], "usage": usage}
+
+
+def _with_token(handler: Handler) -> Handler:
+    """For requests whose path begins with the token."""
+
+    async def handle(http: web.Request) -> web.StreamResponse:
+        admitted(http)
+        return await handler(http)
+
+    return handle
 
 
 async def _not_mine(http: web.Request) -> web.StreamResponse:

@@ -17,9 +17,12 @@ from typing import Any, cast
 import aiohttp
 from aiohttp import web
 
+from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.environments.elsewhere import asked_of, episode_of, is_number
+from mslime.rollout.server.app import LOOPBACK, body_of, listen, own_clients
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import Engine, Episode, Task
+from mslime.web_server import Listening, admitted, same_key, serve
 
 NAME = "mslime_rollout"
 """In a request's metadata: what the relay calls the rollout."""
@@ -39,10 +42,11 @@ class NemoGym:
         url: of the agent server.
         relay_port: on which the Gym's model server finds the model; 0: any, see `relay`.
         relay_host: an address that the Gym reaches. Whoever reaches it needs the name of a rollout under way.
+        relay_key: the Gym's `policy_api_key`, without which the relay reads nothing. None: any key does, on loopback.
     """
 
-    def __init__(self, url: str, relay_port: int, relay_host: str = "127.0.0.1") -> None:
-        self._url, self.relay = url.rstrip("/"), Relay(relay_host, relay_port)
+    def __init__(self, url: str, relay_port: int, relay_host: str = "127.0.0.1", relay_key: str | None = None) -> None:
+        self._url, self.relay = url.rstrip("/"), Relay(relay_host, relay_port, relay_key)
 
     async def __call__(self, task: Task, engine: Engine) -> Episode:
         """See `mslime.rollout.workflow`. The row's metadata is a row of the Gym: `responses_create_params` and others.
@@ -69,10 +73,12 @@ class Relay:
         port: that it listens on, once a rollout is served.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._host, self.port = host, port
+    def __init__(self, host: str, port: int, key: str | None = None) -> None:
+        if key is None and host not in LOOPBACK:
+            raise ValueError(f"others reach {host}: give relay_key, and the Gym the same policy_api_key")
+        self._host, self.port, self._key = host, port, key
         self._endpoints: dict[str, ModelEndpoint] = {}
-        self._runner: web.AppRunner | None = None
+        self._listening: Listening | None = None
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
@@ -89,29 +95,37 @@ class Relay:
         """Take its requests; listen, if this is the first."""
         async with self._starting:
             self._endpoints[name] = endpoint
-            if self._runner is None:
-                app = web.Application(client_max_size=MOST_BYTES)
+            if self._listening is None:
+                app = web.Application(client_max_size=MOST_BYTES, middlewares=[own_clients(self._host)])
                 app.add_routes([web.post("/v1/{route:responses|chat/completions}", self._pass_on)])
-                runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-                await runner.setup()
-                await web.TCPSite(runner, self._host, self.port).start()
-                self._runner, self.port = runner, runner.addresses[0][1]
+                listening = listen(self._host, self.port)
+                self._listening = await serve(app, listening, handler_cancellation=True)
+                self.port = listening.getsockname()[1]
 
     async def _remove(self, name: str) -> None:
         """Take them no more; stop listening, if this was the last."""
         async with self._starting:
             del self._endpoints[name]
-            if not self._endpoints and self._runner is not None:
-                runner, self._runner = self._runner, None
-                await runner.cleanup()
+            if not self._endpoints and self._listening is not None:
+                listening, self._listening = self._listening, None
+                await listening.close()
 
     async def _pass_on(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        metadata = dict(body.get("metadata") or {})
+        key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
+        if self._key is not None:
+            if not same_key(key, self._key):
+                return _refused("the key is not the relay's: give the Gym policy_api_key", 401)
+            admitted(request)
+        try:
+            body = dict(body_of(await request.read()))
+        except ChatError as error:
+            return _refused(str(error))
+        metadata = body.get("metadata")
+        metadata = dict(cast("dict[str, Any]", metadata)) if isinstance(metadata, dict) else {}
         endpoint = self._endpoints.get(str(metadata.pop(NAME, "")))
         if endpoint is None:
-            error = {"message": f"metadata.{NAME} names no rollout under way", "type": "invalid_request_error"}
-            return web.json_response({"error": error}, status=400, headers={"x-should-retry": "false"})
+            return _refused(f"metadata.{NAME} names no rollout under way")
+        admitted(request)
         body["metadata"] = metadata
         url = f"{endpoint.openai_url.rstrip('/')}/{request.match_info['route']}"
         async with (
@@ -120,3 +134,8 @@ class Relay:
         ):
             read = await response.read()
             return web.Response(body=read, status=response.status, content_type=response.content_type)
+
+
+def _refused(message: str, status: int = 400) -> web.Response:
+    error = {"message": message, "type": "invalid_request_error"}
+    return web.json_response({"error": error}, status=status, headers={"x-should-retry": "false"})

@@ -64,14 +64,16 @@ class EnvironmentRollout:
         self._pool, self._limits, self._turns, self._credit = pool, limits, turns, credit
 
     async def __call__(self, task: Task, engine: Engine) -> Episode:
-        """An episode; once more in a process of its own where another environment may have broken the first one."""
-        try:
+        """An episode; once more where another environment may have broken the first one. One that may be to blame
+        itself, or was lost twice, has a process of its own then."""
+        alone = lost = False
+        while True:  # ends: one that is alone is not lost
             try:
-                return self._told(await self._play(task, engine, alone=False))
-            except EnvironmentLostError:
-                return self._told(await self._play(task, engine, alone=True))
-        except EnvironmentFailedError as error:
-            return Episode(failed=str(error))
+                return self._told(await self._play(task, engine, alone))
+            except EnvironmentLostError as error:
+                alone, lost = lost or error.suspect, True
+            except EnvironmentFailedError as error:
+                return Episode(failed=str(error))
 
     async def close(self) -> None:
         """End the environments' processes."""

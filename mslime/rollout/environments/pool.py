@@ -7,6 +7,7 @@ import itertools
 import time
 from typing import Any, cast
 
+from mslime.config.errors import ConfigError
 from mslime.rollout.environments.protocol import EnvironmentTask, Observation, Step
 from mslime.rollout.environments.result import EnvironmentJob, Failure
 from mslime.rollout.workers.process import WorkerLostError, WorkerProcess
@@ -19,7 +20,15 @@ class EnvironmentFailedError(Exception):
 
 
 class EnvironmentLostError(Exception):
-    """An environment broke, and another one that shared its process may be to blame."""
+    """An environment broke, and another one that shared its process may be to blame.
+
+    Attributes:
+        suspect: it was in a call when its process ended.
+    """
+
+    def __init__(self, told: str, suspect: bool = True) -> None:
+        super().__init__(told)
+        self.suspect = suspect
 
 
 class _Home(WorkerProcess):
@@ -38,13 +47,17 @@ class _Home(WorkerProcess):
 class OpenEnvironment:
     """One environment; close it.
 
+    Args:
+        alone: nothing else is in its process, which has one of these places until it is closed.
+
     Attributes:
         seconds: that its calls took.
     """
 
     def __init__(
-        self, home: _Home, number: int, job: EnvironmentJob, alone: bool, closings: set[asyncio.Task[None]]
-    ) -> None:
+        self, home: _Home, number: int, job: EnvironmentJob, alone: asyncio.Semaphore | None,
+        closings: set[asyncio.Task[None]],
+    ) -> None:  # fmt: skip
         self._home, self._number, self._job, self._alone = home, number, job, alone
         self._closings, self.seconds = closings, 0.0
         home.residents += 1
@@ -73,11 +86,13 @@ class OpenEnvironment:
             print(f"an environment was not closed: {error}", flush=True)
         finally:
             self._home.residents -= 1
-            if not self._home.residents and (self._home.retired or self._alone):
+            if not self._home.residents and (self._home.retired or self._alone is not None):
                 await self._home.kill()
+            if self._alone is not None:
+                self._alone.release()
 
     async def _ask(self, method: str, argument: object) -> Any:
-        began = time.monotonic()
+        began, suspect = time.monotonic(), self._home.alive
         try:
             failure, answer = await self._home.ask((method, self._number, argument), self._job.limit_of(method))
         except TimeoutError:
@@ -85,7 +100,7 @@ class OpenEnvironment:
             held = f"{method} took longer than {self._job.limit_of(method):g} s and let nothing else run in its process"
             raise self._lost(held) from None
         except WorkerLostError as error:
-            raise self._lost(f"{method} was not answered: {error}") from error
+            raise self._lost(f"{method} was not answered: {error}", suspect) from error
         finally:
             self.seconds += time.monotonic() - began
         if failure is None:
@@ -93,8 +108,9 @@ class OpenEnvironment:
         self._home.retired |= failure is Failure.LATE
         raise self._lost(answer) if failure is Failure.MEMORY else self._failed(answer)
 
-    def _lost(self, why: str) -> Exception:
-        return self._failed(why) if self._alone else EnvironmentLostError(f"{self._job.function}: {why}")
+    def _lost(self, why: str, suspect: bool = True) -> Exception:
+        lost = self._alone is None
+        return EnvironmentLostError(f"{self._job.function}: {why}", suspect) if lost else self._failed(why)
 
     def _failed(self, why: str) -> Exception:
         return EnvironmentFailedError(f"{self._job.function}: {why}")
@@ -108,18 +124,28 @@ class EnvironmentPool:
         self._homes, self._all = list[_Home](), list[_Home]()
         self._closings = set[asyncio.Task[None]]()
         self._numbers, self._refilling = itertools.count(), asyncio.Lock()
+        self._alone, self._works = asyncio.Semaphore(workers), False
 
     async def open(self, alone: bool = False) -> OpenEnvironment:
         """A place for an environment in the process that holds the fewest; it is made when it is reset.
 
         Args:
-            alone: in a process of its own, so that nothing else can be to blame if it breaks.
+            alone: in a process of its own, so that nothing else can be to blame if it breaks. There are as many of
+                these at a time as of the shared ones.
 
         Raises:
             ConfigError: the class cannot be imported.
+            EnvironmentFailedError: a process did not start, and others did before.
         """
-        home = await self._start() if alone else await self._shared()
-        return OpenEnvironment(home, next(self._numbers), self._job, alone, self._closings)
+        if not alone:
+            return OpenEnvironment(await self._shared(), next(self._numbers), self._job, None, self._closings)
+        await self._alone.acquire()
+        try:
+            home = await self._start()
+        except BaseException:
+            self._alone.release()
+            raise
+        return OpenEnvironment(home, next(self._numbers), self._job, self._alone, self._closings)
 
     def failed(self, why: str) -> EnvironmentFailedError:
         """An error that names the class."""
@@ -138,10 +164,24 @@ class EnvironmentPool:
             self._homes = [h for h in self._homes if h.alive and not h.retired]
             self._all = [h for h in self._all if h.alive]
             if missing := self._size - len(self._homes):
-                self._homes += await asyncio.gather(*(self._start() for _ in range(missing)))
+                await self._refill(missing)
         return min(self._homes, key=lambda home: home.residents)
 
+    async def _refill(self, missing: int) -> None:
+        """Start processes. One that does not start is missing while there are others."""
+        started = await asyncio.gather(*(self._start() for _ in range(missing)), return_exceptions=True)
+        self._homes += [home for home in started if isinstance(home, _Home)]
+        errors = [error for error in started if isinstance(error, BaseException)]
+        if errors and (not self._homes or not isinstance(errors[0], EnvironmentFailedError)):
+            raise errors[0]
+
     async def _start(self) -> _Home:
-        home = await _Home.start(MODULE, self._job)
+        try:
+            home = await _Home.start(MODULE, self._job)
+        except ConfigError as error:
+            if self._works:  # the class can be imported: the machine is too slow now, or too full
+                raise self.failed(error.rule) from error
+            raise
+        self._works = True
         self._all.append(home)
         return cast("_Home", home)

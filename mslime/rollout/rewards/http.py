@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from mslime.config.errors import ConfigError
 from mslime.config.reward import HttpRewardConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
@@ -70,8 +71,14 @@ class HttpGrader:
             return
         try:
             results = await self._results([sample for sample, _ in batch])
-        except (AgainError, RefusedError) as error:
-            results = [RewardResult(0.0, str(error))] * len(batch)
+        except ConfigError as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        except Exception as error:  # an error of these samples, whatever it is: they wait for an answer
+            said = str(error) if isinstance(error, AgainError | RefusedError) else f"{type(error).__name__}: {error}"
+            results = [RewardResult(0.0, said)] * len(batch)
         except BaseException:
             for _, future in batch:
                 future.cancel()

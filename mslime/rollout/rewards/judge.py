@@ -5,19 +5,19 @@ It is asked at an OpenAI-compatible `/v1/chat/completions`, which SGLang, vLLM a
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
-import orjson
-
+from mslime.config.errors import UserError
 from mslime.config.reward import JudgeConfig
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
 from mslime.rollout.rewards.result import RewardResult, checked
-from mslime.rollout.rewards.servers import AgainError, RefusedError, RewardServers
+from mslime.rollout.rewards.servers import AgainError, RefusedError, RewardServers, as_json
 
 _PLACES = re.compile(r"\{(prompt|response|label)\}")
-_FENCED = re.compile(r"```(?:json)?\s*(\{.*?\})\s*```", re.DOTALL)
 
 
 class JudgeGrader:
@@ -43,6 +43,10 @@ class JudgeGrader:
             return await self._servers.ask(self._request(sample), self._read)
         except (AgainError, RefusedError) as error:
             return RewardResult(0.0, str(error))
+        except UserError:
+            raise
+        except Exception as error:  # an error of this sample, whatever it is
+            return RewardResult(0.0, f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
         """Give up the connections."""
@@ -84,7 +88,7 @@ class JudgeGrader:
 def _text(label: object) -> str:
     if label is None:
         return ""
-    return label if isinstance(label, str) else orjson.dumps(label, default=str).decode()
+    return label if isinstance(label, str) else as_json(label).decode()
 
 
 def number_in(reply: str, pattern: str | None, field: str | None) -> float | str:
@@ -92,27 +96,35 @@ def number_in(reply: str, pattern: str | None, field: str | None) -> float | str
 
     Args:
         pattern: its last match holds the number in its first group.
-        field: the key of the number, in a JSON object that is the reply, or stands in ``` marks in it.
+        field: the key of the number, in the last JSON object of the reply that has it.
     """
     if pattern is not None:
         found = [match[1] for match in re.finditer(pattern, reply)]
         if not found:
             return f"answered without {pattern}"
         return _number(found[-1])
-    fenced = _FENCED.findall(reply)
-    try:
-        read = orjson.loads(fenced[-1] if fenced else reply)
-    except orjson.JSONDecodeError:
+    objects = list(_objects(reply))
+    if not objects:
         return "answered what is no JSON object"
-    if not isinstance(read, dict) or field not in read:
-        return f"answered without the key {field!r}"
-    return _number(read[field])
+    said = [o[field] for o in objects if field in o]
+    return _number(said[-1]) if said else f"answered without the key {field!r}"
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a text, whatever stands around them."""
+    decoder, at = json.JSONDecoder(), 0
+    while (at := text.find("{", at)) >= 0:
+        try:
+            found, at = decoder.raw_decode(text, at)
+            yield found
+        except (ValueError, RecursionError):
+            at += 1
 
 
 def _number(said: object) -> float | str:
     try:
         return float(said)  # pyright: ignore[reportArgumentType]  what is no number raises
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return f"answered {said!r:.80}, which is no number"
 
 

@@ -83,8 +83,7 @@ class WorkerPool:
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
-        for worker in self._workers:
-            await worker.kill()
+        await asyncio.gather(*(worker.kill() for worker in self._workers))
         self._workers.clear()
 
     async def _queue(self) -> asyncio.Semaphore:
@@ -143,7 +142,8 @@ class WorkerPool:
             task.add_done_callback(self._started)
 
     async def _start_one(self) -> None:
-        self._workers.append(await Worker.start(MODULE, self._job))
+        worker = await Worker.start(MODULE, self._job)
+        self._workers.append(worker)  # looked up after the wait: `_refill` binds another list meanwhile
 
     def _started(self, task: asyncio.Task[None]) -> None:
         self._starting.discard(task)

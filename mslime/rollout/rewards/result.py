@@ -68,12 +68,22 @@ def checked(value: Any, length: int) -> RewardResult:
         value, metrics = value["reward"], found
     value, steps = value if isinstance(value, tuple) and len(value) == 2 else (value, ())
     if isinstance(value, str) or not isinstance(value, SupportsFloat):
-        return RewardResult(0.0, f"returned {value!r:.80}, which is not a number")
-    reward = float(value)
+        return RewardResult(0.0, f"returned {_shown(value)}, which is not a number")
+    try:
+        reward = float(value)
+    except Exception as error:  # an array of several, an integer beyond floats, whatever a class of the user's raises
+        return RewardResult(0.0, f"returned {type(value).__name__} {_shown(value)}, which is not a number: {error}")
     if not math.isfinite(reward):
         return RewardResult(0.0, f"returned {reward}, which is not finite")
     pairs = _checked_steps(steps, length)
     return RewardResult(0.0, pairs) if isinstance(pairs, str) else RewardResult(reward, steps=pairs, metrics=metrics)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return f"{value!r:.80}"
+    except Exception as error:  # Python refuses integers of many digits
+        return f"(which cannot be shown: {error})"
 
 
 def checked_group(value: Any, lengths: Sequence[int]) -> list[RewardResult] | RewardResult:
@@ -90,7 +100,7 @@ def _checked_steps(steps: Any, length: int) -> tuple[tuple[int, float], ...] | s
     """Process rewards, or what is wrong with them."""
     try:
         pairs = tuple((int(at), float(of_step)) for at, of_step in steps)
-    except (TypeError, ValueError):
+    except Exception:
         return f"returned process rewards {steps!r:.80}, which are not pairs of position and reward"
     wrong = next((pair for pair in pairs if not 0 <= pair[0] < length or not math.isfinite(pair[1])), None)
     if wrong is not None:

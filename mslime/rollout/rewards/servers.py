@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
+import json
 import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+import numpy as np
 import orjson
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
@@ -58,11 +63,11 @@ class RewardServers:
             read: raises RefusedError for an answer that is none, AgainError for one that another attempt may better.
 
         Raises:
-            AgainError: the last attempt failed. RefusedError: the server will not answer otherwise.
+            AgainError: the last attempt failed. RefusedError: the server will not answer otherwise, or no JSON says it.
         """
         if self._session is None:
             await self.start()
-        data = orjson.dumps(body, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+        data = as_json(body)
         attempts = AsyncRetrying(
             stop=stop_after_attempt(self._config.retries + 1), wait=wait_random_exponential(0.2, max=10), reraise=True,
             retry=retry_if_exception_type(AgainError),
@@ -91,7 +96,7 @@ class RewardServers:
     async def _post(self, url: str, data: bytes) -> object:
         assert self._session is not None
         try:
-            async with self._session.post(url, data=data, allow_redirects=False) as answer:
+            async with self._session.post(url, data=data, allow_redirects=False, proxy=proxy_of(url)) as answer:
                 text = await _read(answer)
         except TimeoutError as error:
             raise AgainError(f"did not answer within {self._limit_s:g} s") from error
@@ -105,6 +110,31 @@ class RewardServers:
             return orjson.loads(text)
         except orjson.JSONDecodeError as error:
             raise RefusedError(f"answered what is not JSON: {text[:80].decode(errors='replace')!r}") from error
+
+
+def as_json(value: object) -> bytes:
+    """A value as JSON, integers of any size included. Raises RefusedError when there is no JSON of it."""
+    try:
+        return orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:  # an integer beyond 64 bits, a lone surrogate, a key that is no text
+        pass
+    try:
+        return json.dumps(
+            value, default=lambda v: v.tolist() if isinstance(v, np.generic | np.ndarray) else str(v)
+        ).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RefusedError(f"cannot be asked: the sample cannot be written as JSON ({error})") from error
+
+
+def proxy_of(url: str) -> str | None:
+    """The proxy that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name for a URL; none for machines of one's own network."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        near = ipaddress.ip_address(host).is_private
+    except ValueError:
+        near = "." not in host  # localhost, a machine or service of the cluster
+    return None if near or proxy_bypass(host) else getproxies().get(parts.scheme)
 
 
 def token_of(variable: str, place: str) -> str:

@@ -29,14 +29,14 @@ async def answer(function: Callable[[Any], Any], asked: Any, job: Job) -> Reward
                 value = function(asked)
             if inspect.isawaitable(value):
                 value = await value
+        return checked_group(value, [len(s) for s in asked]) if job.per_group else checked(value, len(asked))
     except Interrupted:
         return RewardResult(0.0, f"took longer than {job.limit_s:g} s")
-    except Exception as error:  # a user's function may raise anything: reported, never fatal
+    except (Exception, asyncio.CancelledError) as error:  # a user's function may raise anything: reported, never fatal
         if isinstance(error, TimeoutError) and limit.expired():
             return RewardResult(0.0, f"took longer than {job.limit_s:g} s")
         place = traceback.extract_tb(error.__traceback__)[-1]
         return RewardResult(0.0, f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
-    return checked_group(value, [len(s) for s in asked]) if job.per_group else checked(value, len(asked))
 
 
 def open_job(job: Job) -> tuple[bool, Callable[[Any], Awaitable[Any]]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from aiohttp import web
 
 from mslime import network
 from mslime.config.errors import ConfigError, UserError
+from mslime.network import url_of
 from mslime.rollout.chat.errors import ChatError, ContextFull
 from mslime.rollout.chat.forest import Turn
 from mslime.rollout.chat.session import ChatSession
@@ -28,6 +30,7 @@ from mslime.rollout.server.openai_chat import ChatCompletions
 from mslime.rollout.server.requests import MODEL, Dialect, Request, Told
 from mslime.rollout.server.responses import Responses
 from mslime.rollout.server.sessions import ModelEndpoint, Session
+from mslime.web_server import Listening, admitted, serve
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +71,7 @@ class ModelServer:
         self._max_body, self._patience = max_body, patience or Patience()
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, None] = {}
-        self._runner: web.AppRunner | None = None
+        self._listening: Listening | None = None
         self._starting = asyncio.Lock()
         self._address = ""
 
@@ -79,7 +82,7 @@ class ModelServer:
             ConfigError: the address cannot be listened on.
         """
         async with self._starting:
-            if self._runner is None:
+            if self._listening is None:
                 await self._start()
         session = Session(chat, self._token)
         self._sessions[session.name] = session
@@ -98,9 +101,9 @@ class ModelServer:
         """Stop serving."""
         for session in list(self._sessions.values()):
             await self.end(session)
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._listening is not None:
+            await self._listening.close()
+            self._listening = None
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=self._max_body)
@@ -108,18 +111,15 @@ class ModelServer:
             app.router.add_post("/{session}" + dialect.path, _handler(self, dialect))
         app.router.add_post("/{session}" + COUNT, self._count)
         app.router.add_get("/{session}/v1/models", self._models)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await runner.setup()
+        app.router.add_get("/{session}/v1/models/{name:.+}", self._models)
         try:
             listening = listen(self._host, self._port)
-            await web.SockSite(runner, listening, backlog=1024).start()
         except OSError as error:
-            await runner.cleanup()
             way_out = "give an address of this machine and a free port, or leave them out"
             rule = f"cannot be listened on ({error})"
             raise ConfigError("rollout.server", f"{self._host}:{self._port}", rule, way_out) from error
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self._runner, self._address = runner, f"http://{host}:{listening.getsockname()[1]}"
+        self._listening = await serve(app, listening, handler_cancellation=True, shutdown_timeout=1.0)
+        self._address = url_of(self._host, listening.getsockname()[1])
         log.info("agents find the model at %s", self._address)
 
     # --------------------------------------------------------------------------------------------------- one request
@@ -143,6 +143,7 @@ class ModelServer:
         key = http.headers.get("authorization", "").removeprefix("Bearer ").strip() or http.headers.get("x-api-key", "")
         if not session.admits(key) and not session.admits(http.headers.get("x-api-key", "")):
             raise _Refused(401, "api_key", "is not the key of this rollout", "use the key of its endpoint")
+        admitted(http)
         try:
             async with asyncio.timeout(self._patience.body):
                 return session, await http.read()
@@ -168,7 +169,9 @@ class ModelServer:
             await self._admit(http)
         except _Refused as error:
             return refusal(DIALECTS[0], error)
-        return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "mslime"}]})
+        name = http.match_info.get("name")  # of any name, as in requests
+        model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "mslime"}
+        return _json(model if name else {"object": "list", "data": [model]})
 
 
 async def deliver(
@@ -222,6 +225,29 @@ def _handler(server: ModelServer, dialect: Dialect) -> Any:
     return handle
 
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def own_clients(host: str) -> Any:
+    """A middleware that refuses what a page in a browser can send: a body that is no JSON by its type, and, where the
+    server listens on loopback, another machine's name for it.
+
+    Args:
+        host: that is listened on.
+    """
+
+    @web.middleware
+    async def check(http: web.Request, handler: Any) -> web.StreamResponse:
+        name = re.sub(r":\d*$", "", http.host).strip("[]").lower()
+        if host in LOOPBACK and name not in LOOPBACK:
+            return _json({"detail": f"{name} is no name of this server: ask {host}"}, 421, NO_RETRY)
+        if http.body_exists and http.content_type != "application/json":
+            return _json({"detail": f"{http.content_type} is not read: send application/json"}, 415, NO_RETRY)
+        return await handler(http)
+
+    return check
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that is listened on; port 0: any. Raises OSError."""
     if port == 0:
@@ -269,7 +295,14 @@ def refusal(dialect: Dialect, error: BaseException) -> web.Response:
     if status == 503 and not isinstance(error, UserError):
         log.warning("a request failed", exc_info=error)
     headers = {} if status in (408, 503) else NO_RETRY
-    return _json(dialect.error(status, str(error), field, code), status, headers)
+    return _json(dialect.error(status, _words(dialect, error), field, code), status, headers)
+
+
+def _words(dialect: Dialect, error: BaseException) -> str:
+    """What an error says, a full context first in the words of the API."""
+    if isinstance(error, ContextFull) and error.most:
+        return f"{dialect.too_long(error.tokens, error.most)}\n{error}"
+    return str(error)
 
 
 async def _fail(
@@ -281,7 +314,7 @@ async def _fail(
         return refusal(dialect, error)
     if begun.content_type == _SSE:
         status, field, code = _described(error)
-        await begun.write(_written("error", dialect.error(status, str(error), field, code)))
+        await begun.write(_written("error", dialect.error(status, _words(dialect, error), field, code)))
         await begun.write_eof()
     elif http.transport is not None:
         http.transport.abort()

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from mslime.rollout.chat.errors import SessionOver
 from mslime.rollout.chat.forest import Turn
 from mslime.rollout.chat.session import ChatSession
 from mslime.rollout.server.requests import Request, Told
+from mslime.web_server import same_key
 
 log = logging.getLogger(__name__)
 
@@ -47,16 +48,19 @@ class Session:
 
     Attributes:
         name: in its URL. key: that its agents show.
+        under_way: attempts that have not ended, whether anybody waits for them or not. on_end: called when one has.
     """
 
     def __init__(self, chat: ChatSession, token: str = "") -> None:
         self.chat, self.name = chat, secrets.token_hex(8)
         self.key = f"{token}{'.' if token else ''}{secrets.token_urlsafe(24)}"
         self._attempts: dict[bytes, asyncio.Task[list[Turn]]] = {}
+        self.under_way = 0
+        self.on_end: Callable[[], None] = lambda: None
 
     def admits(self, key: str) -> bool:
         """Whether this is its key."""
-        return secrets.compare_digest(key.encode(), self.key.encode())
+        return same_key(key, self.key)
 
     def attempt(self, request: Request, body: bytes, marked: bool) -> asyncio.Task[list[Turn]]:
         """The replies to a request, under way. A caller that gives up leaves it running: its repeat may join it.
@@ -72,8 +76,14 @@ class Session:
             self.chat.counts["joined_retries"] += 1
             return attempt
         attempt = self._attempts[digest] = asyncio.create_task(self._replies(request))
-        attempt.add_done_callback(_seen)
+        self.under_way += 1
+        attempt.add_done_callback(self._ended)
         return attempt
+
+    def _ended(self, attempt: asyncio.Task[list[Turn]]) -> None:
+        self.under_way -= 1
+        _seen(attempt)
+        self.on_end()
 
     async def told(self, turns: Sequence[Turn], log_probs: bool) -> list[Told]:
         """Replies with what is to be told of them."""
@@ -85,7 +95,7 @@ class Session:
         return self.chat.forest.named
 
     async def _replies(self, request: Request) -> list[Turn]:
-        self.chat.counts["ignored_fields"] += len(request.ignored)
+        self.chat.ignore(request.ignored)
         self.chat.check_replies(max(1, len(request.prompts)) * request.count)
         asked = [
             self.chat.complete(prompt if isinstance(prompt, str) else list(prompt), max_tokens=request.max_tokens,

@@ -20,6 +20,11 @@ from mslime.config.errors import ConfigError
 
 HEADER = struct.Struct("<I")
 
+
+class NoAnswerError(Exception):
+    """Stands for an answer that could not be sent."""
+
+
 Answer = Callable[[Any], Awaitable[Any]]
 Open = Callable[[Any], tuple[Any, Answer]]
 """Of the job: (what the parent is told beside `ready`, what answers further frames). Raises ConfigError."""
@@ -53,7 +58,12 @@ async def serve(open_job: Open, stdin: BinaryIO, out: BinaryIO) -> None:
     tasks: set[asyncio.Task[None]] = set()
 
     async def work(number: int, asked: Any) -> None:
-        say((number, await answer(asked)))
+        try:
+            say((number, await answer(asked)))
+        except (
+            Exception
+        ) as error:  # what came of the user's code, and no pickle can hold: said, or the parent would wait
+            say((number, NoAnswerError(f"its answer cannot be sent ({type(error).__name__}: {error})")))
 
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1) as reader:

@@ -11,10 +11,11 @@ from contextlib import suppress
 from typing import Any, Protocol, Self
 
 from mslime.config.errors import ConfigError
-from mslime.rollout.workers.frames import HEADER, encode
+from mslime.rollout.workers.frames import HEADER, NoAnswerError, encode
 
 START_SECONDS = 120.0  # importing a user's module may load a model
 GRACE_SECONDS = 2.0  # between a worker's own time limit and its end
+END_SECONDS = 2.0  # for a killed process's pipes to close, which what left its session may hold open
 
 
 class Job(Protocol):
@@ -64,6 +65,7 @@ class WorkerProcess:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
         )  # fmt: skip
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(encode(job))
@@ -101,9 +103,11 @@ class WorkerProcess:
             del self._waiting[number]
 
     async def kill(self) -> None:
-        """End the process at once."""
+        """End the process, and what it started, at once."""
         await _end(self._process)
-        await self._reader
+        await asyncio.wait({self._reader}, timeout=END_SECONDS)
+        self._reader.cancel()
+        self._tell(WorkerLostError("its process was killed"))
 
     async def _read(self) -> None:
         """Hand answers to those who wait; when the process ends, or speaks nonsense, tell all of them."""
@@ -112,28 +116,37 @@ class WorkerProcess:
             while True:
                 number, answer = await _read_message(self._process.stdout)
                 if number in self._waiting and not self._waiting[number].done():
-                    self._waiting[number].set_result(answer)
+                    if isinstance(answer, NoAnswerError):
+                        self._waiting[number].set_exception(WorkerLostError(str(answer)))
+                    else:
+                        self._waiting[number].set_result(answer)
         except asyncio.IncompleteReadError:
             reason = _describe_exit(await self._process.wait())
+            end_process(self._process)
         except Exception as error:  # the user's code wrote to the pipe: whatever unpickling raises
             end_process(self._process)
             reason = f"its process wrote something that is no answer ({type(error).__name__})"
+        self._tell(WorkerLostError(reason))
+
+    def _tell(self, error: WorkerLostError) -> None:
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(WorkerLostError(reason))
+                future.set_exception(error)
 
 
 def end_process(process: asyncio.subprocess.Process) -> None:
-    """SIGKILL without `Process.kill`: that one polls, so it may reap the child before asyncio's watcher, which then
-    prints `Unknown child process` and makes the exit code up."""
-    if process.returncode is None:
-        with suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+    """SIGKILL to the process's group, which outlives it where it started others. Not by `Process.kill`: that one polls,
+    so it may reap the child before asyncio's watcher, which then prints `Unknown child process` and makes the exit code
+    up."""
+    with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
     end_process(process)
-    await process.wait()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(END_SECONDS):  # asyncio may wait for the pipes too
+            await process.wait()
 
 
 def _describe_exit(code: int) -> str:

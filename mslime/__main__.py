@@ -1,0 +1,7 @@
+"""`python -m mslime`, as `mslime`."""
+
+import sys
+
+from mslime.cli import main
+
+sys.exit(main())
