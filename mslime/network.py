@@ -69,9 +69,15 @@ def free_port(host: str = "127.0.0.1") -> int:
 def own_address(url: str) -> str:
     """The local address from which this machine reaches a URL: where its server finds us."""
     there = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((there.hostname, there.port or 80))
+    family, _, _, _, address = socket.getaddrinfo(there.hostname, there.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
         return probe.getsockname()[0]
+
+
+def url_of(host: str, port: int | str) -> str:
+    """The URL of a service: an IPv6 address stands in brackets (RFC 3986, 3.2.2)."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def write_address(record: Path, listening: socket.socket, key: str, **more: str) -> str:
@@ -81,7 +87,7 @@ def write_address(record: Path, listening: socket.socket, key: str, **more: str)
         more: what else is said of it.
     """
     host, port = listening.getsockname()[:2]
-    said = {"url": f"http://{host}:{port}", "key": key, **more, "host": socket.gethostname(), "pid": os.getpid()}
+    said = {"url": url_of(host, port), "key": key, **more, "host": socket.gethostname(), "pid": os.getpid()}
     record.parent.mkdir(parents=True, exist_ok=True)
     record.unlink(missing_ok=True)
     with os.fdopen(os.open(record, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -91,10 +97,11 @@ def write_address(record: Path, listening: socket.socket, key: str, **more: str)
 
 def port_in_use(host: str, port: int) -> bool:
     """Whether somebody listens on the port."""
-    with socket.socket() as probe:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((host, port))
+            probe.bind(address)
         except OSError:
             return True
         return False

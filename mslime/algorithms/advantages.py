@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mslime.config.algorithm import GROUP_RELATIVE, AdvantageName
+from mslime.config.algorithm import GROUP_RELATIVE, SAME_REWARD, AdvantageName
 from mslime.config.choices import is_function
 from mslime.config.errors import ConfigError, RewardError, UserError
 from mslime.extensions import calling, load_function
@@ -120,10 +120,9 @@ def group_rewards(rewards: ArrayLike, group_ids: ArrayLike, rollout_ids: ArrayLi
     lowest, highest = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
     np.minimum.at(lowest, group, per_rollout)
     np.maximum.at(highest, group, per_rollout)
+    same = highest - lowest <= SAME_REWARD * np.maximum(np.abs(lowest), np.abs(highest))
     means = np.bincount(group, weights=per_rollout) / sizes
-    return GroupRewards(
-        per_rollout, group.astype(np.int64), sizes, means, lowest == highest, of_sample.astype(np.int64)
-    )
+    return GroupRewards(per_rollout, group.astype(np.int64), sizes, means, same, of_sample.astype(np.int64))
 
 
 def rollout_advantages(

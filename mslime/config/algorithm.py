@@ -21,6 +21,8 @@ from mslime.config.errors import ConfigError
 
 AdvantageName = Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "maxrl", "gae", "none"]
 
+SAME_REWARD = 1e-6
+"""Relative difference up to which rewards are equal, so that the rounding of float32 is no signal."""
 GROUP_RELATIVE: tuple[AdvantageName, ...] = ("grpo", "rloo", "reinforce_pp_baseline", "maxrl")
 """Advantages that compare the rollouts of one prompt."""
 
@@ -281,7 +283,7 @@ class CorrectionConfig(Section):
         default="ratio",
         description="What tokens kept by mask or drop weigh: rho of `level`, 1, or min(token rho, token_cap).",
     )
-    token_cap: float = Field(default=2.0, gt=0, description="Cap of the token's rho when kept_weight is token.")
+    token_cap: float = Field(default=2.0, gt=0, le=1e6, description="Cap of the token's rho when kept_weight is token.")
     normalise: bool = Field(default=False, description="Divide weights by their mean over the step.")
     negative_advantage_only: bool = Field(
         default=False, description="mask and drop: only sequences with a negative advantage can leave the loss."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from typing import Literal
+from urllib.parse import urlsplit
 
 from mslime.config.errors import ConfigError, nearest
 
@@ -131,3 +132,17 @@ def check_choice(setting: str, value: str, choices: Iterable[str]) -> None:
     named = f"is {', '.join(known)} or `module:function`" if known else "a function is named `module:function`"
     raise ConfigError(setting, value, f"{named} {nearest(value, known)}".rstrip(),
                       "write for example my_project.functions:mine")  # fmt: skip
+
+
+def check_url(field: str, url: str, example: str) -> None:
+    """Raise ConfigError for what is no URL of a server, and for one with a password, which config.yaml would show."""
+    if re.fullmatch(r"https?://[^/\s\x00-\x1f]+(?:/\S*)?", url) is None:
+        raise ConfigError(field, url, "is not a URL", f"write for example {example}")
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(field, "(not shown)", "a URL holds no user or password: config.yaml and logs show it",
+                          "give the key by its own setting")  # fmt: skip
+    try:
+        parts.port  # noqa: B018  raises where it is none
+    except ValueError as error:
+        raise ConfigError(field, url, f"is not a URL ({error})", f"write for example {example}") from error

@@ -32,9 +32,11 @@ class _Loader(yaml.SafeLoader):
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of a node whose keys are texts, each of them once."""
+        """The mapping of a node whose keys are texts, each of them once beside what `<<` merges."""
         seen = set[str]()
         for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue  # `<<: *name`: the mapping's own keys win
             name = cast("Any", self).construct_object(key, deep=True)
             if not isinstance(name, str):
                 raise yaml.MarkedYAMLError(problem=f"the key {name!r} is no text", problem_mark=key.start_mark)

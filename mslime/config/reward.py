@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from mslime.config.base import Section
-from mslime.config.choices import check_choice
+from mslime.config.choices import check_choice, check_url
 from mslime.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -249,8 +249,7 @@ def _check_servers(place: str, grader: GraderConfig, kind: str, servers: RewardS
             "set both, or neither",
         )
     for url in servers.urls:
-        if re.match(r"https?://[^/\s]+", url) is None:
-            raise ConfigError(where, url, "is not a URL", "write for example http://10.0.0.5:8000/score")
+        check_url(where, url, "http://10.0.0.5:8000/score")
     variable = servers.auth_env
     if variable is not None and re.fullmatch(r"[A-Za-z_]\w*", variable) is None:
         raise ConfigError(

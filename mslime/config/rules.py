@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mslime.config.algorithm import GROUP_RELATIVE
 from mslime.config.atropos import FUNCTION, check_atropos_settings
-from mslime.config.choices import check_choice
+from mslime.config.choices import check_choice, check_url
 from mslime.config.colocated import check_colocated
 from mslime.config.engines import MASK_LIMIT, check_teacher
 from mslime.config.environments import check_environment_settings
@@ -42,6 +42,12 @@ def _group_size(config: RunConfig) -> None:
             f"{advantage} compares the responses of a group; in a group of one every advantage is 0",
             "use at least 2 (8 is common), or algorithm.advantage: reinforce_pp",
         )
+
+
+def _urls(config: RunConfig) -> None:
+    for field, urls in (("sglang.urls", config.sglang.urls), ("teacher.urls", config.teacher.urls)):
+        for url in urls:
+            check_url(field, url, "http://10.0.0.5:30000")
 
 
 def _filtered_groups(config: RunConfig) -> None:
@@ -283,6 +289,7 @@ def _rejoin(config: RunConfig) -> None:
 
 _RULES: tuple[Callable[[RunConfig], None], ...] = (
     _supervised,
+    _urls,
     check_pairs,
     check_colocated,
     _keep_best,

@@ -20,6 +20,7 @@ class WeightsConfig(Section):
     senders: int = Field(
         default=8,
         ge=1,
+        le=65536,
         description="Trainer ranks that send, at most. A stage has one for every expert-parallel rank, or block, "
         "and at least one. Every engine GPU holds a connection to each.",
     )

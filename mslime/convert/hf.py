@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mslime.config.dtypes import plain_dtype
 from mslime.config.errors import CheckpointError, reading
+from mslime.config.hf_config import language_model
 from mslime.convert.files import tensor_bytes
 from mslime.convert.headers import AGAIN, TensorInfo, read_header
 from mslime.convert.kinds import Shape
@@ -39,8 +40,12 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+TIED = ("lm_head.weight", "model.embed_tokens.weight")
+_COMPARED = 1 << 24  # elements at once
 _OPEN_FILES = 4
-_SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py")
+_SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
+_SIDE_NAMES = ("LICENSE", "LICENSE.md", "NOTICE")
+_TEMPLATES = "additional_chat_templates"  # where transformers 5 saves all but the first
 _NOT_COPIED = (INDEX_NAME, "checksums.json", "config.json")
 
 
@@ -127,6 +132,27 @@ class HFCheckpoint:
         dtype = SAFETENSORS_DTYPES[plain_dtype(_config(directory))] if self._joined else ""
         for name, joined in self._joined.items():
             self.info[name] = TensorInfo(self.stored[joined.stored[0]].file, dtype, joined.shape)
+        self._refuse_other_head()
+
+    def _refuse_other_head(self) -> None:
+        """A tied output layer is the embedding, also where the files hold it again. Raises CheckpointError."""
+        head, embedding = (self.stored.get(name) for name in TIED)
+        config = _config(self.directory)
+        tied = config.get("tie_word_embeddings") or language_model(config).get("tie_word_embeddings")
+        if not tied or head is None or embedding is None:
+            return
+        total = math.prod(head.shape)
+        same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and all(
+            self.read(TIED[0], at, min(_COMPARED, total - at)).equal(self.read(TIED[1], at, min(_COMPARED, total - at)))
+            for at in range(0, total, _COMPARED)
+        )
+        if not same:
+            raise CheckpointError(
+                f"{self.directory / head.file}: {TIED[0]}", None,
+                f"config.json says tie_word_embeddings: true, and this tensor is not equal to {TIED[1]}; transformers "
+                "uses both, mslime would drop it",
+                "set tie_word_embeddings to false in config.json, or delete the tensor",
+            )  # fmt: skip
 
     def _join(self) -> dict[str, Joined]:
         quantisation = check_quantisation(_config(self.directory))
@@ -356,8 +382,11 @@ def copy_side_files(source: Path, target: Path, changes: Mapping[str, object] | 
             unless `changes` says otherwise.
     """
     for path in source.iterdir():
-        if path.is_file() and path.suffix in _SIDE_SUFFIXES and path.name not in _NOT_COPIED:
+        beside = path.suffix in _SIDE_SUFFIXES or path.name in _SIDE_NAMES
+        if path.is_file() and beside and path.name not in _NOT_COPIED:
             shutil.copyfile(path, target / path.name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, target / _TEMPLATES, dirs_exist_ok=True)
     config = without_quantisation(_config(source)) | dict(changes or {})
     if (source / "config.json").exists():
         (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -15,6 +15,7 @@ and named; nothing is resumed from, or passed over, in silence.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -190,12 +191,12 @@ def retained(
     """Which steps of `saved` are kept: the newest `keep`, multiples of `keep_every` (0: none), and the best.
 
     Args:
-        scores: of steps, larger is better; the newest of equals wins.
+        scores: of steps, larger is better; the newest of equals wins, NaN never does.
     """
     assert keep >= 1, keep
     kept = set(sorted(saved)[-keep:])
     kept |= {step for step in saved if keep_every and step % keep_every == 0}
-    scored = [step for step in saved if scores and step in scores]
+    scored = [step for step in saved if scores and not math.isnan(scores.get(step, math.nan))]
     if scores and scored:
         kept.add(max(scored, key=lambda step: (scores[step], step)))
     return kept

@@ -1,8 +1,8 @@
 """Conversations as sequences to learn from: which tokens of the rendered text the assistant must have said.
 
 The whole conversation is rendered once and tokenised once. A turn begins where a generation prompt after the messages
-before it would end, and ends with the token that ends the turn; or both are what the template marks with
-`{% generation %}`. Whatever cannot be told apart exactly is refused by row.
+before it would end, and ends with the token that ends the turn, perhaps the one with which the next turn begins; or
+both are what the template marks with `{% generation %}`. Whatever cannot be told apart exactly is refused by row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from mslime.data.tokenizer import Tokenizer
 
 Span = tuple[int, int]
 
+_THINKS = ("<think>\n", "<think>")
 _OTHERWISE = (
     "set train.sft_loss_on to each (every assistant turn as a sequence of its own, rendered as the last one) or to "
     "last, or give a template with {% generation %} marks"
@@ -120,6 +121,9 @@ def _sequence(
     text, marks = tokenizer.render(messages, whole), tokenizer.marks(messages, whole)
     if marks is None:
         characters = [_turn(messages, i, text, options, tokenizer, where) for i in wanted]
+        if wanted[-1] == len(messages) - 1:
+            text += _end_behind(messages, text, whole, tokenizer)
+        characters = [_with_end(span, text, tokenizer) for span in characters]
     else:
         characters = _chosen(marks, turns, wanted, where)
     tokens = tokenizer.encode(text, special_tokens=False)  # the template wrote special tokens
@@ -151,11 +155,49 @@ def _turn(
     if not text.startswith(through):
         raise DataError(where, _difference(text, through), f"the chat template writes message {i + 1} otherwise when "
                         "the conversation goes on (many drop earlier thinking)", _OTHERWISE)  # fmt: skip
+    thought = (
+        "</think>" in str(messages[i].get("content")) and "</think>" not in through[len(before) - len(_THINKS[0]) :]
+    )
+    if not through.startswith(before) and before.endswith(_THINKS) and not thought:
+        before = before[: before.rindex(_THINKS[0].strip())]  # the prompt opens thoughts, of which the row has none
     if not through.startswith(before):
         raise DataError(where, _difference(through, before), f"the chat template does not write message {i + 1} behind "
                         "the prompt with which it asks for it", "set data.chat_template_kwargs so that both agree, or "
                         "give a template with {% generation %} marks")  # fmt: skip
     return len(before), len(before) + len(through[len(before) :].rstrip())
+
+
+def _with_end(span: Span, text: str, tokenizer: Tokenizer) -> Span:
+    """A turn with the special token behind it, where it ends with none: of GLM, the next turn's `<|user|>` ends it."""
+    start, end = span
+    if _is_special(text[start:end], -1, tokenizer):
+        return span
+    return start, end + len(_first_special(text[end:], tokenizer))
+
+
+def _end_behind(messages: Sequence[dict[str, Any]], text: str, options: Mapping[str, Any], tokenizer: Tokenizer) -> str:
+    """The special token with which a user's turn behind the last one would begin, where the last one ends with none."""
+    if _is_special(text.rstrip(), -1, tokenizer):
+        return ""
+    try:
+        further = tokenizer.render([*messages, {"role": "user", "content": "x"}], options)
+    except ValueError:
+        return ""
+    return _first_special(further[len(text) :], tokenizer) if further.startswith(text) else ""
+
+
+def _is_special(text: str, at: int, tokenizer: Tokenizer) -> bool:
+    tokens = tokenizer.encode(text, special_tokens=False)
+    return bool(tokens) and tokens[at] in tokenizer.special_ids
+
+
+def _first_special(text: str, tokenizer: Tokenizer) -> str:
+    """The special token that a text begins with, other than what begins every text; empty when it begins with none."""
+    tokens = tokenizer.encode(text, special_tokens=False)[:1]
+    if not tokens or tokens[0] not in tokenizer.special_ids or tokens[0] in tokenizer.encode("", special_tokens=True):
+        return ""
+    piece = tokenizer.decode(tokens, special_tokens=True)
+    return piece if text.startswith(piece) else ""
 
 
 def _difference(text: str, other: str) -> str:

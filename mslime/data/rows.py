@@ -111,15 +111,17 @@ class ListedRows:
 
 def _gzipped(path: Path) -> ListedRows:
     with reading(DataError, str(path), "is not a readable gzip file", "write it again"), gzip.open(path) as file:
+        if path.suffixes[-2:-1] == [".json"]:
+            return _listed(path, file.read())
         lines = [(n, line) for n, line in enumerate(file, 1) if line.strip()]
     return ListedRows(path, [(n, _parse_line(line, f"{path}:{n}")) for n, line in lines], "")
 
 
-def _listed(path: Path) -> ListedRows:
-    """A `.json` file, which must be a list of objects."""
+def _listed(path: Path, content: bytes) -> ListedRows:
+    """A `.json` file, which must be a list of objects. json.loads takes a byte-order mark, where it is given bytes."""
     way_out = "write a list of objects, or one object a line into a .jsonl file"
     with reading(DataError, str(path), "is not valid JSON", way_out):
-        found: object = json.loads(path.read_text(encoding="utf-8"))
+        found: object = json.loads(content)
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in cast("list[object]", found)):
         kind = type(cast("object", found)).__name__
         raise DataError(str(path), kind, "a .json file holds a list of objects", way_out)
@@ -167,11 +169,31 @@ def _checksum(rows: Iterator[Mapping[str, Any]]) -> int:
 
 def _parquet(path: Path, files: Sequence[Path], keys: Sequence[str]) -> TableRows:
     parquet: Any = importlib.import_module("pyarrow.parquet")  # pyarrow has no type stubs
-    arrow: Any = importlib.import_module("pyarrow")
     with reading(DataError, str(path), "is not a readable parquet file", "write it again, or give a JSONL file"):
         columns = _wanted(path, parquet.read_schema(files[0]).names, keys)
-        table = arrow.concat_tables([parquet.read_table(file, columns=columns) for file in files])
-    return TableRows(path, table)
+        tables = [parquet.read_table(file, columns=columns) for file in files]
+    return TableRows(path, _one_table(files, tables))
+
+
+def _one_table(files: Sequence[Path], tables: Sequence[Any]) -> Any:
+    """Shards as one table: types that hold the same values (int32 and int64, null and any) are made one.
+
+    Raises DataError naming the shard and column of a type that cannot be made one with those before.
+    """
+    arrow: Any = importlib.import_module("pyarrow")
+    schema = tables[0].schema
+    for file, table in zip(files[1:], tables[1:], strict=True):
+        for field in table.schema:
+            if field.name not in schema.names:
+                continue
+            try:
+                arrow.unify_schemas([arrow.schema([schema.field(field.name)]), arrow.schema([field])],
+                                    promote_options="permissive")  # fmt: skip
+            except (arrow.ArrowInvalid, arrow.ArrowTypeError) as error:
+                rule = f"column {field.name!r} is {schema.field(field.name).type} in the files before it"
+                raise DataError(str(file), str(field.type), rule, "write this file again with that type") from error
+        schema = arrow.unify_schemas([schema, table.schema], promote_options="permissive")
+    return arrow.concat_tables(tables, promote_options="permissive")
 
 
 def _saved_dataset(path: Path, files: Sequence[Path], keys: Sequence[str]) -> TableRows:
@@ -179,7 +201,7 @@ def _saved_dataset(path: Path, files: Sequence[Path], keys: Sequence[str]) -> Ta
     arrow: Any = importlib.import_module("pyarrow")
     with reading(DataError, str(path), "holds no readable arrow files", "save it again, or with ds.to_json(FILE)"):
         tables = [arrow.ipc.open_stream(arrow.memory_map(str(file))).read_all() for file in files]
-        table = arrow.concat_tables(tables)
+        table = _one_table(files, tables)
         return TableRows(path, table.select(_wanted(path, table.column_names, keys)))
 
 
@@ -233,7 +255,7 @@ def open_rows(path: Path, keys: Sequence[str]) -> RowFile:
         if path.suffix == ".jsonl":
             return JsonlFile(path)
         if path.suffix == ".json":
-            return _listed(path)
+            return _listed(path, path.read_bytes())
         if path.suffix == ".parquet":
             return _parquet(path, [path], keys)
     raise DataError("data.prompts", str(path), f"suffix {path.suffix!r} is unknown", f"prompts come from {_KINDS}")

@@ -26,6 +26,8 @@ from mslime.data.tokenizer import Tokenizer
 _CHARACTERS_OF_A_TOKEN = 512
 """No vocabulary has tokens of so many characters on average: what is longer is too long without being tokenised."""
 
+_OPENING = 256  # characters in which the tokens stand that a tokenizer begins a text with
+
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<body>[^\[\]]*)\]$")
 
 
@@ -125,11 +127,17 @@ def tokenised(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt:
             tokens = tokenizer.encode(text, special_tokens=False)  # the template wrote special tokens
         else:
             text = cast("str", row.prompt)
-            tokens = tokenizer.encode(text, special_tokens=True)
+            tokens = tokenizer.encode(text, special_tokens=not _is_opened(text, tokenizer))
     if not tokens:
         rule = "the prompt has no tokens"
         raise DataError(row.where, row.prompt, rule, "delete the row, or write a prompt into it")
     return Prompt(tokens, row.label, row.metadata, row.where, text, messages, row.tools)
+
+
+def _is_opened(text: str, tokenizer: Tokenizer) -> bool:
+    """Whether a text begins with what the tokenizer begins every text with: it was rendered before it was saved."""
+    opening = tokenizer.encode("", special_tokens=True)
+    return bool(opening) and tokenizer.encode(text[:_OPENING], special_tokens=False)[: len(opening)] == opening
 
 
 def fitting(row: Row, config: DataConfig, tokenizer: Tokenizer) -> Prompt | None:

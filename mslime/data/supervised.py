@@ -144,9 +144,27 @@ def labelled(prompt: Prompt, tokenizer: Tokenizer) -> Supervised:
     """A prompt with its label as the response and EOS at the end, both trained. Raises DataError."""
     refuse_unlabelled(prompt.label, prompt.where, tokenizer)
     assert tokenizer.eos_token_id is not None
-    tokens = [*prompt.tokens, *tokenizer.encode(prompt.label, special_tokens=False), tokenizer.eos_token_id]
     text = prompt.text + prompt.label
+    tokens = [*prompt.tokens, *_continued(prompt, text, tokenizer), tokenizer.eos_token_id]
     return Supervised(text, ((len(prompt.text), len(text)),), tokens, ((len(prompt.tokens), len(tokens)),))
+
+
+def _continued(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a label behind its prompt; of their own, SentencePiece would put a blank before the first.
+
+    Args:
+        text: of both.
+    """
+    n = len(prompt.tokens)
+    for special in (False, True):
+        whole = tokenizer.encode(text, special_tokens=special)
+        if whole[:n] == prompt.tokens:
+            return whole[n:]
+    before = tokenizer.encode("\n", special_tokens=False)  # label and prompt share a token: cut between another two
+    behind = tokenizer.encode("\n" + prompt.label, special_tokens=False)
+    if behind[: len(before)] == before:
+        return behind[len(before) :]
+    return tokenizer.encode(prompt.label, special_tokens=False)
 
 
 def _sample(one: Supervised, index: int, part: int, row: Row) -> Sample:

@@ -183,7 +183,7 @@ def check_vocabulary(tokenizer: Tokenizer, checkpoint: Path | str) -> None:
             f"{config_file})",
             "use the tokenizer that belongs to the checkpoint",
         )
-    foreign = [i for i in ids if i >= tokenizer.vocab_size]
+    foreign = [i for i in ids if not 0 <= i < tokenizer.vocab_size]
     if foreign:
         raise DataError(
             "model.tokenizer_path",

@@ -17,7 +17,7 @@ from mslime.config.serving import teacher_spec
 from mslime.config.training import PolicySpec, TrainingSpec, policy_spec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.encoding import Encoded, expected_weights
-from mslime.convert.families import get_family
+from mslime.convert.families import get_family, refuse_unread
 from mslime.convert.families.family import ModelFields
 from mslime.convert.table import RuleTable
 from mslime.planner.activations import read_widths
@@ -205,6 +205,7 @@ def make_plan(
         CheckpointError: the architecture or a setting of it is not supported.
     """
     family = get_family(hf_config)
+    refuse_unread(family, hf_config, config.model.ignored_config_fields)
     model, table = family.model_fields(hf_config), family.rules(hf_config)
     held_adapters, alive, config = served_adapters(config), config.adapters_alive, together(config)
     spec, gpu_bytes = policy_spec(config), int(config.cluster.gpu_memory_gb * GIB * USABLE)

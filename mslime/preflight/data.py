@@ -18,6 +18,7 @@ from mslime.data.source import Prompt, PromptSource, Row
 from mslime.data.supervised import SupervisedSource, refuse_unlabelled
 from mslime.data.tokenizer import Tokenizer
 from mslime.data.user_source import open_prompts
+from mslime.network import url_of
 from mslime.preflight.rewards import check_rewards
 from mslime.rollout.filters import load_filter
 
@@ -56,7 +57,7 @@ def _told_to_environments(config: RunConfig) -> str:
     rollout, settings = config.rollout, config.rollout.atropos
     settings.secret()
     load_filter(rollout.dynamic_filter)
-    url = f"http://{settings.host}:{settings.port or 'PORT'}/TOKEN"
+    url = url_of(settings.host, settings.port or "PORT") + "/TOKEN"
     token = "rollout.atropos.token" if settings.token else f"in {config.run_dir / 'atropos.json'} when the run listens"
     return (f"prompts: Atropos' environments bring their own; start each with rollout_server_url {url}, base_url "
             f"{url}/v1, group_size {rollout.group_size}, max_batches_offpolicy {1 + rollout.max_staleness}, "

@@ -115,6 +115,9 @@ def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> Re
         )
     tokenizer = load_tokenizer(config.model.tokenizer)
     check_vocabulary(tokenizer, config.model.path)
+    if foreign := [i for i in config.rollout.stop_token_ids if i >= tokenizer.vocab_size]:
+        rule = f"the tokenizer's ids end at {tokenizer.vocab_size - 1}"
+        raise ConfigError("rollout.stop_token_ids", foreign[0], rule, "name ids of this tokenizer")
     _check_teacher(config, model, tokenizer)
     checked = check_supervised_data if config.train.task == "sft" else check_data
     notes = checked(config, tokenizer, config.rollout.longest(model.max_positions)) if data else []

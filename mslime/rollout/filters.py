@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from mslime.config.algorithm import SAME_REWARD
 from mslime.config.errors import ConfigError
 from mslime.data.sample import Group
 from mslime.extensions import calling, check_parameters, load_function
@@ -14,7 +15,8 @@ GroupFilter = Callable[[Group], bool]
 def rewards_differ(group: Group) -> bool:
     """Whether a group teaches anything: with equal rewards every advantage is zero (DAPO, arXiv 2503.14476)."""
     rewards = [s.reward for s in group.samples if s.reward is not None]
-    return max(rewards) - min(rewards) > 1e-6
+    low, high = min(rewards), max(rewards)
+    return high - low > SAME_REWARD * max(abs(low), abs(high))
 
 
 def load_filter(spec: str) -> tuple[str, GroupFilter | None]:

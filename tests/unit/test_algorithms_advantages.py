@@ -130,3 +130,13 @@ def test_process_rewards_are_normalised_over_the_steps_of_a_group_and_summed_fro
 def test_advantages_do_not_import_torch() -> None:
     code = "import sys, mslime.control.assemble; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("base", [0.9, 7.3, 70.1, 1e-4])
+def test_rounding_is_no_signal_and_a_small_difference_is(base: float) -> None:
+    """One float32 step apart, as one sum in another order is."""
+    other = float(np.nextafter(np.float32(base), np.float32(np.inf)))
+    equal = group_rewards([float(np.float32(base))] * 3 + [other], [0] * 4, range(4))
+    np.testing.assert_array_equal(rollout_advantages(equal, "grpo"), 0.0)
+    differ = group_rewards([base, 1.001 * base] * 2, [0] * 4, range(4))
+    assert np.abs(rollout_advantages(differ, "rloo")).min() > 0.0 and not differ.zero_variance[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections.abc import Callable
@@ -335,3 +336,14 @@ def test_a_step_saved_again_replaces_the_old_one_whole(tmp_path: Path) -> None:
     assert (directory / "part" / "data").read_text() == "new"
     check_checkpoint(directory)
     assert names(tmp_path) == ["step_1"]
+
+
+@pytest.mark.parametrize(
+    ("scores", "kept"),
+    [
+        ({2: 0.9, 4: math.nan, 6: 0.5}, {2, 6}), ({2: math.nan, 4: 0.9, 6: 0.5}, {4, 6}),
+        ({2: math.nan, 4: math.nan, 6: math.nan}, {6}),
+    ],
+)  # fmt: skip
+def test_a_score_that_is_no_number_is_never_the_best(scores: dict[int, float], kept: set[int]) -> None:
+    assert retained([2, 4, 6], 1, 0, scores) == kept

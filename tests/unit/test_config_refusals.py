@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mslime.cli import main
 from mslime.config.errors import ConfigError, UserError
@@ -89,6 +90,34 @@ def test_a_correction_may_be_named_in_one_word() -> None:
     assert build(named).algorithm.correction.preset == "icepop"
     with pytest.raises(ConfigError, match="known presets"):
         build(with_setting("algorithm.correction", "tsi"))
+
+
+@pytest.mark.parametrize("section", ["sglang", "teacher"])
+@pytest.mark.parametrize(
+    "url", ["\x00", "file:///etc/passwd", "http://user:geheim@host:1", "http://h:99999", "localhost:80"]
+)
+def test_what_is_no_address_of_a_server_is_refused_and_no_password_is_shown(section: str, url: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(with_setting(f"{section}.urls", [url]))
+    assert error.value.field == f"{section}.urls" and "geheim" not in str(error.value)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("weights.senders", 10**12), ("algorithm.correction.token_cap", 1e30)])
+def test_numbers_that_mean_nothing_are_refused(setting: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        build(with_setting(setting, value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "base: &b {path: a.jsonl, n: 1}\none:\n  <<: *b\n  name: x\n",
+        "base: &b {path: a.jsonl, n: 1}\none:\n  n: 2\n  <<: *b\ntwo: {<<: *b}\n",
+        "a: &a {x: 1}\nb: &b {y: 2}\nc: &c\n  <<: [*a, *b]\n  x: 3\nd: {<<: *c}\n",
+    ],
+)
+def test_merge_keys_are_read_as_pyyaml_reads_them(text: str) -> None:
+    assert parse_yaml(text, "run.yaml") == yaml.safe_load(text)
 
 
 @pytest.mark.parametrize(

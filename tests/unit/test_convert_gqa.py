@@ -63,6 +63,22 @@ def test_rotation_and_norms_beside_megatron_cores_settings(
     assert found.llama3_factor == factor
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-7B", "qwen3-4B", "qwen3-30B-A3B", "qwen2-57B-A14B", "llama3.1-8B"])
+def test_yarn_is_read_as_its_publishers_document_it(model: str) -> None:
+    config = published(model) | {"rope_scaling": YARN}
+    family = get_family(config)
+    refuse_unread(family, config)
+    assert family.model_fields(config).position_embedding == "yarn"
+    fields = family.transformer_fields(config)
+    assert {name: value for name, value in fields.items() if name.startswith("yarn") and value is not None} == {
+        "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 32768, "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("model", ["glm4-9b", "glm4.5-air-106B-A12B"])
 def test_glm_rotates_half_a_head_where_the_file_does_not_say(model: str) -> None:
     config = {name: value for name, value in published(model).items() if name != "partial_rotary_factor"}
@@ -74,8 +90,11 @@ def test_glm_rotates_half_a_head_where_the_file_does_not_say(model: str) -> None
     [
         ("qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen2.5-7B", {"use_mrope": True}, "use_mrope"),
+        ("qwen2.5-7B", {"max_position_embeddings": 10**25}, "max_position_embeddings"),
         ("qwen2.5-7B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ("qwen2.5-7B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type"),
+        ("qwen2.5-7B", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
+        ("qwen2.5-7B", {"rope_scaling": YARN | {"attn_factor": 0.88}}, "attn_factor"),
+        ("qwen2.5-7B", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "original_max_position_embeddings"),
         ("llama3.1-8B", {"attention_bias": True}, "attention_bias"),
         ("llama3.1-8B", {"mlp_bias": True}, "mlp_bias"),
         ("llama3.1-8B", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
@@ -101,6 +120,29 @@ def test_what_is_not_built_is_refused_by_name(model: str, change: dict[str, Any]
     with pytest.raises(CheckpointError) as caught:
         refuse_unread(get_family(config), config)
     assert named in caught.value.field
+
+
+CODER = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+
+
+def test_what_published_files_and_tools_write_beside_is_read_at_the_value_that_changes_nothing() -> None:
+    """Qwen3-Coder's own settings, unsloth's, and how transformers 4 generated."""
+    config = published("qwen3-30B-A3B")
+    sampling = {"top_k": 20, "temperature": 0.7, "do_sample": True, "repetition_penalty": 1.05}
+    more = CODER | sampling | {"unsloth_version": "2025.7", "unsloth_fixed": True, "model_name": "x"}
+    refuse_unread(get_family(config), config | more)
+    for name, value in CODER.items():
+        wrong = config | CODER | {name: 1 if value == 0 and value is not False else not value}
+        with pytest.raises(CheckpointError, match=name):
+            refuse_unread(get_family(config), wrong)
+
+
+def test_all_settings_that_nobody_reads_are_named_at_once() -> None:
+    config = published("qwen3-30B-A3B") | {"some_gate": True, "other_scale": 2.0}
+    with pytest.raises(CheckpointError) as error:
+        refuse_unread(get_family(config), config)
+    assert "model.ignored_config_fields: [some_gate, other_scale]" in error.value.way_out
+    refuse_unread(get_family(config), config, ["some_gate", "other_scale"])
 
 
 @pytest.mark.parametrize(

@@ -180,3 +180,29 @@ def test_header_reading_does_not_need_the_data_in_memory(tmp_path: Path) -> None
     save_file({"x": torch.zeros(7, 3)}, tmp_path / "x.safetensors")
     info = read_header(tmp_path / "x.safetensors")["x"]
     assert (info.file, info.dtype, info.shape) == ("x.safetensors", "F32", (7, 3))
+
+
+@pytest.mark.parametrize("change", [0.0, 1.0])
+def test_a_tied_model_with_another_head_in_its_files_is_refused(tmp_path: Path, change: float) -> None:
+    """transformers keeps both then; an equal head is only stored twice."""
+    embedding = torch.randn(6, 4)
+    tensors = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + change}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    if change:
+        with pytest.raises(CheckpointError, match="lm_head.weight"):
+            HFCheckpoint(tmp_path)
+        (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    assert HFCheckpoint(tmp_path).shapes["lm_head.weight"] == (6, 4)
+
+
+def test_a_second_chat_template_a_vocabulary_and_the_licence_go_with_an_export(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    target.mkdir()
+    files = ["additional_chat_templates/tool_use.jinja", "words.tiktoken", "LICENSE", "tokenizer.json"]
+    for name in [*files, "weights.safetensors", "config.json"]:
+        (source / name).write_text("{}")
+    copy_side_files(source, target)
+    found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
+    assert found == {*files, "config.json"}

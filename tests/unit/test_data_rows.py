@@ -274,3 +274,44 @@ def test_only_what_may_be_a_name_on_the_hub_is_fetched_from_there(
     (tmp_path / "mine").mkdir()
     assert hub_download(Path("owner/name")) == "fetch it first: hf download owner/name --local-dir name"
     assert [hub_download(Path(p)) for p in ("/name", "mine/name", "name", "a/b/c")] == [""] * 4
+
+
+FIRST = {"prompt": ["a"], "label": ["1"], "metadata": [{"level": 1}]}
+
+
+def shards(directory: Path, *tables: dict[str, Any]) -> PromptSource:
+    directory.mkdir()
+    for number, table in enumerate(tables):
+        pq.write_table(pa.table(table), directory / f"{number}.parquet")
+    return source(directory, metadata_key="metadata")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"label": pa.array([None], pa.null())}, {"prompt": pa.array(["b"], pa.large_string())},
+        {"metadata": pa.array([{"level": 2}], pa.struct([("level", pa.int32())]))},
+        {"metadata": [{"level": 2, "source": "x"}]},
+    ],
+    ids=["null", "large_string", "int32", "another key"],
+)  # fmt: skip
+def test_shards_whose_types_can_be_one_are_read_together(tmp_path: Path, change: dict[str, Any]) -> None:
+    second = {"prompt": ["b"], "label": ["2"], "metadata": [{"level": 2}]}
+    prompts = shards(tmp_path / "d", FIRST, second | change)
+    assert [prompts.row(i).prompt for i in range(2)] == ["a", "b"] and prompts.row(1).metadata["level"] == 2
+
+
+def test_a_shard_whose_types_cannot_be_those_of_the_others_is_named_with_its_column(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as error:
+        shards(tmp_path / "d", FIRST, FIRST | {"label": [[1, 2]]})
+    assert "1.parquet" in error.value.field and "'label'" in error.value.rule
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.json.gz", "rows.jsonl"])
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_json_is_read_with_and_without_a_byte_order_mark(tmp_path: Path, name: str, mark: bytes) -> None:
+    rows = [{"prompt": "a", "label": "1"}, {"prompt": "b", "label": "2"}]
+    text = "\r\n".join(map(json.dumps, rows)) if name.endswith("l") else json.dumps(rows)
+    content = mark + text.encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert labels(source(tmp_path / name)) == ["1", "2"]

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
+from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError, DataError
+from mslime.data.source import Prompt, Row, tokenised
+from mslime.data.supervised import labelled
 from mslime.data.tokenizer import HFTokenizer, check_vocabulary, load_tokenizer
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_tokenizer
 
@@ -59,6 +65,8 @@ def test_the_vocabulary_of_a_model_that_also_sees_is_its_language_model_s(tokeni
 def test_a_model_that_ends_with_a_foreign_id_is_refused(tokenizer: HFTokenizer, tmp_path: Path):
     with pytest.raises(DataError, match=r"ends a sequence with id 300"):
         check_vocabulary(tokenizer, checkpoint(tmp_path, eos_token_id=[258, 300]))
+    with pytest.raises(DataError, match=r"ends a sequence with id -1"):
+        check_vocabulary(tokenizer, checkpoint(tmp_path, eos_token_id=-1))
 
 
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path):
@@ -77,3 +85,49 @@ def test_a_tokenizer_without_a_chat_template_says_so(tmp_path: Path):
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"data.apply_chat_template = True: this tokenizer has no chat template"):
         load_tokenizer(path).render([{"role": "user", "content": "hi"}], {})
+
+
+def made(specials: list[str], opening: list[str]) -> HFTokenizer:
+    """Of bytes, which begins every text with special tokens."""
+    inner = Tokenizer(
+        models.BPE(vocab={s: i for i, s in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    )
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
+    ids = [(name, inner.token_to_id(name)) for name in opening]
+    inner.post_processor = processors.TemplateProcessing(single=" ".join([*opening, "$A"]), special_tokens=ids)
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=specials[-1]))
+
+
+@pytest.mark.parametrize(
+    ("specials", "opening"),
+    [
+        (["<|begin_of_text|>", "<|eot_id|>"], ["<|begin_of_text|>"]),
+        (["[gMASK]", "<sop>", "<|eos|>"], ["[gMASK]", "<sop>"]),
+    ],
+)
+def test_a_prompt_that_was_rendered_before_it_was_saved_begins_once(specials: list[str], opening: list[str]) -> None:
+    tokenizer, config = made(specials, opening), DataConfig(prompts=["x"])
+    once, plain = (
+        tokenised(Row(text, "x", {}, "rows:1"), config, tokenizer) for text in ("".join(opening) + "Hi", "Hi")
+    )
+    assert once.tokens == plain.tokens and plain.tokens[: len(opening)] == [256 + i for i in range(len(opening))]
+
+
+@pytest.mark.parametrize("scheme", ["first", "never"])
+@pytest.mark.parametrize(("prompt", "label"), [("2+2=", "4"), ("Answer: ", "four"), ("[/INST]", "The answer.")])
+def test_a_label_behind_its_prompt_has_the_tokens_of_one_text(scheme: Any, prompt: str, label: str) -> None:
+    """SentencePiece (Mixtral, Llama 2) puts a blank before every text that it is given."""
+    inner = Tokenizer(models.BPE(unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    letters = list("▁\nabcdefghijklmnopqrstuvwxyzANSTI?:.,=+0123456789[]/")
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(letters) + 3, special_tokens=special, initial_alphabet=letters, show_progress=False
+    )
+    inner.train_from_iterator(["a b"], trainer)
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>"))
+    tokens = tokenizer.encode(prompt, special_tokens=True)
+    row = labelled(Prompt(tokens, label, {}, "row", prompt), tokenizer)
+    assert row.tokens == [*tokenizer.encode(prompt + label, special_tokens=True), tokenizer.eos_token_id]

@@ -72,6 +72,10 @@ CHOSEN = {
     "Answer: $\\boxed{C}$": "C",
     "Answer is A. Wait, the answer is D.": "D",
     "the correct choice is E": "E",
+    "答案：C": "C",
+    "答案是C。": "C",
+    "因此，正确答案为 C": "C",
+    "所以选（b）。": "B",
 }
 
 
@@ -100,6 +104,19 @@ def reference_f1(said: str, wanted: str) -> float:
         return 0.0
     precision, recall = common / len(p), common / len(g)
     return 2 * precision * recall / (precision + recall)
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "share"),
+    [
+        ("我喜欢苹果和梨", "我喜欢苹果", 10 / 12),
+        ("北京", "北京", 1.0),
+        ("“Paris”", "Paris", 1.0),
+        ("Paris, France", "Paris", 2 / 3),
+    ],
+)
+def test_f1_takes_a_chinese_character_for_a_word_and_no_punctuation(response: str, label: str, share: float):
+    assert f1(response, label) == pytest.approx(share)
 
 
 def test_f1_is_squads_and_takes_the_best_of_several_labels():

@@ -273,7 +273,7 @@ def test_items_of_two_replies_after_each_other_are_two_messages() -> None:
         {"id": "fc_n1_1", "type": "function_call", "call_id": "d", "name": "add", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "1"}]},
     ]
-    first, second, result = _merged(items)
+    first, second, result = _merged(items, {})
     assert (first.text, first.reasoning, first.echo) == ("x", "a", "n0")
     assert (len(second.calls), second.reasoning, second.echo) == (2, "b", "n1")
     assert (result.role, result.text, result.answers) == ("tool", "1", "c")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from mslime.cli import main
-from mslime.config.errors import ConfigError
+from mslime.config.errors import CheckpointError, ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.config.megatron import Recompute
 from mslime.convert.families import get_family
@@ -52,6 +52,12 @@ def planned(model: str, **sections: Any) -> RunPlan:
     cluster = {"device": "cuda", **sections.pop("cluster", {})}
     config = plan_config({"model": {"path": str(CONFIGS / model)}, "cluster": cluster, **sections})
     return make_plan(config, published_config(model))
+
+
+def test_a_plan_refuses_what_a_check_refuses() -> None:
+    config = plan_config({"model": {"path": str(CONFIGS / "qwen3-30B-A3B")}, "cluster": {"device": "cuda"}})
+    with pytest.raises(CheckpointError, match="some_gate"):
+        make_plan(config, published_config("qwen3-30B-A3B") | {"some_gate": True})
 
 
 @pytest.mark.parametrize("model", PUBLISHED_BILLIONS)

@@ -16,6 +16,7 @@ from mslime.data.conversation import Supervised, supervised_turns
 from mslime.data.sample import Sample, check_invariants
 from mslime.data.supervised import SupervisedSource
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
+from tests.fixtures.made_tokenizer import make_tokenizer as make_special_tokenizer
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe, make_tokenizer
 from tests.unit.rollout_fakes import FakeTokenizer
 
@@ -329,3 +330,39 @@ def test_check_refuses_rows_and_settings_by_name(check: Check, tmp_path: Path, m
     (inner := load_tokenizer(model)._inner).chat_template = MARKED.replace("{{ m.content }}", "")
     inner.save_pretrained(template)
     assert "does not write the user's text" in check(short, *messages, "--model.tokenizer-path", str(template))[1]
+
+
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+R1 = (
+    "<|bos|>{% for m in messages %}{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>"
+    "{{ m.content.split('</think>')[-1] }}<|eos|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("loss_on", ["all", "each", "last"])
+def test_a_turn_that_the_next_one_s_mark_ends_is_trained_with_it(loss_on: Any) -> None:
+    """GLM-4.5 to 4.7: `<|user|>` is among the ids that end a response."""
+    specials = ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|endoftext|>"]
+    tokenizer = HFTokenizer(make_special_tokenizer(specials, "<|endoftext|>", template=GLM))
+    messages = [user("2+2?"), assistant("It is 4."), user("3+3?"), assistant("It is 6.")]
+    found = supervised_turns(messages, {}, tokenizer, "row", loss_on)
+    head = "[gMASK]<sop><|user|>\n2+2?<|assistant|>\n"
+    last = "<|user|>\n3+3?<|assistant|>\n[[It is 6.<|user|>]]"
+    assert [one.marked() for one in found] == {
+        "all": [f"{head}[[It is 4.<|user|>]]{last.removeprefix('<|user|>')}"],
+        "each": [f"{head}[[It is 4.<|user|>]]", f"{head}It is 4.{last}"], "last": [f"{head}It is 4.{last}"],
+    }[loss_on]  # fmt: skip
+
+
+def test_a_turn_without_thoughts_behind_a_prompt_that_opens_them_is_trained() -> None:
+    """DeepSeek-R1: the template writes no thoughts, and its prompt ends with `<think>`."""
+    specials = ["<|bos|>", "<|User|>", "<|Assistant|>", "<think>", "</think>", "<|eos|>"]
+    tokenizer = HFTokenizer(make_special_tokenizer(specials, "<|eos|>", template=R1))
+    (found,) = supervised_turns([user("2+2?"), assistant("It is 4.")], {}, tokenizer, "row", "all")
+    assert found.marked() == "<|bos|><|User|>2+2?<|Assistant|>[[It is 4.<|eos|>]]"
+    with pytest.raises(DataError, match="does not write message 2 behind"):  # its thoughts would be lost
+        supervised_turns([user("2+2?"), assistant("<think>2+2</think>4")], {}, tokenizer, "row", "all")

@@ -26,7 +26,7 @@ from mslime.config.errors import EngineError
 from mslime.config.keys import NO_KEYS, Endpoint, EngineKeys
 from mslime.config.schema import DeadlineConfig
 from mslime.config.serving import Role, ServerSpec
-from mslime.network import free_port, port_in_use
+from mslime.network import free_port, port_in_use, url_of
 
 READY_ANSWER_S = 5.0
 ASK_OTHERS_S = 2.0
@@ -196,7 +196,7 @@ class ServerProcess:
             bootstrap_port = free_port(self.host) if self._half == "prefill" else 0
             process = self._launch(port, identity, bootstrap_port)
             address = EngineAddress(
-                self.name, f"http://{self.host}:{port}", self.log_path, self.keys, identity, bootstrap_port
+                self.name, url_of(self.host, port), self.log_path, self.keys, identity, bootstrap_port
             )
             if self._wait_ready(process, address):
                 process.remember_shared_memory()

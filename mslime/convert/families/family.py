@@ -120,6 +120,15 @@ HARMLESS = frozenset({
     "aux_loss_alpha", "aux_loss_coef", "seq_aux", "pretraining_tp", "output_attentions", "output_hidden_states",
     "return_dict", "use_return_dict", "chunk_size_feed_forward", "is_encoder_decoder",
     "_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation",
+    # How transformers 4 generated text.
+    "do_sample", "temperature", "top_k", "top_p", "typical_p", "min_p", "repetition_penalty", "length_penalty",
+    "diversity_penalty", "num_beams", "num_beam_groups", "num_return_sequences", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "early_stopping", "min_length", "max_new_tokens", "bad_words_ids",
+    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
+    "exponential_decay_length_penalty", "output_scores", "return_dict_in_generate", "prefix", "sep_token_id",
+    "decoder_start_token_id", "finetuning_task", "torchscript", "tf_legacy_loss", "use_bfloat16", "pruned_heads",
+    # What tools write.
+    "model_name", "unsloth_version", "unsloth_fixed",
     # Read where checkpoints are opened, for every family.
     "quantization_config", "compression_config",
 })  # fmt: skip
@@ -154,31 +163,42 @@ def refuse_unread(family: Family, hf_config: HFConfig, ignored: Collection[str] 
         ignored: settings that the user vouches for (`model.ignored_config_fields`).
 
     Raises:
-        CheckpointError: naming the first setting that nobody reads; and whatever the family itself refuses.
+        CheckpointError: naming all settings that nobody reads; and whatever the family itself refuses.
     """
+    unread = _unread(family, hf_config, ignored)
+    if unread:
+        names = ", ".join(unread)
+        what = "this setting does" if len(unread) == 1 else "these settings do"
+        raise CheckpointError(
+            f"config.json: {names}", next(iter(unread.values())) if len(unread) == 1 else unread,
+            f"mslime does not know what {what} to {family.architecture}",
+            f"if it changes nothing in the forward pass, set model.ignored_config_fields: [{names}] (or, when "
+            "converting, --ignore-field for each); else add it to the family's file in mslime/convert/families",
+        )  # fmt: skip
+
+
+def _unread(family: Family, hf_config: HFConfig, ignored: Collection[str]) -> dict[str, object]:
+    """Settings with values that neither the family nor one of its sections reads."""
     recorder = _Recorder(hf_config)
     family.transformer_fields(recorder)
     family.model_fields(recorder)
     family.rules(recorder)
+    found: dict[str, object] = {}
     for name, part in family.sections.items():
-        refuse_unread(part, as_object(hf_config.get(name)) or {}, ignored)
+        found |= _unread(part, as_object(hf_config.get(name)) or {}, ignored)
     known = recorder.read | HARMLESS | family.harmless | set(ignored)
-    for name, value in hf_config.items():
-        if name not in known and value is not None:
-            raise CheckpointError(
-                f"config.json: {name}", value, f"mslime does not know what this setting does to {family.architecture}",
-                "if it changes nothing in the forward pass, name it in model.ignored_config_fields (or, when "
-                "converting, with --ignore-field); else add it to "
-                "the family's file in mslime/convert/families",
-            )  # fmt: skip
+    return found | {name: value for name, value in hf_config.items() if name not in known and value is not None}
 
 
 def required_int(config: HFConfig, *names: str) -> int:
     """A positive integer of config.json under the first of `names` that is present (old and new spellings)."""
     value = next((config[name] for name in names if config.get(name) is not None), None)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
         raise CheckpointError(
-            f"config.json: {names[0]}", value, "must be a positive integer", "use the config.json of the checkpoint"
+            f"config.json: {names[0]}",
+            value,
+            "must be a positive integer below 2^31",
+            "use the config.json of the checkpoint",
         )
     return value
 
@@ -312,3 +332,17 @@ def llama3_factor(rope: Rotary) -> float | None:
                 "use a checkpoint with Llama 3.1's constants",
             )  # fmt: skip
     return required_number(rope.settings, "factor")
+
+
+def yarn_fields(rope: Rotary) -> dict[str, object]:
+    """TransformerConfig fields of the YaRN scaling (https://arxiv.org/abs/2309.00071), with transformers' defaults."""
+    settings = dict(rope.settings)
+    return {
+        "yarn_rotary_scaling_factor": required_number(settings, "factor"),
+        "yarn_original_max_position_embeddings": required_int(settings, "original_max_position_embeddings"),
+        "yarn_beta_fast": required_number({"beta_fast": 32.0} | settings, "beta_fast"),
+        "yarn_beta_slow": required_number({"beta_slow": 1.0} | settings, "beta_slow"),
+        "yarn_mscale": settings.get("mscale"),
+        "yarn_mscale_all_dim": settings.get("mscale_all_dim"),
+        "yarn_correction_range_round_to_int": flag(settings, "truncate", True),
+    }

@@ -12,14 +12,13 @@ from mslime.config.errors import CheckpointError
 from mslime.convert.families.family import (
     HFConfig,
     ModelFields,
-    Rotary,
     Support,
     as_list,
-    flag,
     refuse_unless,
     required_int,
     required_number,
     rotary,
+    yarn_fields,
 )
 from mslime.convert.families.gqa import Attention, Decoder, attention_rules, mlp_norm_rules, read_attention, whole_model
 from mslime.convert.kinds import Column, InterleavedGatedMLP, Replicated, TransposedRow
@@ -52,8 +51,9 @@ class GptOss(Decoder):
         refuse_unless(hf_config, "swiglu_alpha", (None, 1.702))  # megatron-core's quick_gelu has this constant
         top_k, layers = required_int(hf_config, "num_experts_per_tok"), required_int(hf_config, "num_hidden_layers")
         refuse_unless(hf_config, "experts_per_token", (None, top_k))
-        yarn = _yarn(hf_config, rotary(hf_config, self.rope_kinds, self.rope_base))
-        return super().transformer_fields(hf_config) | _windows(hf_config, layers) | yarn | {
+        yarn = yarn_fields(rotary(hf_config, self.rope_kinds, self.rope_base))
+        refuse_unless(hf_config, "initial_context_length", (None, yarn["yarn_original_max_position_embeddings"]))
+        return super().transformer_fields(hf_config) | _windows(hf_config, layers) | {
             "softmax_type": "learnable",
             "add_bias_linear": True,
             "activation_func": "quick_gelu",
@@ -70,7 +70,6 @@ class GptOss(Decoder):
     def model_fields(self, hf_config: HFConfig) -> ModelFields:
         return replace(
             super().model_fields(hf_config),
-            position_embedding="yarn",
             moe_layer_ids=tuple(range(required_int(hf_config, "num_hidden_layers"))),
             num_experts=required_int(hf_config, "num_local_experts"),
             top_k=required_int(hf_config, "num_experts_per_tok"),
@@ -121,20 +120,4 @@ def _windows(config: HFConfig, layers: int) -> dict[str, object]:
     return {
         "window_size": (window - 1, 0),
         "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in types],
-    }
-
-
-def _yarn(config: HFConfig, rope: Rotary) -> dict[str, object]:
-    """TransformerConfig fields of the YaRN scaling (https://arxiv.org/abs/2309.00071), with transformers' defaults."""
-    settings = dict(rope.settings)
-    original = required_int(settings, "original_max_position_embeddings")
-    refuse_unless(config, "initial_context_length", (None, original))
-    return {
-        "yarn_rotary_scaling_factor": required_number(settings, "factor"),
-        "yarn_original_max_position_embeddings": original,
-        "yarn_beta_fast": required_number({"beta_fast": 32.0} | settings, "beta_fast"),
-        "yarn_beta_slow": required_number({"beta_slow": 1.0} | settings, "beta_slow"),
-        "yarn_mscale": settings.get("mscale"),
-        "yarn_mscale_all_dim": settings.get("mscale_all_dim"),
-        "yarn_correction_range_round_to_int": flag(settings, "truncate", True),
     }

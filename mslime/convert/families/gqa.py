@@ -22,6 +22,7 @@ from mslime.convert.families.family import (
     required_int,
     required_number,
     rotary,
+    yarn_fields,
 )
 from mslime.convert.kinds import FusedQKV, GatedMLP, Heads, Kind, Replicated, Row, Vocabulary
 from mslime.convert.table import Rule, RuleTable
@@ -123,10 +124,12 @@ class Decoder(Family):
 
     Attributes:
         rope_kinds: scalings of the rotary embedding that the family's checkpoints use.
+        rope_base: of the rotary embedding where config.json does not say; None: it must.
         partial_rotary: share of a head that rotates where config.json does not say; None: always all of it.
     """
 
     rope_kinds: tuple[str, ...] = ("default",)
+    rope_base: float | None = None
     partial_rotary: float | None = None
 
     def attention(self, hf_config: HFConfig) -> Attention:
@@ -141,29 +144,33 @@ class Decoder(Family):
         refuse_unless(hf_config, "hidden_act", ("silu",))
         refuse_unless(hf_config, "attention_dropout", (None, 0, 0.0))
         layers, attention = required_int(hf_config, "num_hidden_layers"), self.attention(hf_config)
-        experts = self.experts(hf_config)
-        return {
-            "num_layers": layers,
-            "hidden_size": attention.hidden,
-            "ffn_hidden_size": required_int(hf_config, "intermediate_size"),
-            "num_attention_heads": attention.heads,
-            "num_query_groups": attention.groups,
-            "kv_channels": attention.head_dim,
-            # Of every head by itself; a norm of all heads is put into the layer spec (`ModelFields.joint_qk_norm`).
-            "qk_layernorm": attention.norm == "head",
-            "normalization": "RMSNorm",
-            "layernorm_epsilon": required_number(hf_config, "rms_norm_eps"),
-            "activation_func": "silu",
-            "gated_linear_unit": True,
-            "add_bias_linear": False,
-            "add_qkv_bias": attention.bias,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "rotary_interleaved": False,
-        } | (experts.transformer_fields(layers) if experts else {})
+        experts, rope = self.experts(hf_config), rotary(hf_config, self.rope_kinds, self.rope_base)
+        return (
+            (yarn_fields(rope) if rope.kind == "yarn" else {})
+            | {
+                "num_layers": layers,
+                "hidden_size": attention.hidden,
+                "ffn_hidden_size": required_int(hf_config, "intermediate_size"),
+                "num_attention_heads": attention.heads,
+                "num_query_groups": attention.groups,
+                "kv_channels": attention.head_dim,
+                # Of every head by itself; a norm of all heads is put into the layer spec (`ModelFields.joint_qk_norm`).
+                "qk_layernorm": attention.norm == "head",
+                "normalization": "RMSNorm",
+                "layernorm_epsilon": required_number(hf_config, "rms_norm_eps"),
+                "activation_func": "silu",
+                "gated_linear_unit": True,
+                "add_bias_linear": False,
+                "add_qkv_bias": attention.bias,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+                "rotary_interleaved": False,
+            }
+            | (experts.transformer_fields(layers) if experts else {})
+        )
 
     def model_fields(self, hf_config: HFConfig) -> ModelFields:
-        rope = rotary(hf_config, self.rope_kinds, percent=self.partial_rotary or 1.0)
+        rope = rotary(hf_config, self.rope_kinds, self.rope_base, self.partial_rotary or 1.0)
         if rope.percent != 1.0 and self.partial_rotary is None:
             raise CheckpointError(
                 "config.json: partial_rotary_factor", rope.percent, f"{self.architecture} rotates whole heads",
@@ -181,6 +188,7 @@ class Decoder(Family):
             num_experts=experts.number if experts else 0,
             top_k=experts.top_k if experts else 0,
             llama3_factor=llama3_factor(rope),
+            position_embedding="yarn" if rope.kind == "yarn" else "rope",
             joint_qk_norm=self.attention(hf_config).norm == "projection",
         )
 

@@ -15,7 +15,7 @@ class Llama(Decoder):
 
     architecture = "LlamaForCausalLM"
     support = Support(("Llama-3.1-8B",), renderers=("llama-3",), served_adapters=True)
-    rope_kinds = ("default", "llama3")
+    rope_kinds = ("default", "llama3", "yarn")
 
     def attention(self, hf_config: HFConfig) -> Attention:
         refuse_unless(hf_config, "attention_bias", (None, False))

@@ -14,6 +14,7 @@ class Qwen2(Decoder):
 
     architecture = "Qwen2ForCausalLM"
     support = Support(("Qwen2.5-0.5B", "Qwen2.5-7B"), served_adapters=True)
+    rope_kinds = ("default", "yarn")
     harmless = frozenset({"max_window_layers", "sliding_window"})
 
     def attention(self, hf_config: HFConfig) -> Attention:

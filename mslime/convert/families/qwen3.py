@@ -14,6 +14,7 @@ class Qwen3(Decoder):
 
     architecture = "Qwen3ForCausalLM"
     support = Support(("Qwen3-4B",), renderers=("qwen3",), served_adapters=True)
+    rope_kinds = ("default", "yarn")
     harmless = frozenset({"max_window_layers", "sliding_window"})
 
     def attention(self, hf_config: HFConfig) -> Attention:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from mslime.config.errors import CheckpointError
 from mslime.convert.families.experts import Experts
-from mslime.convert.families.family import HFConfig, Support, as_list, flag, required_int
+from mslime.convert.families.family import HFConfig, Support, as_list, flag, refuse_unless, required_int
+from mslime.convert.families.gqa import Attention
 from mslime.convert.families.qwen3 import Qwen3
 
 
@@ -17,7 +18,14 @@ class Qwen3Moe(Qwen3):
     architecture = "Qwen3MoeForCausalLM"
     support = Support(("Qwen3-30B-A3B", "Qwen3-235B-A22B"), renderers=("qwen3",), served_adapters=True)
 
+    def attention(self, hf_config: HFConfig) -> Attention:
+        # Qwen3-Coder says what the architecture has anyway.
+        refuse_unless(hf_config, "qkv_bias", (None, False))
+        refuse_unless(hf_config, "use_qk_norm", (None, True))
+        return super().attention(hf_config)
+
     def experts(self, hf_config: HFConfig) -> Experts:
+        refuse_unless(hf_config, "shared_expert_intermediate_size", (None, 0))
         return Experts(
             layers=moe_layer_ids(hf_config),
             number=required_int(hf_config, "num_experts", "num_local_experts"),

@@ -71,9 +71,8 @@ class AtroposServer:
         except OSError as error:
             raise ConfigError("rollout.atropos", f"{s.host}:{s.port}", f"cannot be listened on ({error})",
                               "give an address of this machine and a free port") from error  # fmt: skip
-        host = f"[{s.host}]" if ":" in s.host else s.host
         self._listening = await serve(app, listening, handler_cancellation=True, shutdown_timeout=1.0)
-        self.address = f"http://{host}:{listening.getsockname()[1]}{prefix}"
+        self.address = network.url_of(s.host, listening.getsockname()[1]) + prefix
         network.write_address(self._record, listening, secret, trainer=self.address, model=f"{self.address}/v1")
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ from aiohttp import web
 
 from mslime import network
 from mslime.config.errors import ConfigError, UserError
+from mslime.network import url_of
 from mslime.rollout.chat.errors import ChatError, ContextFull
 from mslime.rollout.chat.forest import Turn
 from mslime.rollout.chat.session import ChatSession
@@ -118,8 +119,7 @@ class ModelServer:
             rule = f"cannot be listened on ({error})"
             raise ConfigError("rollout.server", f"{self._host}:{self._port}", rule, way_out) from error
         self._listening = await serve(app, listening, handler_cancellation=True, shutdown_timeout=1.0)
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self._address = f"http://{host}:{listening.getsockname()[1]}"
+        self._address = url_of(self._host, listening.getsockname()[1])
         log.info("agents find the model at %s", self._address)
 
     # --------------------------------------------------------------------------------------------------- one request

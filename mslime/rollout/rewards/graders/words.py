@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from typing import Any
 
@@ -16,6 +17,7 @@ _MARKED = re.compile(
     r"(?i:(?:option|choice|letter)\b)?\W*?"
     r"(?:\(\s*([A-Za-z])\s*\)|(?<![A-Za-z])([A-Z])(?![A-Za-z'’]))"
 )
+_CHINESE = re.compile(r"(?:答案|选项|选择|选)\s*(?:应该?)?[是为选]?[\s:]*(?:\(\s*([A-Za-z])\s*\)|([A-Z])(?![A-Za-z]))")
 _LINE = re.compile(r"^\s*[*_]*\(?\s*([A-Z])\s*\)?[*_]*\s*(?:[.):].*)?$", re.M)
 _BRACKETED = re.compile(r"\(\s*([A-Z])\s*\)")
 
@@ -38,8 +40,8 @@ def chosen_letter(response: str) -> str:
         inside = _IN_TEXT.sub(r"\1", boxed[-1][2] or "")
         found = re.match(r"[\s{$]*\(?\s*([A-Za-z])\s*(?:[).:}$\s]|$)", inside)
         return found[1].upper() if found else ""
-    plain = _IN_TEXT.sub(r"\1", text).replace("**", "").replace("$", "")
-    marked = list(_MARKED.finditer(plain))
+    plain = unicodedata.normalize("NFKC", _IN_TEXT.sub(r"\1", text)).replace("**", "").replace("$", "")
+    marked = sorted([*_MARKED.finditer(plain), *_CHINESE.finditer(plain)], key=lambda m: m.start())
     if marked:
         return (marked[-1][1] or marked[-1][2]).upper()
     for pattern in (_LINE, _BRACKETED):
@@ -66,6 +68,7 @@ def _overlap(said: list[str], wanted: list[str]) -> float:
 
 
 def normalised_words(text: str) -> list[str]:
-    """Words in small letters without punctuation, articles left out."""
-    plain = "".join(c for c in text.lower() if c not in string.punctuation)
+    """Words in small letters without punctuation, articles left out; a Chinese or Japanese character is a word."""
+    letters = (c for c in text.lower() if c not in string.punctuation and unicodedata.category(c)[0] != "P")
+    plain = re.sub(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff])", r" \1 ", "".join(letters))
     return re.sub(r"\b(?:a|an|the)\b", " ", plain).split()
