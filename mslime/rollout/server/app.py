@@ -182,6 +182,16 @@ async def deliver(
     Args:
         raw: the request's body.
     """
+    try:
+        return await _deliver(http, dialect, session, request, raw, patience)
+    except ConnectionError:  # the client has gone: nothing is wrong here, and its turn is not trained
+        log.debug("a client left before its reply was told")
+        return web.Response(status=499)
+
+
+async def _deliver(
+    http: web.Request, dialect: Dialect, session: Session, request: Request, raw: bytes, patience: Patience
+) -> web.StreamResponse:
     marked = http.headers.get("x-stainless-retry-count", "0") != "0"
     attempt = session.attempt(request, http.path.encode() + b"\0" + raw, marked)
     response = await _wait(http, attempt, request.stream, patience)
