@@ -96,12 +96,45 @@ def _read_annotation(node: ast.expr) -> _Read:
         case ast.Subscript(value=ast.Name(id="Literal"), slice=inner):
             values = inner.elts if isinstance(inner, ast.Tuple) else [inner]
             return set(), {ast.literal_eval(v) for v in values}, False, True
-        case ast.Subscript(value=ast.Name(id="A" | "Annotated"), slice=ast.Tuple(elts=[inner, *_])):
-            return _read_annotation(inner)
+        case ast.Subscript(value=ast.Name(id="A" | "Annotated"), slice=ast.Tuple(elts=[inner, *more])):
+            types, choices, optional, known = _read_annotation(inner)
+            listed = _listed_choices(more)
+            return (
+                (set(), listed, optional, known)
+                if listed and types <= {str, int}
+                else (types, choices, optional, known)
+            )
         case ast.Subscript(value=ast.Name(id=name)) if name in _SIMPLE:
             return {_SIMPLE[name]}, set(), False, True
         case _:
             return set(), set(), False, False
+
+
+def _listed_choices(arguments: list[ast.expr]) -> set[object]:
+    """The `choices` of SGLang's `Arg(...)`, written there or by the name of a list; empty where there are none."""
+    calls = [a for a in arguments if isinstance(a, ast.Call)]
+    for value in (k.value for call in calls for k in call.keywords if k.arg == "choices"):
+        if isinstance(value, ast.Name):
+            return _named_choices().get(value.id, set())
+        return _literals(value)
+    return set()
+
+
+def _literals(node: ast.expr) -> set[object]:
+    plain = isinstance(node, ast.List | ast.Tuple) and all(isinstance(e, ast.Constant) for e in node.elts)
+    return set(ast.literal_eval(node)) if plain else set()
+
+
+@functools.cache
+def _named_choices() -> dict[str, set[object]]:
+    """SGLang's lists of choices by name."""
+    path = _distribution_path("sglang", "sglang/srt/arg_groups/choices.py", "sglang")
+    tree = ast.parse(path.read_text()) if path.is_file() else ast.Module([], [])
+    return {
+        node.targets[0].id: _literals(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
 
 
 def _merge(parts: list[ast.expr]) -> _Read:
@@ -121,7 +154,9 @@ def _fields_of_class(node: ast.ClassDef) -> dict[str, EngineField]:
             types, choices, optional, known = _read_annotation(item.annotation)
             if not known:
                 types, choices, optional = set[type](), set[object](), True
-            found[item.target.id] = EngineField(item.target.id, node.name, tuple(types), tuple(choices), optional)
+            found[item.target.id] = EngineField(
+                item.target.id, node.name, tuple(types), tuple(sorted(choices, key=str)), optional
+            )
     return found
 
 

@@ -102,6 +102,17 @@ def test_what_is_no_address_of_a_server_is_refused_and_no_password_is_shown(sect
     assert error.value.field == f"{section}.urls" and "geheim" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "good"),
+    [("linear_attn_decode_backend", "tpu", "triton"), ("hicache_write_policy", "/dev/null", "write_back")],
+)
+def test_a_choice_that_the_engine_does_not_offer_is_refused(name: str, value: str, good: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(with_setting(f"sglang.{name}", value))
+    assert error.value.field == f"sglang.{name}" and repr(good) in error.value.rule
+    build(with_setting(f"sglang.{name}", good))
+
+
 @pytest.mark.parametrize(("setting", "value"), [("weights.senders", 10**12), ("algorithm.correction.token_cap", 1e30)])
 def test_numbers_that_mean_nothing_are_refused(setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match=setting):
