@@ -6,6 +6,7 @@
     chunked             mslime, a chunk of tokens at a time (every device)
     fused               mslime, Triton (CUDA)
     fused, reused       the same, the gradient written over the logits
+    megatron-core       its fused cross entropy (every device; no entropy)
     liger-kernel        its cross entropy (CUDA; no entropy, temperature 1, the gradient written over the logits in the
                         forward pass). Install it with: pip install --no-deps liger-kernel==0.8.5
 
@@ -109,12 +110,34 @@ def ways(device: torch.device, args: argparse.Namespace) -> dict[str, Function]:
         with torch.set_grad_enabled(args.entropy == "gradient"):
             return label, -(log_p.exp() * log_p).sum(dim=-1)
 
-    found: dict[str, Function] = {"materialised": materialised, "chunked": ours("chunked")}
+    found: dict[str, Function] = {
+        "materialised": materialised,
+        "chunked": ours("chunked"),
+        "megatron-core": _megatron(args.temperature),
+    }
     if device.type == "cuda" and importlib.util.find_spec("triton"):
         found |= {"fused": ours("fused"), "fused, reused": ours("fused", reuse=True)}
         if importlib.util.find_spec("liger_kernel"):
             found["liger-kernel"] = _liger()
     return found
+
+
+def _megatron(temperature: float) -> Function:
+    """megatron-core's fused cross entropy, on logits that are made float32 and divided as its users must."""
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    from mslime.network import free_port
+
+    if not torch.distributed.is_initialized():
+        backend, address = "nccl" if torch.cuda.is_available() else "gloo", f"tcp://127.0.0.1:{free_port()}"
+        torch.distributed.init_process_group(backend, init_method=address, rank=0, world_size=1)
+    group = torch.distributed.group.WORLD
+
+    def run(logits: Tensor, labels: Tensor) -> Outputs:
+        whole = logits[:, None].float() / temperature
+        return -fused_vocab_parallel_cross_entropy(whole, labels[:, None], group)[:, 0], None
+
+    return run
 
 
 def _liger() -> Function:
