@@ -106,7 +106,8 @@ def _config(model: Path) -> dict[str, int]:
 
 def _active_parameters(config: dict[str, int]) -> int:
     h, layers = config["hidden_size"], config["num_hidden_layers"]
-    heads, groups, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or h // heads
     attention = h * dim * (2 * heads + 2 * groups)
     experts = config["num_experts_per_tok"] * 3 * h * config["moe_intermediate_size"]
     return layers * (attention + experts) + h * config["vocab_size"]

@@ -149,14 +149,16 @@ def report(
         UserError: a directory is not there, holds no metrics, or a broken file.
     """
     from mslime.config.adapters import directories
+    from mslime.config.errors import reading_run
     from mslime.observe.compare import FILE_NAME, write_comparison
     from mslime.observe.report import write_report
 
     given, to = list(dict.fromkeys(map(Path, (run_dir, *others)))), None if out is None else Path(out)
-    runs = [path for each in given for path in directories(each)[1:] or [each]]
-    if len(runs) == 1:
-        return write_report(runs[0], to)
-    return write_comparison(runs, to or given[0] / FILE_NAME)
+    with reading_run(given[0]):
+        runs = [path for each in given for path in directories(each)[1:] or [each]]
+        if len(runs) == 1:
+            return write_report(runs[0], to)
+        return write_comparison(runs, to or given[0] / FILE_NAME)
 
 
 def _result(run_dir: Path) -> TrainResult:

@@ -23,10 +23,13 @@ def main() -> None:
     console.print(f"\nreport: {directory / 'rl' / 'report.html'}   (open it in a browser)")
     console.print(f"trained model: {directory / 'rl' / 'hf'}")
     console.print("\nthe mslime command, in this shell: source .venv/bin/activate      (then: mslime --help)")
+    console.print("next: your own reward in five minutes, on this machine: docs/your_own_reward.md")
     console.print(
-        "next: bash scripts/quickstart.sh --pp --out outputs/quickstart-pp      the same with two pipeline stages"
+        "also: bash scripts/quickstart.sh --pp --out outputs/quickstart-pp     (two pipeline stages)", soft_wrap=True
     )
-    console.print("      bash scripts/quickstart.sh -- --rollout.max-staleness 0            synchronous, on-policy")
+    console.print(
+        "      bash scripts/quickstart.sh -- --rollout.max-staleness 0         (synchronous, on-policy)", soft_wrap=True
+    )
 
 
 def _table(evals: list[dict[str, float]], steps: list[dict[str, float]]) -> Table:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mslime.algorithms.kl import clamp_log_ratio
 from mslime.algorithms.losses import LossOutput
 from mslime.algorithms.statistics import LossStatistics
 from mslime.config.serve import LossChoice
@@ -46,7 +47,7 @@ def _terms(choice: LossChoice, log_p: Tensor, log_q: Tensor, weights: Tensor, ad
     difference = log_p - log_q
     if choice.name == "dro":
         return advantages * log_p - choice.beta / 2 * difference.square()
-    ratio = difference.exp()
+    ratio = clamp_log_ratio(difference).exp()  # a client may fill what it does not train with anything
     if choice.name == "importance_sampling":
         return ratio * advantages
     clipped = ratio.clamp(choice.low, choice.high)

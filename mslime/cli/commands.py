@@ -15,7 +15,7 @@ from mslime import __version__
 from mslime.cli.convert import add_parser as add_convert
 from mslime.cli.doctor import add_parser as add_doctor
 from mslime.cli.scale import add_parser as add_scale
-from mslime.config.errors import ConfigError, UserError
+from mslime.config.errors import ConfigError, UserError, nearest, reading_run
 from mslime.control.ray_watch import end
 from mslime.control.stop import Stopped, outliving_readers
 
@@ -73,25 +73,31 @@ def _parse(words: list[str]) -> argparse.Namespace:
     for name, (about, add_own, run) in _TAKE_SETTINGS.items():
         if words[: len(name)] == list(name):
             return _parse_settings(name, about, add_own, run, words[len(name) :])
-    return _parser().parse_args(words)
+    parser, commands = _parser()
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        raise ConfigError("command line", words[0], "there is no such command",
+                          nearest(words[0], commands) or f"one of {', '.join(commands)}")  # fmt: skip
+    return parser.parse_args(words)
 
 
 def _parse_settings(
     name: tuple[str, ...], about: str, add_own: Callable[[Any], None], run: Run, words: list[str]
 ) -> argparse.Namespace:
-    from mslime.config.flags import FlagParser, add_settings, normalised
+    from mslime.config.flags import FlagParser, add_help, add_settings, normalised
 
     words = normalised(words)
     prog = f"mslime {' '.join(name)}"
     usage = f"{prog} [RUN.yaml] [options] [--SECTION.SETTING VALUE ...]"
-    parser = FlagParser(prog, usage, f"{about[0].upper()}{about[1:]}. {_HOW}", allow_abbrev=False)
+    parser = FlagParser(prog, usage, f"{about[0].upper()}{about[1:]}. {_HOW}", allow_abbrev=False, add_help=False)
+    add_help(parser)
     add_own(parser)
     add_settings(parser, words)
     parser.set_defaults(run=run, words=(*name, *words))
     return parser.parse_args(words)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    """The parser of all commands but those that take settings, and the names of all."""
     parser = argparse.ArgumentParser(
         "mslime",
         description="Reinforcement-learning post-training for MoE language models.",
@@ -102,7 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     for (*group, name), (about, _, _) in _TAKE_SETTINGS.items():
         if not group:
             commands.add_parser(name, help=about)  # for the list; `_parse` knows the rest
-    report = commands.add_parser("report", help="write one HTML page about a run, or about several side by side")
+    about = "write one HTML page about a run, or about several side by side"
+    report = commands.add_parser(
+        "report", help=about,
+        description=f"{about.capitalize()}: what it learnt, what is wrong, and where time and tokens went. The page "
+        "needs no server and no network; a run may still go on (docs/report.md).",
+    )  # fmt: skip
     report.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN", help="outputs/NAME")
     report.add_argument(
         "--out", type=Path, help="the page (default: report.html of the run, compare.html of the first)"
@@ -118,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     env = commands.add_parser("env", help="print versions and devices, for a bug report")
     env.set_defaults(run=_env)
     add_doctor(commands)
-    return parser
+    return parser, list(commands.choices)
 
 
 def _add_file(parser: Any, told: str = "YAML file; optional when everything is given as flags") -> None:
@@ -330,7 +341,6 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _print_fields(section: str, markdown: bool) -> int:
-    from mslime.config.errors import ConfigError, nearest
     from mslime.config.passthrough import engine_fields
     from mslime.config.settings import all_settings, as_markdown
 
@@ -370,7 +380,8 @@ def _samples(args: argparse.Namespace) -> int:
         raise UserError(f"--{order}", count, "must be at least 1", "say how many responses to show")
     kind = "truncated" if args.truncated else "continued" if args.continued else ""
     wanted = Wanted(args.step, args.eval is not None, args.eval or "", order, count, kind)
-    show_samples(args.run_dir, wanted, Console(), args.json)
+    with reading_run(args.run_dir):
+        show_samples(args.run_dir, wanted, Console(), args.json)
     return 0
 
 
@@ -382,7 +393,8 @@ def _inspect(args: argparse.Namespace) -> int:
     wanted = Inspected(
         args.step, args.eval is not None, args.eval or "", args.group, args.sample, args.color, args.tokens
     )
-    inspect_run(args.run_dir, wanted, Console())
+    with reading_run(args.run_dir):
+        inspect_run(args.run_dir, wanted, Console())
     return 0
 
 

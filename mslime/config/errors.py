@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import zlib
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 MALFORMED = (
@@ -107,11 +107,17 @@ def reading(kind: type[UserError], where: str, rule: str, way_out: str) -> Gener
     """
     try:
         yield
-    except UserError:
+    except (UserError, BrokenPipeError):
         raise
     except MALFORMED as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise kind(where, told, rule, way_out) from error
+
+
+def reading_run(run_dir: Path) -> AbstractContextManager[None]:
+    """The border for a run's directory, whose files others may have written or damaged: a UserError, whatever it is."""
+    return reading(UserError, str(run_dir), "a file of the run is not what mslime writes",
+                   "move it away, or repair it; docs/resuming.md lists a run's files")  # fmt: skip
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -1,21 +1,24 @@
 """Settings as command-line flags, parsed by argparse with one option for each setting of the schema.
 
-argparse knows how many words each setting takes, so the YAML file may stand anywhere among the flags, and `--help`
-lists them all. An engine's own fields, and names that nobody knows, become options when they are met: whoever validates
-them says what is wrong, with the nearest name. Why argparse and not a library above it: docs/decisions/0008.
+argparse knows how many words each setting takes, so the YAML file may stand anywhere among the flags. `--help` names
+the sections, `--help SECTION` lists one, `--help all` everything. An engine's own fields, and names that nobody knows,
+become options when they are met: whoever validates them says what is wrong, with the nearest name. Why argparse and not
+a library above it: docs/decisions/0008.
 """
 
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
 
-from mslime.config.errors import ConfigError
+from mslime.config.errors import ConfigError, nearest
 from mslime.config.passthrough import EngineField, engine_fields
 from mslime.config.settings import Setting, all_settings, engine_sections, sections
 
 _PREFIX = "setting:"
+_TOP = "the run"
 Parse = Callable[[str, str], Any]
 """(a YAML text, what it is called in messages) -> its value."""
 
@@ -26,6 +29,63 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise instead of ending the process."""
         raise ConfigError("command line", " ".join(self.prog.split()[:2]), message, f"see {self.prog} --help")
+
+
+def add_help(parser: argparse.ArgumentParser) -> None:
+    """Add `--help [SECTION]` to a parser that has none, and that gets `add_settings`."""
+    parser.add_argument(
+        "-h", "--help", action=_Help, nargs="?", const="", metavar="SECTION", default=argparse.SUPPRESS,
+        help="this; with a section's name its settings (--help rollout), with `all` everything",
+    )  # fmt: skip
+
+
+class _Help(argparse.Action):
+    """Prints what fits a screen, one section, or everything, and ends the process."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        asked = str(values or "")
+        print(parser.format_help() if asked == "all" else _help_of(parser, asked), end="")
+        parser.exit()
+
+
+def _help_of(parser: argparse.ArgumentParser, asked: str) -> str:
+    """The command's own options and the names of the sections; or the settings of a section and those below it.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
+    about, made = sections(), cast("Any", parser)
+    formatter = made._get_formatter()
+    if not asked:
+        formatter.add_usage(parser.usage, [], [])
+        formatter.add_text(parser.description)
+    shown = 0
+    for group in made._action_groups:
+        ours = group.title in about or group.title == _TOP
+        if (f"{group.title}.".startswith(f"{asked}.") and ours) if asked else not ours:
+            formatter.start_section(group.title)
+            formatter.add_text(group.description)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+            shown += 1
+    if asked and not shown:
+        raise ConfigError("--help", asked, "there is no such section",
+                          nearest(asked, about) or "mslime train --help names them")  # fmt: skip
+    told = formatter.format_help()
+    if asked:
+        return told
+    names = [name for name in about if name and "." not in name]
+    lines = [
+        f"  {name:<12}{textwrap.shorten(about[name].partition('. ')[0], 65, placeholder=' ...')}" for name in names
+    ]
+    head = "\nsettings (--help SECTION lists those of a section, --help all lists all of them):"
+    return "\n".join([told.rstrip(), head, *lines]) + "\n"
 
 
 def normalised(argv: Sequence[str]) -> list[str]:
@@ -47,11 +107,15 @@ def add_settings(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     about, groups = sections(), dict[str, Any]()
     for setting in all_settings():
         if setting.section not in groups:
-            groups[setting.section] = parser.add_argument_group(setting.section or "the run", about[setting.section])
+            groups[setting.section] = parser.add_argument_group(setting.section or _TOP, about[setting.section])
         told = f"{setting.description} [{setting.expected}; default {setting.default or 'none, required'}]"
         count = "*" if setting.listed else "?" if setting.boolean else None
         _add(groups[setting.section], setting.path, count, told.replace("%", "%%"))
     for name in dict.fromkeys(map(_without_no, _other_names(parser, argv))):
+        if "." not in name and name not in about:  # every field of an engine has its section
+            flag, known = "--" + name.replace("_", "-"), cast("Any", parser)._option_string_actions
+            raise ConfigError("command line", flag, "there is no such flag",
+                              nearest(flag, known) or f"see {parser.prog} --help")  # fmt: skip
         _add(parser, name, _words_of(name), argparse.SUPPRESS)
 
 

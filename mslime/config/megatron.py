@@ -64,6 +64,16 @@ MEGATRON_RESERVED: dict[str, str] = {
     "pipeline_model_parallel_layout": "use num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
     "account_for_embedding_in_pipeline_split": "use num_layers_in_first_pipeline_stage",
     "account_for_loss_in_pipeline_split": "use num_layers_in_last_pipeline_stage",
+    "softmax_scale": "the architecture comes from the checkpoint",
+    "no_rope_freq": "the architecture comes from the checkpoint",
+    "apply_residual_connection_post_layernorm": "no model family of mslime has it",
+    "mtp_num_layers": "layers of multi-token prediction are carried in checkpoints, and not trained",
+    "moe_router_force_load_balancing": "routers choose their experts as engines do",
+    "moe_input_jitter_eps": "routers choose their experts as engines do",
+    "optimizer": "the trainer's optimizer is AdamW",
+    "use_megatron_fsdp": "parameters are sent and saved from megatron-core's own buffers",
+    "num_distributed_optimizer_instances": "one distributed optimizer spans all data-parallel ranks",
+    "overlap_moe_expert_parallel_comm": "the schedule does not split a micro-batch's layers for it",
     "transformer_impl": "it follows cluster.device: Transformer Engine on cuda, the local spec on cpu",
 }
 

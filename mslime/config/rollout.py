@@ -66,6 +66,11 @@ class RolloutConfig(Section):
         description="Earlier reasoning in chats. template: as the chat template says; where it drops reasoning at a "
         "new query, each query begins a sequence. keep: it stays, and a rollout is one sequence.",
     )
+    read_special_tokens: bool = Field(
+        default=False,
+        description="Whether special tokens are read where users, tools and environments write them out. false: a "
+        "blank breaks them up, so that no tool can end the model's turn.",
+    )
     limits: AgentLimits = Field(default_factory=AgentLimits, description="What one rollout that chats may take.")
     server: AgentServer = Field(
         default_factory=AgentServer, description="The server that agents of rollout functions speak to."

@@ -23,6 +23,7 @@ from mslime.config.errors import ConfigError, UserError
 from mslime.control.orders import Order, Orders
 from mslime.logs import hide
 from mslime.threads import in_thread
+from mslime.web_server import admitted, same_key, serve
 
 FILE_NAME = "control.json"
 ANSWER_S = 10.0
@@ -60,15 +61,13 @@ class ControlEndpoint:
         app = web.Application(client_max_size=LARGEST_BODY)
         app.router.add_get("/engines", self._tell)
         app.router.add_post("/engines", self._order)
-        runner = web.AppRunner(app, access_log=None, handle_signals=False)
         loop = self._loop
-        loop.run_until_complete(runner.setup())
-        loop.run_until_complete(web.SockSite(runner, listening).start())
+        served = loop.run_until_complete(serve(app, listening))
         ready.set_result(None)
         try:
             loop.run_forever()
         finally:
-            loop.run_until_complete(runner.cleanup())
+            loop.run_until_complete(served.close())
             loop.close()
 
     async def _tell(self, request: web.Request) -> web.Response:
@@ -91,8 +90,9 @@ class ControlEndpoint:
 
     def _let_in(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "")
-        if not secrets.compare_digest(given.encode(), f"Bearer {self._key}".encode()):
+        if not same_key(given, f"Bearer {self._key}"):
             raise web.HTTPUnauthorized(text="the key is in control.json of the run")
+        admitted(request)
 
 
 async def ask(run_dir: Path, order: dict[str, Any] | None = None) -> dict[str, Any]:

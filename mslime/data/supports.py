@@ -71,7 +71,7 @@ class Supports:
         """One row for each of `positions` [n]; an empty one where the position is negative."""
         known = positions >= 0
         sizes = np.zeros(len(positions), np.int64)
-        sizes[known] = self.sizes[positions[known]]
+        sizes[known] = self.offsets[positions[known] + 1] - self.offsets[positions[known]]
         starts = np.zeros(len(positions), np.int64)
         starts[known] = self.offsets[positions[known]]
         before = np.cumsum(sizes) - sizes  # ids of the rows above

@@ -136,6 +136,12 @@ class HFTokenizer:
         return copy.deepcopy(self._inner)
 
 
+def special_texts(tokenizer: Tokenizer) -> list[str]:
+    """The special tokens as they are written out, the longest first."""
+    texts = {tokenizer.decode([i], special_tokens=True) for i in tokenizer.special_ids}
+    return sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
+
+
 def load_tokenizer(path: Path | str) -> HFTokenizer:
     """The tokenizer stored in a checkpoint directory. Raises DataError when there is none, or it cannot be read."""
     directory = Path(path)

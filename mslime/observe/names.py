@@ -149,7 +149,8 @@ METRICS: dict[str, Metric] = {
     ),
     "rollout/chat/{event}": Metric(
         "",
-        "malformed_calls, unknown_tools, undelivered_turns, joined_retries, ignored_fields, limits_reached; mean",
+        "malformed_calls, unknown_tools, undelivered_turns, joined_retries, ignored_fields, "
+        "ignored_NAME of those that promise something, limits_reached; mean",
         "rollouts that chat",
     ),
     "rollout/atropos/{event}": Metric(

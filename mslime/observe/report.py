@@ -230,7 +230,11 @@ def write_page(path: Path, page: str) -> Path:
 
 def read_config(text: str) -> dict[str, Any]:
     """The resolved configuration; empty when the run wrote none, or one that is not resolved."""
-    loaded = yaml.safe_load(text) if text else None
+    try:
+        loaded = yaml.safe_load(text) if text else None
+    except yaml.YAMLError as error:
+        told = " ".join(str(error).split())[:200]
+        raise UserError("config.yaml", told, "is not valid YAML", "repair it, or move it away") from error
     return loaded if isinstance(loaded, dict) and loaded.keys() >= RunConfig.model_fields.keys() else {}
 
 

@@ -57,23 +57,18 @@ def engines_of(sglang: Mapping[str, Any]) -> str:
 
 
 def as_yaml(settings: Mapping[str, Mapping[str, Any]]) -> str:
-    """Sections of a run's file; sizes of one are left out."""
-    said = {name: _telling(section) for name, section in settings.items()}
-    return yaml.safe_dump(said, sort_keys=False)
+    """Sections of a run's file."""
+    return yaml.safe_dump({name: dict(section) for name, section in settings.items()}, sort_keys=False)
 
 
 def as_flags(settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The same as flags of every command that takes settings."""
+    """The same as flags of every command that takes settings; behind a launch script they win over what it says."""
     words: list[str] = []
     for section, values in settings.items():
-        for name, value in _telling(values).items():
+        for name, value in values.items():
             flag = name.replace("_", "-")
             if isinstance(value, bool):
                 words.append(f"--{section}.{'' if value else 'no-'}{flag}")
             else:
-                words += [f"--{section}.{flag}", str(value)]
+                words += [f"--{section}.{flag}", "null" if value is None else str(value)]
     return words
-
-
-def _telling(section: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in section.items() if not (name.endswith("_parallel_size") and value == 1)}

@@ -398,7 +398,8 @@ class Search:
         chosen: Mapping[str, Mapping[str, Any]],
     ) -> _Weighed:  # fmt: skip
         layout, cluster = trainer.spec.layout, chosen["cluster"]
-        settings = {**chosen, "megatron": trainer.settings, "sglang": engines.settings}
+        megatron = {**self.space.unused(trainer.measures), **trainer.settings}
+        settings = {**chosen, "megatron": megatron, "sglang": engines.settings}
         sizes = (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp)
         tight = max(memory.peak for memory in trainer.memory) > TIGHT * usable
         whole = {**seconds, "step": step_seconds(seconds, ahead)}

@@ -106,6 +106,10 @@ class Space:
         named = {**given.get("extra", {}), **given}
         return [("as set", {})] if any(name in named for name in (*FULL, *HALVED, *OFFLOADED)) else MEASURES
 
+    def unused(self, measures: str) -> Mapping[str, None]:
+        """Recomputing, said to be off: what is found may stand behind settings that have it on."""
+        return {} if measures == "as set" else dict.fromkeys(FULL)
+
     def engine_sizes(self, w: Widths, gpus: int) -> Iterator[dict[str, Any]]:
         """Sizes of engines on at most so many GPUs, under SGLang's names."""
         tp_size, count, ep_size = (self.given("sglang", name) for name in ("tp_size", "num_engines", "ep_size"))
@@ -116,7 +120,7 @@ class Space:
             whole = w.experts > 0 and w.experts % tp == 0 and (w.expert_mlp // tp < NARROWEST or w.expert_mlp % tp > 0)
             ep = ep_size or (tp if whole else 1)
             spanning = {"nnodes": tp // self.per_node} if tp > self.per_node else {}
-            yield {"num_engines": number, "tp_size": tp} | ({"ep_size": ep} if ep > 1 else {}) | spanning
+            yield {"num_engines": number, "tp_size": tp, "ep_size": ep} | spanning
 
 
 def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:

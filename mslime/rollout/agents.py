@@ -29,23 +29,27 @@ class Agents:
     Args:
         config: `rollout`.
         make: the renderer; called once.
+        special: the tokenizer's special tokens, written out.
     """
 
-    def __init__(self, config: RolloutConfig, make: Callable[[], Renderer]) -> None:
+    def __init__(self, config: RolloutConfig, make: Callable[[], Renderer], special: Sequence[str] = ()) -> None:
         self._config, self._make = config, make
+        self._special = () if config.read_special_tokens else tuple(special)
         self._rendering: Rendering | None = None
         self._server: ModelServer | None = None
         self._making = asyncio.Lock()
 
     @classmethod
-    def with_tokenizer(cls, config: RolloutConfig, family: Sequence[str], tokenizer: Callable[[], Any]) -> Agents:
+    def with_tokenizer(
+        cls, config: RolloutConfig, family: Sequence[str], tokenizer: Callable[[], Any], special: Sequence[str] = ()
+    ) -> Agents:
         """With the renderer that the run or the model's family names.
 
         Args:
             family: see `ModelFacts.renderers`.
             tokenizer: transformers', for a thread of its own.
         """
-        return cls(config, lambda: choose_renderer(config.renderer, family, tokenizer(), config.thinking))
+        return cls(config, lambda: choose_renderer(config.renderer, family, tokenizer(), config.thinking), special)
 
     async def chat(
         self, engine: Sequences, on_expiry: Callable[[], bool], limits: AgentLimits | None = None
@@ -54,7 +58,7 @@ class Agents:
         ConfigError when there is no renderer for them."""
         async with self._making:
             if self._rendering is None:
-                self._rendering = Rendering(await asyncio.to_thread(self._make))
+                self._rendering = Rendering(await asyncio.to_thread(self._make), self._special)
         return ChatSession(engine, self._rendering, limits or self._config.limits, on_expiry)
 
     async def serve(self, chat: ChatSession) -> tuple[ModelEndpoint, Session]:

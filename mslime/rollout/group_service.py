@@ -22,7 +22,7 @@ from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group
 from mslime.data.source import PromptSource
-from mslime.data.tokenizer import Tokenizer
+from mslime.data.tokenizer import Tokenizer, special_texts
 from mslime.rollout.agents import Agents
 from mslime.rollout.atropos.play import AtroposRollouts
 from mslime.rollout.books import Books, new_group
@@ -101,7 +101,9 @@ class GroupService(ABC):
         self._sampling = Sampling.for_training(config.rollout, config.train.replay, model, limits)
         scoring = Scoring(config.reward, config.rollout.max_response_tokens, scorer, teacher, self._teaching)
         self._workflow = open_workflow(config, tokenizer)
-        self._agents = Agents.with_tokenizer(config.rollout, model.renderers, tokenizer.for_thread)
+        self._agents = Agents.with_tokenizer(
+            config.rollout, model.renderers, tokenizer.for_thread, special_texts(tokenizer)
+        )
         self._runner = GroupRunner(
             config,
             self._workflow,

@@ -76,7 +76,11 @@ def _chosen(samples: Sequence[Sample] | None, grown: Sequence[GrowingSample], er
     if any(g.busy for g in found):  # before the next one: until a turn has ended, there is none
         raise error("returned while a turn was generated", "await it, or cancel it")
     if not found or any(g.finish is None for g in found):
-        raise error("returned without generating", "call engine.generate at least once for each sample")
+        raise error(
+            "returned without generating",
+            "call engine.generate at least once for each sample; a cache in an agent's "
+            "client may have answered instead",
+        )
     return found
 
 

@@ -67,6 +67,11 @@ class Rollout:
         return self._group.parts(self.number)
 
     @property
+    def longest(self) -> int:
+        """See `chat.session.Sequences`."""
+        return self._sampling.longest_input
+
+    @property
     def busy(self) -> bool:
         """It is at an engine, or is scored. Neither busy nor waiting: its function works."""
         return bool(self._at_work)
@@ -348,6 +353,10 @@ class Rollout:
         told_by_chats = self._chats.settle()
         for grown in self._grown:
             self._check_untouched(grown)
+            if grown.finish is None and not grown.busy and grown.newest:  # its last turn was cancelled, and kept
+                if len(grown.sample) > grown.turn_start:
+                    grown.newest = self._end_turn(grown)
+                grown.finish = "length"
         told = told_of(returned, self._grown, self._chats.reply, self._error)
         for grown in self._grown:
             grown.sample.process_rewards = told.steps.get(id(grown.sample), grown.sample.process_rewards)

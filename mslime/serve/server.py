@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -20,6 +20,7 @@ from mslime.serve.errors import BUSY, GONE, UNKNOWN, UNKNOWN_KEY, ServeError
 from mslime.serve.futures import JSON
 from mslime.serve.service import Service
 from mslime.serve.states import TYPES, Saved
+from mslime.web_server import Listening, admitted, same_key, serve
 
 KEY_PREFIX = "tml-"
 """What the SDK wants a key to begin with."""
@@ -51,22 +52,20 @@ class Server:
 
     def __init__(self, service: Service, key: str) -> None:
         self._service, self._key = service, key
-        self._runner: web.AppRunner | None = None
+        self._listening: Listening | None = None
         self._tidying: asyncio.Task[None] | None = None
 
-    async def start(self, site: Callable[[web.AppRunner], web.BaseSite]) -> None:
-        """Serve at a site, and let go of silent clients."""
-        self._runner = web.AppRunner(self.app(), access_log=None, handle_signals=False, shutdown_timeout=1.0)
-        await self._runner.setup()
-        await site(self._runner).start()
+    async def start(self, listening: socket.socket) -> None:
+        """Serve on a socket, and let go of silent clients."""
+        self._listening = await serve(self.app(), listening, shutdown_timeout=1.0)
         self._tidying = asyncio.create_task(self._tidy())
 
     async def stop(self) -> None:
         """Serve nobody any more."""
         if self._tidying is not None:
             self._tidying.cancel()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._listening is not None:
+            await self._listening.close()
 
     async def _tidy(self) -> None:
         while True:
@@ -121,10 +120,11 @@ class Server:
         begin, path = time.monotonic(), request.path
         try:
             given = request.headers.get("X-API-Key", "")
-            if not secrets.compare_digest(given.encode(), self._key.encode()):
+            if not same_key(given, self._key):
                 raise ServeError("api_key", "(not shown)", "is not the key of this server", "give the key that "
                                  "`mslime serve` wrote to RUN/serve.json, as api_key or TINKER_API_KEY",
                                  UNKNOWN_KEY)  # fmt: skip
+            admitted(request)
             response = await handler(request)
         except web.HTTPNotFound:
             response = _refusal(ServeError("path", path, "is not served", "see docs/serve.md", UNKNOWN))

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from aiohttp import web
 from rich.console import Console
 
 from mslime import network
@@ -141,7 +140,7 @@ class Serving(Started):
                 together=config.steps_together,
             )  # fmt: skip
             server = Server(service, key)
-            await server.start(lambda runner: web.SockSite(runner, listening))
+            await server.start(listening)
             try:
                 self._announce(listening, key, served)
                 with self._status or nullcontext():

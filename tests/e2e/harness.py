@@ -133,6 +133,37 @@ def assert_balanced(rows: Sequence[Mapping[str, Any]]) -> None:
         assert before["ledger/pending_tokens"] + row["ledger/generated_tokens"] == spent, f"step {row['step']}"
 
 
+LISTENERS = {
+    "mslime.backends.sglang": "SGLang's HTTP interface", "sglang::": "rendezvous of the trainer",
+    "ray::": "Ray (GCS, raylet", "/ray/": "Ray (GCS, raylet", "mslime.cli train": "a training run's orders",
+    "mslime.cli serve": "`mslime serve`",
+}  # fmt: skip
+"""Part of a command line -> the row of SECURITY.md that says where such a process listens, and for whom."""
+
+
+def assert_listeners_are_documented(run: Run) -> None:
+    """Every process of a run that listens now has a row in SECURITY.md. Beyond this machine Ray's processes listen, and
+    one port of each of its workers, of which the driver is one, whatever these open besides; no engine does."""
+    security = (ROOT / "SECURITY.md").read_text()
+    heard = set[str]()
+    for process in [psutil.Process(run.process.pid), *run.look()]:
+        command = " ".join(_command(process))
+        try:
+            listening = [c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if not listening:
+            continue
+        part = next((part for part in LISTENERS if part in command), None)
+        assert part is not None, f"{command[:200]} listens on {listening}, and SECURITY.md has no row for it"
+        assert f"| {LISTENERS[part]}" in security, LISTENERS[part]
+        beyond = sum(not ip.startswith(("127.", "::1", "::ffff:127.")) for ip in listening)
+        allowed = 0 if "sglang" in part else 1 if part != "/ray/" else beyond
+        assert beyond <= allowed, f"{command[:200]} listens on {listening}"
+        heard.add(part)
+    assert {"mslime.backends.sglang", "ray::", "/ray/"} <= heard, f"a run of which only {heard} listen?"
+
+
 def interrupt(run: Run) -> None:
     """What Ctrl-C does on a terminal: SIGINT to the driver's whole process group."""
     os.killpg(run.process.pid, signal.SIGINT)

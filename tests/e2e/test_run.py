@@ -27,7 +27,15 @@ from mslime.observe.rows import by_step
 from mslime.observe.samples import file_of, read_samples, recorded_steps, telling, telling_of_step, versions_of
 from mslime.observe.timeline import Span, read_spans
 from mslime.rollout.state import open_state, unpack_groups
-from tests.e2e.harness import ROOT, Run, assert_balanced, interrupt, start_program, start_run
+from tests.e2e.harness import (
+    ROOT,
+    Run,
+    assert_balanced,
+    assert_listeners_are_documented,
+    interrupt,
+    start_program,
+    start_run,
+)
 from tests.fixtures.killing_transport import DEATHS, VARIABLE
 
 START_S, STEP_S = 240.0, 120.0
@@ -268,7 +276,9 @@ def test_an_asynchronous_run_recycles_partial_rollouts_within_the_staleness_boun
     )  # fmt: skip
     run = start_run(values, tmp_path)
     runs.append(run)
-    assert run.finish(START_S + 4 * STEP_S) == 0, run.text()
+    run.wait_for(lambda: len(run.rows()) >= 1, START_S + STEP_S)
+    assert_listeners_are_documented(run)
+    assert run.finish(3 * STEP_S) == 0, run.text()
     rows = by_step(run.rows())
     assert [r["step"] for r in rows if "eval/held_out/accuracy" in r] == [2, 4]
     assert_evaluated_beside_training(read_spans(run.directory), step=2)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.harness import Run, interrupt, start_run
+from tests.e2e.harness import Run, assert_listeners_are_documented, interrupt, start_run
 from tests.fixtures.peft_models import factors_of, peft_model
 
 tinker = pytest.importorskip("tinker")
@@ -70,6 +70,7 @@ def started(values: dict[str, Any], directory: Path) -> Server:
 @pytest.fixture(scope="module")
 def server(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     found = started(settings(tiny_qwen3_moe), tmp_path_factory.mktemp("serve"))
+    assert_listeners_are_documented(found.run)
     yield found
     found.run.stop()
 

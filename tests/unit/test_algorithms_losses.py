@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mslime.algorithms.client_losses import client_loss
 from mslime.algorithms.corrections import needs_old_log_probs
 from mslime.algorithms.kl import kl_estimate
 from mslime.algorithms.losses import LossOutput, PolicyLossInputs, policy_loss, sft_loss
@@ -21,6 +22,7 @@ from mslime.algorithms.statistics import LossStatistics, finalise, mean_weight
 from mslime.algorithms.token_batch import Reduce
 from mslime.config.algorithm import PRESETS, AlgorithmConfig, CorrectionConfig
 from mslime.config.errors import ConfigError
+from mslime.config.serve import LossChoice
 
 from . import algorithms_reference as reference
 from .algorithms_reference import Tokens, random_tokens
@@ -360,3 +362,13 @@ def test_fields_beside_a_preset_win_over_it_and_a_dump_reads_back() -> None:
     config = CorrectionConfig(preset="icepop", high=4.0)
     assert (config.low, config.high, config.action) == (0.5, 4.0, "mask")
     assert CorrectionConfig(**config.as_dict()) == config
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
+def test_a_clients_filler_on_rows_without_advantage_leaves_loss_and_gradient_finite(name: str) -> None:
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    filler, advantages = torch.tensor([-1.0, -9999.0]), torch.tensor([1.0, 0.0])
+    choice = LossChoice(name=name)  # type: ignore[arg-type]
+    loss = client_loss(choice, log_probs, torch.tensor([True, True]), torch.ones(2), advantages, filler).loss
+    loss.backward()
+    assert torch.isfinite(loss) and log_probs.grad is not None and torch.isfinite(log_probs.grad).all()

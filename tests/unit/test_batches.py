@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -157,3 +158,16 @@ def test_an_empty_micro_batch_is_padding_that_weighs_nothing(packed: bool, cp: i
 def test_two_sequences_in_an_unpacked_micro_batch_are_refused() -> None:
     with pytest.raises(AssertionError, match="2 sequences"):
         build_micro_batch(shard_of([2, 2], ((0, 1),)), 0, RowLayout(), packed=False, device=torch.device("cpu"))
+
+
+def test_a_micro_batch_makes_no_array_as_long_as_its_shard() -> None:
+    """There are as many micro-batches as the shard is long."""
+    shard = shard_of([50] * 400, tuple((i, i + 200) for i in range(200)))
+    zeros = np.zeros(20000, np.int32)
+    shard = replace(shard, segment_index=zeros, segment_ages=zeros)
+    build_micro_batch(shard, 1, RowLayout(), packed=True, device=torch.device("cpu"))
+    tracemalloc.start()
+    build_micro_batch(shard, 0, RowLayout(), packed=True, device=torch.device("cpu"))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 20000 * 4, "four bytes for each token of the shard"

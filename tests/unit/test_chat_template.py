@@ -199,3 +199,26 @@ def test_messages_that_the_template_refuses_are_the_clients_mistake() -> None:
 def test_a_tokenizer_without_a_usable_template_is_refused(template: str | None, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         TemplateRenderer(make_tokenizer(["<|im_end|>"], "<|im_end|>", template=template), "template")
+
+
+def test_results_in_another_order_than_their_calls_keep_their_tools_names() -> None:
+    """By our id of the call, where a template looks the tool's name up by it."""
+    looked_up = (
+        "{% for p in messages %}{% for c in p.tool_calls or [] %}{% if c.id == m.tool_call_id %}"
+        "{{ c.function.name }}{% endif %}{% endfor %}{% endfor %}"
+    )
+    tokenizer = chat_templates.tokenizer_with(
+        chat_templates.HERMES.replace("<tool_response>", "<tool_response>" + looked_up)
+    )
+    renderer = TemplateRenderer(tokenizer, "template")
+    tools = [{"type": "function", "function": {"name": n, "parameters": {"type": "object"}}} for n in ("add", "sub")]
+    call = '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>'
+    prompt = renderer.render([{"role": "user", "content": "q"}], tools)
+    reply = tokenizer.encode("\n".join(call % name for name in ("add", "sub")) + "<|im_end|>", add_special_tokens=False)
+    results = [
+        {"role": "tool", "content": said, "tool_call_id": f"call_ab_0_{i}"} for i, said in ((1, "LESS"), (0, "MORE"))
+    ]
+    whole = renderer.extend(prompt + reply, len(reply), results, tools)
+    assert whole is not None
+    text = tokenizer.decode(whole[len(prompt + reply) :])
+    assert "subLESS" in text.replace("\n", "") and "addMORE" in text.replace("\n", "")

@@ -170,6 +170,26 @@ SILENT_CORRUPTIONS = {
         ["--cluster.device", "cuda", "--megatron.optimizer-cpu-offload", "--algorithm.advantage", "gae"],
         "megatron.optimizer_cpu_offload",
     ),
+    "another scale than the checkpoint's": (["--megatron.softmax-scale", "0.5"], "megatron.softmax_scale"),
+    "residuals that no family has": (
+        ["--megatron.apply-residual-connection-post-layernorm"],
+        "megatron.apply_residual_connection_post_layernorm",
+    ),
+    "layers that are not built": (["--megatron.mtp-num-layers", "1"], "megatron.mtp_num_layers"),
+    "another optimizer than AdamW": (["--megatron.optimizer", "sgd"], "megatron.optimizer"),
+    "another data parallelism": (["--megatron.use-megatron-fsdp"], "megatron.use_megatron_fsdp"),
+    "several distributed optimizers": (
+        ["--megatron.num-distributed-optimizer-instances", "2"],
+        "megatron.num_distributed_optimizer_instances",
+    ),
+    "a schedule that the trainer does not have": (
+        ["--megatron.overlap-moe-expert-parallel-comm"],
+        "megatron.overlap_moe_expert_parallel_comm",
+    ),
+    "routers that do not choose": (
+        ["--megatron.moe-router-force-load-balancing"],
+        "megatron.moe_router_force_load_balancing",
+    ),
     "param gather without its parts": (["--megatron.overlap-param-gather"], "megatron.overlap_param_gather"),
 }
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from mslime.cli import main
-from mslime.cli.commands import _parse
+from mslime.cli.commands import _TAKE_SETTINGS, _parse
 from mslime.config.loader import parse_flags
 from mslime.config.passthrough import engine_fields
 from mslime.config.settings import all_settings, engine_sections, sections
@@ -32,7 +32,7 @@ NOT_RUN = {
     r"source |export |mkdir |echo ": "the shell's",
     r"hf download|pip install": "network",
     r"python tools/one_gpu_only\.py": "needs Transformer Engine's library; tests/unit/test_one_gpu_only.py",
-    r"ray start|sbatch ": "a cluster; tests/unit/test_deploy.py",
+    r"ray (start|job)|sbatch ": "a cluster; tests/unit/test_deploy.py, tests/engines/test_placement.py",
     r"python -m sglang\.launch_server": "a server; its flags are SGLang's",
     r"python -m pytest tests/gpu": "GPUs",
     r"python gsm8k_server\.py": "Atropos' own environment; tests/engines/test_atropos.py runs one of its package",
@@ -40,6 +40,9 @@ NOT_RUN = {
     r"mslime convert (to-|fp8|bf16|int4|compare|run)": "parsed only; tests/engines/test_convert_tools.py runs them",
     r"mslime (check|train) run\.yaml --model\.path my-model-fp8": "needs such a model; tests/e2e/test_quantised.py",
     r"mslime convert merge-lora": "parsed only; tests/unit/test_lora_convert.py merges",
+    r"cp |mslime (check|train) mine\.yaml|mslime (samples|report) outputs/quickstart/mine": (
+        "needs the quickstart's warm start, and a file that the page shows"
+    ),
     r"mslime train examples/quickstart/(lora|several)\.yaml": "needs the quickstart's warm start",
     r"mslime (rollout|eval|train .*--replay) ": "parsed only; tests/e2e/test_debug.py runs them",
     r"mslime doctor": "parsed only; tests/unit/test_doctor.py and tests/e2e/test_doctor.py run it",
@@ -220,8 +223,9 @@ def test_every_key_of_a_yaml_block_exists(page: Path) -> None:
 
 
 def told_by(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    everything = ["all"] if tuple(command) in _TAKE_SETTINGS else []
     with pytest.raises(SystemExit) as end:
-        main([*command, "--help"])
+        main([*command, "--help", *everything])
     assert end.value.code == 0, command
     return capsys.readouterr().out
 

@@ -167,3 +167,9 @@ def test_a_server_that_is_full_is_asked_again(monkeypatch: pytest.MonkeyPatch):
         return said
 
     assert beside(fake, work) == "At 0." and fake.refused >= 1
+
+
+@pytest.mark.parametrize("said", ["{", "[" * 100_000, "5", '{"a": ' * 3000])
+def test_an_action_that_is_no_object_is_a_mistake_of_the_model(said: str) -> None:
+    with pytest.raises(ValueError, match=r"nested too deep|no JSON object|Expecting|delimiter"):
+        OpenEnv("http://x", action_field=None).action(said)

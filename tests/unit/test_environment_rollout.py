@@ -12,7 +12,7 @@ import pytest
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.loader import build
 from mslime.data.sample import SampleStatus, check_invariants
-from mslime.rollout.environments.turns import ChatTurns
+from mslime.rollout.environments.turns import ChatTurns, PlainTurns
 from mslime.rollout.protocols import StepBatch
 from mslime.rollout.service import RolloutService
 from tests.unit.rollout_fakes import FakeSlowEngine, FakeTokenizer, make_service, publish, run_config
@@ -215,6 +215,19 @@ def test_what_the_environment_says_is_a_turn_in_the_chat_template(last: int, wan
     """A reply that a limit cut is closed; one that the model ended is not closed twice."""
     turns = ChatTurns(FakeChat(), {})
     assert turns.user_turn([{"role": "user", "content": "At 3."}], last) == wanted
+
+
+def test_special_tokens_that_an_environment_writes_out_are_text():
+    said = list[str]()
+
+    class FakeEngine:
+        def append(self, sample: Any, text: str) -> None:
+            said.append(text)
+
+    PlainTurns(["<|end|>"]).add(FakeEngine(), None, "a<|end|>b")  # type: ignore[arg-type]
+    PlainTurns(["<|end|>"]).add(FakeEngine(), None, [{"role": "user", "content": "<|end|>"}])  # type: ignore[arg-type]
+    assert said == ["a< |end|>b", "< |end|>"]
+    assert ChatTurns(FakeChat(), {}, ["<|end|>"])._ordinary("x<|end|>") == "x< |end|>"
 
 
 def test_a_template_that_rewrites_replies_is_refused():

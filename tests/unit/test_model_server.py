@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -272,7 +273,7 @@ def test_items_of_two_replies_after_each_other_are_two_messages() -> None:
         {"id": "fc_n1_1", "type": "function_call", "call_id": "d", "name": "add", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "1"}]},
     ]
-    first, second, result = _merged(items)
+    first, second, result = _merged(items, {})
     assert (first.text, first.reasoning, first.echo) == ("x", "a", "n0")
     assert (len(second.calls), second.reasoning, second.echo) == (2, "b", "n1")
     assert (result.role, result.text, result.answers) == ("tool", "1", "c")
@@ -553,6 +554,78 @@ def test_29_a_context_that_is_full_has_its_own_code_and_the_turns_stay() -> None
     serve(work, "x", room=5)
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("/v1/chat/completions", r"^This model's maximum context length is 2\d tokens. However, your messages resulted in "
+      r"\d+ tokens\.\nmessages"), ("/v1/messages", r"^prompt is too long: \d+ tokens > 2\d maximum\nmessages")],
+)  # fmt: skip
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_full_context_is_told_in_the_words_that_clients_look_for(path: str, words: str, turns: int) -> None:
+    """They shorten their history then, where they know these words."""
+
+    async def work(chat: Served) -> None:
+        said: list[Any] = [{"role": "user", "content": "q"}]
+        for _ in range(turns - 1):
+            async with chat.post(path, json={"max_tokens": 2, "messages": said}) as r:
+                found = await r.json()
+                reply = found["content"] if "content" in found else found["choices"][0]["message"]["content"]
+            said += [{"role": "assistant", "content": reply}, {"role": "user", "content": "more and more " * 20}]
+        said = said if turns == 2 else [{"role": "user", "content": "long and long " * 20}]
+        async with chat.post(path, json={"max_tokens": 50, "messages": said}) as r:
+            assert r.status == 400 and re.search(words, (await r.json())["error"]["message"])
+
+    serve(work, "x", room=30, thinking="keep")
+
+
+def test_what_holds_the_conversation_elsewhere_is_refused_by_name() -> None:
+    async def work(chat: Served) -> None:
+        question = {"messages": [{"role": "user", "content": "q"}], "max_tokens": 5}
+        async with chat.post("/v1/messages", json={**question, "thread": {"type": "continue"}}) as r:
+            error = (await r.json())["error"]
+            assert r.status == 400 and error["details"]["error_code"] == "thread_unsupported_request"
+        for path, field, value in (("responses", "conversation", "conv_1"), ("responses", "background", True),
+                                   ("responses", "prompt", {"id": "x"}),
+                                   ("chat/completions", "functions", [{}])):  # fmt: skip
+            async with chat.post(f"/v1/{path}", json={**question, "input": "q", field: value}) as r:
+                assert r.status == 400 and (await r.json())["error"]["param"] == field
+        assert not chat.engine.samples
+
+    serve(work, "x")
+
+
+def test_items_of_ours_may_be_named_instead_of_sent() -> None:
+    async def work(chat: Served) -> None:
+        async def ask(items: list[Any]) -> dict[str, Any]:
+            async with chat.post("/v1/responses", json={"input": items, "tools": RESPONSES_TOOLS}) as r:
+                assert r.status == 200, await r.text()
+                return await r.json()
+
+        question = {"role": "user", "content": "1 and 2?"}
+        first = await ask([question])
+        named = [{"type": "item_reference", "id": item["id"]} for item in first["output"]]
+        call = next(item for item in first["output"] if item["type"] == "function_call")
+        await ask([question, *named, {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}])
+        check_loop(chat)
+        for name in ("msg_other", "other", "fc_x_9", call["id"] + "7", 5, None):
+            async with chat.post("/v1/responses", json={"input": [{"type": "item_reference", "id": name}]}) as r:
+                assert r.status == 400 and "is no item of this rollout" in (await r.json())["error"]["message"]
+
+    serve(work, THINK_AND_CALL, "three")
+
+
+def test_tools_that_are_no_functions_are_left_out_and_what_they_promise_is_counted_by_name() -> None:
+    async def work(chat: Served) -> None:
+        asked = {"messages": [QUESTION], "tools": [{"type": "custom", "custom": {"name": "x"}}, *TOOLS],
+                 "response_format": {"type": "json_object"}, "seed": 3}  # fmt: skip
+        async with chat.post("/v1/chat/completions", json=asked) as r:
+            assert r.status == 200, await r.text()
+        counts = chat.session.counts
+        assert counts["ignored_fields"] == 3 and counts["ignored_response_format"] == counts["ignored_tools"] == 1
+        assert chat.session.report()["rollout/chat/ignored_response_format"] == 1.0
+
+    serve(work, "x")
+
+
 def test_a_limit_is_told_to_the_agent() -> None:
     async def work(chat: Served) -> None:
         client = chat.openai(max_retries=2)
@@ -580,6 +653,7 @@ def test_fields_that_clients_send_beside_are_ignored_and_counted() -> None:
 def test_models_are_listed() -> None:
     async def work(chat: Served) -> None:
         assert [m.id async for m in chat.openai().models.list()] == [chat.endpoint.model]
+        assert (await chat.openai().models.retrieve("org/any")).id == "org/any"
 
     serve(work)
 

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -416,3 +417,34 @@ def _drawn(page: Path, tmp_path: Path) -> str:
         f"file://{page}",
     ]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60).stdout
+
+
+def not_a_number(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(lines[-1]) | {"eval/held_out/accuracy": "high", "reward/mean": "high"}
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(row)]) + "\n")
+
+
+def in_the_place_of(name: str, text: str | None) -> Callable[[Path], None]:
+    """A file that says this, or a directory, where a file of the run is."""
+
+    def damage(run: Path) -> None:
+        (run / name).unlink()
+        (run / name).mkdir() if text is None else (run / name).write_text(text)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [not_a_number, in_the_place_of("config.yaml", "a: [1\nb: }"), in_the_place_of("metrics.jsonl", None),
+     in_the_place_of("timeline.jsonl", '{"lane": "driver"}\n')],
+    ids=["text for a number", "broken configuration", "a directory for a file", "a span without its times"],
+)  # fmt: skip
+def test_a_damaged_file_of_a_run_is_a_users_error(
+    own_run: Path, damage: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(own_run)
+    assert main(["report", str(own_run)]) == 2
+    told = capsys.readouterr().err
+    assert "way out" in told and "Traceback" not in told

@@ -16,7 +16,7 @@ import yaml
 from mslime.cli import main
 from mslime.config.errors import ConfigError
 from mslime.config.gpus import GPUS, usual_gpu
-from mslime.config.loader import build, merge
+from mslime.config.loader import build, load_config, merge
 from mslime.config.training import policy_spec
 from mslime.convert.families import get_family, read_hf_config
 from mslime.planner import times
@@ -327,3 +327,16 @@ def test_one_of_each_kind_is_kept_the_best() -> None:
     weighed = wanted.weighed()
     assert len({each.kind for each in weighed}) == len(weighed) > 10
     assert [_order(each) for each in weighed] == sorted(_order(each) for each in weighed)
+
+
+def test_what_is_found_wins_over_every_size_and_recomputing_of_a_launch_script(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", "--model.path", str(CONFIGS / "qwen3-4B"), "--data.prompts", "unused.jsonl"]
+    assert main([*words, "--search", "--gpus", "8", "--top", "1", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["found"][0]
+    script = ["--megatron.tensor-model-parallel-size", "2", "--megatron.recompute-granularity", "full",
+              "--megatron.recompute-method", "uniform", "--megatron.recompute-num-layers", "1",
+              "--sglang.tp-size", "2", "--cluster.trainer-ranks", "2"]  # fmt: skip
+    found = load_config(None, [*words[1:], *as_flags(best["settings"])]).as_dict()
+    assert load_config(None, [*words[1:], *script, *as_flags(best["settings"])]).as_dict() == found

@@ -210,6 +210,17 @@ def test_a_cancelled_turn_leaves_no_trace(tmp_path: Path) -> None:
     run(work)
 
 
+def test_a_sequence_whose_last_turn_was_cancelled_keeps_its_earlier_ones(tmp_path: Path) -> None:
+    async def work() -> None:
+        for group in await one_step(tmp_path, "keeps_a_cancelled_turn"):
+            for sample in group.samples:
+                assert sample.status is SampleStatus.TRUNCATED and sampled(sample)[:2] == [2, 3]
+                assert np.flatnonzero(sample.loss_mask).tolist() == sampled(sample)
+                check_invariants(sample)
+
+    run(work)
+
+
 def test_a_rollout_of_several_sequences_votes_once(tmp_path: Path) -> None:
     """Rewards 0 and 1 of two rollouts: GRPO's advantages are those of two, and the denominators are of rollouts."""
 

@@ -16,9 +16,11 @@ from mslime.backends.cpu.megatron import install
 install()
 
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
 from mslime.backends.megatron.model import rotary  # noqa: E402
-from mslime.backends.megatron.model.rotary import packed_positions, rotate_packed  # noqa: E402
+from mslime.backends.megatron.model.rotary import packed_positions, rotate_packed, table_length  # noqa: E402
 from mslime.backends.megatron.step.batches import zigzag_positions  # noqa: E402
 from tests.unit.test_log_probs import NothingIsRead  # noqa: E402
 
@@ -115,3 +117,21 @@ def test_attention_layers_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
     x, given = torch.randn(64, 3, 16), (cumulative(LENGTHS), angles(32, 16))
     found = rope_utils.apply_rotary_pos_emb(x, given[1], config, given[0], cp_group=group())  # type: ignore[arg-type]
     assert torch.equal(found, rotate_packed(x, *given, cp_group=group()))
+
+
+def test_tables_of_angles_have_few_lengths_and_the_same_angles() -> None:
+    """megatron-core keeps 32 of them on the device."""
+    made = RotaryEmbedding(8, rotary_percent=1.0, use_cpu_initialization=True, cp_group=group())
+    config = SimpleNamespace(sequence_parallel=False, context_parallel_size=1)
+
+    def length(longest: int) -> int:
+        lengths = cumulative([longest])
+        return table_length(
+            made, None, None, None, config,
+            PackedSeqParams(cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=longest, max_seqlen_kv=longest),
+        )  # fmt: skip
+
+    found = {longest: length(longest) for longest in range(1, 4097)}
+    assert all(longest <= table < 2 * longest for longest, table in found.items()) and len(set(found.values())) == 13
+    assert torch.equal(made(found[100], packed_seq=True)[:100], made(100, packed_seq=True))
+    assert table_length(made, None, None, torch.zeros(100, 1), config) == 100, "one sequence without padding"

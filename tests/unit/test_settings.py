@@ -39,12 +39,44 @@ def test_the_reference_page_and_the_schema_are_those_of_the_code() -> None:
 
 def test_every_setting_is_in_help_and_in_the_list_of_fields(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["train", "--help"])
+        main(["train", "--help", "all"])
     told = capsys.readouterr().out
     assert main(["check", "--fields"]) == 0
     listed = capsys.readouterr().out
     for setting in all_settings():
         assert "--" + setting.path.replace("_", "-") in told and f"{setting.path} " in listed
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "check", "rollout", "eval", "serve", "convert run"])
+def test_help_fits_a_screen_and_names_every_section(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 60, "a tall terminal's"
+    named = {line.split()[0] for line in lines if line.startswith("  ")}
+    assert {name for name in sections() if name and "." not in name} <= named
+
+
+def test_help_of_a_section_lists_its_settings_and_a_wrong_name_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help", "algorithm"])
+    told = capsys.readouterr().out
+    for setting in all_settings():
+        assert (f"--{setting.path.replace('_', '-')} " in told) == setting.path.startswith("algorithm.")
+    assert main(["train", "--help", "rolout"]) == 2 and "did you mean 'rollout'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [(["trian"], "train"), (["reprot", "RUN"], "report"), (["train", "--hepl"], "--help"),
+     (["train", "--output-dri", "x"], "--output-dir"), (["plan", "--serach"], "--search")],
+)  # fmt: skip
+def test_a_misspelt_command_or_flag_is_answered_with_the_nearest(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2 and f"did you mean {meant!r}" in capsys.readouterr().err
 
 
 def test_a_section_is_listed_by_its_name_and_a_wrong_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +173,7 @@ def test_the_schema_accepts_the_examples_and_refuses_what_the_loader_refuses() -
 def test_help_starts_without_torch_or_an_engine() -> None:
     code = (
         "import sys; from mslime.cli import main\n"
-        "try: main(['train', '--help'])\n"
+        "try: main(['train', '--help', 'all'])\n"
         "except SystemExit: pass\n"
         "heavy = ('torch', 'ray', 'megatron', 'sglang', 'transformers')\n"
         "print([name for name in heavy if name in sys.modules], file=sys.stderr)"

@@ -117,6 +117,19 @@ async def cancels_a_turn(task: Task, engine: Engine) -> None:
     await engine.generate(sample, max_tokens=2)
 
 
+async def keeps_a_cancelled_turn(task: Task, engine: Engine) -> None:
+    """And another sequence, of which a cancelled turn is all there is."""
+    samples = [engine.new_sample(), engine.new_sample(OTHER_PROMPT)]
+    await engine.generate(samples[0], max_tokens=2)
+    for sample in samples:
+        turn = asyncio.create_task(engine.generate(sample))
+        for _ in range(40):
+            await asyncio.sleep(0)
+        turn.cancel()
+        with suppress(asyncio.CancelledError):
+            await turn
+
+
 async def fails_for_one(task: Task, engine: Engine) -> Episode:
     sample = engine.new_sample()
     await engine.generate(sample, max_tokens=2)

@@ -28,6 +28,7 @@ from mslime.rollout.server.app import Patience, body_of, deliver, listen, own_cl
 from mslime.rollout.server.completions import Completions
 from mslime.rollout.server.openai_chat import ChatCompletions
 from mslime.rollout.server.requests import MODEL, Dialect
+from mslime.web_server import Listening, admitted, serve
 
 if TYPE_CHECKING:
     from mslime.rollout.atropos.play import AtroposRollouts
@@ -55,7 +56,7 @@ class AtroposServer:
         self._settings, self._record = settings, record
         self._max_body, self._rollouts = max_body, rollouts
         self._patience = Patience()
-        self._runner: web.AppRunner | None = None
+        self._listening: Listening | None = None
         self.address = ""
 
     async def start(self) -> None:
@@ -64,24 +65,21 @@ class AtroposServer:
         prefix = f"/{secret}"
         app = web.Application(client_max_size=self._max_body, middlewares=[own_clients(s.host)])
         for method, path, handler in self._routes():
-            app.router.add_route(method, prefix + path, handler)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await runner.setup()
+            app.router.add_route(method, prefix + path, _with_token(handler))
         try:
             listening = listen(s.host, s.port)
-            await web.SockSite(runner, listening, backlog=1024).start()
         except OSError as error:
-            await runner.cleanup()
             raise ConfigError("rollout.atropos", f"{s.host}:{s.port}", f"cannot be listened on ({error})",
                               "give an address of this machine and a free port") from error  # fmt: skip
-        self._runner, self.address = runner, network.url_of(s.host, listening.getsockname()[1]) + prefix
+        self._listening = await serve(app, listening, handler_cancellation=True, shutdown_timeout=1.0)
+        self.address = network.url_of(s.host, listening.getsockname()[1]) + prefix
         network.write_address(self._record, listening, secret, trainer=self.address, model=f"{self.address}/v1")
 
     async def close(self) -> None:
         """Stop listening."""
-        if self._runner is not None:
-            runner, self._runner = self._runner, None
-            await runner.cleanup()
+        if self._listening is not None:
+            listening, self._listening = self._listening, None
+            await listening.close()
 
     def described(self) -> list[str]:
         """How an environment is started, for the log. The token is not told there: others may read logs."""
@@ -207,6 +205,16 @@ def _alive(dialect: Dialect) -> dict[str, Any]:
     else:
         kind, choice = "text_completion", {**choice, "text": ""}
     return {"id": "alive", "object": kind, "created": 0, "model": MODEL, "choices": [choice], "usage": usage}
+
+
+def _with_token(handler: Handler) -> Handler:
+    """For requests whose path begins with the token."""
+
+    async def handle(http: web.Request) -> web.StreamResponse:
+        admitted(http)
+        return await handler(http)
+
+    return handle
 
 
 async def _not_mine(http: web.Request) -> web.StreamResponse:

@@ -11,7 +11,20 @@ class ChatError(UserError):
 
 
 class ContextFull(ChatError, NoRoomError):
-    """The messages leave no room for a reply. What was recorded before stays."""
+    """The messages leave no room for a reply. What was recorded before stays.
+
+    Attributes:
+        tokens, most: of the messages, and that they may have; clients read them in the words of their API.
+    """
+
+    tokens = most = 0
+
+    @classmethod
+    def of(cls, value: str, rule: str, tokens: int, most: int) -> ContextFull:
+        """An error with its numbers."""
+        error = cls("messages", value, rule, "send fewer messages, or shorter ones")
+        error.tokens, error.most = tokens, most
+        return error
 
 
 class LimitReached(ChatError, NoRoomError):

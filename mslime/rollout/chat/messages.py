@@ -8,7 +8,7 @@ would train on what the model never saw.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -97,6 +97,15 @@ def whole_text(text: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def as_ordinary(text: str, special: Iterable[str]) -> str:
+    """A text in which special tokens that are written out are broken up by a blank, so that they stay text: what a
+    tool prints may not end the model's turn, nor begin one."""
+    for token in special:
+        if token in text:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
     return text
 
 

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from mslime.config.errors import MALFORMED
-from mslime.rollout.chat.messages import Tools, parsed_json
+from mslime.rollout.chat.messages import Tools, as_ordinary, parsed_json
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,15 +105,19 @@ class Renderer(Protocol):
 class Rendering:
     """A renderer beside an event loop. What is short is done at once: a thread's start and end cost more than it does.
     The rest has a thread of its own, for a long conversation takes a second to render. Tokenizers carry state, so the
-    renderer does one thing at a time."""
+    renderer does one thing at a time.
 
-    def __init__(self, renderer: Renderer) -> None:
-        self.renderer = renderer
+    Args:
+        special: tokens that stay text where anybody but the model writes them out.
+    """
+
+    def __init__(self, renderer: Renderer, special: Sequence[str] = ()) -> None:
+        self.renderer, self._special = renderer, tuple(special)
         self._thread, self._turn = ThreadPoolExecutor(1, "renderer"), Lock()
 
     async def render(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
         """See `Renderer.render`."""
-        return await self._run(None, self.renderer.render, messages, tools)
+        return await self._run(None, self.renderer.render, self._ordinary(messages), tools)
 
     async def extend(
         self, before: list[int], sampled: int, new: Sequence[Mapping[str, Any]], tools: Tools
@@ -121,7 +125,7 @@ class Rendering:
         """What follows `before` (see `Renderer.extend`), or None and the reason why nothing can."""
         size = len(before) + sum(len(message["content"]) for message in new)
         try:
-            whole = await self._run(size, self.renderer.extend, before, sampled, new, tools)
+            whole = await self._run(size, self.renderer.extend, before, sampled, self._ordinary(new), tools)
         except MALFORMED:  # as for `_parse`: a reply that its renderer was not written for
             return None, "prefix_broken"
         if whole is None:
@@ -145,6 +149,12 @@ class Rendering:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _ordinary(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        return [
+            m if m["role"] == "assistant" else {**m, "content": as_ordinary(m["content"], self._special)}
+            for m in messages
+        ]
 
     def _parse(self, sampled: Sequence[int], prompt: Sequence[int], tools: Tools) -> Parsed:
         try:

@@ -30,20 +30,28 @@ from mslime.rollout.chat.messages import Call, Message, Tools, from_chat, to_cha
 from mslime.rollout.chat.renderer import Parsed, Rendering
 from mslime.rollout.workflow import NoRoomError
 
-SHORTER = "send fewer messages, or shorter ones"
 REASONS = (
     "first", "new_conversation", "history_differs", "foreign_assistant_message", "tools_differ", "sibling",
     "template_rewrites_history", "prefix_broken",
 )  # fmt: skip
 """Why a sequence begins; docs/agents.md says what each means."""
+TOLD_APART = ("response_format", "text", "output_config", "tool_choice", "chat_template_kwargs", "tools")
+"""Ignored fields that promise the agent something of its replies; each is counted by its name."""
 COUNTED = (
     "malformed_calls", "unknown_tools", "undelivered_turns", "joined_retries", "ignored_fields", "limits_reached",
+    *(f"ignored_{name}" for name in TOLD_APART),
 )  # fmt: skip
 
 
 class Sequences(Protocol):
-    """What a conversation needs of the rollout's engine; see `workflow.Engine`."""
+    """What a conversation needs of the rollout's engine; see `workflow.Engine`.
 
+    Attributes:
+        longest: sequences of so many tokens cannot be continued.
+    """
+
+    @property
+    def longest(self) -> int: ...
     def new_sample(self, prompt: Sequence[int] | None = None) -> Sample: ...
     def branch(self, sample: Sample, at: int | None = None) -> Sample: ...
     async def generate(
@@ -158,6 +166,11 @@ class ChatSession:
         if not prompt:
             raise ChatError("prompt", prompt, "is empty", "send a text or token ids")
         return await self._tracked(self._complete(prompt, max_tokens, tuple(stop)))
+
+    def ignore(self, fields: Sequence[str]) -> None:
+        """Count fields of a request that mean nothing here."""
+        self.counts["ignored_fields"] += len(fields)
+        self.counts.update(f"ignored_{name}" for field in fields if (name := field.partition(":")[0]) in TOLD_APART)
 
     def check_replies(self, count: int) -> None:
         """Raise LimitReached where so many replies to one request are more than the rollout may still have."""
@@ -331,7 +344,8 @@ class ChatSession:
 
     def _sampled(self, said: workflow.Turn, start: int) -> list[int]:
         if not len(said.tokens):
-            raise ContextFull("messages", f"{start} tokens", "leave no room for a reply", SHORTER)
+            most = min(self._engine.longest, start) - 1
+            raise ContextFull.of(f"{start} tokens", "leave no room for a reply", start, most)
         return said.tokens.tolist()
 
     # ------------------------------------------------------------------------------------------------ where it is said
@@ -370,7 +384,8 @@ class ChatSession:
             self._undo(grown)
             if isinstance(error, ChatError):
                 raise
-            raise ContextFull("messages", str(error), "are too long", SHORTER) from error
+            tokens = turn.end + len(added)
+            raise ContextFull.of(str(error), "are too long", tokens, self._engine.longest - 1) from error
         return grown
 
     def _new(self, ids: Sequence[int], asked: tuple[Message, ...], why: str) -> _Grown:
@@ -378,7 +393,7 @@ class ChatSession:
         try:
             sample = self._begin(lambda: self._engine.new_sample(ids))
         except RolloutError as error:
-            raise ContextFull("messages", str(error), "are too long", SHORTER) from error
+            raise ContextFull.of(str(error), "are too long", len(ids), self._engine.longest - 1) from error
         return _Grown(sample, len(sample), None, asked, why)
 
     def _begin(self, make: Callable[[], Sample]) -> Sample:

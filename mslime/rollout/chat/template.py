@@ -18,7 +18,7 @@ from mslime.rollout.chat.call_spelling import SPELLINGS
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.chat.messages import Tools, whole_text
 from mslime.rollout.chat.parsing import THINKING, HarmonyParser, TaggedParser
-from mslime.rollout.chat.renderer import Parsed
+from mslime.rollout.chat.renderer import Parsed, ParsedCall
 
 SETTING = "rollout.renderer"
 Messages = Sequence[Mapping[str, Any]]
@@ -106,7 +106,7 @@ class TemplateRenderer:
         answered = [m.get("tool_call_id", "") for m in itertools.takewhile(lambda m: m["role"] == "tool", new)]
         if len(answered) != len(parsed.calls):
             return None  # whom they answer is part of what some templates write
-        calls = [(name, c.name) for name, c in zip(answered, parsed.calls, strict=True)]
+        calls = [(called, _name_of(called, i, parsed.calls)) for i, called in enumerate(answered)]
         said = self._calling(*calls) if calls else self._plain()
         closed = self._closed(before, reply, prompt, said, tools)
         suffix = None if closed is None else self._suffix(_HISTORIES[0], said, new, tools)
@@ -285,6 +285,15 @@ class TemplateRenderer:
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(whole_text(text), add_special_tokens=False)
+
+
+def _name_of(called: str, at: int, calls: Sequence[ParsedCall]) -> str:
+    """The tool of the call that an id names: the model's own id, or ours, which ends with the call's number; where it
+    is none of these, of the call in the same place."""
+    own = next((c.name for c in calls if c.id and c.id == called), "")
+    number = called.rpartition("_")[2]
+    ours = called.startswith("call_") and number.isdecimal() and int(number) < len(calls)
+    return own or calls[int(number) if ours else at].name
 
 
 def _thinking(template: str) -> tuple[str, str] | None:

@@ -19,9 +19,10 @@ from aiohttp import web
 
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.environments.elsewhere import asked_of, episode_of, is_number
-from mslime.rollout.server.app import LOOPBACK, body_of, own_clients
+from mslime.rollout.server.app import LOOPBACK, body_of, listen, own_clients
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import Engine, Episode, Task
+from mslime.web_server import Listening, admitted, same_key, serve
 
 NAME = "mslime_rollout"
 """In a request's metadata: what the relay calls the rollout."""
@@ -77,7 +78,7 @@ class Relay:
             raise ValueError(f"others reach {host}: give relay_key, and the Gym the same policy_api_key")
         self._host, self.port, self._key = host, port, key
         self._endpoints: dict[str, ModelEndpoint] = {}
-        self._runner: web.AppRunner | None = None
+        self._listening: Listening | None = None
         self._starting = asyncio.Lock()
 
     @asynccontextmanager
@@ -94,26 +95,27 @@ class Relay:
         """Take its requests; listen, if this is the first."""
         async with self._starting:
             self._endpoints[name] = endpoint
-            if self._runner is None:
+            if self._listening is None:
                 app = web.Application(client_max_size=MOST_BYTES, middlewares=[own_clients(self._host)])
                 app.add_routes([web.post("/v1/{route:responses|chat/completions}", self._pass_on)])
-                runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
-                await runner.setup()
-                await web.TCPSite(runner, self._host, self.port).start()
-                self._runner, self.port = runner, runner.addresses[0][1]
+                listening = listen(self._host, self.port)
+                self._listening = await serve(app, listening, handler_cancellation=True)
+                self.port = listening.getsockname()[1]
 
     async def _remove(self, name: str) -> None:
         """Take them no more; stop listening, if this was the last."""
         async with self._starting:
             del self._endpoints[name]
-            if not self._endpoints and self._runner is not None:
-                runner, self._runner = self._runner, None
-                await runner.cleanup()
+            if not self._endpoints and self._listening is not None:
+                listening, self._listening = self._listening, None
+                await listening.close()
 
     async def _pass_on(self, request: web.Request) -> web.Response:
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if self._key is not None and not secrets.compare_digest(key.encode(errors="replace"), self._key.encode()):
-            return _refused("the key is not the relay's: give the Gym policy_api_key", 401)
+        if self._key is not None:
+            if not same_key(key, self._key):
+                return _refused("the key is not the relay's: give the Gym policy_api_key", 401)
+            admitted(request)
         try:
             body = dict(body_of(await request.read()))
         except ChatError as error:
@@ -123,6 +125,7 @@ class Relay:
         endpoint = self._endpoints.get(str(metadata.pop(NAME, "")))
         if endpoint is None:
             return _refused(f"metadata.{NAME} names no rollout under way")
+        admitted(request)
         body["metadata"] = metadata
         url = f"{endpoint.openai_url.rstrip('/')}/{request.match_info['route']}"
         async with (

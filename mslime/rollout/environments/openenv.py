@@ -57,7 +57,10 @@ class OpenEnv:
         """The server's action for what the model said. Raises ValueError when it is none: the model is told."""
         if self._action_field is not None:
             return {self._action_field: said}
-        action = json.loads(said)
+        try:
+            action = json.loads(said)
+        except RecursionError:
+            raise ValueError("is nested too deep") from None
         if not isinstance(action, dict):
             raise ValueError("is no JSON object")
         return action

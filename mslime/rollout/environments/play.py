@@ -10,7 +10,7 @@ from mslime.config.atropos import FUNCTION as ATROPOS
 from mslime.config.environments import TIMED_ADVANTAGES, EnvironmentLimitsConfig
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
-from mslime.data.tokenizer import Tokenizer
+from mslime.data.tokenizer import Tokenizer, special_texts
 from mslime.rollout.atropos.play import AtroposRollouts
 from mslime.rollout.environments.pool import (
     EnvironmentFailedError,
@@ -160,8 +160,9 @@ def open_workflow(config: RunConfig, tokenizer: Tokenizer) -> Workflow:
 def _turns(config: RunConfig, tokenizer: Tokenizer) -> Turns | None:
     if config.rollout.environment_turns == "chat":
         return None
+    special = [] if config.rollout.read_special_tokens else special_texts(tokenizer)
     template = config.data.apply_chat_template
-    return ChatTurns(tokenizer, config.data.chat_template_kwargs) if template else PlainTurns()
+    return ChatTurns(tokenizer, config.data.chat_template_kwargs, special) if template else PlainTurns(special)
 
 
 def _credit(config: RunConfig) -> str:

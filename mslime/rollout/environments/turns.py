@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from mslime.config.errors import ConfigError
 from mslime.data.sample import Sample
 from mslime.data.tokenizer import Tokenizer
+from mslime.rollout.chat.messages import as_ordinary
 from mslime.rollout.environments.protocol import Messages, Observation
 from mslime.rollout.workflow import Engine, NoRoomError, Task
 
@@ -73,7 +74,14 @@ class Turns(Protocol):
 
 
 class PlainTurns:
-    """Texts one after the other, where prompts are in no chat template."""
+    """Texts one after the other, where prompts are in no chat template.
+
+    Args:
+        special: tokens that stay text where an environment writes them out.
+    """
+
+    def __init__(self, special: Sequence[str] = ()) -> None:
+        self._special = special
 
     def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
         """See `Turns`."""
@@ -85,7 +93,7 @@ class PlainTurns:
         """See `Turns`."""
         text = observation if isinstance(observation, str) else "\n".join(m["content"] for m in observation)
         if text:
-            engine.append(sample, text)
+            engine.append(sample, as_ordinary(text, self._special))
 
 
 class ChatTurns:
@@ -93,18 +101,23 @@ class ChatTurns:
 
     Args:
         options: `data.chat_template_kwargs`.
+        special: see `PlainTurns`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-        self._tokenizer, self._options = tokenizer, options
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any], special: Sequence[str] = ()) -> None:
+        self._tokenizer, self._options, self._special = tokenizer, options, special
 
     def begin(self, task: Task, engine: Engine, first: Observation) -> Sample:
         """See `Turns`."""
-        return engine.new_sample(engine.encode(self._render(opening(task, first)))) if first else engine.new_sample()
+        return (
+            engine.new_sample(engine.encode(self._render(opening(task, self._ordinary(first)))))
+            if first
+            else engine.new_sample()
+        )
 
     def add(self, engine: Engine, sample: Sample, observation: Observation) -> None:
         """See `Turns`."""
-        engine.append(sample, self.user_turn(_messages(observation), int(sample.tokens[-1])))
+        engine.append(sample, self.user_turn(_messages(self._ordinary(observation)), int(sample.tokens[-1])))
 
     def user_turn(self, messages: Messages, last: int) -> str:
         """The text between a reply and the next one: what the template writes after a reply, up to where the assistant
@@ -123,6 +136,11 @@ class ChatTurns:
                               "nothing can follow one", "use a rollout function of yours")  # fmt: skip
         ended = self._tokenizer.decode([last], special_tokens=True) if last in self._tokenizer.special_ids else ""
         return after.removeprefix(ended) if ended else after
+
+    def _ordinary(self, observation: Observation) -> Observation:
+        if isinstance(observation, str):
+            return as_ordinary(observation, self._special)
+        return [{**m, "content": as_ordinary(m["content"], self._special)} for m in observation]
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         return self._tokenizer.render(messages, self._options)

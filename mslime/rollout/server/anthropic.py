@@ -18,7 +18,7 @@ from mslime.rollout.chat.messages import (
     parsed_json,
     text_of,
 )
-from mslime.rollout.server.requests import Event, Request, Told, asked, integer, texts, tool
+from mslime.rollout.server.requests import Event, Request, Told, asked, integer, refuse, texts, tool
 
 _READ = ("messages", "system", "tools", "max_tokens", "stop_sequences", "stream", "model")
 _KINDS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
@@ -31,6 +31,7 @@ class Messages:
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
         """See `Dialect`."""
+        refuse(body, thread="threads are not kept here")
         system = text_of(body.get("system"), "system")
         sent = as_list(body.get("messages"), "messages")
         said = [m for i, value in enumerate(sent) for m in _read_message(value, f"messages[{i}]")]
@@ -67,7 +68,14 @@ class Messages:
 
     def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
         """See `Dialect`."""
-        return {"type": "error", "error": {"type": _KINDS.get(status, "api_error"), "message": message}}
+        said: dict[str, Any] = {"type": _KINDS.get(status, "api_error"), "message": message}
+        if field == "thread":  # upon which Anthropic's client goes on with whole conversations
+            said["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return {"type": "error", "error": said}
+
+    def too_long(self, tokens: int, most: int) -> str:
+        """See `Dialect`."""
+        return f"prompt is too long: {tokens} tokens > {most} maximum"
 
 
 def _read_message(value: object, where: str) -> Iterator[Message]:

@@ -30,6 +30,7 @@ from mslime.rollout.server.openai_chat import ChatCompletions
 from mslime.rollout.server.requests import MODEL, Dialect, Request, Told
 from mslime.rollout.server.responses import Responses
 from mslime.rollout.server.sessions import ModelEndpoint, Session
+from mslime.web_server import Listening, admitted, serve
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class ModelServer:
         self._max_body, self._patience = max_body, patience or Patience()
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, None] = {}
-        self._runner: web.AppRunner | None = None
+        self._listening: Listening | None = None
         self._starting = asyncio.Lock()
         self._address = ""
 
@@ -81,7 +82,7 @@ class ModelServer:
             ConfigError: the address cannot be listened on.
         """
         async with self._starting:
-            if self._runner is None:
+            if self._listening is None:
                 await self._start()
         session = Session(chat, self._token)
         self._sessions[session.name] = session
@@ -100,9 +101,9 @@ class ModelServer:
         """Stop serving."""
         for session in list(self._sessions.values()):
             await self.end(session)
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+        if self._listening is not None:
+            await self._listening.close()
+            self._listening = None
 
     async def _start(self) -> None:
         app = web.Application(client_max_size=self._max_body)
@@ -110,17 +111,15 @@ class ModelServer:
             app.router.add_post("/{session}" + dialect.path, _handler(self, dialect))
         app.router.add_post("/{session}" + COUNT, self._count)
         app.router.add_get("/{session}/v1/models", self._models)
-        runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        await runner.setup()
+        app.router.add_get("/{session}/v1/models/{name:.+}", self._models)
         try:
             listening = listen(self._host, self._port)
-            await web.SockSite(runner, listening, backlog=1024).start()
         except OSError as error:
-            await runner.cleanup()
             way_out = "give an address of this machine and a free port, or leave them out"
             rule = f"cannot be listened on ({error})"
             raise ConfigError("rollout.server", f"{self._host}:{self._port}", rule, way_out) from error
-        self._runner, self._address = runner, url_of(self._host, listening.getsockname()[1])
+        self._listening = await serve(app, listening, handler_cancellation=True, shutdown_timeout=1.0)
+        self._address = url_of(self._host, listening.getsockname()[1])
         log.info("agents find the model at %s", self._address)
 
     # --------------------------------------------------------------------------------------------------- one request
@@ -144,6 +143,7 @@ class ModelServer:
         key = http.headers.get("authorization", "").removeprefix("Bearer ").strip() or http.headers.get("x-api-key", "")
         if not session.admits(key) and not session.admits(http.headers.get("x-api-key", "")):
             raise _Refused(401, "api_key", "is not the key of this rollout", "use the key of its endpoint")
+        admitted(http)
         try:
             async with asyncio.timeout(self._patience.body):
                 return session, await http.read()
@@ -169,7 +169,9 @@ class ModelServer:
             await self._admit(http)
         except _Refused as error:
             return refusal(DIALECTS[0], error)
-        return _json({"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "mslime"}]})
+        name = http.match_info.get("name")  # of any name, as in requests
+        model = {"id": name or MODEL, "object": "model", "created": 0, "owned_by": "mslime"}
+        return _json(model if name else {"object": "list", "data": [model]})
 
 
 async def deliver(
@@ -180,6 +182,16 @@ async def deliver(
     Args:
         raw: the request's body.
     """
+    try:
+        return await _deliver(http, dialect, session, request, raw, patience)
+    except ConnectionError:  # the client has gone: nothing is wrong here, and its turn is not trained
+        log.debug("a client left before its reply was told")
+        return web.Response(status=499)
+
+
+async def _deliver(
+    http: web.Request, dialect: Dialect, session: Session, request: Request, raw: bytes, patience: Patience
+) -> web.StreamResponse:
     marked = http.headers.get("x-stainless-retry-count", "0") != "0"
     attempt = session.attempt(request, http.path.encode() + b"\0" + raw, marked)
     response = await _wait(http, attempt, request.stream, patience)
@@ -293,7 +305,14 @@ def refusal(dialect: Dialect, error: BaseException) -> web.Response:
     if status == 503 and not isinstance(error, UserError):
         log.warning("a request failed", exc_info=error)
     headers = {} if status in (408, 503) else NO_RETRY
-    return _json(dialect.error(status, str(error), field, code), status, headers)
+    return _json(dialect.error(status, _words(dialect, error), field, code), status, headers)
+
+
+def _words(dialect: Dialect, error: BaseException) -> str:
+    """What an error says, a full context first in the words of the API."""
+    if isinstance(error, ContextFull) and error.most:
+        return f"{dialect.too_long(error.tokens, error.most)}\n{error}"
+    return str(error)
 
 
 async def _fail(
@@ -305,7 +324,7 @@ async def _fail(
         return refusal(dialect, error)
     if begun.content_type == _SSE:
         status, field, code = _described(error)
-        await begun.write(_written("error", dialect.error(status, str(error), field, code)))
+        await begun.write(_written("error", dialect.error(status, _words(dialect, error), field, code)))
         await begun.write_eof()
     elif http.transport is not None:
         http.transport.abort()

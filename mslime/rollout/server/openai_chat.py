@@ -17,6 +17,7 @@ from mslime.rollout.server.requests import (
     asked,
     flag,
     integer,
+    refuse,
     stopped,
     texts,
     tool,
@@ -36,6 +37,8 @@ class ChatCompletions(OpenAIErrors):
 
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
         """See `Dialect`."""
+        refuse(body, functions="functions became tools")
+        tools = [read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))]
         shorter = [n for name in ("max_completion_tokens", "max_tokens") if (n := integer(body, name, 1)) is not None]
         return asked(
             body,
@@ -43,7 +46,8 @@ class ChatCompletions(OpenAIErrors):
             messages=tuple(
                 from_chat(m, f"messages[{i}]") for i, m in enumerate(as_list(body.get("messages"), "messages"))
             ),
-            tools=tuple(read_tool(t, f"tools[{i}]") for i, t in enumerate(as_list(body.get("tools"), "tools"))),
+            tools=tuple(t for t in tools if t is not None),
+            left_out=("tools: those that are no functions",) if None in tools else (),
             count=integer(body, "n", 1, MOST_REPLIES) or 1,
             max_tokens=min(shorter, default=None),
             stop=texts(body, "stop"),
@@ -78,9 +82,12 @@ class ChatCompletions(OpenAIErrors):
         yield "", "[DONE]"
 
 
-def read_tool(value: object, where: str) -> dict[str, Any]:
-    """A definition of a tool in a chat completion's request."""
-    function = as_object(as_object(value, where).get("function"), f"{where}.function")
+def read_tool(value: object, where: str) -> dict[str, Any] | None:
+    """A definition of a tool in a chat completion's request; None for tools that are no functions."""
+    given = as_object(value, where)
+    if given.get("type", "function") != "function":
+        return None
+    function = as_object(given.get("function"), f"{where}.function")
     return tool(function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function")
 
 

@@ -24,6 +24,11 @@ def usage(replies: Sequence[Told]) -> dict[str, int]:
 class OpenAIErrors:
     """A `Dialect` whose errors are written in that form."""
 
+    def too_long(self, tokens: int, most: int) -> str:
+        """See `Dialect`."""
+        return (f"This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
+                "tokens.")  # fmt: skip
+
     def error(self, status: int, message: str, field: str, code: str) -> dict[str, Any]:
         """See `Dialect`."""
         kind = "invalid_request_error" if status < 500 else "server_error"

@@ -97,6 +97,10 @@ class Dialect(Protocol):
         """The same as server-sent events."""
         ...
 
+    def too_long(self, tokens: int, most: int) -> str:
+        """How the API says that the messages are too long: clients that shorten their history look for these words."""
+        ...
+
     def error(self, status: int, message: str, field: str, code: str) -> Mapping[str, Any]:
         """The JSON of an error."""
         ...
@@ -151,6 +155,17 @@ def asked(body: Mapping[str, Any], read: Iterable[str], *, left_out: tuple[str, 
         body=body,
         **meant,
     )
+
+
+def refuse(body: Mapping[str, Any], **fields: str) -> None:
+    """Raise ChatError for fields that cannot be ignored, as those that stand for a part of the conversation.
+
+    Args:
+        fields: what is wrong with each, by name.
+    """
+    for name, rule in fields.items():
+        if body.get(name):
+            raise ChatError(name, f"{body[name]!r:.80}", rule, "leave it out, and send the whole conversation")
 
 
 def tool(name: object, description: object, parameters: object, where: str) -> dict[str, Any]:

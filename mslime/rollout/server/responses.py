@@ -26,6 +26,7 @@ from mslime.rollout.server.requests import (
     Told,
     asked,
     integer,
+    refuse,
     tool,
 )
 
@@ -40,9 +41,11 @@ class Responses(OpenAIErrors):
     def read(self, body: Mapping[str, Any], recorded: Mapping[str, Turn]) -> Request:
         """See `Dialect`. `previous_response_id` stands for that conversation, with its instructions unless there are
         new ones."""
+        refuse(body, conversation="conversations are not kept here", prompt="prompts are not kept here",
+               background="a reply is told to the request that asks for it")  # fmt: skip
         said = body.get("input")
         items = [{"role": "user", "content": said}] if isinstance(said, str) else as_list(said, "input")
-        messages = [*_before(body.get("previous_response_id"), recorded), *_merged(items)]
+        messages = [*_before(body.get("previous_response_id"), recorded), *_merged(items, recorded)]
         if (instructions := body.get("instructions")) is not None:
             text = as_text(instructions, "instructions")
             messages = [Message("system", text), *messages[1 if messages and messages[0].role == "system" else 0 :]]
@@ -103,11 +106,11 @@ def _before(name: object, recorded: Mapping[str, Turn]) -> tuple[Message, ...]:
     return turn.messages()
 
 
-def _merged(items: Sequence[object]) -> Iterator[Message]:
+def _merged(items: Sequence[object], recorded: Mapping[str, Turn]) -> Iterator[Message]:
     """Messages of a list of items. What the model said follows each other as reasoning, text and calls: one message."""
     said: Message | None = None
     for i, value in enumerate(items):
-        message = _read_item(value, f"input[{i}]")
+        message = _read_item(value, f"input[{i}]", recorded)
         if message is None:
             continue
         if message.role != "assistant":
@@ -141,7 +144,7 @@ def _joined(said: Message, more: Message) -> Message:
     )
 
 
-def _read_item(value: object, where: str) -> Message | None:
+def _read_item(value: object, where: str, recorded: Mapping[str, Turn]) -> Message | None:
     item = as_object(value, where)
     kind = item.get("type", "message")
     if kind == "message":
@@ -165,8 +168,21 @@ def _read_item(value: object, where: str) -> Message | None:
         answers = as_text(item.get("call_id"), f"{where}.call_id")
         return Message("tool", text_of(item.get("output"), f"{where}.output"), answers=answers)
     if kind == "item_reference":
-        raise ChatError(f"{where}.type", kind, "items are not stored by name", "send the whole item")
+        return _named_item(item, where, recorded)
     raise ChatError(f"{where}.type", f"{kind!r:.80}", "is no item of text or of functions", "leave it out")
+
+
+def _named_item(item: Mapping[str, Any], where: str, recorded: Mapping[str, Turn]) -> Message:
+    """The item of ours that a reference names."""
+    turn, parts = recorded.get(_echo(item)), str(item.get("id")).split("_")
+    kind, last = parts[0], parts[-1]
+    if turn is not None and kind == "rs":
+        return Message("assistant", reasoning=turn.reply.reasoning or "", echo=turn.reply.echo)
+    if turn is not None and kind == "msg":
+        return Message("assistant", turn.reply.text, echo=turn.reply.echo)
+    if turn is not None and kind == "fc" and last.isdigit() and int(last) < len(turn.reply.calls):
+        return Message("assistant", calls=(turn.reply.calls[int(last)],), echo=turn.reply.echo)
+    raise ChatError(f"{where}.id", f"{item.get('id')!r:.80}", "is no item of this rollout", "send the whole item")
 
 
 def _echo(item: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from mslime.rollout.chat.errors import SessionOver
 from mslime.rollout.chat.forest import Turn
 from mslime.rollout.chat.session import ChatSession
 from mslime.rollout.server.requests import Request, Told
+from mslime.web_server import same_key
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Session:
 
     def admits(self, key: str) -> bool:
         """Whether this is its key."""
-        return secrets.compare_digest(key.encode(), self.key.encode())
+        return same_key(key, self.key)
 
     def attempt(self, request: Request, body: bytes, marked: bool) -> asyncio.Task[list[Turn]]:
         """The replies to a request, under way. A caller that gives up leaves it running: its repeat may join it.
@@ -94,7 +95,7 @@ class Session:
         return self.chat.forest.named
 
     async def _replies(self, request: Request) -> list[Turn]:
-        self.chat.counts["ignored_fields"] += len(request.ignored)
+        self.chat.ignore(request.ignored)
         self.chat.check_replies(max(1, len(request.prompts)) * request.count)
         asked = [
             self.chat.complete(prompt if isinstance(prompt, str) else list(prompt), max_tokens=request.max_tokens,

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 
@@ -99,6 +101,25 @@ def _angles_of(
     return made
 
 
+_exact_length = RotaryEmbedding.get_rotary_seq_len
+
+
+def table_length(
+    self: RotaryEmbedding, inference_context: Any, transformer: Any, transformer_input: Any, transformer_config: Any,
+    packed_seq_params: PackedSeqParams | None = None, **others: Any,
+) -> int:  # fmt: skip
+    """megatron-core's `get_rotary_seq_len`, with the same arguments; of packed sequences the next power of two.
+
+    megatron-core keeps the tables of angles for the last 32 lengths, and the longest sequence of a micro-batch is
+    another one nearly each time. Rows pick theirs out of a table by position, so it may be longer.
+    """
+    length = _exact_length(
+        self, inference_context, transformer, transformer_input, transformer_config, packed_seq_params, **others
+    )
+    return length if packed_seq_params is None else 1 << (length - 1).bit_length()
+
+
 def use_packed_rotary() -> None:
     """Have attention layers call `rotate_packed`, in this process. Fused kernels (`apply_rope_fusion`) go first."""
     rope_utils._apply_rotary_pos_emb_thd = rotate_packed
+    RotaryEmbedding.get_rotary_seq_len = table_length  # type: ignore[method-assign]

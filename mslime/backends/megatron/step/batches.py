@@ -102,6 +102,11 @@ class SequenceSlicer:
         piece = len(self.rows) // self.layout.sp
         return self.rows[self.layout.sp_rank * piece : (self.layout.sp_rank + 1) * piece]
 
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """[T]: number of each row's sequence, also of padding at its end."""
+        return np.repeat(np.arange(len(self.padded_lengths)), np.array(self.padded_lengths) // self.layout.cp)
+
     def at_rows(self, column: NDArray[Any], fill: float) -> NDArray[Any]:
         """[N, ...] -> [T, ...]: each row's own entry, `fill` for padding."""
         return _gather(column, self.rows, fill)
@@ -196,12 +201,9 @@ def build_micro_batch(
     """
     members = shard.micro_batches[index]
     assert packed or len(members) <= 1, f"unpacked micro-batch {index} has {len(members)} sequences"
-    all_spans = shard.spans()
-    spans = [all_spans[i] for i in members]
+    ends = np.cumsum(shard.lengths)
+    spans = [(int(ends[i] - shard.lengths[i]), int(ends[i])) for i in members]
     slicer = SequenceSlicer.build(spans, layout)
-    owner = np.zeros(len(shard.tokens), np.int64)
-    for index_within, (start, stop) in enumerate(spans):
-        owner[start:stop] = index_within
 
     def tensor(column: NDArray[Any]) -> Tensor:
         wide = column.astype(np.int64) if np.issubdtype(column.dtype, np.integer) else column
@@ -214,7 +216,10 @@ def build_micro_batch(
         return None if column is None else predicted(column)
 
     cumulative = np.concatenate([[0], np.cumsum(slicer.padded_lengths)])
-    segments, num_segments = number_segments(shard, members)
+    segments, first = None, first_segments(shard, spans)
+    if first is not None and shard.segment_index is not None:
+        own = slicer.at_targets(shard.segment_index, 0) + first[slicer.owners]
+        segments = tensor(np.where(slicer.targets != PADDING, own, 0))
     return MicroBatch(
         index=index,
         slicer=slicer,
@@ -230,12 +235,12 @@ def build_micro_batch(
         reference_log_probs=if_known(shard.reference_log_probs),
         values=if_known(shard.values),
         returns=if_known(shard.returns),
-        sequence_index=tensor(slicer.at_rows(owner, 0)),
+        sequence_index=tensor(np.where(slicer.rows != PADDING, slicer.owners, 0)),
         num_sequences=max(len(members), 1),
-        segment_index=if_known(segments),
-        num_segments=num_segments,
+        segment_index=segments,
+        num_segments=0 if first is None else max(int(first[-1]), 1),
         ages=if_known(shard.segment_ages),
-        positions=predicted(_response_positions(shard, spans)),
+        positions=tensor(_response_positions(shard, spans, slicer)),
         support=_support_of_targets(shard.supports, slicer, device),
     )
 
@@ -252,19 +257,12 @@ def _with_padding(slicer: SequenceSlicer, tokens: NDArray[np.int32], spans: list
     return held
 
 
-def number_segments(shard: TrainShard, members: Sequence[int]) -> tuple[NDArray[np.int64] | None, int]:
-    """([N] number of each token's segment among those of the sequences `members`, 0 elsewhere; how many there are).
-
-    (None, 0) when the shard does not know its segments.
-    """
+def first_segments(shard: TrainShard, spans: Sequence[tuple[int, int]]) -> NDArray[np.int64] | None:
+    """[sequences + 1]: number of each sequence's first segment among those of all these sequences, and how many there
+    are. None when the shard does not know its segments."""
     if shard.segment_index is None:
-        return None, 0
-    all_spans = shard.spans()
-    numbers, count = np.zeros(len(shard.tokens), np.int64), 0
-    for start, stop in (all_spans[i] for i in members):
-        numbers[start:stop] = count + shard.segment_index[start:stop]
-        count = int(numbers[start:stop].max()) + 1
-    return numbers, max(count, 1)
+        return None
+    return np.cumsum([0, *(int(shard.segment_index[start:stop].max()) + 1 for start, stop in spans)])
 
 
 def _support_of_targets(supports: Supports | None, slicer: SequenceSlicer, device: torch.device) -> Support | None:
@@ -275,10 +273,10 @@ def _support_of_targets(supports: Supports | None, slicer: SequenceSlicer, devic
     return Support(torch.from_numpy(found.ids).to(device), torch.from_numpy(found.offsets).to(device))
 
 
-def _response_positions(shard: TrainShard, spans: list[tuple[int, int]]) -> NDArray[np.int64]:
-    """[N] distance of each token of `spans` to the first trained token of its sequence; 0 before it and elsewhere."""
-    positions = np.zeros(len(shard.tokens), np.int64)
-    for start, stop in spans:
-        first = int(shard.loss_mask[start:stop].argmax())
-        positions[start + first : stop] = np.arange(stop - start - first)
-    return positions
+def _response_positions(
+    shard: TrainShard, spans: Sequence[tuple[int, int]], slicer: SequenceSlicer
+) -> NDArray[np.int64]:
+    """[T] distance of each predicted token to the first trained one of its sequence; 0 before it, and where none is
+    predicted."""
+    firsts = np.array([start + int(shard.loss_mask[start:stop].argmax()) for start, stop in spans] or [0])
+    return np.where(slicer.targets != PADDING, np.maximum(slicer.targets - firsts[slicer.owners], 0), 0)

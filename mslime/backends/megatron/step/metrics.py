@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mslime.algorithms.losses import PolicyLossInputs, policy_loss
 from mslime.algorithms.statistics import LossStatistics, mean_weight, other_metrics
-from mslime.backends.megatron.step.batches import number_segments
+from mslime.backends.megatron.step.batches import first_segments
 from mslime.config.algorithm import AlgorithmConfig
 from mslime.config.errors import TrainerError
 from mslime.data.shard import TrainShard
@@ -71,7 +72,9 @@ def normalising_scale(
 
     old = column(shard.old_log_probs)
     lengths = column(shard.lengths)
-    segments, num_segments = number_segments(shard, range(len(lengths)))
+    segments, first = shard.segment_index, first_segments(shard, shard.spans())
+    if first is not None and segments is not None:
+        segments = segments + np.repeat(first[:-1], shard.lengths)
     inputs = PolicyLossInputs(
         log_probs=old,
         behaviour_log_probs=column(shard.behaviour_log_probs),
@@ -82,7 +85,7 @@ def normalising_scale(
         num_sequences=len(lengths),
         old_log_probs=old,
         segment_index=None if segments is None else column(segments),
-        num_segments=num_segments,
+        num_segments=0 if first is None else max(int(first[-1]), 1),
         ages=None if shard.segment_ages is None else column(shard.segment_ages),
     )
     statistics = policy_loss(inputs, algorithm).statistics

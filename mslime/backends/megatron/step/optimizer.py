@@ -212,18 +212,28 @@ def _number_as_held(optimizer: DistributedOptimizer) -> None:
 
 
 def follow_config(
-    optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, train: TrainConfig, *, restart: bool
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    rates: Sequence[tuple[float, float]],
+    *,
+    restart: bool,
 ) -> None:
     """Learning rates by the run's configuration after a checkpoint was loaded, which brings those of its own run.
 
     Args:
+        rates: see `rates_of`, before the checkpoint was loaded.
         restart: begin the schedule at its first step (the checkpoint is another run's).
     """
-    for group in optimizer.param_groups:
-        group["max_lr"], group["min_lr"] = train.lr, train.min_lr
+    for group, (largest, smallest) in zip(optimizer.param_groups, rates, strict=True):
+        group["max_lr"], group["min_lr"] = largest, smallest
     if restart:
         schedule.num_steps = 0
     schedule.step(0)
+
+
+def rates_of(optimizer: MegatronOptimizer) -> list[tuple[float, float]]:
+    """The largest and the smallest learning rate of each group; with `decoupled_lr` embeddings have their own."""
+    return [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
