@@ -91,6 +91,7 @@ def test_glm_rotates_half_a_head_where_the_file_does_not_say(model: str) -> None
         ("qwen2.5-7B", {"use_sliding_window": True}, "use_sliding_window"),
         ("qwen2.5-7B", {"use_mrope": True}, "use_mrope"),
         ("qwen2.5-7B", {"max_position_embeddings": 10**25}, "max_position_embeddings"),
+        ("qwen2.5-7B", {"rms_norm_eps": 0.5}, "rms_norm_eps"),
         ("qwen2.5-7B", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("qwen2.5-7B", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type"),
         ("qwen2.5-7B", {"rope_scaling": YARN | {"attn_factor": 0.88}}, "attn_factor"),

@@ -14,6 +14,7 @@ from mslime.convert.families.family import (
     HFConfig,
     ModelFields,
     Support,
+    norm_epsilon,
     refuse_unless,
     required_int,
     required_number,
@@ -47,7 +48,7 @@ class DeepseekV2(Family):
             "num_attention_heads": required_int(hf_config, "num_attention_heads"),
             "normalization": "RMSNorm",
             # Of the norms of latent vectors too, as in SGLang; transformers has 1e-6 there whatever config.json says.
-            "layernorm_epsilon": required_number(hf_config, "rms_norm_eps"),
+            "layernorm_epsilon": norm_epsilon(hf_config),
             "qk_layernorm": True,
             "activation_func": "silu",
             "gated_linear_unit": True,

@@ -213,6 +213,19 @@ def required_number(config: HFConfig, name: str) -> float:
     return float(value)
 
 
+def norm_epsilon(config: HFConfig) -> float:
+    """`rms_norm_eps`, which is small: a large one means another file."""
+    value = required_number(config, "rms_norm_eps")
+    if not 0 < value <= 1e-2:
+        raise CheckpointError(
+            "config.json: rms_norm_eps",
+            value,
+            "must be positive and at most 0.01",
+            "use the config.json of the checkpoint",
+        )
+    return value
+
+
 def flag(config: HFConfig, name: str, default: bool) -> bool:
     """A boolean of config.json; absent or null means `default`, the value of the transformers class."""
     value = config.get(name)

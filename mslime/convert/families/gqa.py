@@ -18,9 +18,9 @@ from mslime.convert.families.family import (
     ModelFields,
     flag,
     llama3_factor,
+    norm_epsilon,
     refuse_unless,
     required_int,
-    required_number,
     rotary,
     yarn_fields,
 )
@@ -144,9 +144,10 @@ class Decoder(Family):
         refuse_unless(hf_config, "hidden_act", ("silu",))
         refuse_unless(hf_config, "attention_dropout", (None, 0, 0.0))
         layers, attention = required_int(hf_config, "num_hidden_layers"), self.attention(hf_config)
-        experts, rope = self.experts(hf_config), rotary(hf_config, self.rope_kinds, self.rope_base)
+        experts = self.experts(hf_config)
+        rope = rotary(hf_config, self.rope_kinds, self.rope_base) if "yarn" in self.rope_kinds else None
         return (
-            (yarn_fields(rope) if rope.kind == "yarn" else {})
+            (yarn_fields(rope) if rope is not None and rope.kind == "yarn" else {})
             | {
                 "num_layers": layers,
                 "hidden_size": attention.hidden,
@@ -157,7 +158,7 @@ class Decoder(Family):
                 # Of every head by itself; a norm of all heads is put into the layer spec (`ModelFields.joint_qk_norm`).
                 "qk_layernorm": attention.norm == "head",
                 "normalization": "RMSNorm",
-                "layernorm_epsilon": required_number(hf_config, "rms_norm_eps"),
+                "layernorm_epsilon": norm_epsilon(hf_config),
                 "activation_func": "silu",
                 "gated_linear_unit": True,
                 "add_bias_linear": False,

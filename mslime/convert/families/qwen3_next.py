@@ -31,6 +31,7 @@ class Qwen3Next(Decoder):
         not_served=NOT_SERVED,
         notes=(f"Context parallelism is refused: {_NO_CP}.",),
     )
+    rope_kinds = ("default",)
     rope_base = 1e7
     partial_rotary = 0.25
     harmless = frozenset({"max_window_layers", "sliding_window"})
