@@ -136,7 +136,11 @@ def test_no_process_outlives_its_pool_or_is_forgotten(monkeypatch: pytest.Monkey
 def test_a_child_that_hangs_holds_up_nobody_and_ends_with_its_parent(tmp_path: Path):
     file = tmp_path / "child"
     hangs = [sample("hang", file=str(file)), sample("good")]
-    assert score("judges_in_a_child", *hangs, on_error="zero", timeout_s=3) == [0.0, 1.0]
+    for limit in (3, 60):  # the second for a machine on which 3 s are too short to start a child, or to score at all
+        scores = score("judges_in_a_child", *hangs, on_error="zero", timeout_s=limit)
+        if file.exists() and scores[1]:
+            break
+    assert scores == [0.0, 1.0]
     with pytest.raises(ProcessLookupError):
         while True:  # init reaps it
             os.kill(int(file.read_text()), 0)
