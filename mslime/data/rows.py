@@ -263,5 +263,5 @@ def open_rows(path: Path, keys: Sequence[str]) -> RowFile:
 
 def _fetched(path: Path) -> str:
     """For what looks like a data set on the Hugging Face Hub: how to fetch it."""
-    command = "" if path.suffix else hub_download(path, "--repo-type dataset ")
+    command = "" if path.suffix else hub_download(path, "--repo-type dataset ")[0]
     return f"{command}, then name its files" if command else ""
