@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import math
 import re
+import sysconfig
 import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, SupportsFloat, cast
 
 from mslime.config.errors import ConfigError, UserError, nearest
+
+_log = logging.getLogger(__name__)
 
 
 def load_function(spec: str, setting: str) -> Callable[..., Any]:
@@ -86,9 +91,38 @@ def calling(spec: str, setting: str, about: str = "") -> Generator[None]:
     except UserError:
         raise
     except Exception as error:  # a user's function may raise anything
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        told = f"raised {type(error).__name__}: {error}{f' for {about}' if about else ''}"
-        raise ConfigError(setting, spec, f"{told} ({place.filename}:{place.lineno})", "mend the function") from error
+        raise ConfigError(setting, spec, raised(error, about), "mend the function") from error
+
+
+_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parent))
+_LOGGED = set[str]()
+
+
+def raised(error: BaseException, about: str = "") -> str:
+    """What a user's function raised, with the last line of the user's own files on the way there.
+
+    The log of the process gets the whole traceback at level info, once for each such line.
+
+    Args:
+        about: what the function was called for, in words.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    place = ([frame for frame in frames if not _of_a_library(frame.filename)] or frames)[-1]
+    where = f"{place.filename}:{place.lineno}"
+    if where not in _LOGGED:
+        _LOGGED.add(where)
+        _log.info("the whole traceback of the first error at %s", where, exc_info=error)
+    return f"raised {type(error).__name__}: {error}{f' for {about}' if about else ''} ({where})"
+
+
+def _of_a_library(file: str) -> bool:
+    parts = Path(file).parts
+    return (
+        file.startswith("<")
+        or "site-packages" in parts
+        or "dist-packages" in parts
+        or any(Path(file).is_relative_to(library) for library in _LIBRARIES)
+    )
 
 
 MOST_METRICS = 64

@@ -55,7 +55,7 @@ def _check_task(config: RunConfig) -> None:
         raise _placement("a trainer of adapters (lora.rank) was never put to sleep", "set separate, or remove lora")
     _check_turns(config)
     weights = config.weights
-    if weights.carrier in BY_COLLECTIVE:
+    if weights.carrier in BY_COLLECTIVE and config.transport != "shm":
         raise ConfigError(
             "weights.delta_over" if weights.transport == "delta" else "weights.transport", weights.carrier,
             "trainer rank and engine would be two members of one process group on one GPU, which NCCL refuses",

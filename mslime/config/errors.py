@@ -126,8 +126,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else ""
 
 
-def hub_download(path: Path, options: str = "") -> str:
-    """For what looks like a name on the Hugging Face Hub, `owner/name`: how to fetch it; empty for any other path."""
-    if len(path.parts) != 2 or path.parent.exists():
-        return ""
-    return f"fetch it first: hf download {path} {options}--local-dir {path.name}"
+_OUR_DIRECTORIES = {"models", "model", "data", "datasets", "checkpoints", "weights", "outputs"}
+"""First parts of paths that people give to directories of their own, and that are no owner on the Hub."""
+
+
+def hub_download(path: Path, options: str = "") -> tuple[str, Path]:
+    """How to fetch from the Hugging Face Hub what is not at a path, and where it then is.
+
+    Only for what looks like a name there, `owner/name`, or a directory of one's own for it, `models/name`; else an
+    empty text.
+    """
+    if len(path.parts) != 2 or (path.parent.exists() and path.parts[0] not in _OUR_DIRECTORIES):
+        return "", path
+    if path.parts[0] in _OUR_DIRECTORIES:
+        command = f"hf download OWNER/{path.name} {options}--local-dir {path}"
+        return f"fetch it first, with its owner's name for OWNER: {command}", path
+    return f"fetch it first: hf download {path} {options}--local-dir {path.name}", Path(path.name)

@@ -60,5 +60,5 @@ def eos_ids(section: Mapping[str, Any]) -> list[int]:
 
 def _fetched(path: Path) -> str:
     """For what looks like a name on the Hugging Face Hub: how to fetch it."""
-    command = hub_download(path)
-    return f"{command}, then --model.path {path.name}" if command else ""
+    command, there = hub_download(path)
+    return command if there == path else f"{command}, then --model.path {there}"

@@ -39,9 +39,14 @@ class _Loader(yaml.SafeLoader):
                 continue  # `<<: *name`: the mapping's own keys win
             name = cast("Any", self).construct_object(key, deep=True)
             if not isinstance(name, str):
-                raise yaml.MarkedYAMLError(problem=f"the key {name!r} is no text", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {name!r} is no text", problem_mark=key.start_mark, note="put the key in quotes"
+                )
             if name in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {name!r} stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {name!r} stands twice", problem_mark=key.start_mark,
+                    note="keep one of the two, or merge what is below them",
+                )  # fmt: skip
             seen.add(name)
         return super().construct_mapping(node, deep)
 
@@ -61,7 +66,7 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.MarkedYAMLError as error:
         where = f"{source}:{error.problem_mark.line + 1}" if error.problem_mark else source
         raise ConfigError(
-            where, error.problem, "is not valid YAML", "check indentation, colons and quotes there"
+            where, error.problem, "is not valid YAML", error.note or "check indentation, colons and quotes there"
         ) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # control characters, numbers, depth
         told = " ".join(str(error).split())[:200]
@@ -71,6 +76,9 @@ def parse_yaml(text: str, source: str) -> Any:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ConfigError when it is missing, broken, or no mapping."""
     if not _is_file(path):
+        several = [part.strip() for part in str(path).split(",")]
+        if len(several) > 1 and all(_is_file(Path(part)) for part in several):
+            raise ConfigError("config file", str(path), "a run has one file", "write what they say into one; flags win")
         raise ConfigError("config file", str(path), "no such file", "check the path; examples/ holds complete ones")
     try:
         text = path.read_text(encoding="utf-8")

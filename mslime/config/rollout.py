@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from mslime.config.agents import AgentLimits, AgentServer
 from mslime.config.atropos import AtroposConfig
 from mslime.config.base import Section
 from mslime.config.choices import OnError, PauseMode
 from mslime.config.environments import Credit, EnvironmentLimitsConfig, TurnsOf
+from mslime.config.errors import ConfigError
 
 
 class RolloutConfig(Section):
@@ -151,6 +152,14 @@ class RolloutConfig(Section):
         "they have and are continued under the new weights. retract and in_place: the engine continues them itself; "
         "retract re-routes old tokens under new weights, in_place keeps a cache of old weights.",
     )
+
+    @field_validator("temperature", mode="before")
+    @classmethod
+    def _refuse_greedy(cls, value: object) -> object:
+        if value == 0:
+            raise ConfigError("rollout.temperature", value, "greedy responses of a group are alike, and teach nothing",
+                              "set 1.0 (held-out sets are greedy by their own temperature)")  # fmt: skip
+        return value
 
     def longest(self, max_positions: int) -> int:
         """Tokens that prompt and response may have together; `max_positions` are the model's."""

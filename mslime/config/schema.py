@@ -336,7 +336,9 @@ class RunConfig(Section):
         """`weights.transport`; where it is `auto`, what that comes to with the engines that the run starts."""
         if self.weights.transport != AUTO:
             return self.weights.transport
-        engine = self.sglang
+        engine, cluster = self.sglang, self.cluster
+        if self.colocated and cluster.device == "cpu" and cluster.ray_address is None:
+            return "shm"  # one process group may not hold both, and this is one machine
         return "broadcast" if engine.urls or engine.tp_size > 1 or engine.drafts else "relay"
 
     @property

@@ -126,7 +126,7 @@ def policy_spec(config: RunConfig) -> PolicySpec:
         temperature=config.rollout.temperature if rl else 1.0,
         reference=(model.reference_path or model.path) if rl and config.algorithm.kl_coef > 0 else None,
         teacher=model.teacher_path if rl else None,
-        weights=_with_directory(config),
+        weights=_sent(config),
         asked_engine_dtype=config.sglang.dtype,
         lora=config.lora,
         as_stored=rl and not config.sglang.urls,
@@ -141,9 +141,14 @@ def asleep_directory(config: RunConfig) -> Path | None:
     return (cluster.asleep_directory or config.run_dir).absolute() if kept_in == "disk" else None
 
 
-def _with_directory(config: RunConfig) -> WeightsConfig:
-    """How weights are sent, with the directory of this run's alone; None where nothing is written into one."""
+def _sent(config: RunConfig) -> WeightsConfig:
+    """How weights are sent, with the directory of this run's alone; None where nothing is written into one.
+
+    Senders ask engines what `auto` comes to, but where both take turns, settings alone say it.
+    """
     weights = config.weights
+    if config.colocated:
+        weights = weights.model_copy(update={"transport": config.transport})
     without = weights.transport == "delta" and weights.carrier == "broadcast"
     return weights.model_copy(update={"directory": None if without else weights_directory(config)})
 

@@ -45,7 +45,8 @@ class WeightsConfig(Section):
     transport: str = Field(
         default=AUTO,
         description="How buckets reach the engines: auto, by relay where each engine has one GPU, no draft model, and "
-        "mslime's plug-in (those that it starts have it), else by broadcast; broadcast, one after the other to all "
+        "mslime's plug-in (those that it starts have it), else by broadcast, and by shm where trainer and engines take "
+        "turns on the CPUs of one machine; broadcast, one after the other to all "
         "engine GPUs; relay, to one GPU of each engine from each sender, all at once, which passes them on; shm, "
         "through memory that a sender shares with engines on its machine; handles, likewise, but through the GPUs' own "
         "memory, by CUDA's handles; disk, through files in weights.directory; delta, only what changed, through such "

@@ -249,7 +249,7 @@ def open_rows(path: Path, keys: Sequence[str]) -> RowFile:
         if path.is_dir():
             return _directory(path, keys)
         if not path.is_file():
-            raise DataError("data.prompts", str(path), "no such file", _fetched(path) or f"prompts come from {_KINDS}")
+            raise _no_file(path)
         if path.name.endswith((".jsonl.gz", ".json.gz")):
             return _gzipped(path)
         if path.suffix == ".jsonl":
@@ -261,7 +261,26 @@ def open_rows(path: Path, keys: Sequence[str]) -> RowFile:
     raise DataError("data.prompts", str(path), f"suffix {path.suffix!r} is unknown", f"prompts come from {_KINDS}")
 
 
+def glance(path: Path, keys: Sequence[str]) -> None:
+    """Refuse what costs nothing to see: no such file, or a first line of JSON without these keys. Raises DataError."""
+    if not path.exists():
+        raise _no_file(path)
+    if path.suffix != ".jsonl" or not path.is_file():
+        return
+    with reading(DataError, "data.prompts", "cannot be opened", "give a file of yours"), path.open("rb") as file:
+        first = next(((n, line) for n, line in enumerate(file, 1) if line.strip()), None)
+        if first is not None:
+            where = f"{path}:{first[0]}"
+            row = _parse_line(first[1], where)
+            for key in keys:
+                field_of(row, key, where)
+
+
+def _no_file(path: Path) -> DataError:
+    return DataError("data.prompts", str(path), "no such file", _fetched(path) or f"prompts come from {_KINDS}")
+
+
 def _fetched(path: Path) -> str:
     """For what looks like a data set on the Hugging Face Hub: how to fetch it."""
-    command = "" if path.suffix else hub_download(path, "--repo-type dataset ")
+    command = "" if path.suffix else hub_download(path, "--repo-type dataset ")[0]
     return f"{command}, then name its files" if command else ""

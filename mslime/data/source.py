@@ -95,6 +95,12 @@ def _slice_error(spec: str) -> DataError:
                      "example train.jsonl@[:1000] or train.jsonl@[-200:]")  # fmt: skip
 
 
+def keys_of_rows(config: DataConfig) -> list[str]:
+    """The keys that every row has."""
+    mine = (config.messages_key,) if config.messages_key else (config.prompt_key, config.label_key)
+    return [key for key in (*mine, config.tools_key, config.metadata_key) if key is not None]
+
+
 class PromptStream(Protocol):
     """What training prompts are drawn from, without an end.
 
@@ -186,8 +192,7 @@ class PromptSource:
         self._shuffle = config.shuffle if shuffle is None else shuffle
         self._files: list[RowFile] = []
         rows: list[tuple[int, int]] = []
-        mine = (config.messages_key,) if config.messages_key else (config.prompt_key, config.label_key)
-        keys = [k for k in (*mine, config.tools_key, config.metadata_key) if k is not None]
+        keys = keys_of_rows(config)
         for spec in specs:
             path, part = split_slice(spec)
             file = open_rows(path, keys)

@@ -14,7 +14,8 @@ from mslime.config.errors import DataError
 from mslime.config.schema import RunConfig
 from mslime.data.conversation import wanted_turns
 from mslime.data.messages import as_messages
-from mslime.data.source import Prompt, PromptSource, Row
+from mslime.data.rows import glance
+from mslime.data.source import Prompt, PromptSource, Row, keys_of_rows, split_slice
 from mslime.data.supervised import SupervisedSource, refuse_unlabelled
 from mslime.data.tokenizer import Tokenizer
 from mslime.data.user_source import open_prompts
@@ -28,6 +29,19 @@ DRAWN = 16
 """Prompts that are drawn from `data.source`."""
 TRIED_CHARACTERS = 400
 """Of a rendered row, as far as it is shown."""
+
+
+def glance_at_files(config: RunConfig) -> None:
+    """Look for the files and at their first lines, before what takes seconds to import. Raises DataError."""
+    if config.rollout.function == ATROPOS:
+        return
+
+    def look(specs: list[str], _shuffle: bool | None) -> None:
+        for spec in specs:
+            path, part = split_slice(spec)
+            glance(path, [] if part.start else keys_of_rows(config.data))
+
+    _held_in_files(config, look)
 
 
 def check_data(config: RunConfig, tokenizer: Tokenizer, limit: int) -> list[str]:

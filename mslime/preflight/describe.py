@@ -200,6 +200,7 @@ def _switch_table(run: ResolvedRun) -> Table:
             ("entropy bonus", f"{a.entropy_coef:g}" if a.entropy_coef else "off"),
             ("reward", _reward(config)),
             ("evaluation", ", ".join(s.name for s in config.data.eval_sets) or "off"),
+            *([("weights", f"by {config.transport}")] if config.colocated else []),
             ("weight check", _weight_check(run)),
         ],
     )

@@ -42,7 +42,8 @@ async def _tried(job: EnvironmentJob, task: EnvironmentTask) -> list[str]:
         (first, steps), (again, _) = await _played(pool, task), await _played(pool, task)
     except EnvironmentFailedError as error:
         told = str(error).removeprefix(f"{job.function}: ")
-        raise ConfigError(SETTING, job.function, told, "a model may say anything: let step answer it") from error
+        raise ConfigError(SETTING, job.function, told,
+                          "mend that method; step has to answer whatever a model says") from error  # fmt: skip
     finally:
         await pool.close()
     same = "the same" if first == again else "another one (rollouts of a prompt are compared: draw by task.group_id)"

@@ -23,7 +23,7 @@ from mslime.convert.quantised import check_quantisation
 from mslime.convert.served_adapters import check_served, served_modules
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
 from mslime.planner.flops import quadratic_tokens
-from mslime.preflight.data import check_data, check_supervised_data
+from mslime.preflight.data import check_data, check_supervised_data, glance_at_files
 from mslime.preflight.quantised import check_quantised
 from mslime.preflight.seams import check_seams
 
@@ -89,6 +89,9 @@ def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> Re
     check_machines(config, parts)
     check_seams(config)
     _check_paths(config)
+    if data:
+        read_hf_config(config.model.path)  # the first thing that a run needs, and is told of
+        glance_at_files(config)
     hf_config, checkpoint = _read_model(config, config.model.path)
     family = get_family(hf_config)
     model = replace(family.model_fields(hf_config), renderers=family.support.renderers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import traceback
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from mslime.config.choices import OnError
 from mslime.config.errors import RolloutError, UserError
 from mslime.data.sample import Group, Sample, SampleStatus
+from mslime.extensions import raised
 from mslime.rollout.agents import Agents, Conversations
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.chat.session import Reply
@@ -315,9 +315,7 @@ class Rollout:
                 return None
             if self._chats.failure is not None:
                 raise self._chats.failure from error
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            raised = f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
-            raise self._error(raised, "mend the function") from error
+            raise self._error(raised(error), "mend the function") from error
         finally:
             self._watch = None
 

@@ -44,6 +44,28 @@ def check(capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, *
     return status, printed.out, printed.err
 
 
+@pytest.mark.parametrize(("line", "said"), [
+    (None, "no such file"), ("{'prompt': 1}", "is not valid JSON"), ('{"promt": "a", "label": "1"}', "no key 'prompt'"),
+])  # fmt: skip
+def test_what_the_first_line_tells_is_said_before_the_model_is_looked_at(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path, line: str | None, said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def fake_family(_config: object) -> None:
+        raise AssertionError("which imports torch")
+
+    monkeypatch.setattr("mslime.preflight.resolve.get_family", fake_family)
+    file = tmp_path / "p.jsonl"
+    if line is not None:
+        file.write_text(f"\n{line}\n")
+    status, _, err = check(capsys, checkpoint, file)
+    assert status == 2 and said in err
+    status, _, err = check(capsys, checkpoint, file, "--data.eval-sets", f"{{name: a, path: {file}}}")
+    assert status == 2 and said in err
+    if said == "no key 'prompt'":  # a slice without the first line
+        assert check(capsys, checkpoint, Path(f"{file}@[1:]"))[0] == 1
+
+
 def test_a_good_run_prints_layout_batch_and_switches(
     capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path
 ) -> None:

@@ -17,7 +17,7 @@ from mslime.config.errors import ConfigError, EngineError, TrainerError
 from mslime.config.loader import build
 from mslime.config.schema import RunConfig
 from mslime.config.serving import engine_spec, teacher_spec
-from mslime.config.training import asleep_directory
+from mslime.config.training import asleep_directory, policy_spec
 from mslime.control.placement import Spot, gpus_of
 from mslime.control.sharing import PHASES, Shared
 from mslime.planner.command import plan_of as plan_of_values
@@ -117,6 +117,17 @@ def test_what_cannot_share_gpus_is_refused_by_name(sections: dict[str, Any], fie
 ])  # fmt: skip
 def test_what_can_share_gpus_is_taken(sections: dict[str, Any]) -> None:
     assert config_of(**sections).colocated
+
+
+def test_a_run_on_the_cpus_of_one_machine_need_not_say_that_weights_go_through_its_memory() -> None:
+    values: dict[str, Any] = {"weights": {"transport": "auto"}, "cluster": {"device": "cpu", "ray_address": None}}
+    config = config_of(**values)
+    assert config.transport == policy_spec(config).weights.transport == "shm"
+    for other in ({"device": "cuda"}, {"ray_address": "h:6379"}):
+        with pytest.raises(ConfigError, match="NCCL"):
+            config_of(**values | {"cluster": values["cluster"] | other})
+    with pytest.raises(ConfigError, match="NCCL"):
+        config_of(**values | {"weights": {"transport": "relay"}})
 
 
 def test_engines_on_the_trainers_gpus_claim_none_of_their_own() -> None:

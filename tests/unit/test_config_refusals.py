@@ -151,6 +151,27 @@ def test_yaml_that_means_two_things_or_nothing_is_refused_with_its_line(text: st
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "way_out"), [("a: 1\na: 2\n", "keep one of the two"), ("1: x\n", "in quotes"), ("a: [\n", "indentation")]
+)
+def test_what_is_wrong_with_yaml_is_what_its_way_out_mends(text: str, way_out: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text, "f.yaml")
+    assert way_out in caught.value.way_out
+
+
+def test_two_files_joined_by_a_comma_are_two_files(tmp_path: Path) -> None:
+    (one := tmp_path / "a.yaml").write_text("model: {path: x}\n")
+    with pytest.raises(ConfigError, match="a run has one file"):
+        read_yaml(Path(f"{one},{one}"))
+
+
+def test_a_greedy_rollout_is_told_why_it_teaches_nothing() -> None:
+    for given in (0, 0.0):
+        with pytest.raises(ConfigError, match="alike"):
+            build({"model": {"path": "x"}, "rollout": {"temperature": given}})
+
+
 def test_a_date_is_a_word_and_an_impossible_one_too() -> None:
     assert parse_yaml("a: 2020-13-45\nb: 2020-01-02\n", "f") == {"a": "2020-13-45", "b": "2020-01-02"}
 

@@ -16,7 +16,8 @@ import pytest
 
 from mslime.cli import main
 from mslime.config.data import DataConfig
-from mslime.config.errors import DataError, UserError, hub_download
+from mslime.config.errors import CheckpointError, DataError, UserError, hub_download
+from mslime.config.hf_config import read_hf_config
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
 from tests.fixtures.tiny_models import make_tiny_qwen3_dense, make_tokenizer
@@ -272,8 +273,20 @@ def test_only_what_may_be_a_name_on_the_hub_is_fetched_from_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    assert hub_download(Path("owner/name")) == "fetch it first: hf download owner/name --local-dir name"
-    assert [hub_download(Path(p)) for p in ("/name", "mine/name", "name", "a/b/c")] == [""] * 4
+    assert hub_download(Path("owner/name")) == (
+        "fetch it first: hf download owner/name --local-dir name", Path("name"))  # fmt: skip
+    assert [hub_download(Path(p))[0] for p in ("/name", "mine/name", "name", "a/b/c")] == [""] * 4
+
+
+def test_what_is_fetched_into_a_directory_of_models_is_no_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # with the directory, and without it
+        with pytest.raises(CheckpointError) as caught:
+            read_hf_config(Path("models/Qwen"))
+        assert caught.value.way_out.endswith("hf download OWNER/Qwen --local-dir models/Qwen")
+        (tmp_path / "models").mkdir(exist_ok=True)
 
 
 FIRST = {"prompt": ["a"], "label": ["1"], "metadata": [{"level": 1}]}

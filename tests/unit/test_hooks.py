@@ -84,7 +84,7 @@ def test_a_hook_for_samples_is_told_of_each_with_its_reward(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("function", "said"), [
-    ("cuts", r"changed sample \d of group \d"), ("pays", r"changed sample \d of group \d"),
+    ("cuts", "assignment destination is read-only for sample"), ("pays", r"changed sample \d of group \d"),
     ("breaks", r"raised KeyError: 'no such sample' for sample \d of group \d .*user_functions.py:\d+"),
     ("tells_a_text", r"the metric half = 'x', which is not a finite number \(sample \d of group \d\)"),
 ])  # fmt: skip

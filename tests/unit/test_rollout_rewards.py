@@ -117,6 +117,16 @@ def test_an_answer_that_cannot_be_sent_is_an_error_and_no_silence():
     assert "its answer cannot be sent" in asyncio.run(asyncio.wait_for(work(), 60))
 
 
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])
+def test_the_traceback_of_a_reward_is_in_the_log_of_the_run_and_not_on_a_terminal(
+    level: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+):
+    """Processes of rewards write to the log of the process that started them, which has none of its own in check."""
+    caplog.set_level(level, logger="mslime")
+    score("moody", sample("raise"), sample("raise"), timeout_s=50, on_error="zero")
+    assert capfd.readouterr().err.count("Traceback") == (level == "INFO")
+
+
 def test_no_process_outlives_its_pool_or_is_forgotten(monkeypatch: pytest.MonkeyPatch):
     """Where one sample in three ends its process: never more processes than workers, and none at the end."""
     started: list[Worker] = []

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import traceback
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from mslime.extensions import raised
 from mslime.rollout.environments.protocol import (
     METHODS,
     WrongAnswerError,
@@ -145,8 +145,7 @@ class _Episodes:
             return Failure.RAISED, str(error)
         if isinstance(error, MemoryError) or "can't start new thread" in str(error):
             return Failure.MEMORY, f"{method} needed more memory than the {self._job.memory_mib:g} MiB of its process"
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return Failure.RAISED, f"{method} raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        return Failure.RAISED, f"{method} {raised(error)}"
 
     def _make_room(self) -> None:
         """The memory of this process, and a stack for the thread of each environment."""

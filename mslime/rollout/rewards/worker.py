@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from typing import Any
 
-from mslime.extensions import check_parameters, load_function
+from mslime.extensions import check_parameters, load_function, raised
 from mslime.rollout.rewards.graders.limits import Interrupted, interrupted_after
 from mslime.rollout.rewards.result import Job, RewardResult, checked, checked_group
 from mslime.rollout.workers.frames import run
@@ -35,8 +34,7 @@ async def answer(function: Callable[[Any], Any], asked: Any, job: Job) -> Reward
     except (Exception, asyncio.CancelledError) as error:  # a user's function may raise anything: reported, never fatal
         if isinstance(error, TimeoutError) and limit.expired():
             return RewardResult(0.0, f"took longer than {job.limit_s:g} s")
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return RewardResult(0.0, f"raised {type(error).__name__}: {error} ({place.filename}:{place.lineno})")
+        return RewardResult(0.0, raised(error))
 
 
 def open_job(job: Job) -> tuple[bool, Callable[[Any], Awaitable[Any]]]:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 from mslime.config.errors import ConfigError
+from mslime.logs import log_process
 
 HEADER = struct.Struct("<I")
 
@@ -74,7 +75,11 @@ async def serve(open_job: Open, stdin: BinaryIO, out: BinaryIO) -> None:
 
 
 def run(open_job: Open) -> None:
-    """Serve on the process's own pipes, with standard output turned over to standard error."""
+    """Serve on the process's own pipes, with standard output turned over to standard error.
+
+    The program's argument is the least level that it logs.
+    """
+    log_process(f"worker {os.getpid()}", sys.argv[1] if len(sys.argv) > 1 else "warning")
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     asyncio.run(serve(open_job, sys.stdin.buffer, out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import signal
@@ -11,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Protocol, Self
 
 from mslime.config.errors import ConfigError
+from mslime.logs import OURS
 from mslime.rollout.workers.frames import HEADER, NoAnswerError, encode
 
 START_SECONDS = 120.0  # importing a user's module may load a model
@@ -63,7 +65,7 @@ class WorkerProcess:
         """
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", module,
+            sys.executable, "-m", module, logging.getLevelName(logging.getLogger(OURS).getEffectiveLevel()),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,
         )  # fmt: skip
