@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import typing
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
@@ -52,6 +53,8 @@ class Section(BaseModel):
     @classmethod
     def _booleans_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         kinds = alternatives(cls.model_fields[str(info.field_name)].annotation)
+        if isinstance(value, str) and not value.strip() and Path in kinds:
+            raise ValueError("must not be empty: it is a path")
         if bool in kinds and not isinstance(value, bool | None):
             raise ValueError("must be true or false")
         if isinstance(value, bool) and bool not in kinds and not kinds & {Any, object}:

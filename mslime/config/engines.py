@@ -40,6 +40,7 @@ SGLANG_RESERVED: dict[str, str] = {
     "node_rank": "mslime numbers the machines of an engine (nnodes)",
     "dist_init_addr": "mslime tells the machines of an engine (nnodes) where they meet",
     "custom_sigquit_handler": "mslime ends its servers itself, and leaves none behind",
+    "load_publish_endpoint": "mslime asks engines for their load itself, and no port of theirs is open to others",
     "use_ray": "mslime places its servers itself",
     "grpc_mode": "engines are spoken to over HTTP",
     "smg_grpc_mode": "engines are spoken to over HTTP",

@@ -93,6 +93,13 @@ def _router_dispatch(config: RunConfig) -> None:
             f"the fused router kernel bypasses routing replay (train.replay = {replay})",
             "remove it, or set train.replay: off",
         )
+    if extra.get("cuda_graph_impl", "none") != "none" and replay != "off":
+        raise ConfigError(
+            "megatron.cuda_graph_impl",
+            extra["cuda_graph_impl"],
+            f"a captured graph replays the routes of its capture (train.replay = {replay})",
+            "remove it, or set train.replay: off",
+        )
     if extra.get("moe_expert_capacity_factor") is not None:
         raise ConfigError(
             "megatron.moe_expert_capacity_factor",

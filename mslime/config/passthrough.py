@@ -86,6 +86,8 @@ def _read_annotation(node: ast.expr) -> _Read:
             return _read_annotation(ast.parse(text, mode="eval").body)
         case ast.Name(id=name) if name in _SIMPLE:
             return {_SIMPLE[name]}, set(), False, True
+        case ast.Attribute(value=ast.Name(id="torch"), attr="dtype"):
+            return set(), {"bfloat16", "float16", "float32"}, False, True
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return _merge([left, right])
         case ast.Subscript(value=ast.Name(id="Optional"), slice=inner):
@@ -243,6 +245,8 @@ def collect_extra(
                 f"the installed {engine} engine has no such field",
                 hint or f"see `mslime check --fields {engine}` for the {len(known)} known names",
             )
+        if isinstance(value, str) and not value.strip():
+            raise ConfigError(path, value, "an empty text says nothing", "remove it, or write null")
         if not known[key].accepts(value):
             raise ConfigError(
                 path, value, f"{known[key].owner}.{key} takes {known[key].expected()}", "correct the value"

@@ -177,6 +177,13 @@ def _unused_fields(config: RunConfig) -> Iterator[str]:
         yield "algorithm.correction.token_cap has no effect: it bounds what kept tokens weigh with kept_weight token."
     if correction.old_weight != 0 and correction.max_age is None:
         yield "algorithm.correction.old_weight has no effect without max_age: no token is too old."
+    shaped = (("overlong", config.reward.overlong.buffer_tokens), ("repetition", config.reward.repetition.ngram))
+    for name, on in shaped:
+        if on and config.rollout.function != "single_turn":
+            yield (
+                f"reward.{name} has no effect on rewards that rollout.function {config.rollout.function} sets itself: "
+                "it shapes what the section reward gives."
+            )
     if config.train.replay_max_age is not None and config.train.replay != "r3":
         yield f"train.replay_max_age has no effect with train.replay {config.train.replay}: no route has an age."
     if correction.normalise and not correction.corrects and correction.max_age is None:

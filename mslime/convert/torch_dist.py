@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mslime.config.errors import CheckpointError
+from mslime.config.errors import MALFORMED, CheckpointError, reading
 from mslime.convert.files import tensor_bytes
 from mslime.convert.kinds import Shape
 from mslime.convert.writers import torch_dtype
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 METADATA, CONFIG = ".metadata", "metadata.json"
 _AGAIN = "restore the file from another copy, or convert again"
+_NO_METADATA = "must be the metadata of a torch distributed checkpoint"
 _OPEN_FILES = 8
 _METADATA_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _METADATA_CLASSES = {
@@ -102,9 +103,18 @@ class DistCheckpoint:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         _check_backend(directory)
-        metadata = load_metadata(directory / METADATA)
         self.tensors: dict[str, StoredTensor] = {}
         self.objects: list[str] = []
+        self._handles: OrderedDict[str, io.BufferedReader] = OrderedDict()
+        self._layouts: dict[int, list[tuple[bytes, _Record]]] = {}
+        self._sizes: dict[str, int] = {}
+        metadata = load_metadata(directory / METADATA)
+        with reading(CheckpointError, str(directory / METADATA), _NO_METADATA, _AGAIN):
+            self._read(metadata)
+            self._check_files()
+
+    def _read(self, metadata: Any) -> None:
+        """What is stored, by the metadata. Raises CheckpointError, or one of MALFORMED."""
         storage = {(index.fqn, _shape(index.offset or ())): info for index, info in metadata.storage_data.items()}
         for key, entry in metadata.state_dict_metadata.items():
             if not hasattr(entry, "chunks"):
@@ -112,10 +122,6 @@ class DistCheckpoint:
                 continue
             chunks = tuple(self._chunk(key, chunk, storage) for chunk in entry.chunks)
             self.tensors[key] = StoredTensor(_dtype_name(entry.properties.dtype), _shape(entry.size), chunks)
-        self._handles: OrderedDict[str, io.BufferedReader] = OrderedDict()
-        self._layouts: dict[int, list[tuple[bytes, _Record]]] = {}
-        self._sizes: dict[str, int] = {}
-        self._check_files()
 
     def _chunk(self, key: str, chunk: Any, storage: dict[tuple[str, Shape], Any]) -> Chunk:
         info = storage.get((key, _shape(chunk.offsets)))
@@ -136,6 +142,8 @@ class DistCheckpoint:
             for chunk in tensor.chunks:
                 path = self.directory / chunk.file
                 if chunk.file not in self._sizes:
+                    if Path(chunk.file).is_absolute() or ".." in Path(chunk.file).parts:
+                        raise ValueError(f"{key} would lie in {chunk.file!r}, outside of the checkpoint")
                     self._sizes[chunk.file] = path.stat().st_size if path.is_file() else -1
                 size = self._sizes[chunk.file]
                 if size < chunk.start + chunk.length:
@@ -172,7 +180,7 @@ class DistCheckpoint:
                 raise ValueError(f"{stored.nbytes} bytes for {stored.numel} elements of {promised}")
             handle.seek(stored.start)
             read = handle.readinto(tensor_bytes(whole))
-        except (OSError, zipfile.BadZipFile, pickle.UnpicklingError, KeyError, ValueError, EOFError) as error:
+        except (zipfile.BadZipFile, pickle.UnpicklingError, *MALFORMED) as error:
             raise CheckpointError(
                 f"{path}: {key}", f"{type(error).__name__}: {error}",
                 f"bytes {chunk.start} to {chunk.start + chunk.length} must be a tensor that torch.save wrote", _AGAIN,
@@ -357,12 +365,8 @@ def load_metadata(path: Path) -> Any:
         raise CheckpointError(
             str(path), None, "the checkpoint has no metadata: it was not completed", "name a complete checkpoint"
         ) from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError,
-            AssertionError, ImportError) as error:  # fmt: skip
-        raise CheckpointError(
-            str(path), f"{type(error).__name__}: {error}", "must be the metadata of a torch distributed checkpoint",
-            _AGAIN,
-        ) from error  # fmt: skip
+    except (pickle.UnpicklingError, ImportError, *MALFORMED) as error:
+        raise CheckpointError(str(path), f"{type(error).__name__}: {error}", _NO_METADATA, _AGAIN) from error
     return metadata
 
 

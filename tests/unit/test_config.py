@@ -125,6 +125,7 @@ SILENT_CORRUPTIONS = {
         "megatron.sequence_parallel",
     ),
     "fused router bypasses replay": (["--megatron.moe-router-fusion"], "megatron.moe_router_fusion"),
+    "graphs bypass replay": (["--megatron.cuda-graph-impl", "local"], "megatron.cuda_graph_impl"),
     "capacity drops tokens per rank": (
         ["--megatron.moe-expert-capacity-factor", "1.0"],
         "megatron.moe_expert_capacity_factor",

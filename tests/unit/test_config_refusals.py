@@ -36,6 +36,13 @@ def with_setting(path: str, value: Any) -> dict[str, Any]:
     [
         ("algorithm.entropy_coef", math.nan),
         ("algorithm.correction.low", math.nan),
+        ("output_dir", ""),
+        ("model.path", " "),
+        ("megatron.main_grads_dtype", 3),
+        ("megatron.exp_avg_dtype", "float31"),
+        ("megatron.muon_momentum", 0.9),
+        ("sglang.load_publish_endpoint", "os:system"),
+        ("sglang.init_expert_location", ""),
         ("algorithm.correction.high", -1),
         ("train.lr", math.inf),
         ("train.lr", 1e30),

@@ -140,6 +140,14 @@ def test_what_has_no_effect_is_named(sections: dict[str, Any], said: str) -> Non
     assert len(found) == 1 and said in found[0], found
 
 
+@pytest.mark.parametrize("shaping", [{"overlong": {"buffer_tokens": 9}}, {"repetition": {"ngram": 20}}])
+def test_rewards_that_a_rollout_function_sets_are_not_shaped(shaping: dict[str, Any]) -> None:
+    base = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "reward": shaping}
+    (said,) = warnings(build({**base, "rollout": {"function": "mine:play"}}))
+    assert said.startswith(f"reward.{next(iter(shaping))} has no effect on rewards that rollout.function mine:play")
+    assert warnings(build(base)) == []
+
+
 @pytest.mark.parametrize(
     "sections",
     [

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,48 @@ def test_a_chunk_that_names_code_is_refused_and_runs_nothing(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="it names posix.system"):
         DistCheckpoint(directory).view("t").box((0, 0), (6, 10))
     assert not Path("/tmp/mslime_was_here").exists()
+
+
+def _told(**changes: Any) -> Callable[[Any], None]:
+    """Damage: every chunk is told to lie elsewhere."""
+
+    def damage(metadata: Any) -> None:
+        for index, info in metadata.storage_data.items():
+            metadata.storage_data[index] = replace(info, **changes)
+
+    return damage
+
+
+def _without_storage(metadata: Any) -> None:
+    metadata.storage_data = dict.fromkeys(metadata.storage_data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_told(relative_path="x" * 300), "File name too long"), (_told(relative_path="../secret"), "outside"),
+        (_told(relative_path="/etc/hostname"), "outside"), (_told(offset=None), "AttributeError"),
+        (_told(length="x"), "TypeError"), (_without_storage, "no place on disk"),
+    ],
+)  # fmt: skip
+def test_metadata_that_sends_readers_elsewhere_is_refused(
+    tmp_path: Path, damage: Callable[[Any], None], said: str
+) -> None:
+    directory = write_chunks(tmp_path / "c", GRID, (6, 10))
+    (tmp_path / "secret").write_bytes(b"\0" * 10_000)
+    metadata = pickle.loads((directory / METADATA).read_bytes())
+    damage(metadata)
+    (directory / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=said) as error:
+        DistCheckpoint(directory)
+    assert METADATA in error.value.field
+
+
+def test_metadata_that_asks_for_more_memory_than_there_is_is_refused(written_by_torch: Path) -> None:
+    """By the length that a text of it claims to have."""
+    (written_by_torch / METADATA).write_bytes(b"\x80\x04\x8e" + (2**62).to_bytes(8, "little"))
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        DistCheckpoint(written_by_torch)
 
 
 def test_another_backend_and_an_unfinished_checkpoint_are_refused(written_by_torch: Path) -> None:

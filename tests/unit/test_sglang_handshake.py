@@ -57,7 +57,7 @@ def test_a_missing_route_is_named_by_its_feature(declared: Any) -> None:
         ("flattened buckets", lambda e: fields(e, "/update_weights_from_distributed").pop("load_format")),
         ("pause modes", lambda e: fields(e, "/pause_generation")["mode"]["enum"].remove("in_place")),
         ("pause modes", lambda e: setattr(e, "pause_works", False)),
-        ("weight-update sessions", lambda e: e.broken.add("/begin_weight_update")),
+        ("weight-update sessions", lambda e: e.schema["paths"].pop("/end_weight_update")),
     ],
 )
 def test_what_is_missing_is_named(feature: str, spoil: Callable[[FakeEngine], Any]) -> None:
@@ -94,6 +94,13 @@ def test_an_engine_that_answers_questions_and_no_request_is_told_before_a_respon
     with pytest.raises(EngineError, match=r"a small request was not answered within 0.3 s") as caught:
         asyncio.run(asyncio.wait_for(work(), 15))
     assert caught.value.value == "without log-probs"
+
+
+def test_no_weights_are_processed_that_were_not_loaded() -> None:
+    """The end of a session processes all weights again, and quantised ones bear it once."""
+    asked: list[FakeEngine] = []
+    shake(asked.append)
+    assert not [path for path, _ in asked[0].seen if "weight_update" in path]
 
 
 def test_draws_are_tried_as_the_run_will_make_them() -> None:
