@@ -124,14 +124,14 @@ def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 
 RESUMES = [
-    ("one", "one"),
-    ("tp2_ep2", "one"),
+    pytest.param("one", "one", marks=pytest.mark.nightly),
+    pytest.param("tp2_ep2", "one", marks=pytest.mark.nightly),
     ("one", "tp2_ep2"),
     ("tp2_ep2_distopt", "tp2_ep2_distopt"),
     ("tp2_ep2_distopt", "one_distopt"),
-    ("one_distopt", "dp2_ep2_distopt"),
+    pytest.param("one_distopt", "dp2_ep2_distopt", marks=pytest.mark.nightly),
     ("dp2_ep2_distopt", "pp2_vpp2_distopt"),
-    ("pp2_vpp2_distopt", "tp2_ep2_distopt"),
+    pytest.param("pp2_vpp2_distopt", "tp2_ep2_distopt", marks=pytest.mark.nightly),
 ]
 
 
