@@ -30,6 +30,7 @@ def alone_metrics(rank: int, world: int, init: str, checkpoint: Path) -> dict[st
     return {name: metrics for name, (metrics, _) in alone(rank, world, init, checkpoint, CASE, NAMES).items()}
 
 
+@pytest.mark.nightly
 def test_threads_train_adapters_of_one_base(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     own = run_ranks(alone_metrics, CASE.world, tiny_qwen3_moe)[0]
     given = configs(tiny_qwen3_moe, CASE)
@@ -63,6 +64,7 @@ def alone_with_a_failure(rank: int, world: int, init: str, checkpoint: Path) -> 
     return failing_in_one_pass(rank, world, init, checkpoint, CASE, TOGETHER)["steps"]
 
 
+@pytest.mark.nightly
 def test_a_failure_in_a_shared_pass_is_told_to_its_adapters_thread_alone(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     own = {name: steps for name, (_, steps) in run_ranks(alone_with_a_failure, CASE.world, tiny_qwen3_moe)[0].items()}
     given = {

@@ -51,6 +51,7 @@ def kill_in_a_sync(run: Run, engine: EngineAddress) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.nightly
 def test_an_engine_of_a_run_that_was_killed_in_a_sync_serves_the_next_one(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:

@@ -14,13 +14,13 @@ from mslime.config.data import EvalSetConfig
 from mslime.config.errors import ConfigError, TrainerError, WorkerError, sync_error
 from mslime.config.loader import build
 from mslime.control.calls import call, gather
-from mslime.control.cluster import Cluster
+from mslime.control.cluster import Cluster, _start_ray
 from mslime.control.managers import RemoteManager
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    _start_ray({"num_cpus": 2, "include_dashboard": False})  # again where a crowded machine is too slow for Ray
     yield
     ray.shutdown()
 

@@ -59,6 +59,7 @@ def test_adapters_are_trained_and_served(trained: tuple[Run, Any, Any]) -> None:
     assert all(row["mismatch/kl"] < 1e-4 and row["weights/probe_log_probs"] < 1e-4 for row in rows)
 
 
+@pytest.mark.nightly
 def test_what_is_exported_and_saved_is_the_same_adapter(trained: tuple[Run, Any, Any], tmp_path: Path) -> None:
     run, _, values = trained
     exported = AdapterFile.open(run.directory / "hf")

@@ -69,6 +69,7 @@ def machines_of(title: str) -> list[int]:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_four_ranks_and_two_engines_train_over_three_machines(
     tiny_qwen3_moe: Path,
     prompts: Path,

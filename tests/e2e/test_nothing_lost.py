@@ -138,6 +138,7 @@ def test_a_second_signal_stops_at_once(tiny_qwen3_moe: Path, prompts: Path, tmp_
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_milestones_and_exports_are_kept(tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]) -> None:
     kept = {"save_every": 1, "keep": 1, "keep_every": 2, "keep_best": "loss/nll", "keep_best_is": "max", "hf_every": 3}
     run = start_run(settings(tiny_qwen3_moe, prompts, 5, **kept), tmp_path)
@@ -184,6 +185,7 @@ def test_a_run_survives_the_death_of_rays_control_process_until_it_is_saved(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_a_data_error_in_mid_run_loses_no_step(tiny_qwen3_moe: Path, tmp_path: Path, runs: list[Run]) -> None:
     """The bad row appears when it is drawn: the file changes under the run."""
     rows = [json.dumps({"prompt": f"{i}+1=", "label": str(i + 1)}) for i in range(8)]

@@ -222,6 +222,7 @@ def test_a_run_trains_resumes_in_another_layout_and_reports(
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.nightly
 def test_a_critic_is_warmed_up_on_gpus_of_its_own_and_resumes_on_the_policys(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
 ) -> None:

@@ -284,6 +284,7 @@ def test_a_client_that_disappears_frees_its_adapter(server: Server) -> None:
         gone.kill()
 
 
+@pytest.mark.nightly
 def test_more_adapters_than_an_engine_holds_are_sampled_in_turns(server: Server) -> None:
     with server.client() as client:
         training = client.create_lora_training_client("tiny/model", rank=4, seed=5).result()

@@ -31,6 +31,7 @@ def data_of(seed: int, broken: bool) -> list[Datum]:
     return found
 
 
+@pytest.mark.nightly
 def test_clients_in_one_pass_have_what_they_have_in_turns(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     """The second time one of them fails, and it alone: no part of the server is given up."""
     from tests.e2e.test_serve import settings

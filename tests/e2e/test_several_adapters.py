@@ -68,6 +68,7 @@ def trained(tiny_qwen3_moe: Path, data: Path, tmp_path_factory: pytest.TempPathF
     return run
 
 
+@pytest.mark.nightly
 def test_a_task_with_a_slow_reward_does_not_hold_the_other_up(trained: Run) -> None:
     """Every token of each is accounted for, and was sampled by the version that its books name."""
     lines = trained.text().splitlines()
