@@ -123,7 +123,7 @@ def test_the_traceback_of_a_reward_is_in_the_log_of_the_run_and_not_on_a_termina
 ):
     """Processes of rewards write to the log of the process that started them, which has none of its own in check."""
     caplog.set_level(level, logger="mslime")
-    score("moody", sample("raise"), sample("raise"), timeout_s=50, on_error="zero")
+    score("moody", sample("raise"), sample("raise"), timeout_s=50, on_error="zero", workers=1)
     assert capfd.readouterr().err.count("Traceback") == (level == "INFO")
 
 
@@ -146,7 +146,7 @@ def test_no_process_outlives_its_pool_or_is_forgotten(monkeypatch: pytest.Monkey
 def test_a_child_that_hangs_holds_up_nobody_and_ends_with_its_parent(tmp_path: Path):
     file = tmp_path / "child"
     hangs = [sample("hang", file=str(file)), sample("good")]
-    for limit in (3, 60):  # the second for a machine on which 3 s are too short to start a child, or to score at all
+    for limit in (3, 30):  # the second for a machine on which 3 s are too short to start a child, or to score at all
         scores = score("judges_in_a_child", *hangs, on_error="zero", timeout_s=limit)
         if file.exists() and scores[1]:
             break

@@ -1,7 +1,7 @@
 """What a worker process and its parent say to each other, and the process's side of it.
 
-Frames (four bytes of length, then a pickle) arrive on standard input and leave on a private copy of standard output;
-what the user's code prints goes to standard error. The first frame is the job, which is answered by ("ready", more) or
+Frames (four bytes of length, then a pickle) arrive and leave on private copies of standard input and output; what the
+user's code prints goes to standard error. The first frame is the job, which is answered by ("ready", more) or
 ("error", a ConfigError); afterwards every frame is (number, what is asked) and is answered by (number, answer).
 """
 
@@ -75,12 +75,16 @@ async def serve(open_job: Open, stdin: BinaryIO, out: BinaryIO) -> None:
 
 
 def run(open_job: Open) -> None:
-    """Serve on the process's own pipes, with standard output turned over to standard error.
+    """Serve on private copies of the process's pipes. What the user's code prints goes to standard error, and what it
+    reads is empty: a child that it forks closes `sys.stdin`, and would wait for ever for a lock that our reader held.
 
     The program's argument is the least level that it logs.
     """
     log_process(f"worker {os.getpid()}", sys.argv[1] if len(sys.argv) > 1 else "warning")
-    out = os.fdopen(os.dup(1), "wb")
+    source, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     os.dup2(2, 1)
-    asyncio.run(serve(open_job, sys.stdin.buffer, out))
+    asyncio.run(serve(open_job, source, out))
     os._exit(0)  # the user's code may have left threads behind
