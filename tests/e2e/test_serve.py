@@ -246,7 +246,7 @@ def test_clients_whose_passes_wait_share_one_and_fail_alone(server: Server) -> N
 
 def infinite() -> Any:
     """Finite inputs whose loss is not."""
-    inputs = {"target_tokens": [51, 52], "logprobs": [-1e30, -1e30], "advantages": [1.0, 1.0]}
+    inputs = {"target_tokens": [51, 52], "logprobs": [-50.0, -50.0], "advantages": [3e38, 3e38]}
     return types.Datum(model_input=types.ModelInput.from_ints([50, 51]), loss_fn_inputs=inputs)
 
 
