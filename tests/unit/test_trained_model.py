@@ -1,11 +1,79 @@
-"""What a trained model takes over from a checkpoint."""
+"""When a trained model gathers its parameters."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from mslime.backends.megatron.step.optimizer import follow_config, rates_of
+from mslime.backends.megatron.step.trained_model import TrainedModel
+
+
+class FakeGroup:
+    """Of buckets whose gathering a pass may have begun."""
+
+    def __init__(self) -> None:
+        self.param_gather_handle: object = None
+        self.waits = 0
+
+    def start_param_sync(self, force_sync: bool) -> None:
+        assert force_sync and self.param_gather_handle is not None, "that would be a gathering"
+        self.param_gather_handle, self.waits = None, self.waits + 1
+
+
+class FakeChunk:
+    """A data-parallel wrapper that counts its gatherings."""
+
+    def __init__(self) -> None:
+        self.gathered, self.hooked = 0, True
+        self.bucket_groups, self.expert_parallel_bucket_groups = [FakeGroup()], [FakeGroup()]
+
+    def start_param_sync(self, force_sync: bool) -> None:
+        assert force_sync
+        self.gathered += 1
+
+    def disable_forward_pre_hook(self, param_sync: bool) -> None:
+        assert self.hooked
+        self.gathered, self.hooked = self.gathered + param_sync, False
+
+    def enable_forward_pre_hook(self) -> None:
+        self.hooked = True
+
+
+@pytest.fixture
+def model() -> Any:
+    made: Any = object.__new__(TrainedModel)
+    made.spec = SimpleNamespace(megatron=SimpleNamespace(overlap_param_gather=True))
+    made.wrapped, made._gathered, made._has_gradients, made.step = [FakeChunk(), FakeChunk()], False, False, 0
+    made.schedule = SimpleNamespace(step=lambda steps: None)
+    made.optimizer = SimpleNamespace(step=lambda: (True, 1.0, None), param_groups=[{"lr": 0.1}])
+    made.parallel, made.device = SimpleNamespace(rank=0), None
+    return made
+
+
+def gatherings(model: Any) -> list[int]:
+    return [chunk.gathered for chunk in model.wrapped]
+
+
+def test_parameters_are_gathered_once_after_a_step_however_often_they_are_asked_for(model: Any) -> None:
+    for step in (1, 2, 3):
+        for _ in range(2):
+            with model.weights_in_place():
+                assert not any(chunk.hooked for chunk in model.wrapped)
+            model.sync_params()
+        assert gatherings(model) == [step, step] and all(chunk.hooked for chunk in model.wrapped)
+        model._has_gradients = True
+        model.apply_gradients()
+
+
+def test_what_a_pass_has_begun_to_gather_is_waited_for(model: Any) -> None:
+    model.sync_params()
+    group = model.wrapped[1].expert_parallel_bucket_groups[0]
+    group.param_gather_handle = object()
+    model.sync_params()
+    assert group.waits == 1 and gatherings(model) == [1, 1]
 
 
 def test_a_loaded_checkpoint_leaves_each_group_the_learning_rates_of_this_run() -> None:

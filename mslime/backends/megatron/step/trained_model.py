@@ -66,6 +66,7 @@ class TrainedModel:
         self.serve_schedule()
         self.step = 0
         self._has_gradients = False
+        self._gathered = False  # whether all ranks' parameters are what the last step has made of them
         self._state = DeviceState(self.wrapped, self.optimizer, device, spec.asleep)
 
     def hold(self, parts: Collection[TrainerPart]) -> None:
@@ -198,6 +199,7 @@ class TrainedModel:
         self._has_gradients = False
         self.step += 1
         self.schedule.step(1)
+        self._gathered = False
         _, norm, _ = cast("tuple[bool, float, object]", self.optimizer.step())
         grad_norm = float(norm)
         own_norm = grad_norm if math.isfinite(grad_norm) else self._own_gradient_size()
@@ -224,14 +226,26 @@ class TrainedModel:
         follow_config(self.optimizer, self.schedule, rates, restart=new_run)
         self.step = self.schedule.num_steps
         self.forget_gradients()
+        self._gathered = False
         self._state.changed()
         return extra
 
     def sync_params(self) -> None:
-        """Complete the parameter gathering that overlaps with the next forward pass; without it weights are stale."""
-        if self.spec.megatron.overlap_param_gather:
-            for chunk in self.wrapped:
+        """Complete the parameter gathering that overlaps with the next forward pass; without it weights are stale.
+
+        megatron-core gathers all of them whenever it is asked: it is asked once after a step, and else waits for what a
+        pass has begun. A collective.
+        """
+        if not self.spec.megatron.overlap_param_gather:
+            return
+        for chunk in self.wrapped:
+            groups = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+            for group in groups if self._gathered else ():
+                if group.param_gather_handle is not None:
+                    group.start_param_sync(force_sync=True)
+            if not self._gathered:
                 chunk.start_param_sync(force_sync=True)
+        self._gathered = True
 
     @contextmanager
     def weights_in_place(self) -> Iterator[None]:
@@ -239,8 +253,9 @@ class TrainedModel:
         if not self.spec.megatron.overlap_param_gather:
             yield
             return
+        self.sync_params()
         for chunk in self.wrapped:
-            chunk.disable_forward_pre_hook(param_sync=True)
+            chunk.disable_forward_pre_hook(param_sync=False)
         try:
             yield
         finally:
