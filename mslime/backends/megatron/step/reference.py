@@ -1,8 +1,4 @@
-"""The reference policy of the KL term: its weights wait in host memory and are swapped into the model for a pass.
-
-From a GPU they go into blocks of pinned memory, which is copied to and fro several times as fast. Pinned one by one,
-each weight would take the next power of two.
-"""
+"""The reference policy of the KL term: its weights wait in host memory and are swapped into the model for a pass."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from torch import Tensor
 
 from mslime.backends.megatron.model.chunks import load_hf_weights
 from mslime.backends.megatron.model.naming import named_local_params
-from mslime.backends.megatron.step.asleep import MemoryStore
 
 
 class ReferencePolicy:
@@ -30,44 +25,40 @@ class ReferencePolicy:
         """
         self._chunks = chunks
         load_hf_weights(chunks, hf_config, directory)
-        pinned = next(_flats(chunks)).is_cuda
-        self._weights, self._own = MemoryStore(pinned), MemoryStore(pinned)
-        _keep(chunks, self._weights)
+        self._weights = _host_copy(chunks)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The chunks hold the reference weights inside, and their own again, bit for bit, afterwards."""
-        _keep(self._chunks, self._own)
+        own = _host_copy(self._chunks)
         _fill(self._chunks, self._weights)
         try:
             yield
         finally:
-            _fill(self._chunks, self._own)
+            _fill(self._chunks, own)
 
 
-def _flats(chunks: Sequence[GPTModel]) -> Iterator[Tensor]:
-    """[bytes] uint8: each weight's memory."""
+def _host_copy(chunks: Sequence[GPTModel]) -> list[Tensor]:
+    """The weights in host memory: from a GPU into pinned memory, which is copied to and fro several times as fast.
+
+    torch keeps freed pinned memory for the next pass.
+    """
+    copies: list[Tensor] = []
     for _, tensor in named_local_params(chunks):
-        yield tensor.detach().view(-1).view(torch.uint8)
-
-
-def _keep(chunks: Sequence[GPTModel], store: MemoryStore) -> None:
-    at = 0
-    for flat in _flats(chunks):
-        store.write(at, flat)
-        at += flat.numel()
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        copies.append(copy.copy_(tensor.detach(), non_blocking=True))
     _wait_for_copies()
+    return copies
 
 
-def _fill(chunks: Sequence[GPTModel], store: MemoryStore) -> None:
-    at = 0
-    for flat in _flats(chunks):
-        store.read(at, flat)
-        at += flat.numel()
+@torch.no_grad()
+def _fill(chunks: Sequence[GPTModel], weights: Sequence[Tensor]) -> None:
+    for (_, tensor), value in zip(named_local_params(chunks), weights, strict=True):
+        tensor.copy_(value, non_blocking=True)
     _wait_for_copies()
 
 
 def _wait_for_copies() -> None:
-    """Host memory may be read, or written again, once the GPU has done with it."""
+    """Host memory may be read, or freed, once the GPU has done with it."""
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
