@@ -39,3 +39,20 @@ def test_weights_are_the_references_inside_and_their_own_afterwards(model: Any) 
     with policy.swapped_in():
         assert (model.weight == 1).all() and (model.bias == 1).all()
     assert torch.equal(model.weight.detach().view(torch.int32), before.view(torch.int32))
+
+
+def test_copies_of_weights_on_a_gpu_are_pinned(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    real = torch.empty_like
+
+    def empty_like(tensor: torch.Tensor, device: str, pin_memory: bool) -> torch.Tensor:
+        asked.append(pin_memory)
+        return real(tensor, device=device)
+
+    class OnGpu(torch.nn.Parameter):
+        is_cuda = True  # type: ignore[assignment]
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    model.weight = OnGpu(model.weight.detach())
+    ReferencePolicy([model], {}, SimpleNamespace())  # type: ignore[arg-type]
+    assert asked == [True, False]
