@@ -45,10 +45,15 @@ class Run:
         return found
 
     def find(self, title: str) -> psutil.Process:
-        """The one process below the driver whose command line contains `title`."""
-        matches = [p for p in self.look() if title in " ".join(_command(p))]
-        assert matches, f"no process {title!r} among {[_command(p)[:3] for p in self.look()]}"
-        return matches[0]
+        """The process below the driver that runs `title`, or else the oldest whose command line contains it.
+
+        Ray's helpers name each other in their options, and where process ids start again from the lowest, they come
+        before the process that they name.
+        """
+        found = sorted(self.look(), key=lambda p: p.create_time())
+        matches = [p for p in found if title in " ".join(_command(p))]
+        assert matches, f"no process {title!r} among {[_command(p)[:3] for p in found]}"
+        return next((p for p in matches if title in [Path(word).name for word in _command(p)[:1]]), matches[0])
 
     def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
         """Poll until `condition`; fails when the run ends or time is up first."""
