@@ -77,6 +77,11 @@ class Rollout:
         return bool(self._at_work)
 
     @property
+    def generating(self) -> bool:
+        """It is at an engine."""
+        return bool(self._at_work - {self})
+
+    @property
     def waiting(self) -> bool:
         """It waits for its group to be continued."""
         return bool(self._waiting)
