@@ -20,6 +20,7 @@ import yaml
 from mslime.config.errors import UserError
 from mslime.config.schema import RunConfig
 from mslime.observe import metrics, timeline
+from mslime.observe.alive import progress_of
 from mslime.observe.charts import Chart, chart_data
 from mslime.observe.drawn import Drawn, choose_charts
 from mslime.observe.headline import BETWEEN, headline_tiles, run_facts
@@ -99,7 +100,7 @@ def _parts(run_dir: Path, rows: Sequence[Row], config_text: str) -> dict[str, st
     sections |= {"Timeline": _TIMELINE if steps else "", "Not drawn": not_drawn(drawn, missing)}
     return {
         "facts": facts_list(run_facts(config, rows)),
-        "lead": _verdict(rows, drawn) + _tiles(rows, config),
+        "lead": _verdict(run_dir, rows, config, drawn) + _tiles(rows, config),
         "contents": contents({title: drawn.sections.get(title, []) for title, text in sections.items() if text}),
         "sections": "".join(sections.values()),
         "rest": _configuration(config_text),
@@ -161,9 +162,12 @@ def not_drawn(drawn: Drawn, missing: Sequence[str]) -> str:
     return f'<section id="not-drawn-section"><h2>Not drawn</h2>{said}</section>' if said else ""
 
 
-def _verdict(rows: Sequence[Row], drawn: Drawn) -> str:
+def _verdict(run_dir: Path, rows: Sequence[Row], config: dict[str, Any], drawn: Drawn) -> str:
     findings, quiet = judge_run(rows)
     lines: list[str] = []
+    if progress := progress_of(run_dir, rows, config["train"]["num_steps"] if config else None):
+        tone, text, advice = map(html.escape, progress)
+        lines.append(f'<li class="{tone}"><b>{text}</b> <span>{advice}</span></li>')
     for finding in findings:
         target = finding.rule.chart if finding.rule.chart in drawn.ids else "not-drawn-section"
         advice = f" <span>{html.escape(finding.advice)}</span>" if finding.advice else ""
