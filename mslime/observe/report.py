@@ -163,7 +163,7 @@ def not_drawn(drawn: Drawn, missing: Sequence[str]) -> str:
 
 
 def _verdict(run_dir: Path, rows: Sequence[Row], config: dict[str, Any], drawn: Drawn) -> str:
-    findings, quiet = judge_run(rows)
+    findings, quiet = judge_run(rows, config["algorithm"]["loss"] if config else "")
     lines: list[str] = []
     if progress := progress_of(run_dir, rows, config["train"]["num_steps"] if config else None):
         tone, text, advice = map(html.escape, progress)

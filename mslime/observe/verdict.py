@@ -13,6 +13,7 @@ from itertools import accumulate
 from statistics import fmean, median, pvariance
 from typing import Literal
 
+from mslime.config.algorithm import LossTraits, loss_traits
 from mslime.observe.charts import filled
 from mslime.observe.headline import short
 from mslime.observe.rows import Row, total
@@ -52,6 +53,7 @@ class Rule:
         advice: what to do then.
         needs: metrics of which one must have been recorded; templates of `names.METRICS`.
         judge: the sentence, or None when the threshold is not passed.
+        unless: losses of which the question is not asked.
     """
 
     topic: str
@@ -60,6 +62,7 @@ class Rule:
     advice: str
     needs: Sequence[str]
     judge: Callable[[Sequence[Row]], Said]
+    unless: Callable[[LossTraits], bool] = lambda loss: False
 
 
 @dataclass(frozen=True)
@@ -76,11 +79,17 @@ class Finding:
         return "" if self.tone == "good" else self.rule.advice
 
 
-def judge_run(rows: Sequence[Row]) -> tuple[list[Finding], list[str]]:
-    """(what is to be said, topics that are within their thresholds)."""
+def judge_run(rows: Sequence[Row], loss: str = "") -> tuple[list[Finding], list[str]]:
+    """(what is to be said, topics that are within their thresholds).
+
+    Args:
+        loss: `algorithm.loss` of the run; empty where it is not known.
+    """
     findings: list[Finding] = []
     quiet: list[str] = []
     for rule in RULES:
+        if rule.unless(loss_traits(loss)):
+            continue
         if not any(row.get(name) is not None for t in rule.needs for name, _ in filled(t, rows) for row in rows):
             continue
         said = rule.judge(rows)
@@ -344,9 +353,10 @@ RULES = (
         ("mismatch/kl",), _mismatch,
     ),
     Rule(
-        "clipped tokens", "clip", f"more than {_percent(CLIPPED)} of the tokens, late",
+        "clipped tokens", "clip",
+        f"more than {_percent(CLIPPED)} of the tokens, late; never of gspo, whose narrow band bounds much by design",
         "Updates leave the trust region: lower train.lr or train.optimizer_steps_per_rollout.",
-        ("loss/clip_fraction", "loss/clip_fraction_below"), _clipped,
+        ("loss/clip_fraction", "loss/clip_fraction_below"), _clipped, lambda loss: loss.clips_much,
     ),
     Rule(
         "corrected tokens", "correction", f"more than {_percent(CORRECTED)} of the tokens, late",

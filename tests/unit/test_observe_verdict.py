@@ -131,6 +131,14 @@ def test_a_rule_speaks_beyond_its_threshold_and_is_named_within(
     assert bool(finding.advice) == (tone != "good")
 
 
+@pytest.mark.parametrize(
+    ("loss", "topics"), [("gspo", []), ("ppo", ["clipped tokens"]), ("mine:loss", ["clipped tokens"])]
+)
+def test_a_loss_that_bounds_much_by_design_is_not_told_that_it_bounds_much(loss: str, topics: list[str]) -> None:
+    findings, quiet = judge_run(run_of(loss__clip_fraction=0.4), loss)
+    assert [finding.rule.topic for finding in findings] == topics and not quiet
+
+
 def test_a_run_that_recorded_nothing_of_a_topic_is_not_judged_by_it() -> None:
     assert judge_run([{"step": 1, "lr": 0.1}]) == ([], [])
 
