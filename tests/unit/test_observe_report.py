@@ -197,6 +197,17 @@ def test_rows_of_one_step_are_joined(own_run: Path) -> None:
     assert charts[0]["steps"].count(40) == 1
 
 
+def test_steps_without_a_row_or_with_two_are_told(own_run: Path) -> None:
+    path = own_run / "metrics.jsonl"
+    assert "metrics.jsonl:" not in write_report(own_run).read_text()
+    lines = path.read_text().splitlines()
+    late_scores = json.dumps({"step": 40, "eval/held_out/accuracy@1": 0.5})  # of an evaluation beside training
+    path.write_text("\n".join([*lines[:5], *lines[8:], lines[30], *lines[35:37], late_scores]) + "\n")
+    gap = "steps without a row: 3, the first is 5"
+    told = f"{gap}; steps with two rows, of which the later counts: 3, the first is 30"
+    assert f'<li class="note"><b>metrics.jsonl: {told}.</b></li>' in write_report(own_run).read_text()
+
+
 def test_a_run_without_steps_or_directory_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"(?s)metrics.jsonl is missing.*way out"):
         write_report(tmp_path)
