@@ -88,7 +88,8 @@ class ClusterConfig(Section):
         default=10,
         gt=0,
         description="What a directory that machines share takes or gives, in GB/s of all that use it, for `mslime "
-        "plan`'s prediction of a weight sync by disk or delta, and its search. The default is assumed.",
+        "plan`'s prediction of a weight sync by disk or delta and of a checkpoint, and its search. The default is "
+        "assumed.",
     )
     sync_request_ms: float = Field(
         default=5,
