@@ -169,6 +169,7 @@ def test_an_offloaded_optimizer_is_counted_in_host_memory(capsys: pytest.Capture
     assert command(capsys, *small, "--cluster.host-memory-gb", "2048")[0] == 0
 
 
+@pytest.mark.slow
 def test_a_tensor_on_its_way_into_a_checkpoint_is_counted_in_host_memory() -> None:
     """Of each rank one, and moments that the optimizer keeps with a scale."""
     megatron = {"tensor_model_parallel_size": 2, "use_distributed_optimizer": True}
@@ -235,6 +236,7 @@ def test_a_shared_gpu_is_full_by_choice_while_engines_generate_and_free_memory_i
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_what_senders_keep_is_counted_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     megatron = {"expert_model_parallel_size": 8, "recompute_granularity": "full"}
 
