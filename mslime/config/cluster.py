@@ -62,7 +62,10 @@ class ClusterConfig(Section):
         default=80, gt=0, description="Memory of one GPU as it is sold (80, 141), for `mslime plan`."
     )
     host_memory_gb: float | None = Field(
-        default=None, gt=0, description="Memory of one machine, for `mslime plan`; null: it is not compared."
+        default=None,
+        gt=0,
+        description="Memory of one machine. A run that by `mslime plan` needs more than 90% of it is "
+        "refused, by plan, check and train; null: it is not compared.",
     )
     gpu_network_gbits: float = Field(
         default=400, gt=0, description="Network of one GPU, in Gb/s, for `mslime plan`'s time of a weight sync."
