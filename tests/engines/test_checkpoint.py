@@ -130,14 +130,14 @@ def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 
 RESUMES = [
-    pytest.param("one", "one", marks=pytest.mark.nightly),
-    pytest.param("tp2_ep2", "one", marks=pytest.mark.nightly),
+    ("one", "one"),
+    ("tp2_ep2", "one"),
     ("one", "tp2_ep2"),
     ("tp2_ep2_distopt", "tp2_ep2_distopt"),
     ("tp2_ep2_distopt", "one_distopt"),
-    pytest.param("one_distopt", "dp2_ep2_distopt", marks=pytest.mark.nightly),
+    ("one_distopt", "dp2_ep2_distopt"),
     ("dp2_ep2_distopt", "pp2_vpp2_distopt"),
-    pytest.param("pp2_vpp2_distopt", "tp2_ep2_distopt", marks=pytest.mark.nightly),
+    ("pp2_vpp2_distopt", "tp2_ep2_distopt"),
 ]
 
 
@@ -168,6 +168,7 @@ def _save_as_megatron_core(trainer: MegatronTrainer, directory: Path) -> None:
     trainer.save(directory, EXTRA)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("after", ["dp2_ep2_distopt", "tp2_ep2_distopt"])
 def test_a_checkpoint_with_whole_buffers_resumes_in_every_layout(
     after: str, model: Path, uninterrupted: Path, tmp_path: Path
@@ -210,6 +211,7 @@ def test_a_resume_in_one_process_is_bit_exact(model: Path, saved: Any, uninterru
     assert result["weights"] == 0.0
 
 
+@pytest.mark.nightly
 def test_another_layout_starts_its_generators_from_the_seed(
     model: Path, saved: Any, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -265,6 +267,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_by_file(
         newest(tmp_path)
 
 
+@pytest.mark.nightly
 def test_rubbish_of_the_right_size_is_refused_on_every_rank(model: Path, saved: Any, tmp_path: Path) -> None:
     directory = step_directory(tmp_path, SAVED)
     shutil.copytree(saved("tp2_ep2")[0], directory)
@@ -324,6 +327,7 @@ def test_a_checkpoint_of_somebody_else_runs_no_code(where: str, model: Path, sav
     assert not mark.exists()
 
 
+@pytest.mark.nightly
 def test_generators_of_format_1_are_restored(model: Path, saved: Any, uninterrupted: Path, tmp_path: Path) -> None:
     """Written as the first format did: a pickle of the generators' own states, a manifest of sizes."""
     directory = step_directory(tmp_path, SAVED)
@@ -369,6 +373,7 @@ def _save_on_small_disk(trainer: MegatronTrainer, directory: Path, limited_rank:
     return str(error.value)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("limited_rank", [0, 1])
 def test_a_disk_that_fills_up_while_saving_leaves_the_previous_checkpoint(
     limited_rank: int, model: Path, saved: Any, tmp_path: Path
@@ -423,6 +428,7 @@ def _load_newest(trainer: MegatronTrainer, root: Path) -> int:
     return trainer.load(found)["step"]
 
 
+@pytest.mark.nightly
 def test_a_kill_in_mid_save_leaves_only_complete_checkpoints(model: Path, tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -454,6 +460,7 @@ def _load_and_begin(trainer: MegatronTrainer, directory: Path) -> Any:
     return curve(train_steps(trainer, 0, 2))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["one", "dp2_ep2_distopt"])
 def test_a_model_that_was_never_updated_is_saved_and_resumed(layout: str, model: Path, tmp_path: Path) -> None:
     """As a policy is whose critic is still warmed up."""
@@ -468,6 +475,7 @@ def _refused(trainer: MegatronTrainer, directory: Path) -> CheckpointError:
     return caught.value
 
 
+@pytest.mark.nightly
 def test_state_of_the_other_kind_of_optimizer_is_refused_with_a_way_out(
     saved: Callable[[str], tuple[Path, list[Any]]], model: Path, tmp_path: Path
 ) -> None:

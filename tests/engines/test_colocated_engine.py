@@ -98,6 +98,7 @@ def test_weights_that_come_back_are_zeros_until_they_are_sent(server: SharedServ
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_what_would_end_a_stock_server_is_refused_or_does_nothing(server: SharedServer) -> None:
     async def run() -> None:
         async with server.client() as client:
@@ -120,6 +121,7 @@ def test_what_would_end_a_stock_server_is_refused_or_does_nothing(server: Shared
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_a_response_goes_on_across_a_sleep_and_says_which_weights_sampled_what(server: SharedServer) -> None:
     """Retracted, with its engine's memory given back and other weights in it afterwards."""
 
@@ -142,6 +144,7 @@ def test_a_response_goes_on_across_a_sleep_and_says_which_weights_sampled_what(s
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_a_pool_lets_go_of_an_engine_that_refuses_and_not_of_all(server: SharedServer) -> None:
     async def run() -> None:
         async with server.client() as client:

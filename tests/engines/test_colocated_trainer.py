@@ -148,6 +148,7 @@ def _with_returns(shard: Any) -> Any:
     return replace(shard, returns=np.linspace(-1, 1, len(shard.tokens), dtype=np.float32))
 
 
+@pytest.mark.nightly
 def test_a_critic_that_sleeps_learns_the_same_bits(model: Path, tmp_path: Path) -> None:
     base = config_of(model, "one rank, float32", "disk", tmp_path)
     algorithm = {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8}
