@@ -197,6 +197,17 @@ def test_one_bad_reward_of_a_group_is_one_samples():
     assert score_group(sample("fine"), sample("x", index=1), **custom) == [1.0, 2.0]
 
 
+def test_a_group_that_is_scored_again_after_a_failure_has_each_step_reward_once():
+    rank = {"name": "rank", "kind": "custom", "function": f"{USER}:brevity_rank", "per": "group"}
+    parts = [rank, {"name": "steps", "kind": "custom", "function": f"{USER}:by_step"}]
+    group = [sample("0"), sample("no step", index=1)]
+    (error,) = score_group(*group, parts=parts)
+    assert isinstance(error, RewardError) and group[1].error
+    group[1].response = ""
+    assert score_group(*group, parts=parts) == [1.0, 1.0]
+    assert [s.process_rewards for s in group] == [[(0, 0.5)], []] and not group[1].error
+
+
 def test_a_users_function_sees_response_and_metadata():
     assert score("length", sample("abc"), sample("abc", bonus=2)) == [3.0, 5.0]
 
