@@ -87,9 +87,8 @@ def test_the_end_of_the_job_reaches_the_run_which_ends_in_its_own_time(slurm: di
     )
     started = subprocess.Popen(["bash", str(SLURM), "bash", "-c", body], env=slurm, stdout=subprocess.PIPE)
     try:
-        end = time.monotonic() + 60
         while not (tmp_path / "up").exists():
-            assert time.monotonic() < end and started.poll() is None
+            assert started.poll() is None
             time.sleep(0.1)
         started.send_signal(signal.SIGTERM)
         assert started.wait(30) == 0

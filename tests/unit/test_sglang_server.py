@@ -42,13 +42,10 @@ time.sleep(300)
 """
 
 
-def wait_for(condition: Any, seconds: float = 30) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
+def wait_for(condition: Any) -> bool:
+    while not condition():
         time.sleep(0.05)
-    return False
+    return True
 
 
 def supervise(tmp_path: Path, code: str) -> SupervisedProcess:

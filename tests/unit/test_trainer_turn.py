@@ -15,9 +15,7 @@ from mslime.control.trainer_turn import Offer, TrainerTurn, become
 
 def waiting(turn: TrainerTurn, count: int) -> None:
     """Return when so many threads stand in line."""
-    end = time.monotonic() + 20
     while len(turn._line) != count:
-        assert time.monotonic() < end, turn._line
         time.sleep(0.002)
 
 

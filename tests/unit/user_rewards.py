@@ -44,8 +44,16 @@ def odd_steps(sample: Sample) -> object:
     return 1.0, sample.response
 
 
-async def slow_length(sample: Sample) -> float:
-    await asyncio.sleep(0.3)
+_met: set[str] = set()
+_all_met = asyncio.Event()
+
+
+async def met_length(sample: Sample) -> float:
+    """Waits until forty responses are scored at once."""
+    _met.add(sample.response)
+    if len(_met) == 40:
+        _all_met.set()
+    await _all_met.wait()
     return float(len(sample.response))
 
 
