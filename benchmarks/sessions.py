@@ -166,8 +166,8 @@ class Sessions:
         routes = [[s.routes for s in samples if s.routes is not None] for samples in found]
         return (
             [sum(map(len, samples)) for samples in found],
-            [sum(r.experts.nbytes for r in each) for each in routes],
-            [sum((r.experts if r.experts.base is None else r.experts.base).nbytes for r in each) for each in routes],
+            [sum(p.nbytes for r in each for p in r.pieces) for each in routes],
+            [sum((p if p.base is None else p.base).nbytes for r in each for p in r.pieces) for each in routes],
         )
 
     async def close(self) -> None:

@@ -30,8 +30,8 @@ step ruff format --check .
 step ruff check .
 step lint-imports
 step pyright --threads 2
-# Four processes: what one kind of test leaves in a process (threads, patched modules) cannot reach the others.
-step python -m pytest tests/unit "${chosen[@]}" -n 2 --dist loadfile --durations=20 -W ignore
+# Processes of their own: what one kind of test leaves in a process (threads, patched modules) cannot reach the others.
+step python -m pytest tests/unit "${chosen[@]}" -n 3 --dist loadfile --durations=20 -W ignore
 if [ "$mode" = fast ]; then
   exit 0
 fi

@@ -19,7 +19,7 @@ RewardKind = Literal["exact", "math", "answer_line", "letters", "f1", "http", "j
 
 MATH_SECONDS = 5.0
 OTHER_SECONDS = 30.0
-RESERVED_NAMES = ("source", "overlong", "repetition", "group")
+RESERVED_NAMES = ("source", "overlong", "repetition", "unshaped", "group")
 """Names that metrics below `reward/` have already."""
 
 

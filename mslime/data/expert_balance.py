@@ -47,13 +47,14 @@ def loads_of(routes: Sequence[Routes | None], lengths: Sequence[int], num_expert
         [sequences, MoE layers, ep] float32: tokens times experts of each. A sequence without routes loads all equally.
     """
     known = [r for r in routes if r is not None and len(r)]
-    layers, top_k = known[0].experts.shape[1:] if known else (1, 1)
-    stride = max(1, -(-sum(r.experts.size for r in known) // ROUTES_COUNTED))
+    layers, top_k = known[0].pieces[0].shape[1:] if known else (1, 1)
+    stride = max(1, -(-sum(map(len, known)) * layers * top_k // ROUTES_COUNTED))
     loads = np.empty((len(routes), layers, ep), np.float32)
     rank_of = np.arange(num_experts) // (num_experts // ep)
     columns = np.arange(layers)[:, None] * ep
     for load, found, length in zip(loads, routes, lengths, strict=True):
-        counted = None if found is None else found.experts[::stride][found.mask[::stride]]
+        experts, mask = (None, None) if found is None else found.every(stride)
+        counted = None if experts is None else experts[mask]
         if counted is None or not len(counted):
             load[...] = length * top_k / ep
             continue

@@ -7,8 +7,9 @@ row may be replayed is kept in a mask, not in a sentinel id: with 256 experts ev
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,43 +23,59 @@ def narrowest_dtype(num_experts: int) -> np.dtype:
 
 @dataclass(eq=False)
 class _Room:
-    """Arrays that routes are the beginning of, with room behind them: a rollout of many turns is not copied at each.
+    """Arrays with room behind what routes have of them: a rollout of many turns is not copied at each.
 
     Attributes:
+        experts: of the rows from `start` on. mask: of all rows.
         used: rows that some routes have. Only those that end there may grow in place.
     """
 
     experts: NDArray[np.unsignedinteger]
+    start: int
     mask: NDArray[np.bool_]
     used: int = 0
 
 
-@dataclass(frozen=True)
 class Routes:
-    """Routed experts of consecutive tokens.
+    """Routed experts of consecutive tokens. Nobody writes to them.
 
     Attributes:
-        experts: [rows, MoE layers, top-k], uint8 or uint16; ids are global over expert-parallel ranks.
+        pieces: the rows, [rows of the piece, MoE layers, top-k] each, uint8 or uint16; ids are global over
+            expert-parallel ranks. One at least.
         mask: [rows] bool; False where the trainer must route by itself.
         layer_ids: global (0-based, dense layers counted) id of each MoE layer on axis 1.
     """
 
-    experts: NDArray[np.unsignedinteger]
-    mask: NDArray[np.bool_]
-    layer_ids: tuple[int, ...]
-    _room: _Room | None = field(default=None, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        assert self.experts.ndim == 3, f"routes must be [rows, layers, top-k], got {self.experts.shape}"
-        assert self.mask.shape == self.experts.shape[:1], (self.mask.shape, self.experts.shape)
-        assert len(self.layer_ids) == self.experts.shape[1], (self.layer_ids, self.experts.shape)
+    def __init__(
+        self,
+        experts: NDArray[np.unsignedinteger] | tuple[NDArray[np.unsignedinteger], ...],
+        mask: NDArray[np.bool_],
+        layer_ids: tuple[int, ...],
+        _room: _Room | None = None,
+    ) -> None:
+        self.pieces: tuple[NDArray[np.unsignedinteger], ...] = experts if isinstance(experts, tuple) else (experts,)
+        self.mask, self.layer_ids, self._room = mask, layer_ids, _room
+        shapes = [piece.shape for piece in self.pieces]
+        assert all(len(shape) == 3 for shape in shapes), f"routes must be [rows, layers, top-k], got {shapes}"
+        assert mask.shape == (sum(shape[0] for shape in shapes),), (mask.shape, shapes)
+        assert all(len(layer_ids) == shape[1] for shape in shapes), (layer_ids, shapes)
 
     def __len__(self) -> int:
-        return self.experts.shape[0]
+        return len(self.mask)
 
     def __reduce__(self) -> tuple[type[Routes], tuple[Any, ...]]:
         """Copies and pickles hold the rows alone."""
-        return Routes, (self.experts, self.mask, self.layer_ids)
+        return Routes, (self.pieces, self.mask, self.layer_ids)
+
+    @property
+    def experts(self) -> NDArray[np.unsignedinteger]:
+        """[rows, MoE layers, top-k] all rows as one array. They are copied into one the first time, where they are in
+        several pieces."""
+        whole, *others = self.pieces
+        if others:
+            whole = np.concatenate(self.pieces)
+            self.pieces, self._room = (whole,), None
+        return whole
 
     @classmethod
     def empty(cls, layer_ids: Sequence[int], top_k: int, num_experts: int) -> Routes:
@@ -68,34 +85,44 @@ class Routes:
 
     def first(self, rows: int) -> Routes:
         """The first `rows` rows, as a copy."""
-        return Routes(self.experts[:rows].copy(), self.mask[:rows].copy(), self.layer_ids)
+        starts = itertools.accumulate((len(piece) for piece in self.pieces), initial=0)
+        kept = [piece[: max(rows - start, 0)] for start, piece in zip(starts, self.pieces, strict=False)]
+        return Routes(np.concatenate(kept), self.mask[:rows].copy(), self.layer_ids)
 
     def append(self, experts: NDArray[np.integer], mask: NDArray[np.bool_] | None = None) -> Routes:
         """These routes followed by `experts` [new rows, MoE layers, top-k]; rows may be replayed unless masked.
         The first ones may be kept as they are, so nobody writes to them afterwards."""
-        assert experts.shape[1:] == self.experts.shape[1:], (experts.shape, self.experts.shape)
-        if experts.dtype != self.experts.dtype:
+        old = self.pieces[0]
+        assert experts.shape[1:] == old.shape[1:], (experts.shape, old.shape)
+        if experts.dtype != old.dtype:
             top = int(experts.max(initial=0))
-            assert int(experts.min(initial=0)) >= 0 and top <= np.iinfo(self.experts.dtype).max, f"expert id {top}"
+            assert int(experts.min(initial=0)) >= 0 and top <= np.iinfo(old.dtype).max, f"expert id {top}"
         if not len(self):  # most responses come whole, and their routes are large
-            kept = np.ascontiguousarray(experts.astype(self.experts.dtype, copy=False))
+            kept = np.ascontiguousarray(experts.astype(old.dtype, copy=False))
             return Routes(kept, np.ones(len(kept), np.bool_) if mask is None else mask, self.layer_ids)
         start, end = len(self), len(self) + len(experts)
-        room = self._room
+        room, before = self._room, self.pieces[:-1]
         if room is None or room.used != start or end > len(room.mask):
-            room = self._moved(end)
-        room.experts[start:end] = experts
+            room, before = self._further(end), self.pieces
+        room.experts[start - room.start : end - room.start] = experts
         room.mask[start:end] = True if mask is None else mask
         room.used = end
-        return Routes(room.experts[:end], room.mask[:end], self.layer_ids, room)
+        return Routes((*before, room.experts[: end - room.start]), room.mask[:end], self.layer_ids, room)
 
-    def _moved(self, rows: int) -> _Room:
-        """A copy with room for `rows`, and for more where these are not the first: memory that is not touched is not
-        taken."""
-        size = rows + rows // 2 if len(self) else rows
-        room = _Room(np.empty((size, *self.experts.shape[1:]), self.experts.dtype), np.empty(size, np.bool_))
-        room.experts[: len(self)], room.mask[: len(self)] = self.experts, self.mask
+    def _further(self, rows: int) -> _Room:
+        """Room for up to `rows` rows and half as many again, behind these, which stay where they are. Memory that is
+        not touched is not taken."""
+        start, size = len(self), rows + rows // 2
+        shape = (size - start, *self.pieces[0].shape[1:])
+        room = _Room(np.empty(shape, self.pieces[0].dtype), start, np.empty(size, np.bool_))
+        room.mask[:start] = self.mask
         return room
+
+    def every(self, step: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.bool_]]:
+        """(experts, mask) of the rows 0, step, 2 step and so on."""
+        starts = itertools.accumulate((len(piece) for piece in self.pieces), initial=0)
+        picked = [piece[-start % step :: step] for start, piece in zip(starts, self.pieces, strict=False)]
+        return np.concatenate(picked) if len(picked) > 1 else picked[0], self.mask[::step]
 
     def stage_slice(self, layer_ids: Sequence[int]) -> Routes:
         """Only the given global layers, in the given order: what one pipeline stage needs."""

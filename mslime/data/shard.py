@@ -221,12 +221,16 @@ def _joined_routes(template: Routes, mine: Sequence[Sample]) -> Routes:
     a shard, so each row is copied once; tokens without one are not replayed."""
     known = [(len(s), s.routes) for s in mine if s.routes is not None]
     tokens = sum(length for length, _ in known)
-    experts = np.empty((tokens, *template.experts.shape[1:]), template.experts.dtype)
+    piece = template.pieces[0]
+    experts = np.empty((tokens, *piece.shape[1:]), piece.dtype)
     mask, at = np.zeros(tokens, np.bool_), 0
     for length, routes in known:
-        assert routes.experts.dtype == experts.dtype, (routes.experts.dtype, experts.dtype)
-        end = at + len(routes)
-        experts[at:end], mask[at:end] = routes.experts, routes.mask
+        end, row = at + len(routes), at
+        for piece in routes.pieces:
+            assert piece.dtype == experts.dtype, (piece.dtype, experts.dtype)
+            experts[row : row + len(piece)] = piece
+            row += len(piece)
+        mask[at:end] = routes.mask
         experts[end : at + length] = 0
         at += length
     return Routes(experts, mask, template.layer_ids)

@@ -17,7 +17,7 @@ from mslime.config.schema import TrainConfig
 from mslime.data.conversation import Supervised, supervised_turns
 from mslime.data.sample import Sample, SampleStatus
 from mslime.data.source import Prompt, PromptSource, Row
-from mslime.data.tokenizer import Tokenizer
+from mslime.data.tokenizer import Tokenizer, encode_after
 
 
 @dataclass(frozen=True)
@@ -160,11 +160,7 @@ def _continued(prompt: Prompt, text: str, tokenizer: Tokenizer) -> list[int]:
         whole = tokenizer.encode(text, special_tokens=special)
         if whole[:n] == prompt.tokens:
             return whole[n:]
-    before = tokenizer.encode("\n", special_tokens=False)  # label and prompt share a token: cut between another two
-    behind = tokenizer.encode("\n" + prompt.label, special_tokens=False)
-    if behind[: len(before)] == before:
-        return behind[len(before) :]
-    return tokenizer.encode(prompt.label, special_tokens=False)
+    return encode_after(tokenizer, prompt.tokens[-1], prompt.label)  # label and prompt share a token
 
 
 def _sample(one: Supervised, index: int, part: int, row: Row) -> Sample:

@@ -142,6 +142,24 @@ def special_texts(tokenizer: Tokenizer) -> list[str]:
     return sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
 
 
+def begins_with_blank(tokenizer: Tokenizer) -> bool:
+    """Whether a blank that nobody wrote comes before each text, as with tokenizers of SentencePiece's kind."""
+    ids = tokenizer.encode("x", special_tokens=False)
+    return tokenizer.decode([*ids, *ids]) != "xx"
+
+
+def encode_after(tokenizer: Tokenizer, last: int, text: str) -> list[int]:
+    """Token ids of a text that follows a token, as they are where both are encoded as one: without a blank that comes
+    before a whole text."""
+    texts = [tokenizer.decode([last], special_tokens=True)] if last in tokenizer.special_ids else ["\n", ".", "a"]
+    for before in texts:  # one that does not melt into the text
+        head = tokenizer.encode(before, special_tokens=False)
+        whole = tokenizer.encode(before + text, special_tokens=False)
+        if whole[: len(head)] == head:
+            return whole[len(head) :]
+    return tokenizer.encode(text, special_tokens=False)
+
+
 def load_tokenizer(path: Path | str) -> HFTokenizer:
     """The tokenizer stored in a checkpoint directory. Raises DataError when there is none, or it cannot be read."""
     directory = Path(path)

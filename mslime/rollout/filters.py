@@ -10,11 +10,15 @@ from mslime.data.sample import Group
 from mslime.extensions import calling, check_parameters, load_function
 
 GroupFilter = Callable[[Group], bool]
+UNSHAPED = "reward/unshaped/mean"
+"""In the `scores` of a rollout's last sample: its reward before penalties; absent where none were taken off."""
 
 
 def rewards_differ(group: Group) -> bool:
-    """Whether a group teaches anything: with equal rewards every advantage is zero (DAPO, arXiv 2503.14476)."""
-    rewards = [s.reward for s in group.samples if s.reward is not None]
+    """Whether a group teaches anything: with equal rewards every advantage is zero (DAPO, arXiv 2503.14476). Penalties
+    for length and repetition aside: they would keep groups that are all right or all wrong."""
+    last = [samples[-1] for samples in group.rollouts()]
+    rewards = [s.scores.get(UNSHAPED, s.reward) for s in last if s.reward is not None]
     low, high = min(rewards), max(rewards)
     return high - low > SAME_REWARD * max(abs(low), abs(high))
 

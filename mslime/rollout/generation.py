@@ -33,7 +33,7 @@ from mslime.config.rollout import RolloutConfig
 from mslime.config.schema import RunConfig
 from mslime.data.routes import Routes
 from mslime.data.sample import Sample
-from mslime.data.tokenizer import Tokenizer
+from mslime.data.tokenizer import Tokenizer, begins_with_blank, encode_after
 from mslime.rollout.chat.messages import whole_text
 from mslime.rollout.protocols import EngineLimits, Engines, living
 from mslime.rollout.shared_room import SharedRoom
@@ -173,6 +173,7 @@ class Generator:
         self._moe_layers = as_slice(model.moe_layer_ids)
         self._end_ids, self._stop = limits.end_ids | set(config.rollout.stop_token_ids), tuple(config.rollout.stop)
         self._endings = Endings(self._end_ids, self._stop, tokenizer)
+        self._blank = begins_with_blank(tokenizer)
         self._places = places or SharedRoom(
             lambda: config.rollout.concurrency * max(len(engines.clients), 1), {"": 1.0}
         ).of("")
@@ -226,9 +227,12 @@ class Generator:
         """Of the model: token ids are below it."""
         return self._model.vocab_size
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text that is not the beginning of a sequence."""
-        return self._tokenizer.encode(whole_text(text), special_tokens=False)
+    def encode(self, text: str, after: int | None = None) -> list[int]:
+        """Token ids of a text, which follows the token `after` if there is one."""
+        text = whole_text(text)
+        if after is None or not self._blank:
+            return self._tokenizer.encode(text, special_tokens=False)
+        return encode_after(self._tokenizer, after, text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""

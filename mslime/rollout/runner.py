@@ -43,11 +43,14 @@ class _LiveGroup:
 
     @property
     def at_rest(self) -> bool:
-        """Whether nothing of the group is at an engine or scored, and nothing will be before it is continued."""
+        """Whether nothing of the group is at an engine, and nothing will be before it is continued. A response that is
+        scored is not waited for where another one waits to be generated: its reward comes while the group rests."""
         going = [rollout for rollout, task in self.rollouts.values() if not task.done()]
-        if any(r.busy for r in going):
+        if any(r.generating for r in going):
             return False
-        return not going or not self.door.traffic.open or any(r.waiting for r in going) or bool(self.errors())
+        if any(r.waiting for r in going):
+            return True
+        return not any(r.busy for r in going) and (not going or not self.door.traffic.open or bool(self.errors()))
 
     @property
     def ended(self) -> bool:

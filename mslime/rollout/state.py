@@ -51,7 +51,7 @@ def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str
     columns: dict[str, list[NDArray[Any]]] = {name: [vars(s)[name] for s in samples] for name in _COLUMNS}
     columns["teacher_log_probs"] = [s.teacher_log_probs for s in samples if s.teacher_log_probs is not None]
     routes = [s.routes for s in samples if s.routes is not None]
-    columns["experts"] = [r.experts.reshape(-1) for r in routes]
+    columns["experts"] = [piece.reshape(-1) for r in routes for piece in r.pieces]
     columns["route_mask"] = [r.mask for r in routes]
     supports = [s.supports for s in samples if s.supports is not None]
     columns["support_ids"] = [s.ids for s in supports]
@@ -291,8 +291,8 @@ def _header(s: Sample) -> dict[str, Any]:
 
 
 def _routes_header(routes: Routes) -> dict[str, Any]:
-    rows, _, top_k = routes.experts.shape
-    return {"rows": rows, "layers": routes.layer_ids, "top_k": top_k, "dtype": str(routes.experts.dtype)}
+    piece = routes.pieces[0]
+    return {"rows": len(routes), "layers": routes.layer_ids, "top_k": piece.shape[2], "dtype": str(piece.dtype)}
 
 
 def _sample(header: Mapping[str, Any], stored: Stored) -> Sample:

@@ -77,6 +77,11 @@ class Rollout:
         return bool(self._at_work)
 
     @property
+    def generating(self) -> bool:
+        """It is at an engine."""
+        return bool(self._at_work - {self})
+
+    @property
     def waiting(self) -> bool:
         """It waits for its group to be continued."""
         return bool(self._waiting)
@@ -128,7 +133,7 @@ class Rollout:
     def append(self, sample: Sample, added: str | Sequence[int]) -> None:
         """See `workflow.Engine`."""
         grown = self._idle(sample)
-        tokens = self.encode(added) if isinstance(added, str) else self._ids(added)
+        tokens = self.encode(added, int(sample.tokens[-1])) if isinstance(added, str) else self._ids(added)
         if len(sample) + len(tokens) >= self._sampling.longest_input:
             grown.finish = "length"
             raise NoRoomError(f"{len(tokens)} tokens after {len(sample)}; {self._sampling.longest_input} are too many")
@@ -159,9 +164,9 @@ class Rollout:
         """See `workflow.Engine`."""
         return max(0, self._sampling.room(sample))
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, after: int | None = None) -> list[int]:
         """See `workflow.Engine`."""
-        return self._generator.encode(text)
+        return self._generator.encode(text, after)
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), *,

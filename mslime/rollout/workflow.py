@@ -171,8 +171,12 @@ class Engine(Protocol):
         """
         ...
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens at its beginning. Those that are written out in it are read."""
+    def encode(self, text: str, after: int | None = None) -> list[int]:
+        """Token ids of a text, without special tokens at its beginning. Those that are written out in it are read.
+
+        Args:
+            after: the token that it follows; None: it begins a sequence, with a blank where the tokenizer puts one.
+        """
         ...
 
 

@@ -53,6 +53,7 @@ def same_run(model: Path, rows: Path, directory: Path, steps: int, **sections: A
     return start_run(values, directory)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("steps", "killed_at"), [(2, 0), pytest.param(4, 2, marks=pytest.mark.nightly)])
 def test_a_colocated_run_learns_step_by_step_what_a_separate_one_does_also_when_it_is_killed(

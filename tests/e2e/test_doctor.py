@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.harness import ROOT
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 @pytest.mark.timeout(900)
 def test_trainer_and_engine_agree_before_and_after_a_sync() -> None:

@@ -111,6 +111,7 @@ def engines_of(run: Run) -> list[int]:
     return [int(row["weights/engines"]) for row in by_step(run.rows()) if "weights/engines" in row]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_engines_die_between_buckets_and_all_at_once_and_the_run_goes_on_whole(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,7 @@ DAILY = "calculator"
 """Nightly tests run the others as well: each takes a start of all processes."""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == DAILY else pytest.mark.nightly) for n in EXAMPLES])
 def test_two_steps(name: str, tmp_path: Path, runs: list[Run]) -> None:

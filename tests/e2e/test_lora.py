@@ -49,6 +49,7 @@ def trained(tiny_qwen3_moe: Path, prompts: Path, tmp_path_factory: pytest.TempPa
     return run, finish(run, 2), values
 
 
+@pytest.mark.nightly
 def test_adapters_are_trained_and_served(trained: tuple[Run, Any, Any]) -> None:
     run, rows, _ = trained
     assert [row["step"] for row in rows] == [1, 2]

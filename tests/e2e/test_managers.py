@@ -67,6 +67,7 @@ def assert_each_prompt_once(run: Run) -> None:
     assert sorted([*groups, *(group.group_id for group in held)]) == list(range(state["next_group_id"]))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_two_managers_make_steps_as_one_does(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]

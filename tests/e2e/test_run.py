@@ -318,6 +318,7 @@ def test_ctrl_c_in_mid_run_loses_no_step_and_leaves_no_process_behind(
     assert run.left_over() == []
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_driver_that_is_killed_while_its_engine_starts_leaves_nothing_behind(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run]
@@ -347,6 +348,7 @@ def with_a_killed_sender(values: dict[str, Any], notes: Path, monkeypatch: pytes
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_engines_outlive_a_trainer_rank_that_is_killed_between_two_buckets(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
@@ -475,6 +477,7 @@ print(json.dumps(told | {{"handlers_kept": handlers() == before}}))
 """  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_supervised_run_lowers_the_loss_resumes_and_exports(
     tiny_qwen3_moe: Path, tmp_path: Path, runs: list[Run]

@@ -89,6 +89,7 @@ def test_a_task_with_a_slow_reward_does_not_hold_the_other_up(trained: Run) -> N
         assert f"{name}: version 0: {tensors} tensors in the engines equal the trainer's, bit for bit" in lines
 
 
+@pytest.mark.nightly
 def test_each_adapter_has_files_of_its_own(trained: Run) -> None:
     ranks, found = {}, {}
     for name, steps in (("quick", 3), ("slow", 1)):

@@ -26,6 +26,7 @@ from mslime.config.serving import engine_spec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family
 from mslime.convert.served_adapters import served_modules
+from tests.engines.daily import mark_nightly
 from tests.fixtures.engine_calls import load_from_disk
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
@@ -143,6 +144,12 @@ def sound_server(request: pytest.FixtureRequest) -> None:
     """What a failed test left behind does not reach the next one."""
     if "sglang_server" in request.fixturenames:
         request.getfixturevalue("sglang_server").make_sound()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before pytest looks at the marks."""
+    mark_nightly(items)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -140,6 +140,7 @@ async def load(pool: EnginePool, adapter: AdapterVersion, alive: int = 2) -> Non
     assert len((await pool.load_adapter(adapter, alive)).urls) == 1
 
 
+@pytest.mark.nightly
 def test_what_four_ranks_write_is_what_they_hold(written: Written) -> None:
     for version, sign in ((1, 1.0), (2, -0.7)):
         tensors = load_file(written.root / adapter_directory(version) / WEIGHTS)
@@ -250,6 +251,7 @@ def test_a_bit_that_changed_on_the_way_is_found(written: Written, server: Shared
     with_engine(server, work)
 
 
+@pytest.mark.nightly
 def test_a_running_request_keeps_its_adapter_which_is_unloaded_when_it_has_ended(
     written: Written, server: SharedServer
 ) -> None:
@@ -326,6 +328,7 @@ def test_an_adapter_that_cannot_be_read_leaves_the_engine_on_its_own(
     with_engine(server, work)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mode", ["abort", "in_place"])
 def test_a_response_across_versions_holds_what_each_made(
     written: Written, server: SharedServer, tmp_path: Path, mode: str

@@ -146,6 +146,7 @@ def failing_in_one_pass(
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", ["pp2_vpp2_recompute_r3", *(pytest.param(n, marks=pytest.mark.nightly) for n in (
         "one_process", "pp2", "dp2_distributed_optimizer_overlapped",

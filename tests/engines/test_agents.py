@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from mslime.data.tokenizer import HFTokenizer
 from tests.engines.conftest import SharedServer
 from tests.engines.reference import Reference
@@ -23,6 +25,7 @@ from tests.engines.test_rollout_service import (
 __all__ = ["fresh", "other_weights", "reference", "tokenizer"]
 
 
+@pytest.mark.nightly
 def test_two_turns_with_a_tool_are_exact_when_the_weights_change_within_a_turn(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path
 ) -> None:

@@ -74,6 +74,7 @@ async def two_turns(env: WireEnvironment, number: int, heard: list[int]) -> None
     assert await env.hand_in(whole, [float(number), 0.0, 1.0]) == (200, {"status": "received"})
 
 
+@pytest.mark.nightly
 def test_what_environments_hand_in_is_exact_when_the_weights_change_within_a_turn(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, other_weights: Path, tmp_path: Path
 ) -> None:

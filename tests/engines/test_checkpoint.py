@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -19,15 +20,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mslime.backends.megatron import checkpoint
 from mslime.backends.megatron.step.asleep import optimizer_tensors
 from mslime.backends.megatron.step.optimizer import parts_of
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import CheckpointError
+from mslime.convert.families import read_hf_config
+from mslime.convert.torch_dist import METADATA, load_metadata
 from mslime.data.checkpoints import newest, step_directory
 from mslime.data.checksums import sum_file
 from mslime.data.manifest import read_manifest, write_manifest
+from mslime.planner.plan import make_plan
 from tests.engines.trainer_ranks import largest_difference, make_config, run_trainers, shard_of, to_hf
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
@@ -37,6 +42,7 @@ STEPS, SAVED = 4, 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "one_distopt": {"use_distributed_optimizer": True},
+    "one_bf16": {"use_distributed_optimizer": True, "params_dtype": "bfloat16"},
     "tp2_ep2": {"tp": 2, "ep": 2},
     "tp2_ep2_distopt": {"tp": 2, "ep": 2, "use_distributed_optimizer": True},
     "dp2_ep2_distopt": {"dp": 2, "ep": 2, "use_distributed_optimizer": True},
@@ -124,14 +130,14 @@ def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
 
 
 RESUMES = [
-    pytest.param("one", "one", marks=pytest.mark.nightly),
-    pytest.param("tp2_ep2", "one", marks=pytest.mark.nightly),
+    ("one", "one"),
+    ("tp2_ep2", "one"),
     ("one", "tp2_ep2"),
     ("tp2_ep2_distopt", "tp2_ep2_distopt"),
     ("tp2_ep2_distopt", "one_distopt"),
-    pytest.param("one_distopt", "dp2_ep2_distopt", marks=pytest.mark.nightly),
+    ("one_distopt", "dp2_ep2_distopt"),
     ("dp2_ep2_distopt", "pp2_vpp2_distopt"),
-    pytest.param("pp2_vpp2_distopt", "tp2_ep2_distopt", marks=pytest.mark.nightly),
+    ("pp2_vpp2_distopt", "tp2_ep2_distopt"),
 ]
 
 
@@ -162,6 +168,7 @@ def _save_as_megatron_core(trainer: MegatronTrainer, directory: Path) -> None:
     trainer.save(directory, EXTRA)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("after", ["dp2_ep2_distopt", "tp2_ep2_distopt"])
 def test_a_checkpoint_with_whole_buffers_resumes_in_every_layout(
     after: str, model: Path, uninterrupted: Path, tmp_path: Path
@@ -204,6 +211,7 @@ def test_a_resume_in_one_process_is_bit_exact(model: Path, saved: Any, uninterru
     assert result["weights"] == 0.0
 
 
+@pytest.mark.nightly
 def test_another_layout_starts_its_generators_from_the_seed(
     model: Path, saved: Any, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -222,6 +230,18 @@ def test_the_driver_reads_extra_without_a_trainer(saved: Any) -> None:
 def test_each_rank_writes_one_file(saved: Any) -> None:
     """With a second writer thread torch loses what that thread raises, and with it a part of the checkpoint."""
     assert len(list(saved("tp2_ep2")[0].glob("*.distcp"))) == 2
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("one", "one_bf16")), "tp2_ep2_distopt"],
+)
+def test_a_checkpoint_is_as_large_as_planned(layout: str, model: Path, saved: Any) -> None:
+    directory, _ = saved(layout)
+    stored = load_metadata(directory / METADATA).state_dict_metadata.values()
+    tensors = [each for each in stored if isinstance(each, TensorStorageMetadata)]
+    size = sum(math.prod(each.size) * each.properties.dtype.itemsize for each in tensors)
+    assert size == make_plan(config_of(layout, model, directory), read_hf_config(model)).saved.checkpoint
 
 
 def _load_only(trainer: MegatronTrainer, directory: Path) -> str:
@@ -250,6 +270,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_by_file(
         newest(tmp_path)
 
 
+@pytest.mark.nightly
 def test_rubbish_of_the_right_size_is_refused_on_every_rank(model: Path, saved: Any, tmp_path: Path) -> None:
     directory = step_directory(tmp_path, SAVED)
     shutil.copytree(saved("tp2_ep2")[0], directory)
@@ -309,6 +330,7 @@ def test_a_checkpoint_of_somebody_else_runs_no_code(where: str, model: Path, sav
     assert not mark.exists()
 
 
+@pytest.mark.nightly
 def test_generators_of_format_1_are_restored(model: Path, saved: Any, uninterrupted: Path, tmp_path: Path) -> None:
     """Written as the first format did: a pickle of the generators' own states, a manifest of sizes."""
     directory = step_directory(tmp_path, SAVED)
@@ -354,6 +376,7 @@ def _save_on_small_disk(trainer: MegatronTrainer, directory: Path, limited_rank:
     return str(error.value)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("limited_rank", [0, 1])
 def test_a_disk_that_fills_up_while_saving_leaves_the_previous_checkpoint(
     limited_rank: int, model: Path, saved: Any, tmp_path: Path
@@ -408,6 +431,7 @@ def _load_newest(trainer: MegatronTrainer, root: Path) -> int:
     return trainer.load(found)["step"]
 
 
+@pytest.mark.nightly
 def test_a_kill_in_mid_save_leaves_only_complete_checkpoints(model: Path, tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
@@ -439,6 +463,7 @@ def _load_and_begin(trainer: MegatronTrainer, directory: Path) -> Any:
     return curve(train_steps(trainer, 0, 2))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["one", "dp2_ep2_distopt"])
 def test_a_model_that_was_never_updated_is_saved_and_resumed(layout: str, model: Path, tmp_path: Path) -> None:
     """As a policy is whose critic is still warmed up."""
@@ -453,6 +478,7 @@ def _refused(trainer: MegatronTrainer, directory: Path) -> CheckpointError:
     return caught.value
 
 
+@pytest.mark.nightly
 def test_state_of_the_other_kind_of_optimizer_is_refused_with_a_way_out(
     saved: Callable[[str], tuple[Path, list[Any]]], model: Path, tmp_path: Path
 ) -> None:

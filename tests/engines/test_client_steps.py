@@ -146,7 +146,6 @@ MIXED = {
     "tp2_dp2_ep2_distributed_optimizer": Case(4, {TP: 2, EP: 2, **DIST}),
     "unpacked_dp2": Case(2, packed=False),
 }
-IN_CI = ("dp2_distributed_optimizer_overlapped", "pp2_vpp2_recompute")
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +154,7 @@ def expected(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return reference(tiny_qwen3_moe, path), path
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_CI else [pytest.mark.nightly]) for n in MIXED])
+@pytest.mark.parametrize("name", MIXED)
 def test_clients_steps_are_those_of_peft_in_every_layout(
     name: str, tiny_qwen3_moe: Path, expected: tuple[dict[str, Any], Path]
 ) -> None:
@@ -230,9 +229,8 @@ def in_turns_and_in_one_pass(rank: int, world: int, init: str, checkpoint: Path,
     return {"found": found, "differ": differ, "many": {name: len(each) for name, each in held.items()}}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n == "pp2_vpp2_recompute" else [pytest.mark.nightly]) for n in MIXED]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MIXED)
 def test_clients_that_share_a_pass_have_the_numbers_of_their_own(name: str, tiny_qwen3_moe: Path) -> None:
     """Also where one of them fails in it."""
     case = MIXED[name]

@@ -144,6 +144,7 @@ def round_trips(rank: int, world_size: int, init_method: str, root: Path) -> dic
     return different
 
 
+@pytest.mark.nightly
 def test_every_familys_checkpoint_comes_back_from_megatron_the_same(tmp_path: Path) -> None:
     different = run_ranks(round_trips, 1, tmp_path, deadline_s=170)[0]
     assert different == {name: [] for name in CASES}
@@ -173,6 +174,7 @@ def worst_difference(trainer: MegatronTrainer, plain: Path) -> tuple[int, float]
     return len(tensors), largest_difference(trainer, tensors, whole)
 
 
+@pytest.mark.nightly
 def test_a_trainer_and_the_converter_start_from_fp8_without_a_conversion_step(tmp_path: Path) -> None:
     """Each rank dequantises its own rows and columns; sizes that are not a multiple of the block included."""
     model = make_tiny_qwen3_moe(tmp_path / "model", hidden_size=192, moe_intermediate_size=160)

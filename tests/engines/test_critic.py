@@ -176,6 +176,7 @@ def save_or_load(
     return metrics
 
 
+@pytest.mark.nightly
 def test_a_critic_that_is_resumed_in_another_layout_learns_on(untied: Path, tmp_path: Path) -> None:
     first = run_ranks(save_or_load, 2, config_of("tp2_ep2_distopt", untied), tmp_path / "step_1", True)[0]
     (second,) = run_ranks(save_or_load, 1, config_of("one_distopt", untied), tmp_path / "step_1", False)
@@ -225,6 +226,7 @@ def in_bfloat16(rank: int, world_size: int, init_method: str, config: RunConfig)
     return {n: (p.dtype, float(p.abs().max())) for n, p in heads.items()}, others, metrics
 
 
+@pytest.mark.nightly
 def test_the_head_stays_in_float32_beside_a_bfloat16_model(untied: Path) -> None:
     config = config_of("tp2_ep2_distopt", untied, {"lr": 1e-2, "value_clip": None}, params_dtype="bfloat16")
     for heads, others, losses in run_ranks(in_bfloat16, 2, config):

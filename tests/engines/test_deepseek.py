@@ -83,6 +83,7 @@ def step(trainer: MegatronTrainer) -> dict[str, dict[str, torch.Tensor]]:
     return {"before": before, "after": {name: tensor.detach() for name, tensor in trainer.named_local_params()}}
 
 
+@pytest.mark.nightly
 def test_training_in_bfloat16_changes_every_weight_but_no_digit_of_the_correction_bias(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -109,6 +110,7 @@ def load_and_export(trainer: MegatronTrainer, directory: Path, exported: Path) -
     trainer.weight_sender().export(exported, trainer.spec.checkpoint)
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_one_layout_is_the_same_model_in_another(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     saved, common = step_directory(tmp_path, 1), {"params_dtype": "bfloat16", "use_distributed_optimizer": True}
     before, after = tmp_path / "before", tmp_path / "after"

@@ -39,32 +39,17 @@ from tests.engines.trainer_ranks import make_config, make_shard, run_trainers, w
 from tests.fixtures.engine_calls import load, with_pool
 from tests.fixtures.families import CASES
 from tests.fixtures.families.case import FamilyCase
-from tests.fixtures.marks import nightly_except
 
 pytestmark = pytest.mark.timeout(240)
 
 LAYOUTS = [(case.name, index) for case in CASES.values() for index in range(len(case.layouts))]
-IN_PARALLEL = ("deepseek-v3", "gpt-oss", "qwen3-moe", "qwen3, tied", "qwen3-next")
-"""Families whose stages and shards are tried in every run of the tests: what the others have, these have."""
-
-
-def in_every_run(name: str, index: int) -> bool:
-    """Whether a layout is tried by default: one process, a family's only layout, and TP2 PP2 of some."""
-    layouts = CASES[name].layouts
-    sizes = layouts[index]
-    stands_for_others = name in IN_PARALLEL and set(sizes) <= {"tp", "pp", "ep"} and {"tp", "pp"} <= set(sizes)
-    return not sizes or stands_for_others or (len(layouts) == 1 and sizes.get("pp", 1) * sizes.get("tp", 1) <= 2)
 
 
 def cases(chosen: Iterable[tuple[str, int]]) -> list[Any]:
     """Parameters (name, index)."""
     return [
-        pytest.param(
-            name, index, id=f"{name} {CASES[name].layouts[index] or 'one process'}",
-            marks=() if in_every_run(name, index) else pytest.mark.nightly,
-        )
-        for name, index in chosen
-    ]  # fmt: skip
+        pytest.param(name, index, id=f"{name} {CASES[name].layouts[index] or 'one process'}") for name, index in chosen
+    ]
 
 
 @dataclass(frozen=True)
@@ -253,7 +238,7 @@ def export_only(trainer: MegatronTrainer, exported: Path) -> None:
     trainer.weight_sender().export(exported, trainer.spec.checkpoint)
 
 
-@pytest.mark.parametrize("name", nightly_except(IN_PARALLEL, CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_a_bfloat16_checkpoint_comes_back_bit_for_bit(ran: Ran, tmp_path: Path, name: str) -> None:
     source = in_bfloat16(ran.checkpoint(CASES[name]), tmp_path / "bf16")
     unpacked = {key: value for key, value in CASES[name].layouts[0].items() if key == "train"}
@@ -370,16 +355,10 @@ def differences(probed: Sequence[tuple[Probed, Any]]) -> Differences:
     return max(found, key=lambda each: each.log_probs)
 
 
-SERVED_IN_CI = ("deepseek-v3",)
-"""A server takes half a minute to start. This one has latent attention, biased and group-limited routing, shared and
-dense experts; other tests serve Qwen3-MoE."""
-SERVED = [
-    pytest.param(name, marks=[] if name in SERVED_IN_CI else [pytest.mark.nightly])
-    for name, case in CASES.items()
-    if case.served
-]
+SERVED = [name for name, case in CASES.items() if case.served]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SERVED)
 def test_the_engine_serves_the_synced_weights_as_transformers_computes_them(
     ran: Ran, tmp_path: Path, name: str

@@ -27,7 +27,6 @@ from mslime.convert.families import FAMILIES, get_family, refuse_unread
 from mslime.convert.families.family import HARMLESS
 from mslime.convert.parameter_names import canonical_name
 from mslime.convert.table import RuleTable
-from tests.fixtures.marks import nightly_except
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "configs"
 PUBLISHED = sorted(path.parent.name for path in CONFIGS.glob("*/config.json"))
@@ -171,7 +170,6 @@ def supported(model: str) -> bool:
 
 
 MODELS = [model for model in PUBLISHED if supported(model)]
-IN_EVERY_RUN = ("deepseek-v3", "gpt-oss-20b", "qwen3-30B-A3B", "qwen3-next-80B-A3B", "glm4.5-355B-A32B")
 CASES = [(model, index) for model in MODELS for index in range(len(LAYOUTS.get(model, ())))]
 
 
@@ -226,13 +224,9 @@ def buildable(model: str) -> bool:
     return not get_family(hf_config(model)).support.not_trained
 
 
-# The first layout, the largest, of some models in every run of the tests; the others nightly.
 @pytest.mark.parametrize(
     ("model", "index"),
-    [
-        pytest.param(model, i, marks=[pytest.mark.nightly] if i or model not in IN_EVERY_RUN else [])
-        for model, i in CASES
-    ],
+    CASES,
     ids=[f"{model} {LAYOUTS[model][i]}" for model, i in CASES],
 )
 def test_every_parameter_of_every_rank_is_made_by_one_rule(model: str, index: int) -> None:
@@ -290,7 +284,7 @@ def _saved_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in saved.items()}
 
 
-@pytest.mark.parametrize("model", nightly_except(IN_EVERY_RUN, MODELS))
+@pytest.mark.parametrize("model", MODELS)
 def test_every_checkpoint_name_and_shape_is_the_one_of_transformers(model: str) -> None:
     hf = hf_config(model)
     family = get_family(hf)

@@ -145,6 +145,7 @@ def load_and_export(trainer: MegatronTrainer, directory: Path) -> dict[str, torc
     return to_hf(trainer, {name: tensor.detach() for name, tensor in trainer.named_local_params()})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_bfloat16_checkpoint_is_the_same_in_another_layout(
     checkpoints: dict[str, Path], tmp_path: Path, name: str

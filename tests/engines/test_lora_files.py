@@ -76,7 +76,7 @@ def saved(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"tp": 2, "ep": 2, "dp": 2}, pytest.param({"pp": 2, "vpp": 2}, marks=pytest.mark.nightly), {"etp": 2, "dp": 2}],
+    [{"tp": 2, "ep": 2, "dp": 2}, {"pp": 2, "vpp": 2}, {"etp": 2, "dp": 2}],
     ids=str,
 )
 def test_another_layout_goes_on_from_a_checkpoint(
@@ -89,6 +89,7 @@ def test_another_layout_goes_on_from_a_checkpoint(
 SHARED = {**LORA, "experts": "shared_outer"}
 
 
+@pytest.mark.nightly
 def test_factors_that_experts_share_go_on_in_another_layout(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     """Each rank of experts holds a copy: one is saved, in whatever layout, and all are alike after it is read."""
     both = {"tp": 2, "ep": 2, "dp": 2, "use_distributed_optimizer": True}
@@ -117,15 +118,16 @@ KINDS = {
 PP2, ONE = {"pp": 2, "use_distributed_optimizer": True}, {"use_distributed_optimizer": True}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", KINDS)
 @pytest.mark.parametrize(
     ("saving", "sizes"),
     [
         (PP2, PP2),
-        pytest.param(ONE, PP2, marks=pytest.mark.nightly),
-        pytest.param(PP2, ONE, marks=pytest.mark.nightly),
-        pytest.param(PP2, {**PP2, "dp": 2, "ep": 2}, marks=pytest.mark.nightly),
-        pytest.param({"pp": 2}, {"pp": 2}, marks=pytest.mark.nightly),
+        (ONE, PP2),
+        (PP2, ONE),
+        (PP2, {**PP2, "dp": 2, "ep": 2}),
+        ({"pp": 2}, {"pp": 2}),
     ],
     ids=str,
 )
@@ -195,7 +197,8 @@ def test_an_exported_adapter_is_read_by_peft_and_started_from(
         run_trainers(start_from, config_of(tiny_qwen3_moe, tmp_path, {"rank": 8, "alpha": 6, "init": str(out)}))
 
 
-@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.nightly), {"tp": 2, "ep": 2, "pp": 2}], ids=str)
+@pytest.mark.nightly
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "ep": 2, "pp": 2}], ids=str)
 def test_an_adapter_whose_experts_share_factors_is_exported_merged_and_started_from(
     sizes: dict[str, Any], tiny_qwen3_moe: Path, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +40,7 @@ def moe(tiny_qwen3_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return tiny_qwen3_moe, path
 
 
-IN_CI = {
-    "dp2_distributed_optimizer_overlapped", "tp2_ep2_recompute", "tp2_dp2_ep2_etp2", "pp2_vpp2_recompute",
-    "cp2_tp2_ep2", "etp2", "queries_and_values_alone", "deepseek-v3",
-    "shared_by_experts", "shared_by_experts_sharded",
-}  # fmt: skip
-"""Each way to share a layer out; the others are combinations, and nightly."""
-
-
-def nightly_but_in_ci(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.nightly]) for name in names]
-
-
-@pytest.mark.parametrize("name", nightly_but_in_ci(LAYOUTS))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_adapters_train_like_one_process(name: str, moe: tuple[Path, Path]) -> None:
     check(*moe, LAYOUTS[name], {})
 
@@ -76,7 +63,7 @@ FURTHER = {
 }
 
 
-@pytest.mark.parametrize("name", nightly_but_in_ci(FURTHER))
+@pytest.mark.parametrize("name", FURTHER)
 def test_adapters_on_some_layers_train_like_one_process(name: str, tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     case, lora = FURTHER[name]
     run_ranks(record, 1, tiny_qwen3_moe, Case(), lora, tmp_path / "record.pt")
@@ -90,7 +77,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", nightly_but_in_ci(FAMILIES))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FAMILIES)
 def test_adapters_of_other_layers_train_like_one_process(name: str, tmp_path: Path) -> None:
     checkpoint = CASES[name].make(tmp_path / "model")
     run_ranks(record, 1, checkpoint, Case(), {}, tmp_path / "record.pt")

@@ -70,12 +70,7 @@ def trained_by(model: Any, kept: dict[str, torch.Tensor]) -> dict[str, tuple[tor
     return found
 
 
-IN_CI = ("qwen3-moe", "deepseek-v3", "qwen3-moe, shared")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.nightly]) for name in MODELS]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_adapters_learn_what_peft_learns(name: str, tmp_path: Path) -> None:
     lora = {**LORA, **MODELS[name]}
     checkpoint = CASES[name.split(",")[0]].make(tmp_path / "model")

@@ -143,10 +143,9 @@ MIXED = {
     "tp2_dp2_ep2_distributed_optimizer": Case(4, {TP: 2, EP: 2, **DIST}),
     "r3": Case(train={"replay": "r3"}, routes=(4, 8, 2)),
 }
-NIGHTLY = {"dp2", "tp2_ep2", "tp2_dp2_ep2_distributed_optimizer", "r3"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] if n in NIGHTLY else []) for n in MIXED])
+@pytest.mark.parametrize("name", MIXED)
 def test_each_of_eight_adapters_is_that_of_its_own_run(name: str, tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     case = MIXED[name]
     for found in run_ranks(together, case.world, tiny_qwen3_moe, case, tmp_path / "saved", deadline_s=300):

@@ -8,7 +8,6 @@ import pytest
 
 from tests.engines.megatron_parity import Case, compare, log_probs, make_shards, record
 from tests.engines.megatron_ranks import run_ranks
-from tests.fixtures.marks import nightly_except
 from tests.fixtures.tiny_models import make_tiny_qwen3_dense
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
@@ -84,13 +83,7 @@ def check(checkpoint: Path, path: Path, case: Case) -> None:
                 assert mine[name] == pytest.approx(recorded[name], rel=2e-4, abs=2e-5), f"{name}, step {step}, {where}"
 
 
-IN_EVERY_RUN = (
-    "dp2_distributed_optimizer_overlapped", "tp2", "tp2_ep2_recompute", "tp2_dp2_ep2_etp2", "pp2_vpp2_recompute",
-    "cp2_tp2_ep2", "pp2_tp2_ep2_distributed_optimizer", "unpacked_tp2_ep2",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("name", nightly_except(IN_EVERY_RUN, LAYOUTS))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_like_one_process(name: str, moe: tuple[Path, Path]) -> None:
     check(*moe, LAYOUTS[name])
 
@@ -100,6 +93,7 @@ def test_log_probs_from_hidden_states_train_like_those_of_logits(name: str, moe:
     check(*moe, BLOCKED[name])
 
 
+@pytest.mark.nightly
 def test_interleaved_stages_do_not_mix_up_micro_batches_of_equal_length(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     """The silent form of the batched point-to-point trap: with equal shapes nothing crashes, gradients are wrong."""
     equal = {"lengths": (17,) * 8, "packed": False}

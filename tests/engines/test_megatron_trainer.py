@@ -109,6 +109,7 @@ def test_supervised_loss_is_the_mean_cross_entropy_of_transformers_and_falls(tin
     assert metrics[2]["loss/nll"] < metrics[1]["loss/nll"] < metrics[0]["loss/nll"]
 
 
+@pytest.mark.nightly
 def test_a_warm_up_begins_above_zero_and_a_decay_ends_at_the_minimum(tiny_qwen3_moe: Path) -> None:
     ((rates, moves),) = run_ranks(learning_rates, 1, tiny_qwen3_moe)
     assert rates == pytest.approx([0.5e-3, 1e-3, 0.55e-3, 0.1e-3])

@@ -68,6 +68,7 @@ async def held(client: EngineClient) -> Any:
     return [rank["checksums"] for rank in answer["ranks"]]
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_back_serves_what_the_other_one_holds_bit_for_bit(
     pair: list[SharedServer], trained: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_an_engine_that_is_back_serves_what_the_other_one_holds_bit_for_bit(
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_a_giver_whose_peer_never_comes_refuses_and_goes_on(pair: list[SharedServer]) -> None:
     async def run() -> None:
         async with pair[0].client() as giver:
@@ -109,6 +111,7 @@ def test_a_giver_whose_peer_never_comes_refuses_and_goes_on(pair: list[SharedSer
     asyncio.run(run())
 
 
+@pytest.mark.nightly
 def test_an_engine_without_the_plug_in_is_given_nothing_and_keeps_its_version(
     pair: list[SharedServer], sglang_server: SharedServer
 ) -> None:

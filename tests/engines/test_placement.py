@@ -57,6 +57,7 @@ class Asked:
         return os.environ["PYTHONPATH"].split(os.pathsep)
 
 
+@pytest.mark.nightly
 def test_no_tensor_parallel_group_spans_machines(machines: str) -> None:
     layout = {"tensor_model_parallel_size": 8}
     with Cluster(run(machines, {"trainer_ranks": 24}, megatron=layout, sglang={"tp_size": 8}), True) as cluster:
@@ -79,6 +80,7 @@ def test_ranks_of_a_machine_follow_its_gpus_and_every_process_gets_the_same_sett
     assert all(other == given[0] for other in given), "trainer ranks and engines meet in one NCCL communicator"
 
 
+@pytest.mark.nightly
 def test_colocated_engines_get_the_gpus_of_neighbouring_trainer_ranks(machines: str) -> None:
     shared: dict[str, Any] = {"trainer_ranks": 12, "placement": "colocated"}
     config = run(machines, shared, sglang={"num_engines": 2, "tp_size": 4}, weights={"transport": "disk"})

@@ -158,6 +158,7 @@ def test_parameter_gradient_and_optimizer_bytes_are_what_real_ranks_allocate(
     compare(config, run_trainers(allocated, config), planned_stages(config, checkpoint))
 
 
+@pytest.mark.nightly
 def test_a_critic_s_bytes_are_what_real_ranks_allocate(checkpoint: Path, tmp_path: Path) -> None:
     fields = {"params_dtype": "bfloat16", "use_distributed_optimizer": True, "tp": 2, "ep": 2, "pp": 2}
     config = make_config(checkpoint, tmp_path, **fields)
@@ -215,11 +216,13 @@ def measured_and_planned(directory: Path, layers: int, **megatron: Any) -> tuple
     )
 
 
+@pytest.mark.nightly
 def test_with_full_recompute_every_further_layer_keeps_what_the_plan_counts(tmp_path: Path) -> None:
     three, six = (measured_and_planned(tmp_path, layers, recompute_granularity="full") for layers in (3, 6))
     assert six[0] - three[0] == pytest.approx(six[1] - three[1], rel=0.05)
 
 
+@pytest.mark.nightly
 def test_without_recompute_the_count_is_that_of_fused_kernels_below_what_cpu_layers_keep(tmp_path: Path) -> None:
     # The CPU's norms, rotary embedding, SwiGLU and attention are unfused and keep intermediates; what the fused ones
     # keep, their inputs, is more than half of it.

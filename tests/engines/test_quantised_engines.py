@@ -202,6 +202,7 @@ def test_an_adapter_is_merged_into_weights_that_are_quantised_again(
         assert max(abs(a - b) for a, b in zip(plain, after, strict=True)) > 2e-3, other
 
 
+@pytest.mark.nightly
 def test_int4_experts_are_served_and_sent_as_they_are(int4: Path, tmp_path: Path) -> None:
     """With a server of its own: it starts with other weights than one of FP8."""
     server = serve(int4, tmp_path / "sglang")

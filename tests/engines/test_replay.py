@@ -23,7 +23,6 @@ from tests.engines.trainer_ranks import (
     shard_of,
     to_hf,
 )
-from tests.fixtures.marks import nightly_except
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 pytestmark = pytest.mark.timeout(180)
@@ -110,17 +109,7 @@ def _compare(trainer: MegatronTrainer, path: Path) -> dict[str, Any]:
     }
 
 
-IN_EVERY_RUN = (
-    "recompute",
-    "unpacked",
-    "tp2_ep2",
-    "pp2_vpp2_recompute",
-    "cp2_tp2_ep2",
-    "pp2_vpp2_tp2_ep2_recompute_moe",
-)
-
-
-@pytest.mark.parametrize("layout", nightly_except(IN_EVERY_RUN, LAYOUTS))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_routes_give_the_loss_and_gradients_of_one_process_in_every_layout(
     layout: str, checkpoint: Path, reference: Path, tmp_path: Path
 ) -> None:

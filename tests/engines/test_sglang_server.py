@@ -80,6 +80,7 @@ def test_the_handshake_names_another_model(sglang_server: SharedServer) -> None:
         run(shake())
 
 
+@pytest.mark.nightly
 def test_an_engine_killed_in_mid_generation_fails_its_requests_and_leaves_no_process(
     tiny_qwen3_moe: Path, tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_server_is_a_teacher_of_its_own_vocabulary_and_no_larger_one(sglang_se
     run(work)
 
 
+@pytest.mark.nightly
 def test_a_policy_that_is_its_own_teacher_agrees_with_it_in_every_shard(
     sglang_server: SharedServer, reference: Reference, tmp_path: Path
 ) -> None:

@@ -516,6 +516,7 @@ def unreachable(trainer: MegatronTrainer, engine: Endpoint) -> str:
     return str(caught.value)
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_not_there_is_named_on_every_rank(checkpoint: Path, tmp_path: Path) -> None:
     engine = Endpoint(f"http://127.0.0.1:{free_port()}")
     for message in run_trainers(unreachable, config_of(checkpoint, tmp_path, tp=2, ep=2), engine):
@@ -532,6 +533,7 @@ def export_on_a_small_disk(trainer: MegatronTrainer, directory: Path, limited_ra
     return str(error.value)
 
 
+@pytest.mark.nightly
 def test_an_export_that_cannot_be_written_fails_on_every_rank_and_keeps_what_was_there(
     checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from transformer_engine.pytorch.attention.dot_product_attention import backends,
 from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as attention
 from transformer_engine.pytorch.triton import permutation as launches
 
+from tests.fixtures.delta_rule import chunk_gated_delta_rule
 from tests.rehearsal.on_host import gloo_as_nccl
 from tests.rehearsal.permutation import REPLACED
 
@@ -57,20 +58,17 @@ def use_indexing() -> SimpleNamespace:
 
 def use_torch_delta_rule() -> None:
     """The gated delta rule and its norm, as the CPU path computes them, behind the kernel's own parameters."""
-    taken, rule = (
-        inspect.signature(gated_delta_net.chunk_gated_delta_rule),
-        gated_delta_net.torch_chunk_gated_delta_rule,
-    )
+    taken = inspect.signature(gated_delta_net.chunk_gated_delta_rule)
 
-    def chunk_gated_delta_rule(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         taken.bind(*args, **kwargs)
-        return rule(*args, **kwargs)
+        return chunk_gated_delta_rule(*args, **kwargs)
 
     def l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
         return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
 
     assert gated_delta_net.HAVE_FLA, "megatron-core does not find flash-linear-attention"
-    gated_delta_net.chunk_gated_delta_rule, gated_delta_net.l2norm = chunk_gated_delta_rule, l2norm
+    gated_delta_net.chunk_gated_delta_rule, gated_delta_net.l2norm = checked, l2norm
 
 
 def trust_forked_gpu() -> None:

@@ -63,6 +63,13 @@ class FakeTokenizer:
         return self
 
 
+class FakeSpacedTokenizer(FakeTokenizer):
+    """Begins every text with a blank, as SentencePiece does."""
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        return super().encode(" " + text, special_tokens=special_tokens)
+
+
 def support_at(position: int, version: int) -> list[int]:
     """Ids that `FakeSlowEngine` draws the token at a position from, under weights of a version."""
     return [100 + position, version, 50 + position % 7][: 2 + position % 2]
@@ -243,10 +250,11 @@ def make_service(
     version: int = 0,
     model: ModelFacts = MODEL,
     limits: EngineLimits | None = None,
+    tokenizer: FakeTokenizer | None = None,
     **hooks: Any,
 ) -> RolloutService:
     """A service over pretended engines, at `version`."""
-    tokenizer = FakeTokenizer()
+    tokenizer = tokenizer or FakeTokenizer()
     source = open_prompts(config.data, config.seed, tokenizer)
     service = RolloutService(
         config, engines, source, tokenizer, scorer or FakeScorer(), model, limits or EngineLimits(), **hooks

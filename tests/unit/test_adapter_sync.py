@@ -88,6 +88,7 @@ def adapters(model: str, *targets: str) -> Any:
     return make_adapters(family.rules(hf_config), lora), family
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "targets", "words"),
     [
@@ -106,6 +107,7 @@ def test_what_the_engine_does_not_serve_is_refused(model: str, targets: tuple[st
         check_served(*adapters(model, *targets))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", [(), ("q_proj", "v_proj"), ("experts",), ("gate_proj", "down_proj")], ids=str)
 def test_what_was_run_is_served(targets: tuple[str, ...]) -> None:
     check_served(*adapters("qwen3-30B-A3B", *targets))

@@ -203,6 +203,7 @@ def test_an_adapter_whose_rewards_never_come_holds_up_no_other(tmp_path: Path) -
     asyncio.run(asyncio.wait_for(together(tmp_path, kinds, {"stuck": Stuck()}, 1, work), 60))
 
 
+@pytest.mark.slow
 def test_an_adapter_whose_responses_never_end_holds_up_no_other(tmp_path: Path) -> None:
     async def work(adapters: dict[str, Adapter], fakes: list[InterruptibleEngine]) -> None:
         endless = asyncio.create_task(adapters["endless"].loop(1, random.Random(0)))

@@ -144,6 +144,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradient_and_metrics_are_the_same_in_every_layout(name: str) -> None:
     config = AlgorithmConfig(**{"kl_coef": 0.1, "entropy_coef": 0.01, **CASES[name]})

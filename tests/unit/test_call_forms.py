@@ -148,6 +148,7 @@ def test_the_page_about_agents_has_a_row_for_each_form() -> None:
 # ------------------------------------------------------------------------------------------------- written and read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(CALLS, st.sampled_from(["", "I look.", "天気 [1] {x}"]))
@@ -203,7 +204,7 @@ def made_cases(count: int) -> list[tuple[Calls, str]]:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_sglang_reads_the_same_calls() -> None:
     names = [name for name in FAMILIES if name != "mistral-ids"]  # SGLang takes [CALL_ID] for a part of the name
     cases = [(name, calls, content) for name in names for calls, content in made_cases(40)]
@@ -370,6 +371,7 @@ def test_what_is_said_after_the_calls_is_text(name: str) -> None:
     assert read(found) == [("add", {"count": 1})] and found.text.endswith("so be it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(st.data())

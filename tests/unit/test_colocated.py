@@ -429,6 +429,7 @@ def plan_of(placement: str, memory: float = 141, **sections: Any) -> RunPlan:
     return planned("qwen3-30B-A3B", cluster=cluster, **given)
 
 
+@pytest.mark.slow
 def test_a_shared_gpu_needs_the_larger_of_its_phases_and_not_their_sum() -> None:
     shared, apart = plan_of("colocated"), plan_of("separate", cluster={"gpus_per_node": 8})
     assert (shared.nodes, apart.nodes) == (1, 2) and not apart.phases and shared.engine_gpus == 8

@@ -75,7 +75,7 @@ def test_engine_fields_pass_through_and_are_type_checked() -> None:
     assert refused("--sglang.chunked-prefill-size", "abc").field == "sglang.chunked_prefill_size"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_source_parsing_knows_exactly_the_fields_of_the_installed_megatron_core() -> None:
     code = """
 import dataclasses, json

@@ -122,6 +122,7 @@ def test_what_is_not_built_is_refused_by_name(config: dict[str, Any], change: di
     assert named in caught.value.field
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transformer_engine", "local"),
     [

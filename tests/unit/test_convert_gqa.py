@@ -174,6 +174,7 @@ def test_heads_with_a_joint_norm_are_not_split_over_ranks() -> None:
         rules.check_layout(ParallelLayout(tp=16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "local"),
     [

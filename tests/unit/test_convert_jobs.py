@@ -20,6 +20,7 @@ from mslime.offline.compare import HFSide, compare
 from mslime.offline.jobs import CHECKSUMS, JOURNAL, Silent, run_job
 from mslime.offline.requantise import ToFp8
 from tests.fixtures.convert_tools import write_model
+from tests.fixtures.marks import nightly_except
 
 ROOT = Path(__file__).parents[2]
 TINY_SHARDS = ["--max-shard-gib", "0.00000001", "--quiet"]  # a file for each tensor
@@ -60,7 +61,7 @@ def test_several_processes_write_what_one_does(source: Path, tmp_path: Path) -> 
         assert path.read_bytes() == (tmp_path / "together" / path.name).read_bytes(), path.name
 
 
-@pytest.mark.parametrize("victim", ["the whole conversion", "a worker"])
+@pytest.mark.parametrize("victim", nightly_except(["a worker"], ["the whole conversion", "a worker"]))
 @pytest.mark.slow
 def test_a_kill_leaves_nothing_under_the_final_name_and_the_next_run_goes_on(
     source: Path, tmp_path: Path, victim: str
@@ -123,7 +124,7 @@ def _at_most_100_kb() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", nightly_except(["2"], ["1", "2"]))
 @pytest.mark.slow
 def test_a_full_disk_names_file_and_tensor_and_the_next_run_goes_on(source: Path, tmp_path: Path, workers: str) -> None:
     out = tmp_path / "out"

@@ -46,7 +46,7 @@ def test_every_stub_and_patch_has_a_probe_and_a_reason() -> None:
 
 
 @pytest.mark.parametrize("name", [*STUBS, *PATCHES])
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_works(name: str, patched: dict[str, str]) -> None:
     assert patched[name] == "ok"
 

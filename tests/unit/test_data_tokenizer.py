@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mslime.config.data import DataConfig
 from mslime.config.errors import ConfigError, DataError
 from mslime.data.source import Prompt, Row, tokenised
 from mslime.data.supervised import labelled
-from mslime.data.tokenizer import HFTokenizer, check_vocabulary, load_tokenizer
+from mslime.data.tokenizer import HFTokenizer, begins_with_blank, check_vocabulary, encode_after, load_tokenizer
 from tests.fixtures.tiny_models import VOCAB_SIZE, make_tokenizer
 
 
@@ -114,12 +113,15 @@ def test_a_prompt_that_was_rendered_before_it_was_saved_begins_once(specials: li
     assert once.tokens == plain.tokens and plain.tokens[: len(opening)] == [256 + i for i in range(len(opening))]
 
 
-@pytest.mark.parametrize("scheme", ["first", "never"])
-@pytest.mark.parametrize(("prompt", "label"), [("2+2=", "4"), ("Answer: ", "four"), ("[/INST]", "The answer.")])
-def test_a_label_behind_its_prompt_has_the_tokens_of_one_text(scheme: Any, prompt: str, label: str) -> None:
-    """SentencePiece (Mixtral, Llama 2) puts a blank before every text that it is given."""
+def spaced(scheme: str) -> HFTokenizer:
+    """Of SentencePiece's kind (Mixtral, Llama 2): it puts a blank before every text, but for the scheme `never`."""
     inner = Tokenizer(models.BPE(unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    if scheme == "legacy":
+        inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    else:
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
     letters = list("▁\nabcdefghijklmnopqrstuvwxyzANSTI?:.,=+0123456789[]/")
     special = ["<unk>", "<s>", "</s>"]
     trainer = trainers.BpeTrainer(
@@ -127,7 +129,28 @@ def test_a_label_behind_its_prompt_has_the_tokens_of_one_text(scheme: Any, promp
     )
     inner.train_from_iterator(["a b"], trainer)
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer = HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>"))
+    return HFTokenizer(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>", unk_token="<unk>"))
+
+
+@pytest.mark.parametrize("scheme", ["first", "never"])
+@pytest.mark.parametrize(("prompt", "label"), [("2+2=", "4"), ("Answer: ", "four"), ("[/INST]", "The answer.")])
+def test_a_label_behind_its_prompt_has_the_tokens_of_one_text(scheme: str, prompt: str, label: str) -> None:
+    tokenizer = spaced(scheme)
     tokens = tokenizer.encode(prompt, special_tokens=True)
     row = labelled(Prompt(tokens, label, {}, "row", prompt), tokenizer)
     assert row.tokens == [*tokenizer.encode(prompt + label, special_tokens=True), tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "legacy", "never"])
+def test_a_text_after_others_has_the_tokens_of_one_text(scheme: str) -> None:
+    tokenizer = spaced(scheme)
+    assert begins_with_blank(tokenizer) == (scheme != "never")
+    for before in ("so 2+3", "so 2+3</s>", "a\n"):
+        for text in ("=5\n", " b", "\n a", "</s>[INST] a", "[INST]"):
+            head = tokenizer.encode(before, special_tokens=False)
+            whole = tokenizer.encode(before + text, special_tokens=False)
+            assert [*head, *encode_after(tokenizer, head[-1], text)] == whole, (before, text)
+
+
+def test_a_text_after_others_is_as_it_is_where_no_blank_comes_before_it(tokenizer: HFTokenizer) -> None:
+    assert not begins_with_blank(tokenizer)

@@ -136,6 +136,7 @@ def there(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{page}: {command[:60]}" for page, command in COMMANDS])
 def test_a_command_does_what_the_page_says(
     page: str, command: str, there: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path

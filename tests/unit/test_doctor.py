@@ -334,7 +334,7 @@ def test_a_kernel_that_computes_something_else_is_a_failure() -> None:
     assert "RuntimeError: no kernel image" in packages.kernel_finding("k", "RuntimeError: no kernel image", 1e-4).found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_this_machines_kernels_agree_with_plain_torch_and_its_speed_is_told() -> None:
     here = Node(Options(), (), "no driver")
     first, second = packages.check_kernels(here)

@@ -52,6 +52,7 @@ def test_a_teacher_is_sent_nothing_and_may_keep_its_float16(tmp_path: Path) -> N
     assert server_fields(teacher, 0, "h", 1)["dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("named", ["bfloat16", "float32", None])
 def test_server_flag_and_plan_agree_with_the_wire(tmp_path: Path, device: str, named: str | None) -> None:

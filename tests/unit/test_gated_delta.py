@@ -18,6 +18,7 @@ install()
 
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+from megatron.core.ssm import gated_delta_net  # noqa: E402
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules  # noqa: E402
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -26,6 +27,7 @@ from mslime.backends.cpu.norm import ZeroCentredRMSNorm  # noqa: E402
 from mslime.backends.megatron.model.gated_delta import HeadNorm, Packed, PackedGatedDeltaNet  # noqa: E402
 from mslime.backends.megatron.model.meta_model import fake_process_group  # noqa: E402
 from mslime.config.schema import RunConfig  # noqa: E402
+from tests.fixtures.delta_rule import chunk_gated_delta_rule  # noqa: E402
 
 HIDDEN, KEYS, VALUES, KEY_DIM, VALUE_DIM, WIDTH = 16, 2, 4, 8, 6, 4
 Array = NDArray[np.float64]
@@ -114,26 +116,45 @@ def test_packed_sequences_begin_with_empty_states_and_keep_gradients_to_themselv
     assert touched[5] and int(touched.sum()) == 1
 
 
-def test_the_host_knows_lengths_that_it_wrote_down_and_asks_no_gpu(layer: PackedGatedDeltaNet) -> None:
-    """And what is the same for every token is done once, however many sequences there are."""
-    lengths, counts = [5, 1, 70, 2], list[int]()
-    x, asked = rows(sum(lengths))[:, None], packed(lengths)
-    known = Packed(qkv_format="thd", cu_seqlens_q=torch.empty(0, device="meta"), lengths=tuple(lengths))
-    with torch.no_grad():
-        torch.testing.assert_close(
-            layer(x, None, packed_seq_params=known)[0], layer(x, None, packed_seq_params=asked)[0]
-        )
+@pytest.mark.parametrize("kernel", ["in torch", "of a GPU"])
+def test_the_host_knows_lengths_that_it_wrote_down_and_asks_no_gpu(
+    layer: PackedGatedDeltaNet, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is the same for every token is done once, however many sequences there are: on a GPU all of it."""
+    lengths, counts, calls = [5, 1, 70, 2], list[int](), list[int]()
+    x, asked = rows(sum(lengths))[:, None].requires_grad_(), packed(lengths)
+    expected = layer(x, None, packed_seq_params=asked)[0]
+    (gradient,) = torch.autograd.grad(expected.square().sum(), x)
+    if kernel == "of a GPU":
 
-    class Counting(TorchDispatchMode):
+        def rule(*columns: Any, **options: Any) -> Any:
+            calls.append(len(options["cu_seqlens"]) - 1)
+            with torch.utils._python_dispatch._disable_current_modes():
+                return chunk_gated_delta_rule(*columns, **options)
+
+        monkeypatch.setattr(gated_delta_net, "chunk_gated_delta_rule", rule)
+
+    class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counts[-1] += func is torch.ops.aten.softplus.default or func is torch.ops.aten.rsqrt.default
+            assert func is not torch.ops.aten._local_scalar_dense.default, "a question to the GPU"
+            once = (
+                torch.ops.aten.softplus,
+                torch.ops.aten.rsqrt,
+                torch.ops.aten.convolution,
+                torch.ops.aten.index_copy,
+            )
+            counts[-1] += func in [op.default for op in once]
             return func(*args, **(kwargs or {}))
 
     for some in ([78], lengths):
+        known = Packed(qkv_format="thd", cu_seqlens_q=packed(some).cu_seqlens_q, lengths=tuple(some))
         counts.append(0)
-        with torch.no_grad(), Counting():
-            layer(x, None, packed_seq_params=Packed(qkv_format="thd", lengths=tuple(some)))
+        with Watching():
+            found = layer(x, None, packed_seq_params=known)[0]
     assert counts[0] == counts[1] > 0
+    assert calls == ([1, 4] if kernel == "of a GPU" else [])
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), x)[0], gradient)
 
 
 def test_padding_at_the_end_changes_nothing_before_it(layer: PackedGatedDeltaNet) -> None:

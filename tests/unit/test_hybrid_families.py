@@ -183,7 +183,7 @@ for name in ("qwen3-next", "qwen3.5-moe"):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_reference_computes_on_a_cpu_where_kernels_for_gpus_are_installed(tmp_path: Path) -> None:
     """Beside a trainer on GPUs flash-linear-attention is installed, and transformers would take it."""
     package = tmp_path / "fla" / "ops" / "gated_delta_rule"

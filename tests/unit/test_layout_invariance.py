@@ -193,6 +193,7 @@ def denominator(s: Sample, samples: list[Sample], config: RunConfig) -> float:
     }[config.algorithm.loss_aggregation] or 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("advantage", "aggregation"), CASES)
 def test_loss_and_gradient_are_the_same_for_every_dp_cp_micro_batch_and_packing(
     advantage: str, aggregation: str

@@ -249,6 +249,7 @@ def _rank(rank: int, world: int, init_method: str, supported: bool) -> tuple[Ten
     return out.log_probs.detach(), out.entropy.detach(), hidden.grad, weight.grad
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("supported", [False, True], ids=["whole vocabulary", "supports"])
 def test_ranks_that_share_the_vocabulary_find_what_one_rank_finds(supported: bool) -> None:

@@ -343,6 +343,7 @@ def test_more_replies_than_a_rollout_may_have_are_refused_before_anything_is_mad
 # ------------------------------------------------------------------------------- waiting, leaving and asking again
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", ["openai", "openai stream", "anthropic", "anthropic stream", "responses stream"])
 def test_a_turn_that_waits_outlasts_the_clients_time_out(client: str) -> None:
     """The engines take new weights for longer than the client would wait for a byte."""

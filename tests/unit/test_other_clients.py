@@ -84,7 +84,7 @@ def test_two_turns_with_the_clients_of_the_environment() -> None:
     assert found["versions"] == {name: version(name) for name in ("openai", "anthropic")}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_turns_with_clients_of_another_version(beside: Path) -> None:
     versions = converse([api + stream for api in APIS for stream in STREAMS], [beside])["versions"]
     assert versions == {name: PINNED[name] for name in versions}

@@ -65,6 +65,7 @@ def mark_as_transformer_engine_does(chunk: GPTModel) -> None:
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_gradient_norm_counts_what_a_rank_holds_of_its_own_and_nothing_twice(
     second_rank: tuple[GPTModel, set[str]],
 ) -> None:
@@ -72,6 +73,7 @@ def test_the_gradient_norm_counts_what_a_rank_holds_of_its_own_and_nothing_twice
     assert marked(chunk) == split
 
 
+@pytest.mark.slow
 def test_marks_of_transformer_engine_are_put_right(second_rank: tuple[GPTModel, set[str]]) -> None:
     chunk, split = second_rank
     mark_as_transformer_engine_does(chunk)

@@ -125,7 +125,7 @@ def test_senders_read_plain_weights_and_send_few_bytes(checkpoint: Path) -> None
     assert new[1] - old[1] == pytest.approx(read)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_published_fp8_models_take_about_a_byte_for_each_parameter() -> None:
     for model, billions in (("deepseek-v3.1", 671.026), ("minimax-m2", 228.690), ("kimi-k2", 1026.408)):
         config = plan_config({"model": {"path": str(CONFIGS / model)}, "cluster": {"device": "cuda"}})
@@ -135,6 +135,7 @@ def test_published_fp8_models_take_about_a_byte_for_each_parameter() -> None:
         assert plan.sync_bytes < 1.02 * billions * 1e9
 
 
+@pytest.mark.slow
 def test_what_is_not_sent_quantised_is_planned_plain() -> None:
     """MXFP4 checkpoints are trained from a plain copy; servers of others are sent plain weights."""
     config = plan_config({"model": {"path": str(CONFIGS / "gpt-oss-20b")}, "cluster": {"device": "cuda"}})

@@ -144,7 +144,7 @@ def brute_force(given: dict[str, Any], hf: Mapping[str, Any], gpus: int) -> tupl
 
 
 @pytest.mark.parametrize("model", ["olmoe-1B-7B", "qwen3-4B"])
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_layout_that_fits_is_faster_than_the_best_that_is_found(model: str) -> None:
     given = values(model, cluster={"device": "cuda", "gpus_per_node": 4, "gpu_memory_gb": 80.0})
     given = merge(given, {"rollout": {"max_response_tokens": 2048}, "data": {"max_prompt_tokens": 512}})
@@ -199,7 +199,7 @@ def test_a_plan_is_tight_where_the_host_is(capsys: pytest.CaptureFixture[str]) -
         assert plan.verdict == verdict and plan.as_dict()["host_verdict"] == verdict
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_is_tight_comes_last() -> None:
     found = found_by(values("qwen3-30B-A3B", cluster={"placement": "colocated"}), 8, 57, 5)[0]
     verdicts = [each.plan.verdict for each in found]

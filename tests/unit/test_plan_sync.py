@@ -137,8 +137,8 @@ def test_a_prediction_is_never_below_the_lower_bound(model: str) -> None:
                 assert plan.prediction.wire == pytest.approx(plan.sync_bytes / plan.rates.network)
 
 
-@pytest.mark.parametrize("engines", [1, 4])
-@pytest.mark.parametrize("nvlink", [450e9, 10e9])
+@pytest.mark.parametrize("engines", nightly_except([4], [1, 4]))
+@pytest.mark.parametrize("nvlink", nightly_except([10e9], [450e9, 10e9]))
 @pytest.mark.slow
 def test_more_senders_make_no_sync_longer(engines: int, nvlink: float) -> None:
     hf_config = published_config("qwen3-30B-A3B")
@@ -165,7 +165,7 @@ def test_every_rate_is_a_setting() -> None:
     assert (linked.nvlink, linked.network, linked.tensor) == (100e9, 25e9, pytest.approx(7e-6))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_engines_without_records_load_tensor_by_tensor() -> None:
     plain, own = (planned(weights={**BROADCAST, "loader": each}).prediction for each in ("recorded", "model"))
     assert plain is not None and own is not None

@@ -12,7 +12,7 @@ from mslime.backends.cpu.megatron import install
 
 install()
 
-from mslime.backends.megatron.step import reference  # noqa: E402
+from mslime.backends.megatron.step import asleep, reference  # noqa: E402
 from mslime.backends.megatron.step.reference import ReferencePolicy  # noqa: E402
 
 
@@ -41,18 +41,38 @@ def test_weights_are_the_references_inside_and_their_own_afterwards(model: Any) 
     assert torch.equal(model.weight.detach().view(torch.int32), before.view(torch.int32))
 
 
-def test_copies_of_weights_on_a_gpu_are_pinned(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    real = torch.empty_like
+def test_a_weight_that_is_given_another_dtype_gets_its_reference_in_that(model: Any) -> None:
+    """As megatron-core's wrapper for bfloat16 does, after the reference was read."""
+    policy = ReferencePolicy([model], {}, SimpleNamespace())  # type: ignore[arg-type]
+    model.bias.data = torch.tensor([0.5, -2.0], dtype=torch.bfloat16)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2):
+        with policy.swapped_in():
+            assert (model.weight == 1).all() and (model.bias == 1).all() and model.bias.dtype == torch.bfloat16
+        assert all(torch.equal(now, old) for now, old in zip(model.parameters(), before, strict=True))
 
-    def empty_like(tensor: torch.Tensor, device: str, pin_memory: bool) -> torch.Tensor:
-        asked.append(pin_memory)
-        return real(tensor, device=device)
 
-    class OnGpu(torch.nn.Parameter):
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_copies_lie_in_blocks_of_one_size_which_are_pinned_for_a_gpu(
+    model: Any, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    """PyTorch rounds each block of pinned memory up to a power of two, which these are."""
+    made: list[tuple[int, bool]] = []
+    real = torch.empty
+
+    def empty(size: int, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        made.append((size, pin_memory))
+        return real(size, dtype=dtype)
+
+    class FakeOnGpu(torch.nn.Parameter):
         is_cuda = True  # type: ignore[assignment]
 
-    monkeypatch.setattr(torch, "empty_like", empty_like)
-    model.weight = OnGpu(model.weight.detach())
-    ReferencePolicy([model], {}, SimpleNamespace())  # type: ignore[arg-type]
-    assert asked == [True, False]
+    monkeypatch.setattr(asleep, "CHUNK", 1 << 3)
+    monkeypatch.setattr(torch, "empty", empty)
+    if on_gpu:
+        model.weight = FakeOnGpu(model.weight.detach())
+    policy = ReferencePolicy([model], {}, SimpleNamespace())  # type: ignore[arg-type]
+    for _ in range(2):
+        with policy.swapped_in():
+            pass
+    assert made == [(8, on_gpu)] * 2 * 4, "32 bytes of reference and as many of its own, each once"

@@ -88,6 +88,7 @@ def score_group(*samples: Sample, **config: Any) -> list[Any]:
     return asyncio.run(asyncio.wait_for(work(), 60))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -143,6 +144,7 @@ def test_no_process_outlives_its_pool_or_is_forgotten(monkeypatch: pytest.Monkey
     assert len(started) >= 4 and not any(w.alive for w in started)
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_holds_up_nobody_and_ends_with_its_parent(tmp_path: Path):
     file = tmp_path / "child"
     hangs = [sample("hang", file=str(file)), sample("good")]
@@ -167,6 +169,7 @@ def test_a_group_is_scored_at_once_beside_parts_that_score_samples():
     assert [s.scores["reward/rank/mean"] for s in group] == [0.0, 1.0, 0.5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -194,6 +197,17 @@ def test_one_bad_reward_of_a_group_is_one_samples():
     assert score_group(sample("fine"), sample("x", index=1), **custom) == [1.0, 2.0]
 
 
+def test_a_group_that_is_scored_again_after_a_failure_has_each_step_reward_once():
+    rank = {"name": "rank", "kind": "custom", "function": f"{USER}:brevity_rank", "per": "group"}
+    parts = [rank, {"name": "steps", "kind": "custom", "function": f"{USER}:by_step"}]
+    group = [sample("0"), sample("no step", index=1)]
+    (error,) = score_group(*group, parts=parts)
+    assert isinstance(error, RewardError) and group[1].error
+    group[1].response = ""
+    assert score_group(*group, parts=parts) == [1.0, 1.0]
+    assert [s.process_rewards for s in group] == [[(0, 0.5)], []] and not group[1].error
+
+
 def test_a_users_function_sees_response_and_metadata():
     assert score("length", sample("abc"), sample("abc", bonus=2)) == [3.0, 5.0]
 
@@ -216,6 +230,7 @@ def test_async_functions_wait_together():
     assert time.monotonic() - began < 40 * 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", ["moody", "moody_async"])
 def test_every_way_to_fail_is_reported_and_the_others_are_scored(function: str):
     ways = {
@@ -240,6 +255,7 @@ def test_every_way_to_fail_is_reported_and_the_others_are_scored(function: str):
         assert f"group 4, sample {i}" in error.value and way in error.value and "on_error" in error.way_out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "hanging"), [("hangs_on", {0, 1}), ("hangs_on_async", {3, 14})])
 def test_only_the_sample_that_hangs_is_blamed_when_its_process_is_killed_while_others_start(
     function: str, hanging: set[int]

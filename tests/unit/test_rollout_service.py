@@ -138,6 +138,46 @@ def test_a_reward_of_groups_is_asked_once_for_each_when_all_of_it_is_finished(tm
     run(work)
 
 
+class FakeSlowJudge(FakeScorer):
+    """Scores the first response of each group when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may, self.asked = asyncio.Event(), 0
+
+    async def score(self, sample: Sample) -> float | None:
+        self.asked += 1
+        if sample.index == 0:
+            await self.may.wait()
+        return await super().score(sample)
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_response_goes_on_after_an_update_while_its_sibling_is_scored(tmp_path: Path, partial: bool):
+    async def work() -> None:
+        judge, engine = FakeSlowJudge(), FakeSlowEngine(lambda group, index: 40 * index + 3)
+        config = run_config(tmp_path, groups_per_step=1, max_staleness=1, partial=partial)
+        service = make_service(config, engine, judge)
+        await publish(service, engine, 0)
+        while not judge.asked:
+            await asyncio.sleep(0)
+        before = len(engine.requests)
+        await publish(service, engine, 1)
+        while not (again := [r for r in engine.requests[before:] if "-g0-1-" in r.rid]):
+            await asyncio.sleep(0)
+        assert (again[0].routes_start > 0) == partial and not judge.may.is_set()
+        judge.may.set()
+        (group,) = (await service.take(0)).groups
+        assert [s.reward for s in group.samples] == [0.0, 1.0] and service.ledger.generated >= 46
+        for sample in group.samples:
+            check_sample(sample)
+        versions = [[s.version for s in sample.segments[1:]] for sample in group.samples]
+        assert versions == ([[0], [0, 1]] if partial else [[1], [1]])
+        await service.close()
+
+    run(work)
+
+
 def test_a_group_whose_scoring_is_cut_off_is_kept_and_scored_after_a_resume(tmp_path: Path):
     async def work() -> None:
         engine, scorer, config = FakeSlowEngine(short), FakeGroupScorer(), run_config(tmp_path, max_staleness=0)

@@ -41,7 +41,7 @@ def equal(a: Sample, b: Sample) -> bool:
         x, y = vars(a)[name], vars(b)[name]
         assert (x is None) == (y is None), name
         for column in columns if x is not None else ():
-            left, right = vars(x)[column], vars(y)[column]
+            left, right = getattr(x, column), getattr(y, column)
             assert left.dtype == right.dtype and np.array_equal(left, right), (name, column)
         assert x is None or name == "supports" or x.layer_ids == y.layer_ids
     return True

@@ -18,7 +18,16 @@ from mslime.rollout.contract import check_workflow
 from mslime.rollout.service import RolloutService
 from mslime.rollout.workflow import Task, load_workflow
 from tests.unit import user_rollouts
-from tests.unit.rollout_fakes import FakeScorer, FakeSlowEngine, make_service, publish, run_config, ticks, write_prompts
+from tests.unit.rollout_fakes import (
+    FakeScorer,
+    FakeSlowEngine,
+    FakeSpacedTokenizer,
+    make_service,
+    publish,
+    run_config,
+    ticks,
+    write_prompts,
+)
 
 DEADLINE_S = 30
 
@@ -72,6 +81,16 @@ def test_two_turns_are_one_sample_whose_environment_is_not_trained(tmp_path: Pat
         assert set(user_rollouts.calls.values()) == {1} and len(user_rollouts.calls) == 16
         assert {finish for _, finish in user_rollouts.turns} == {"stop"}
         assert user_rollouts.turns[0][0].split() == ["102", "103", "104"], "the text of one turn"
+
+    run(work)
+
+
+def test_a_text_that_is_appended_gets_no_blank_that_nobody_wrote(tmp_path: Path) -> None:
+    async def work() -> None:
+        config = run_config(tmp_path, function=named("two_turns"))
+        service = make_service(config, FakeSlowEngine(short), tokenizer=FakeSpacedTokenizer())
+        for sample in (await service.take(0)).samples:
+            check_turns(sample, [ord("O"), ord("K")])
 
     run(work)
 

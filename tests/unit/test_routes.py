@@ -20,7 +20,7 @@ LAYERS = (0, 2)
 
 def rows(first: int, count: int) -> np.ndarray:
     """[count, 2 layers, top-2], each row of its own."""
-    return np.arange(first * 4, (first + count) * 4, dtype=np.uint8).reshape(count, 2, 2)
+    return np.arange(first * 4, (first + count) * 4).astype(np.uint8).reshape(count, 2, 2)
 
 
 def grown(*counts: int) -> Routes:
@@ -55,19 +55,41 @@ def test_a_rollout_of_many_turns_is_copied_a_few_times() -> None:
     assert len(rooms) <= 18, "the memory grows by halves"
 
 
+def test_no_turn_copies_what_came_before_it() -> None:
+    routes, seen = Routes.empty(LAYERS, 2, 256), list[NDArray[Any]]()
+    for _ in range(200):
+        routes = routes.append(rows(0, 3))
+        assert all(np.shares_memory(old, new) for old, new in zip(seen, routes.pieces, strict=False))
+        seen = [*routes.pieces]
+    assert 1 < len(seen) < 20
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(1, 9), st.integers(0, 400))
+def test_pieces_are_read_as_the_whole_is(counts: list[int], step: int, cut: int) -> None:
+    whole, routes = grown(*counts).experts, grown(*counts)
+    every, mask = routes.every(step)
+    np.testing.assert_array_equal(every, whole[::step])
+    assert len(mask) == len(every) and (routes.first(cut).experts == whole[:cut]).all()
+    np.testing.assert_array_equal(np.concatenate(routes.pieces), whole)
+    assert (routes.append(rows(len(whole), 2)).experts == rows(0, len(whole) + 2)).all()
+    np.testing.assert_array_equal(routes.experts, whole)
+    assert (routes.append(rows(len(whole), 2)).experts == rows(0, len(whole) + 2)).all(), "also once it was read"
+
+
 def test_a_single_answer_takes_no_more_than_its_rows() -> None:
     routes = grown(5)
     assert routes.experts.base is not None and routes.experts.base.nbytes == routes.experts.nbytes
 
 
 def test_copies_and_pickles_hold_the_rows_alone() -> None:
-    routes = grown(*[10] * 5)
+    routes = grown(*[1000] * 5)
     for other in (pickle.loads(pickle.dumps(routes)), copy.deepcopy(routes)):
         assert (other.experts == routes.experts).all() and (other.mask == routes.mask).all()
         assert other.layer_ids == LAYERS and other._room is None
-    assert len(pickle.dumps(routes)) < len(pickle.dumps(grown(50))) + 10
-    longer = pickle.loads(pickle.dumps(routes)).append(rows(50, 1))
-    assert (longer.experts == rows(0, 51)).all()
+    assert len(pickle.dumps(routes)) < len(pickle.dumps(grown(5000))) + 1000
+    longer = pickle.loads(pickle.dumps(routes)).append(rows(5000, 1))
+    assert (longer.experts == rows(0, 5001)).all()
 
 
 def made(*shape: int, dtype: type[np.generic] = np.uint8) -> NDArray[Any]:

@@ -87,6 +87,7 @@ def test_a_section_is_listed_by_its_name_and_a_wrong_one_is_refused(capsys: pyte
     assert main(["check", "--fields", "sglang"]) == 0 and "chunked_prefill_size" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [s.path for s in all_settings()])
 def test_every_setting_can_be_given_as_a_flag_in_both_spellings(path: str) -> None:
     *_, leaf = path.split(".")

@@ -218,6 +218,7 @@ def test_what_does_not_die_with_its_parent_is_killed_when_the_guard_is(tmp_path:
     assert not Path(process._tmp).exists()
 
 
+@pytest.mark.slow
 def test_shared_memory_that_a_killed_command_leaves_is_removed_unless_another_uses_it(tmp_path: Path) -> None:
     own, others = (Path("/dev/shm") / f"mslime-test-{os.getpid()}-{name}" for name in ("own", "others"))
     for path in (own, others):

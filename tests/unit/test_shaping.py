@@ -54,9 +54,41 @@ def test_penalties_are_added_with_their_factors_and_noted():
     config = RewardConfig.model_validate(
         {"overlong": {"buffer_tokens": 4, "factor": 0.5}, "repetition": {"ngram": 2, "factor": 2}}
     )
-    assert shaped(sample, 1.0, config, 10) == pytest.approx(1.0 - 0.5 * 3 / 4 - 2 * 7 / 8)
-    assert sample.scores == {"reward/overlong/mean": pytest.approx(-0.375), "reward/repetition/mean": -1.75}
-    assert shaped(sample, 1.0, RewardConfig(), 10) == 1.0
+    assert shaped([sample], 1.0, config, 10) == pytest.approx(1.0 - 0.5 * 3 / 4 - 2 * 7 / 8)
+    noted = {"overlong": pytest.approx(-0.375), "repetition": -1.75, "unshaped": 1.0}
+    assert sample.scores == {f"reward/{name}/mean": value for name, value in noted.items()}
+    assert shaped([sample], 1.0, RewardConfig(), 10) == 1.0
+
+
+def test_penalties_are_those_of_the_worst_sequence_and_of_what_the_model_wrote():
+    def grown(said: list[int], heard: list[int]) -> Sample:
+        sample = Sample.from_prompt(0, 0, [7, 7])
+        sample.extend(said, log_probs=[-1.0] * len(said), versions=[(0, 0, len(said))], engine="e")
+        sample.extend(heard)
+        return sample
+
+    config = RewardConfig.model_validate({"overlong": {"buffer_tokens": 4}, "repetition": {"ngram": 2}})
+    worst, last = grown([5] * 9, []), grown([1, 2, 3], [4] * 50)
+    assert shaped([worst, last], 1.0, config, 10) == pytest.approx(1.0 - 3 / 4 - 7 / 8)
+    assert shaped([last], 1.0, config, 10) == 1.0
+
+
+def test_penalties_do_not_keep_a_group_that_is_all_right(tmp_path: Path):
+    async def work() -> None:
+        config = run_config(tmp_path, max_response_tokens=10, group_size=3, dynamic_filter="zero_variance")
+        penalties = {"overlong": {"buffer_tokens": 4, "factor": 0.3}, "repetition": {"ngram": 1, "factor": 0.1}}
+        config = config.model_copy(update={"reward": RewardConfig.model_validate(penalties)})
+
+        def one_wrong(sample: Sample) -> float:
+            return float(sample.group_id % 2 == 0 or sample.index == 0)
+
+        service = make_service(config, FakeSlowEngine(lambda group, index: 5 + 2 * index), FakeScorer(one_wrong))
+        batch = await service.take(0)
+        assert len({s.reward for s in batch.groups[0].samples}) == 3
+        assert [g.group_id % 2 for g in batch.groups] == [1] * 4 and service.ledger.dropped["zero_variance"]
+        await service.close()
+
+    run(work)
 
 
 def test_scores_survive_a_checkpoint_and_end_with_the_response():

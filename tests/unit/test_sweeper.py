@@ -35,6 +35,7 @@ def wait_for(pids: list[int], seconds: float = 30) -> list[int]:
     return left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [True, False])
 def test_what_a_killed_drivers_ray_leaves_behind_is_ended(killed: bool) -> None:
     code = DRIVER.replace("{then}", "time.sleep(300)" if killed else "time.sleep(3)")

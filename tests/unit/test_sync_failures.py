@@ -271,6 +271,7 @@ CASES = [pytest.param(point, "broadcast", id=point) for point in POINTS] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("point", "plane"), CASES, indirect=["plane"])
 def test_engines_that_go_on_hold_one_whole_version(point: str, plane: Plane) -> None:
     spoil, left, repeats = POINTS[point]

@@ -46,6 +46,7 @@ def run(**case: Any) -> list[Outcome]:
     return run_ranks(Case(**case), free_port())
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("senders", [1, 2])
 def test_all_ranks_take_part_and_every_rank_of_the_engine_holds_all_weights_again_and_again(
@@ -85,6 +86,7 @@ def test_an_engine_that_refuses_is_named_on_all_ranks_before_the_deadline(packag
     assert [outcome.entered for outcome in outcomes] == [ENTERED, ENTERED]
 
 
+@pytest.mark.slow
 @both
 def test_nobody_waits_longer_than_the_deadline_for_an_engine_that_is_silent(package: str) -> None:
     outcomes = run(package=package, fault="engine is silent", deadline_s=6)

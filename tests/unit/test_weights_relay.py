@@ -149,6 +149,7 @@ def test_an_engine_that_refuses_ends_the_wait_of_a_sender_at_once(
     deliver_anew(patient_link, engines, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["die", "silent"])
 def test_an_engine_that_dies_or_says_nothing_is_named_within_the_deadline(mode: str, link: Link) -> None:
     with two_engines() as pair:

@@ -60,7 +60,7 @@ class Sequences(Protocol):
     def append(self, sample: Sample, added: str | Sequence[int]) -> None: ...
     def cut(self, sample: Sample, at: int) -> None: ...
     def mask(self, sample: Sample, start: int, end: int) -> None: ...
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, after: int | None = None) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -369,7 +369,8 @@ class ChatSession:
         turn = next((t for t in longest if _begins(given, t)), None)
         if turn is not None:
             rest = prompt[len(turn.whole) :] if isinstance(prompt, str) else prompt[turn.end :]
-            return "", turn, self._engine.encode(rest) if isinstance(rest, str) else list(rest)
+            last = int(turn.sample.tokens[turn.end - 1])
+            return "", turn, self._engine.encode(rest, last) if isinstance(rest, str) else list(rest)
         why = "new_conversation" if self.completions.turns or self.forest.turns else "first"
         return why, None, self._engine.encode(prompt) if isinstance(prompt, str) else list(prompt)
 

@@ -132,20 +132,19 @@ class RewardScorer:
         if len(self._metrics) > MOST_METRICS:
             rule = f"a run has {MOST_METRICS} at most; names are not for values"
             raise RewardError(f"reward {self.name}", f"{len(self._metrics)} names of metrics", rule, "return fewer")
-        return [self._decided(sample, [v[i] for v in by_part]) for i, sample in enumerate(samples)]
+        told = [(sample, [v[i] for v in by_part]) for i, sample in enumerate(samples)]
+        dropped = [self._is_dropped(*one) for one in told]  # raises before anything is added: it is scored again then
+        return [None if gone else self._add_up(*one) for one, gone in zip(told, dropped, strict=True)]
 
-    def _decided(self, sample: Sample, results: list[RewardResult]) -> float | None:
-        """The reward that the parts' results make, by `on_error`."""
+    def _is_dropped(self, sample: Sample, results: list[RewardResult]) -> bool:
+        """Whether errors of the parts drop the sample. Raises RewardError where they end the run."""
         failed = [(part, v) for (part, _), v in zip(self._graders, results, strict=True) if v.error]
-        if failed:
-            self.errors += 1
-            sample.error = "; ".join(v.error for _, v in failed)
-            fatal = [(part, v) for part, v in failed if not self._is_answers_fault(part, sample)]
-            if fatal and self._config.on_error == "fail":
-                raise self._error(sample, *fatal[0])
-            if fatal and self._config.on_error == "drop":
-                return None
-        return self._add_up(sample, results)
+        self.errors += bool(failed)
+        sample.error = "; ".join(v.error for _, v in failed)
+        fatal = [(part, v) for part, v in failed if not self._is_answers_fault(part, sample)]
+        if fatal and self._config.on_error == "fail":
+            raise self._error(sample, *fatal[0])
+        return bool(fatal) and self._config.on_error == "drop"
 
     async def close(self) -> None:
         """End the worker processes and connections."""

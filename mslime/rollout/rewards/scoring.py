@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mslime.config.reward import RewardConfig
 from mslime.data.sample import Group, Sample, SampleStatus, check_teacher_log_probs
+from mslime.rollout.filters import UNSHAPED
 from mslime.rollout.protocols import Scorer, Teacher
 
 
@@ -59,7 +60,7 @@ class Scoring:
     def _settle(self, samples: Sequence[Sample], reward: float | None) -> None:
         """Give all samples of a rollout its reward, or let it fail."""
         if reward is not None:
-            reward = shaped(samples[-1], reward, self._shaping, self._limit)
+            reward = shaped(samples, reward, self._shaping, self._limit)
         for sample in samples:
             sample.reward = reward
             sample.status = SampleStatus.FAILED if reward is None else sample.status
@@ -94,19 +95,28 @@ def repeated_share(tokens: NDArray[np.int32], n: int) -> float:
     return 1.0 - len(np.unique(rows)) / len(rows)
 
 
-def shaped(sample: Sample, reward: float, config: RewardConfig, limit: int) -> float:
-    """The reward with penalties, which are also noted in `sample.scores`.
+def shaped(samples: Sequence[Sample], reward: float, config: RewardConfig, limit: int) -> float:
+    """A rollout's reward with penalties, those of its worst sequence. They and the reward without them are noted in the
+    `scores` of the last sequence.
 
     Args:
         limit: `rollout.max_response_tokens`.
     """
-    overlong, repetition = config.overlong, config.repetition
+    overlong, repetition, unshaped, told = config.overlong, config.repetition, reward, samples[-1].scores
     if overlong.buffer_tokens:
-        penalty = overlong.factor * overlong_penalty(sample.sampled_tokens, limit, overlong.buffer_tokens)
-        sample.scores["reward/overlong/mean"] = penalty
-        reward += penalty
+        longest = max(s.sampled_tokens for s in samples)
+        told["reward/overlong/mean"] = overlong.factor * overlong_penalty(longest, limit, overlong.buffer_tokens)
+        reward += told["reward/overlong/mean"]
     if repetition.ngram:
-        penalty = -repetition.factor * repeated_share(sample.response_tokens, repetition.ngram)
-        sample.scores["reward/repetition/mean"] = penalty
-        reward += penalty
+        share = max(repeated_share(_sampled(s), repetition.ngram) for s in samples)
+        told["reward/repetition/mean"] = -repetition.factor * share
+        reward += told["reward/repetition/mean"]
+    if overlong.buffer_tokens or repetition.ngram:
+        told[UNSHAPED] = unshaped
     return reward
+
+
+def _sampled(sample: Sample) -> NDArray[np.int32]:
+    """The tokens that the model wrote: what an environment repeats is not the model's fault."""
+    spans = [sample.tokens[s.start : s.end] for s in sample.segments if s.version is not None]
+    return np.concatenate([np.empty(0, np.int32), *spans])

@@ -7,9 +7,8 @@ dtype; the one here keeps sequences apart and follows transformers (`models/qwen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +21,51 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+CHUNK = 64
+"""Rows of a sequence that flash-linear-attention's kernel takes at once."""
+
 
 @dataclass
 class Packed(PackedSeqParams):
     """Packed sequences whose padded lengths the host knows."""
 
     lengths: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences that follow each other in the rows of a layer.
+
+    Attributes:
+        cumulative: [sequences + 1], where each begins, padded, on the layer's device.
+        lengths: the same as lengths, for the host.
+    """
+
+    cumulative: Tensor
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, packed: PackedSeqParams) -> Self:
+        """Without a question to the GPU where whoever packed them wrote the lengths down for the host.
+
+        A question makes the CPU wait for all that was given to the GPU before: in each layer, in both passes.
+        """
+        padded = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+        return cls(padded, packed.lengths if isinstance(packed, Packed) else tuple(padded.diff().tolist()))
+
+    def places(self, rows: int, blank: int) -> Tensor:
+        """[rows] int64: where each row goes when `blank` further ones stand between two sequences."""
+        order = torch.repeat_interleave(self.cumulative.diff(), output_size=rows)
+        return torch.arange(rows, device=order.device) + blank * order
+
+    def chunks(self, size: int) -> Tensor:
+        """[chunks, 2]: the sequence of each chunk of `size` rows, and which of its sequence it is; the last chunk of a
+        sequence may be shorter. What flash-linear-attention calls chunk_indices (`fla.ops.utils.index`, 0.6.0)."""
+        counts = (self.cumulative.diff() + (size - 1)) // size
+        total = sum(-(-length // size) for length in self.lengths)
+        order = torch.repeat_interleave(counts, output_size=total)
+        within = torch.arange(total, device=order.device) - (counts.cumsum(0) - counts)[order]
+        return torch.stack([order, within], 1).to(self.cumulative.dtype)
 
 
 class HeadNorm(torch.nn.Module):
@@ -82,16 +120,16 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         """
         assert inference_context is None, "the trainer generates nothing"
         projected = self.in_proj(hidden_states)[0].transpose(0, 1)
-        lengths = [projected.shape[1]] if packed_seq_params is None else padded_lengths(packed_seq_params)
-        return self.out_proj(self._mixed(projected, lengths).transpose(0, 1).contiguous())
+        mixed = self._mixed(projected, None if packed_seq_params is None else Sequences.of(packed_seq_params))
+        return self.out_proj(mixed.transpose(0, 1).contiguous())
 
-    def _mixed(self, projected: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[b, s, features] -> [b, s, value features], this rank's heads of both; sequences of these lengths follow each
-        other, and only the convolution and the recurrence tell them apart."""
+    def _mixed(self, projected: Tensor, packed: Sequences | None) -> Tensor:
+        """[b, s, features] -> [b, s, value features], this rank's heads of both; only the convolution and the
+        recurrence tell the sequences apart."""
         key_dim, value_dim = self.head_sizes
         keys, values, heads = self.qk_dim // self.tp_size, self.v_dim // self.tp_size, self.num_v_heads_local_tp
         qkv, gate, beta, alpha = projected.split([2 * keys + values, values, heads, heads], -1)
-        convolved = torch.cat([self._convolved(one) for one in qkv.split(lengths, 1)], 1)
+        convolved = self._convolved(qkv) if packed is None else self._convolved_apart(qkv, packed)
         query, key, value = convolved.split([keys, keys, values], -1)
         query, key = (gated_delta_net.l2norm(x.unflatten(-1, (-1, key_dim)).contiguous()) for x in (query, key))
         if self.repeats > 1:
@@ -103,7 +141,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
             value.unflatten(-1, (-1, value_dim)).contiguous(),
             decay,
             beta.contiguous().sigmoid(),
-            lengths=lengths,
+            packed=packed,
         )
         normal = self.out_norm(out) * self.act_fn(gate.unflatten(-1, (-1, value_dim)).float())
         return normal.to(projected.dtype).flatten(2)
@@ -117,29 +155,35 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
         return kernel(x=channels, weight=weight, bias=bias, activation=self.activation).transpose(1, 2)
 
-    def _recurred(self, *columns: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _convolved_apart(self, qkv: Tensor, packed: Sequences) -> Tensor:
+        """`_convolved` within each sequence, in one call: as many rows of zeros stand between two as the convolution
+        looks back."""
+        blank = self.conv_kernel_dim - 1
+        at = packed.places(qkv.shape[1], blank)
+        spread = qkv.new_zeros(qkv.shape[0], qkv.shape[1] + blank * (len(packed.lengths) - 1), qkv.shape[2])
+        return self._convolved(spread.index_copy(1, at, qkv)).index_select(1, at)
+
+    def _recurred(self, *columns: Tensor, packed: Sequences | None) -> Tensor:
         """The recurrence over queries, keys, values, decays and betas [b, s, ...], within each sequence."""
         rule, given = self._rule(), {"output_final_state": False, "use_qk_l2norm_in_kernel": False}
-        by_sequence = zip(*(column.split(lengths, 1) for column in columns), strict=True)
-        parts = [rule(q, k, v, g=g, beta=beta, initial_state=None, **given)[0] for q, k, v, g, beta in by_sequence]
-        return torch.cat(parts, 1)
+
+        def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **further: Any) -> Tensor:
+            return rule(q, k, v, g=g, beta=beta, initial_state=None, **given, **further)[0]
+
+        if packed is None:
+            return call(*columns)
+        if rule is not gated_delta_net.torch_chunk_gated_delta_rule:
+            # A kernel for all: flash-linear-attention would ask the GPU for the lengths to find the chunks.
+            chunks = packed.chunks(CHUNK)
+            return call(*columns, cu_seqlens=packed.cumulative, chunk_indices=chunks, chunk_size=CHUNK)
+        by_sequence = zip(*(column.split(packed.lengths, 1) for column in columns), strict=True)
+        return torch.cat([call(*parts) for parts in by_sequence], 1)
 
     def _rule(self) -> Any:
         """The gated delta rule: flash-linear-attention's kernel, or megatron-core's in torch."""
         if self.config.deterministic_mode:
             return gated_delta_net.torch_chunk_gated_delta_rule
         return gated_delta_net.chunk_gated_delta_rule
-
-
-def padded_lengths(packed: PackedSeqParams) -> list[int]:
-    """Of the sequences, padded; without a question to the GPU where whoever packed them wrote them down for the host.
-
-    A question makes the CPU wait for all that was given to the GPU before: in each layer, in both passes.
-    """
-    if isinstance(packed, Packed):
-        return list(packed.lengths)
-    padded = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-    return padded.diff().tolist()
 
 
 def with_gated_delta_net(

@@ -1,4 +1,8 @@
-"""The reference policy of the KL term: its weights wait in host memory and are swapped into the model for a pass."""
+"""The reference policy of the KL term: its weights wait in host memory and are swapped into the model for a pass.
+
+From a GPU they go into blocks of pinned memory, which is copied to and fro several times as fast. Pinned one by one,
+each weight would take the next power of two.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch import Tensor
 
 from mslime.backends.megatron.model.chunks import load_hf_weights
 from mslime.backends.megatron.model.naming import named_local_params
+from mslime.backends.megatron.step.asleep import MemoryStore
 
 
 class ReferencePolicy:
@@ -25,40 +30,57 @@ class ReferencePolicy:
         """
         self._chunks = chunks
         load_hf_weights(chunks, hf_config, directory)
-        self._weights = _host_copy(chunks)
+        pinned = any(tensor.is_cuda for _, tensor in named_local_params(chunks))
+        self._weights, self._own = _Copy(pinned), _Copy(pinned)
+        self._weights.keep(chunks)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """The chunks hold the reference weights inside, and their own again, bit for bit, afterwards."""
-        own = _host_copy(self._chunks)
-        _fill(self._chunks, self._weights)
+        self._own.keep(self._chunks)
+        self._weights.fill(self._chunks)
         try:
             yield
         finally:
-            _fill(self._chunks, own)
+            self._own.fill(self._chunks)
 
 
-def _host_copy(chunks: Sequence[GPTModel]) -> list[Tensor]:
-    """The weights in host memory: from a GPU into pinned memory, which is copied to and fro several times as fast.
+class _Copy:
+    """One set of weights in host memory, each in the dtype that it had: the optimizer's wrapper may give it another."""
 
-    torch keeps freed pinned memory for the next pass.
-    """
-    copies: list[Tensor] = []
-    for _, tensor in named_local_params(chunks):
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        copies.append(copy.copy_(tensor.detach(), non_blocking=True))
-    _wait_for_copies()
-    return copies
+    def __init__(self, pinned: bool) -> None:
+        self._store = MemoryStore(pinned)
+        self._dtypes: list[torch.dtype] = []
+
+    @torch.no_grad()
+    def keep(self, chunks: Sequence[GPTModel]) -> None:
+        weights = [tensor.detach() for _, tensor in named_local_params(chunks)]
+        self._dtypes = [weight.dtype for weight in weights]
+        at = 0
+        for weight in weights:
+            self._store.write(at, _bytes(weight))
+            at += weight.nbytes
+        _wait_for_copies()
+
+    @torch.no_grad()
+    def fill(self, chunks: Sequence[GPTModel]) -> None:
+        at = 0
+        for (_, tensor), dtype in zip(named_local_params(chunks), self._dtypes, strict=True):
+            weight = tensor.detach()
+            kept = weight if weight.dtype == dtype else torch.empty_like(weight, dtype=dtype)
+            self._store.read(at, _bytes(kept))
+            if kept is not weight:
+                weight.copy_(kept)
+            at += kept.nbytes
+        _wait_for_copies()
 
 
-@torch.no_grad()
-def _fill(chunks: Sequence[GPTModel], weights: Sequence[Tensor]) -> None:
-    for (_, tensor), value in zip(named_local_params(chunks), weights, strict=True):
-        tensor.copy_(value, non_blocking=True)
-    _wait_for_copies()
+def _bytes(weight: Tensor) -> Tensor:
+    """[bytes] uint8: the weight's memory."""
+    return weight.view(-1).view(torch.uint8)
 
 
 def _wait_for_copies() -> None:
-    """Host memory may be read, or freed, once the GPU has done with it."""
+    """Host memory may be read, or written again, once the GPU has done with it."""
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()
