@@ -94,6 +94,7 @@ class LossTraits:
         clips: it reads clip_low and clip_high.
         clips_dual: it reads clip_dual.
         of_responses: its objective is one number a response, so the paper's loss_aggregation is sequence.
+        clips_much: it bounds a large part of the tokens by design, which is no sign of updates that are too large.
         plain_at_one: where the ratio is 1 it is the plain policy gradient.
         around_sampler: its trust region is meant to be around the policy that sampled.
         unbounded: nothing bounds its importance weight.
@@ -104,6 +105,7 @@ class LossTraits:
     clips: bool = True
     clips_dual: bool = False
     of_responses: bool = False
+    clips_much: bool = False
     plain_at_one: bool = False
     around_sampler: bool = False
     unbounded: bool = False
@@ -115,7 +117,7 @@ POLICY_LOSSES: dict[LossName, LossTraits] = {
     "ppo": LossTraits({"clip_low": 0.2, "clip_high": 0.28}, clips_dual=True),  # DAPO's clip-higher
     "gspo": LossTraits(
         {"clip_low": 3e-4, "clip_high": 4e-4, "loss_aggregation": "sequence"},  # of a response's mean ratio
-        clips_dual=True, of_responses=True, plain_at_one=True,
+        clips_dual=True, of_responses=True, clips_much=True, plain_at_one=True,
     ),
     "gmpo": LossTraits(
         {"clip_low": 0.4, "clip_high": 0.4, "loss_aggregation": "sequence"},  # of the log-ratio

@@ -78,11 +78,13 @@ class EngineSection(Section):
         engine: `megatron` or `sglang`.
         section: the section's name, where it is not the engine's.
         reserved: engine fields that mslime sets itself, with the reason.
+        tested: engine fields that launch scripts set, or tests with real engines; others are passed on untested.
     """
 
     engine: ClassVar[str]
     section: ClassVar[str] = ""
     reserved: ClassVar[dict[str, str]]
+    tested: ClassVar[frozenset[str]]
 
     @classmethod
     def prepare(cls, values: dict[str, Any]) -> dict[str, Any]:

@@ -62,7 +62,10 @@ class ClusterConfig(Section):
         default=80, gt=0, description="Memory of one GPU as it is sold (80, 141), for `mslime plan`."
     )
     host_memory_gb: float | None = Field(
-        default=None, gt=0, description="Memory of one machine, for `mslime plan`; null: it is not compared."
+        default=None,
+        gt=0,
+        description="Memory of one machine. A run that by `mslime plan` needs more than 90% of it is "
+        "refused, by plan, check and train; null: it is not compared.",
     )
     gpu_network_gbits: float = Field(
         default=400, gt=0, description="Network of one GPU, in Gb/s, for `mslime plan`'s time of a weight sync."
@@ -88,7 +91,8 @@ class ClusterConfig(Section):
         default=10,
         gt=0,
         description="What a directory that machines share takes or gives, in GB/s of all that use it, for `mslime "
-        "plan`'s prediction of a weight sync by disk or delta, and its search. The default is assumed.",
+        "plan`'s prediction of a weight sync by disk or delta and of a checkpoint, and its search. The default is "
+        "assumed.",
     )
     sync_request_ms: float = Field(
         default=5,

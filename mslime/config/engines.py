@@ -61,12 +61,25 @@ SGLANG_RESERVED: dict[str, str] = {
     "enable_watermark": "a watermark draws from another distribution than the one whose log-probs are reported",
 }
 
+SGLANG_TESTED = frozenset(
+    {
+        "attention_backend",
+        "disable_radix_cache",
+        "enable_deterministic_inference",
+        "enable_memory_saver",
+        "enable_weights_cpu_backup",
+        "random_seed",
+        "sampling_mask_max_tokens",
+    }
+)
+
 
 class SGLangConfig(EngineSection):
     """The generation engines, under SGLang's own names."""
 
     engine: ClassVar[str] = "sglang"
     reserved: ClassVar[dict[str, str]] = SGLANG_RESERVED
+    tested: ClassVar[frozenset[str]] = SGLANG_TESTED
 
     num_engines: int = Field(default=1, ge=1, description="Servers to launch (ignored when `urls` is given).")
     restarts: int = Field(

@@ -90,12 +90,28 @@ MEGATRON_RESERVED: dict[str, str] = {
     "transformer_impl": "it follows cluster.device: Transformer Engine on cuda, the local spec on cpu",
 }
 
+MEGATRON_TESTED = frozenset(
+    {
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+        "moe_aux_loss_coeff",
+        "moe_grouped_gemm",
+        "moe_permute_fusion",
+        "moe_router_load_balancing_type",
+        "moe_z_loss_coeff",
+        "optimizer_cpu_offload",
+        "optimizer_offload_fraction",
+        "use_precision_aware_optimizer",
+    }
+)
+
 
 class MegatronConfig(EngineSection):
     """The trainer's parallel layout and memory settings, under megatron-core's own names."""
 
     engine: ClassVar[str] = "megatron"
     reserved: ClassVar[dict[str, str]] = MEGATRON_RESERVED
+    tested: ClassVar[frozenset[str]] = MEGATRON_TESTED
 
     tensor_model_parallel_size: int = Field(
         default=1, ge=1, description="TP: ranks that share every layer's matrices; keep it within a machine."

@@ -129,7 +129,7 @@ class TrainConfig(Section):
         gt=0,
         description="Most memory for the logits of a micro-batch on a GPU. Larger ones are made a block of the "
         "vocabulary at a time, and all blocks but one again in the backward pass: up to a third more work in the "
-        "output layer.",
+        "output layer. A block is at least 128 ids wide, so that a limit that is too small is as good as that.",
     )
     fp8: Fp8Recipe | None = Field(
         default=None,

@@ -88,6 +88,11 @@ class ServeConfig(Section):
         description="A client that has sent no sign of life for so long is gone: its adapters are freed. The SDK sends "
         "one every 10 s.",
     )
+    stable_reinforce: Literal["importance_sampling", "ppo", "cispo", "dro"] | None = Field(
+        default=None,
+        description="The loss that stands in for a client's stable_reinforce, whose definition is not public. It is "
+        "another loss under that name, with its own settings and inputs. null: the client is refused.",
+    )
     max_requests: int = Field(
         default=4096, ge=1, description="Unfinished requests of all clients; more are told to come again (HTTP 429)."
     )

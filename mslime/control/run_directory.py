@@ -11,21 +11,18 @@ import errno
 import fcntl
 import json
 import os
-import socket
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import yaml
 
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
+from mslime.observe.alive import LOCK, lives_here, own_description, owner_in
 from mslime.observe.metrics import free_name
 
-NAME = ".lock"
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -36,7 +33,7 @@ def owned(run_dir: Path) -> Iterator[None]:
     Raises:
         ConfigError: another process owns it (it is named), or it cannot be written.
     """
-    path = run_dir / NAME
+    path = run_dir / LOCK
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -48,7 +45,7 @@ def owned(run_dir: Path) -> Iterator[None]:
     try:
         _lock(descriptor, path)
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_own_description()).encode(), 0)
+        os.pwrite(descriptor, json.dumps(own_description()).encode(), 0)
         yield
     finally:
         os.close(descriptor)
@@ -58,12 +55,12 @@ def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _taken(path, _owner(descriptor)) from None
+        raise _taken(path, owner_in(os.pread(descriptor, 4096, 0))) from None
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise
-        owner = _owner(descriptor)
-        if _lives_here(owner):
+        owner = owner_in(os.pread(descriptor, 4096, 0))
+        if owner.get("pid") != os.getpid() and lives_here(owner):
             raise _taken(path, owner) from None
 
 
@@ -73,35 +70,6 @@ def _taken(path: Path, owner: Mapping[str, Any]) -> ConfigError:
         "output_dir/name", str(path.parent), f"another process runs in this directory: {who}",
         "wait for it, stop it, or give this run another name",
     )  # fmt: skip
-
-
-def _own_description() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "process_started": psutil.Process().create_time(),
-    }
-
-
-def _owner(descriptor: int) -> dict[str, Any]:
-    """Who wrote the file last; empty when it says nothing."""
-    try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _lives_here(owner: Mapping[str, Any]) -> bool:
-    """Whether the described process is one of this machine, and not a later one of the same number."""
-    pid = owner.get("pid")
-    if owner.get("host") != socket.gethostname() or not isinstance(pid, int) or pid == os.getpid():
-        return False
-    try:
-        return psutil.Process(pid).create_time() == owner.get("process_started")
-    except psutil.Error:
-        return False
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:

@@ -148,13 +148,23 @@ class AdapterFile:
 
     def reader(self) -> Callable[[str], Tensor]:
         """A function that gives a tensor by its name in the file, or in `factors`; the file stays open as long as it
-        is there."""
+        is there. The function raises CheckpointError where values are not finite."""
         from safetensors import safe_open
 
         file: Any = safe_open(self.directory / WEIGHTS, framework="pt")
         return partial(self._read, file)
 
     def _read(self, file: Any, name: str) -> Tensor:
+        tensor = self._tensor(file, name)
+        if lost := int((~tensor.isfinite()).sum()):
+            raise CheckpointError(
+                f"{self.directory / WEIGHTS}: {name}", f"{lost:,} of {tensor.numel():,} values",
+                "are NaN or infinite, so nothing can be computed with this adapter",
+                "take the file from its source again",
+            )  # fmt: skip
+        return tensor
+
+    def _tensor(self, file: Any, name: str) -> Tensor:
         if name in self.info or not self.experts:
             tensor: Tensor = file.get_tensor(name)
             return tensor

@@ -26,7 +26,7 @@ from mslime.observe.report import (
     with_idle,
     write_page,
 )
-from mslime.observe.rows import WHOLE, Row
+from mslime.observe.rows import WHOLE, Row, by_step
 from mslime.observe.sections import SECTIONS
 from mslime.observe.timeline import read_spans
 
@@ -59,7 +59,7 @@ def write_comparison(run_dirs: Sequence[Path], out: Path | None = None) -> Path:
     configs = [read_config(text_or_empty(path / "config.yaml")) for path in run_dirs]
     names = _names(run_dirs, configs)
     runs = [
-        Compared(name, with_idle(read_run(path), read_spans(path)), c)
+        Compared(name, with_idle(by_step(read_run(path)), read_spans(path)), c)
         for name, path, c in zip(names, run_dirs, configs, strict=True)
     ]
     drawn = _drawn(runs)

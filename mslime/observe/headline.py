@@ -94,7 +94,7 @@ def headline_tiles(rows: Sequence[Row], config: dict[str, Any]) -> list[Tile]:
     """The headline numbers; those without data are left out."""
     planned = config["train"]["num_steps"] if config else None
     last = rows[-1]["step"]
-    state = "" if planned is None else "finished" if last >= planned else f"of {planned}: unfinished, or still running"
+    state = "" if planned is None else "finished" if last >= planned else f"of {planned}"
     tiles: list[Tile] = [("steps", str(last), state)]
     accuracy = sorted({name for row in rows for name in row if name.startswith("eval/") and name.endswith("/accuracy")})
     for name in accuracy[:2]:

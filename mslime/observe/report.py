@@ -20,10 +20,11 @@ import yaml
 from mslime.config.errors import UserError
 from mslime.config.schema import RunConfig
 from mslime.observe import metrics, timeline
+from mslime.observe.alive import progress_of
 from mslime.observe.charts import Chart, chart_data
 from mslime.observe.drawn import Drawn, choose_charts
 from mslime.observe.headline import BETWEEN, headline_tiles, run_facts
-from mslime.observe.rows import Row, by_step
+from mslime.observe.rows import Row, by_step, irregular
 from mslime.observe.samples_page import samples_data, samples_section
 from mslime.observe.timeline import Span, timeline_data
 from mslime.observe.verdict import judge_run
@@ -39,10 +40,10 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     Raises:
         UserError: the directory or its metrics are missing, or a file in it is broken.
     """
-    rows = read_run(run_dir)
+    recorded = read_run(run_dir)
     config_text = text_or_empty(run_dir / "config.yaml")
     title = html.escape(run_name(run_dir, read_config(config_text)))
-    page = page_of(brand="mslime run report", title=title, **_parts(run_dir, rows, config_text))
+    page = page_of(brand="mslime run report", title=title, **_parts(run_dir, recorded, config_text))
     return write_page(out or run_dir / FILE_NAME, page)
 
 
@@ -58,12 +59,12 @@ def _policy(script: str) -> str:
     return f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'"
 
 
-def read_run(run_dir: Path) -> list[Row]:
-    """One row a step (`rows.by_step`)."""
+def read_run(run_dir: Path) -> Sequence[Row]:
+    """The rows of a run's metrics as they stand there: `rows.by_step` makes one a step of them."""
     path = run_dir / metrics.FILE_NAME
     if not run_dir.is_dir():
         raise UserError("run directory", str(run_dir), "does not exist", "give the directory outputs/NAME of a run")
-    found = by_step(metrics.read_metrics(path))
+    found = metrics.read_metrics(path)
     if not found:
         why = "is empty" if path.exists() else "is missing"
         raise UserError(
@@ -81,9 +82,9 @@ def with_idle(rows: Sequence[Row], spans: Sequence[Span]) -> list[Row]:
     return [{**row, **idle.get(row["step"], {})} for row in rows]
 
 
-def _parts(run_dir: Path, rows: Sequence[Row], config_text: str) -> dict[str, str]:
+def _parts(run_dir: Path, recorded: Sequence[Row], config_text: str) -> dict[str, str]:
     spans = timeline.read_spans(run_dir)
-    rows = with_idle(rows, spans)
+    rows = with_idle(by_step(recorded), spans)
     steps, config, drawn = (
         timeline_data(spans),
         read_config(config_text),
@@ -99,7 +100,7 @@ def _parts(run_dir: Path, rows: Sequence[Row], config_text: str) -> dict[str, st
     sections |= {"Timeline": _TIMELINE if steps else "", "Not drawn": not_drawn(drawn, missing)}
     return {
         "facts": facts_list(run_facts(config, rows)),
-        "lead": _verdict(rows, drawn) + _tiles(rows, config),
+        "lead": _verdict(run_dir, rows, config, drawn, irregular(recorded)) + _tiles(rows, config),
         "contents": contents({title: drawn.sections.get(title, []) for title, text in sections.items() if text}),
         "sections": "".join(sections.values()),
         "rest": _configuration(config_text),
@@ -161,9 +162,14 @@ def not_drawn(drawn: Drawn, missing: Sequence[str]) -> str:
     return f'<section id="not-drawn-section"><h2>Not drawn</h2>{said}</section>' if said else ""
 
 
-def _verdict(rows: Sequence[Row], drawn: Drawn) -> str:
-    findings, quiet = judge_run(rows)
+def _verdict(run_dir: Path, rows: Sequence[Row], config: dict[str, Any], drawn: Drawn, irregularity: str) -> str:
+    findings, quiet = judge_run(rows, config["algorithm"]["loss"] if config else "")
     lines: list[str] = []
+    if progress := progress_of(run_dir, rows, config["train"]["num_steps"] if config else None):
+        tone, text, advice = map(html.escape, progress)
+        lines.append(f'<li class="{tone}"><b>{text}</b> <span>{advice}</span></li>')
+    if irregularity:
+        lines.append(f'<li class="note"><b>{metrics.FILE_NAME}: {irregularity}.</b></li>')
     for finding in findings:
         target = finding.rule.chart if finding.rule.chart in drawn.ids else "not-drawn-section"
         advice = f" <span>{html.escape(finding.advice)}</span>" if finding.advice else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from mslime.observe.names import metric_of
@@ -59,6 +60,28 @@ def by_step(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         joined.setdefault(row["step"], {}).update(row)
     return [{**joined[step], **_rest(joined[step])} for step in sorted(joined)]
+
+
+def irregular(rows: Sequence[Row]) -> str:
+    """What no run writes: steps without a row between others, steps whose numbers stand there twice; empty: neither.
+
+    Args:
+        rows: as they stand in the file, before `by_step`.
+    """
+    names: dict[int, set[str]] = {}
+    twice: set[int] = set()
+    for row in rows:
+        known, own = names.setdefault(row["step"], set()), row.keys() - {"step", "time"}
+        if known & own:
+            twice.add(row["step"])
+        known |= own
+    gaps = [(a, b) for a, b in pairwise(sorted(names)) if b > a + 1]
+    missing = sum(b - a - 1 for a, b in gaps)
+    told = [f"steps without a row: {missing}, the first is {gaps[0][0] + 1}"] if gaps else []
+    told += (
+        [f"steps with two rows, of which the later counts: {len(twice)}, the first is {min(twice)}"] if twice else []
+    )
+    return "; ".join(told)
 
 
 def _rest(row: Row) -> dict[str, float]:

@@ -1,16 +1,19 @@
 """The first thing that the report says: sentences made from the numbers, by rules whose thresholds are stated.
 
 A rule speaks when its threshold is passed; rules that had data and nothing to say are named together. `early` and
-`late` are means over the first and the last fifth of the steps that have a metric.
+`late` are means over the first and the last fifth of the steps that have a metric. Of a long run the last
+fiftieth (at least ten steps) counts as late, too, where it is worse: a fifth of 5,000 steps hides the death of 200.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean, median, pvariance
 from typing import Literal
 
+from mslime.config.algorithm import LossTraits, loss_traits
 from mslime.observe.charts import filled
 from mslime.observe.headline import short
 from mslime.observe.rows import Row, total
@@ -20,8 +23,13 @@ Said = tuple[Tone, str] | None
 
 FEWEST = 10
 """Steps from which on early and late are compared."""
+LATELY = 0.02
 REWARD_ERRORS = 2.0
+FALLEN_ERRORS = 4.0
+"""More than of `REWARD_ERRORS`: the best of many windows is above the mean by chance, too."""
+FALLEN_PART = 1 / 3
 ACCURACY_BY = 0.02
+ACCURACY_LOST = 0.5
 OVERFIT_BY = 0.02
 SIGNAL_SHARE = 0.5
 ENTROPY_PART = 1 / 3
@@ -45,6 +53,7 @@ class Rule:
         advice: what to do then.
         needs: metrics of which one must have been recorded; templates of `names.METRICS`.
         judge: the sentence, or None when the threshold is not passed.
+        unless: losses of which the question is not asked.
     """
 
     topic: str
@@ -53,6 +62,7 @@ class Rule:
     advice: str
     needs: Sequence[str]
     judge: Callable[[Sequence[Row]], Said]
+    unless: Callable[[LossTraits], bool] = lambda loss: False
 
 
 @dataclass(frozen=True)
@@ -69,11 +79,17 @@ class Finding:
         return "" if self.tone == "good" else self.rule.advice
 
 
-def judge_run(rows: Sequence[Row]) -> tuple[list[Finding], list[str]]:
-    """(what is to be said, topics that are within their thresholds)."""
+def judge_run(rows: Sequence[Row], loss: str = "") -> tuple[list[Finding], list[str]]:
+    """(what is to be said, topics that are within their thresholds).
+
+    Args:
+        loss: `algorithm.loss` of the run; empty where it is not known.
+    """
     findings: list[Finding] = []
     quiet: list[str] = []
     for rule in RULES:
+        if rule.unless(loss_traits(loss)):
+            continue
         if not any(row.get(name) is not None for t in rule.needs for name, _ in filled(t, rows) for row in rows):
             continue
         said = rule.judge(rows)
@@ -103,6 +119,15 @@ def late(values: Sequence[float]) -> float:
     return fmean(values[-_fifth(values) :])
 
 
+def lately(values: Sequence[float]) -> float:
+    """Mean over the last fiftieth, at least ten values; of a short run over the last fifth."""
+    return fmean(values[-min(_window(values), _fifth(values)) :])
+
+
+def _window(values: Sequence[float]) -> int:
+    return max(FEWEST, int(len(values) * LATELY))
+
+
 def _trend(values: Sequence[float]) -> tuple[float, float]:
     """(late less early, its standard error)."""
     n = _fifth(values)
@@ -123,20 +148,47 @@ def _reward(rows: Sequence[Row]) -> Said:
     (change, error), numbers = _trend(values), f"from {early(values):.3g} to {late(values):.3g}"
     if abs(change) <= REWARD_ERRORS * error or change == 0:
         return "bad", f"The reward did not move: {numbers}, {change:+.2g}, with a standard error of {error:.2g}."
-    return ("good", f"The reward rose {numbers}.") if change > 0 else ("bad", f"The reward fell {numbers}.")
+    if change < 0:
+        return "bad", f"The reward fell {numbers}."
+    fallen = _fallen([row for row in rows if row.get("reward/mean") is not None])
+    if fallen:
+        return "bad", f"The reward rose {numbers}, and then fell: {fallen}."
+    return "good", f"The reward rose {numbers}."
+
+
+def _fallen(rows: Sequence[Row]) -> str:
+    """How far the last steps are below the best stretch of as many; empty where that is no more than noise."""
+    values = [row["reward/mean"] for row in rows]
+    n = _window(values)
+    if len(values) < 2 * n:
+        return ""
+    sums = [0.0, *accumulate(values)]
+    means = [(sums[end] - sums[end - n]) / n for end in range(n, len(values) + 1)]
+    best, last = max(means), fmean(values[-n:])
+    rounding = 1e-9 * abs(best)
+    start = max(i for i, mean in enumerate(means) if mean >= best - rounding)
+    error = ((pvariance(values[start : start + n]) + pvariance(values[-n:])) / n) ** 0.5
+    if best - last <= max(FALLEN_ERRORS * error, FALLEN_PART * (best - min(means)), rounding):
+        return ""
+    until = rows[start + n - 1]["step"]
+    return f"{last:.3g} in the last {n} steps, {best:.3g} in the {n} up to step {until}"
 
 
 def _accuracy(rows: Sequence[Row]) -> Said:
     parts: list[str] = []
     changes: list[float] = []
+    lost = False
     for name, open_part in filled("eval/{set}/accuracy", rows):
-        values = values_of(rows, name)
-        if len(values) > 1:
-            changes.append(values[-1] - values[0])
-            parts.append(f"{open_part['set']} from {values[0]:.3g} to {values[-1]:.3g}")
+        found = [(row[name], row["step"]) for row in rows if row.get(name) is not None]
+        if len(found) < 2:
+            continue
+        (first, _), (last, _), (highest, at) = found[0], found[-1], max(found)
+        lost = lost or highest - last > max(ACCURACY_BY, ACCURACY_LOST * (highest - first))
+        changes.append(last - first)
+        parts.append(f"{open_part['set']} from {first:.3g} to {last:.3g}, highest {highest:.3g} after step {at}")
     if not parts:
         return None
-    tone: Tone = "bad" if min(changes) < -ACCURACY_BY else "good" if max(changes) > ACCURACY_BY else "note"
+    tone: Tone = "bad" if lost else "good" if max(changes) > ACCURACY_BY else "note"
     return tone, f"Held-out accuracy, first to last evaluation: {'; '.join(parts)}."
 
 
@@ -158,14 +210,16 @@ def _nll(rows: Sequence[Row]) -> Said:
     if len(values) < FEWEST:
         return None
     (change, error), numbers = _trend(values), f"from {early(values):.3g} to {late(values):.3g} nats a token"
+    if (risen := lately(values)) > max(early(values), late(values)):
+        return "bad", f"The negative log-likelihood is {risen:.3g} nats a token lately, above its beginning: {numbers}."
     if change < -REWARD_ERRORS * error:
         return "good", f"The negative log-likelihood fell {numbers}."
     return "bad", f"The negative log-likelihood did not fall: {numbers}."
 
 
 def _above(values: Sequence[float], limit: float, tone: Tone, what: str) -> Said:
-    """What to say of a share that is above its limit, late; it stands for the `{}` of `what`."""
-    share = late(values) if values else 0.0
+    """What to say of a share that is above its limit, late or lately; it stands for the `{}` of `what`."""
+    share = max(late(values), lately(values)) if values else 0.0
     return None if share <= limit else (tone, what.format(_percent(share)))
 
 
@@ -176,9 +230,9 @@ def _signal(rows: Sequence[Row]) -> Said:
 
 def _entropy(rows: Sequence[Row]) -> Said:
     values = values_of(rows, "entropy/mean") or values_of(rows, "loss/entropy")
-    if len(values) < FEWEST or late(values) >= early(values) * ENTROPY_PART:
+    if len(values) < FEWEST or (last := min(late(values), lately(values))) >= early(values) * ENTROPY_PART:
         return None
-    return "bad", f"Entropy collapses: from {early(values):.3g} to {late(values):.3g} nats."
+    return "bad", f"Entropy collapses: from {early(values):.3g} to {last:.3g} nats."
 
 
 def _truncated(rows: Sequence[Row]) -> Said:
@@ -188,10 +242,10 @@ def _truncated(rows: Sequence[Row]) -> Said:
 
 def _mismatch(rows: Sequence[Row]) -> Said:
     values = values_of(rows, "mismatch/kl")
-    if late(values) <= MISMATCH:
+    last = max(late(values), lately(values))
+    if last <= MISMATCH:
         return None
-    tone: Tone = "bad" if late(values) > MISMATCH_HIGH else "note"
-    return tone, f"Sampler and trainer disagree by {late(values):.2g} nats."
+    return "bad" if last > MISMATCH_HIGH else "note", f"Sampler and trainer disagree by {last:.2g} nats."
 
 
 def _clipped(rows: Sequence[Row]) -> Said:
@@ -257,12 +311,15 @@ def _coverage(rows: Sequence[Row]) -> Said:
 
 RULES = (
     Rule(
-        "reward", "reward", f"it changes by no more than {REWARD_ERRORS:g} standard errors, or falls",
-        "Read the worst responses: is the reward what you meant, can the model earn it? Else raise train.lr.",
+        "reward", "reward", f"it changes by no more than {REWARD_ERRORS:g} standard errors, or falls; or rose, "
+        f"and is lately below its best by {FALLEN_ERRORS:g} standard errors and {_percent(FALLEN_PART)} of its range",
+        "Read the worst responses: is the reward what you meant, can the model earn it? Else raise train.lr. After "
+        "a fall: continue from a checkpoint before it, with a lower train.lr.",
         ("reward/mean",), _reward,
     ),
     Rule(
-        "held-out accuracy", "accuracy", f"always; bad when it falls by more than {ACCURACY_BY:g}",
+        "held-out accuracy", "accuracy",
+        f"always; bad when it has lost over {ACCURACY_BY:g} and {_percent(ACCURACY_LOST)} of its gain",
         "A reward that rises without it is gamed or learnt by heart: read the best responses.",
         ("eval/{set}/accuracy",), _accuracy,
     ),
@@ -296,9 +353,10 @@ RULES = (
         ("mismatch/kl",), _mismatch,
     ),
     Rule(
-        "clipped tokens", "clip", f"more than {_percent(CLIPPED)} of the tokens, late",
+        "clipped tokens", "clip",
+        f"more than {_percent(CLIPPED)} of the tokens, late; never of gspo, whose narrow band bounds much by design",
         "Updates leave the trust region: lower train.lr or train.optimizer_steps_per_rollout.",
-        ("loss/clip_fraction", "loss/clip_fraction_below"), _clipped,
+        ("loss/clip_fraction", "loss/clip_fraction_below"), _clipped, lambda loss: loss.clips_much,
     ),
     Rule(
         "corrected tokens", "correction", f"more than {_percent(CORRECTED)} of the tokens, late",

@@ -108,7 +108,11 @@ def found_by(
 
 def plan_of(values: dict[str, Any], gpus: int | None = None, gpu_memory_gb: float | None = None) -> RunPlan:
     """The plan of what a file and flags say; see `run_plan`. Raises UserError."""
-    config = plan_config(values, gpus, gpu_memory_gb)
+    return plan_of_run(plan_config(values, gpus, gpu_memory_gb))
+
+
+def plan_of_run(config: RunConfig) -> RunPlan:
+    """The plan of a run, from the config.json of each of its models. Raises UserError."""
     critic = read_hf_config(config.critic.path) if config.has_critic and config.critic.path is not None else None
     taught_by = config.teacher.path if config.teacher_shares else None
     teacher = read_hf_config(taught_by) if taught_by is not None else None

@@ -30,6 +30,7 @@ def describe(plan: RunPlan) -> Group:
         parts += [_engine(plan), *([_phases(plan)] if plan.phases else []), _sync(plan)]
     if plan.rollouts is not None:
         parts.append(_rollouts(plan.rollouts))
+    parts.append(_disk(plan))
     remarks = [Text(f"remark: {said}", style="yellow") for said in plan.remarks]
     return Group(*parts, *remarks, _verdict(plan))
 
@@ -83,7 +84,8 @@ def _phases(plan: RunPlan) -> Table:
         verdict, whose = plan.phase_verdict(phase), ", a teacher's" if phase.server == "teacher" else ""
         table.add_row(
             phase.phase + whose, str(phase.stage), _gib(phase.trainer), _gib(phase.engine), _gib(phase.total),
-            share_of(phase.total / plan.gpu_bytes, verdict),
+            Text("all, as SGLang's cache takes what is left") if phase.phase == "generate"
+            else share_of(phase.total / plan.gpu_bytes, verdict),
         )  # fmt: skip
     return table
 
@@ -200,6 +202,25 @@ def _rollouts(found: RolloutBytes) -> Table:
     return facts_table("Rollouts, when all responses are as long as they may be", rows)
 
 
+def _disk(plan: RunPlan) -> Table:
+    saved = plan.saved
+    parts = (("weights", saved.weights), ("main weights", saved.main), ("moments", saved.moments))
+    of = ", ".join(f"{_gib(size)} of {name}" for name, size in parts if size)
+    often = f", every {saved.every} steps" if saved.every else ", after the last step"
+    share = f" of some {plan.seconds['step']:.0f} s each: {plan.save_share:.1%} on top" if plan.save_share else ""
+    many, export = saved.exports
+    ever = f", and {saved.for_ever} that are kept for ever" if saved.for_ever else ""
+    rows = [
+        ("a checkpoint", f"{_gib(saved.checkpoint)} GiB of all ranks: {of}"),
+        ("written in", f"{saved.seconds:,.1f} s at {plan.rates.directory / 1e9:g} GB/s, all waiting{often}{share}"),
+        ("at once", f"at most {saved.at_once}, with the one that is being written{ever}"),
+        *([("exports", f"{many} of {_gib(export)} GiB")] if many else []),
+        *([("weight sync", f"{_gib(saved.sync)} GiB in weights.directory: all weights twice")] if saved.sync else []),
+        ("in all", f"at most {_gib(saved.total)} GiB; responses and logs come on top"),
+    ]
+    return facts_table("Disk", rows)
+
+
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f}"
 
@@ -282,7 +303,9 @@ def _prediction(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _verdict(plan: RunPlan) -> Text:
-    free = f"{_gib(plan.gpu_bytes - plan.fullest)} GiB free on the fullest trainer GPU"
+    free = f"{_gib(plan.gpu_bytes - plan.fullest)} GiB of GPU memory free on the fullest trainer GPU"
+    if plan.phases:
+        free += f", in phase {plan.fullest_phase}" if plan.fullest_phase else ", of the critic's"
     if plan.verdict == "tight":
         host = f", {1 - plan.host_share:.0%} of a machine's memory" if verdict_of(plan.host_share) == "tight" else ""
         rule = f"above {TIGHT:.0%} the plan may be wrong by as much as is left"

@@ -98,12 +98,19 @@ def is_trained(rule: Rule) -> bool:
     return rule.megatron.split(".")[0] not in UNTRAINED
 
 
-def model_parameters(table: RuleTable) -> int:
-    """Elements of the whole model, a tied output layer once, router biases left out."""
+def model_parameters(table: RuleTable, ends: str | tuple[str, ...] = "") -> int:
+    """Elements of the whole model, a tied output layer once, router biases left out.
+
+    Args:
+        ends: of the names of those that are counted.
+    """
     return sum(
         copies(rule) * math.prod(rule.kind.full_shape)
         for rule in table.rules
-        if rule.exported and is_trained(rule) and not rule.megatron.endswith(ROUTER_BIAS)
+        if rule.exported
+        and is_trained(rule)
+        and not rule.megatron.endswith(ROUTER_BIAS)
+        and rule.megatron.endswith(ends)
     )
 
 

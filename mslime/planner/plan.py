@@ -11,6 +11,7 @@ from typing import Any
 
 from mslime.config.dtypes import engine_dtype, export_dtype
 from mslime.config.engines import SGLangConfig
+from mslime.config.gpus import usual_gpu
 from mslime.config.layout import ParallelLayout
 from mslime.config.schema import RunConfig
 from mslime.config.serving import teacher_spec
@@ -40,15 +41,13 @@ from mslime.planner.problems import (
 )
 from mslime.planner.receiving import bounds_of, buckets_held, prediction_of, receiving_of
 from mslime.planner.rollouts import RolloutBytes, rollout_bytes
+from mslime.planner.saving import Saved, saved_bytes
 from mslime.planner.stages import StagePlan, make_stages, with_critic
 from mslime.planner.sync import SenderSync, SyncPrediction, near_ranks, relayed, sender_syncs
-from mslime.planner.trainer import (
-    HostMemory,
-    host_memory,
-    longest_sequence,
-)
+from mslime.planner.times import generate_seconds, sleep_seconds, speeds_of, step_seconds, train_seconds, work_of
+from mslime.planner.trainer import HostMemory, host_memory, longest_sequence
 from mslime.weights.encoded import encoded_plan
-from mslime.weights.plan import WeightPlan, build_plan
+from mslime.weights.plan import DTYPE_BYTES, WeightPlan, build_plan
 from mslime.weights.senders import Senders
 
 
@@ -83,6 +82,9 @@ class RunPlan:
         problems: what does not fit.
         remarks: what is slow or left over, in sentences.
         phases: of a step, where trainer and engines share their GPUs; else none.
+        saved: what it writes to disks.
+        seconds: of a step: `generate`, `train`, `sync`, `sleep`, and `step` of the whole, as a search reckons them
+            (`times`); none where they are not predicted.
         host_usable: bytes that a run can use of a machine's memory; None: nobody has said.
     """
 
@@ -112,6 +114,8 @@ class RunPlan:
     prediction: SyncPrediction | None
     problems: tuple[Problem, ...]
     remarks: tuple[str, ...]
+    saved: Saved
+    seconds: Mapping[str, float]
     phases: tuple[PhaseMemory, ...] = ()
     host_usable: int | None = None
 
@@ -137,6 +141,18 @@ class RunPlan:
         shared = [phase.total for phase in self.phases if phase.phase != "generate"]
         apart = self.critic_stages if shared else (*self.stages, *self.critic_stages)
         return max([*shared, *(stage.memory.peak for stage in apart)])
+
+    @property
+    def fullest_phase(self) -> str:
+        """Where trainer and engines share their GPUs, the phase that `fullest` is of; else nothing."""
+        shared = [phase for phase in self.phases if phase.phase != "generate"]
+        return next((phase.phase for phase in shared if phase.total == self.fullest), "")
+
+    @property
+    def save_share(self) -> float | None:
+        """Seconds of a checkpoint over those of the steps between two; None where either is not known."""
+        steps = self.saved.every * self.seconds.get("step", 0.0)
+        return self.saved.seconds / steps if steps else None
 
     @property
     def host_share(self) -> float:
@@ -168,6 +184,11 @@ class RunPlan:
             summed["prediction"] = asdict(self.prediction) | {
                 "seconds": self.prediction.seconds, "limit": self.prediction.limit
             }  # fmt: skip
+        summed |= {
+            "checkpoint_bytes": self.saved.checkpoint,
+            "disk_bytes": self.saved.total,
+            "save_share": self.save_share,
+        }
         told = {"fits": self.fits, "verdict": self.verdict, "host_verdict": verdict_of(self.host_share)} | summed
         for name, stages in (("stages", self.stages), ("critic_stages", self.critic_stages)):
             told[name] = [
@@ -233,6 +254,14 @@ def make_plan(
     receiving = receiving_of(config, sync, engine) if engine is not None else None
     sent = sync if receiving is None or config.transport != "relay" else relayed(sync, receiving)
     syncs, rates = sender_syncs(sent, config.cluster), rates_of(config.cluster)
+    prediction = prediction_of(config, sync, receiving, rates)
+    adapted = make_adapters(table, spec.lora).table if spec.lora.on else table
+    valued = get_family(critic or hf_config).rules(critic or hf_config) if config.has_critic else None
+    saved = saved_bytes(
+        config, spec, adapted, valued, DTYPE_BYTES[export_dtype(hf_config)],
+        sum(sender.sent for sender in syncs), rates.directory,
+    )  # fmt: skip
+    late = saved.seconds > config.deadlines.checkpoint_s
     return RunPlan(
         model=family.architecture,
         fields=model,
@@ -257,7 +286,7 @@ def make_plan(
         rollouts=rollouts,
         rates=rates,
         bounds=bounds_of(config, syncs, receiving, rates),
-        prediction=prediction_of(config, sync, receiving, rates),
+        prediction=prediction,
         problems=(
             *trainer_problems(spec, "trainer", stages, gpu_bytes - (ENGINE_ASLEEP_BYTES if shared else 0)),
             *phase_problems(config, taking_turns, gpu_bytes),
@@ -266,7 +295,9 @@ def make_plan(
             *engine_problems(config.teacher, 0, longest, taught, gpu_bytes, "teacher"),
             *host_problems(spec, config.cluster.host_memory_gb, host, rollouts, config.rollout),
         ),
-        remarks=tuple(_remarks(layout, model, per_node, idle, unused)),
+        remarks=tuple(_remarks(layout, model, per_node, idle, unused, saved.seconds if late else 0.0)),
+        saved=saved,
+        seconds=_seconds(config, spec, hf_config, served, stages, engine, prediction, longest, micro_batches),
         phases=taking_turns,
         host_usable=host_bytes(memory) if (memory := config.cluster.host_memory_gb) is not None else None,
     )
@@ -367,7 +398,37 @@ def _machines(config: RunConfig, engine_gpus: int) -> tuple[int, int]:
     return nodes, nodes * per_node - trained - engine_gpus - teachers * teacher_tp
 
 
-def _remarks(layout: ParallelLayout, model: ModelFields, per_node: int, idle: int, without_engine: int) -> list[str]:
+def _seconds(
+    config: RunConfig, spec: PolicySpec, hf_config: Mapping[str, object], served: ServedWeights,
+    stages: Sequence[StagePlan], engine: EngineMemory | None, prediction: SyncPrediction | None, longest: int,
+    micro_batches: int,
+) -> dict[str, float]:  # fmt: skip
+    """Of a step, as a search reckons them; empty for what a search refuses, and for processors."""
+    unknown = config.sglang.urls or config.sglang.pairs is not None or config.has_critic or config.teacher.serves
+    if engine is None or prediction is None or unknown or config.cluster.device == "cpu":
+        return {}
+    family = get_family(hf_config)
+    model = family.model_fields(hf_config)
+    sent = served.on_a_gpu(1) if served.encoded is not None else 2 * model_parameters(served.table)
+    work = work_of(config, served.table, model, longest, sent)
+    speeds = speeds_of(config.cluster, usual_gpu(config.cluster.gpu_memory_gb))
+    widths, tp = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids), config.sglang.tp_size
+    held, memory = [stage.held for stage in stages], [stage.memory for stage in stages]
+    parts = {
+        "generate": generate_seconds(engine, config.sglang.gpus // tp, tp, work, speeds),
+        "train": sum(train_seconds(spec, widths, held, work, micro_batches, speeds).values()),
+        "sync": prediction.seconds,
+        "sleep": sleep_seconds(
+            max(each.weights + each.optimizer for each in memory), max(each.weights for each in memory), speeds.host,
+            spec.asleep is not None,
+        ) if config.colocated else 0.0,
+    }  # fmt: skip
+    return parts | {"step": step_seconds(parts, config.rollout.max_staleness > 0 and not config.colocated)}
+
+
+def _remarks(
+    layout: ParallelLayout, model: ModelFields, per_node: int, idle: int, without_engine: int, saving: float
+) -> list[str]:
     group, said = layout.expert_size, list[str]()
     if model.num_experts and layout.ep > 1 and layout.world_size > per_node and (group > per_node or per_node % group):
         said.append(
@@ -378,6 +439,8 @@ def _remarks(layout: ParallelLayout, model: ModelFields, per_node: int, idle: in
         said.append(f"{idle} GPUs of the last machines are not used")
     if without_engine:
         said.append(f"{without_engine} of the trainer's GPUs have no engine on them, and idle while others generate")
+    if saving:
+        said.append(f"a checkpoint takes {saving:,.0f} s, more than deadlines.checkpoint_s allows: raise it")
     return said
 
 

@@ -26,7 +26,6 @@ from mslime.planner.activations import read_widths
 from mslime.planner.adapters import together
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
 from mslime.planner.filling import rates_of
-from mslime.planner.flops import matrix_elements_per_token
 from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, phases
 from mslime.planner.plan import RunPlan, make_plan
@@ -40,8 +39,10 @@ from mslime.planner.times import (
     file_seconds,
     generate_seconds,
     sleep_seconds,
+    speeds_of,
     step_seconds,
     train_seconds,
+    work_of,
 )
 from mslime.planner.trainer import TrainerMemory, host_memory, longest_sequence, micro_batch_tokens, trainer_memory
 from mslime.weights.plan import WeightPlan
@@ -167,17 +168,7 @@ class Search:
     @cached_property
     def speeds(self) -> Speeds:
         """Of the cluster."""
-        cluster, known = self.base.cluster, nominal(self.gpu)
-        assert known is not None
-        set_by_hand = "gpu_nvlink_gb_per_s" in cluster.model_fields_set
-        nvlink = cluster.gpu_nvlink_gb_per_s if set_by_hand or not known.nvlink else known.nvlink
-        return Speeds(
-            known,
-            nvlink * 1e9,
-            cluster.gpu_network_gbits / 8 * 1e9,
-            cluster.gpus_per_node,
-            cluster.gpu_host_gb_per_s * 1e9,
-        )
+        return speeds_of(self.base.cluster, self.gpu)
 
     @cached_property
     def gpu_bytes(self) -> int:
@@ -223,16 +214,7 @@ class Search:
     @cached_property
     def work(self) -> StepWork:
         """Of a step."""
-        r, t = self.base.rollout, self.base.train
-        sampled = min(r.max_response_tokens, self.longest)
-        return StepWork(
-            responses=r.groups_per_step * r.group_size, prompt=self.longest - sampled, sampled=sampled,
-            forwards=1 + (policy_spec(self.base).reference is not None),
-            optimizer_steps=t.optimizer_steps_per_rollout,
-            active=matrix_elements_per_token(self.table, self.model.top_k), layers=self.model.num_layers,
-            top_k=self.model.top_k if self.model.num_experts else 0, experts=self.model.num_experts,
-            width=self.sent / model_parameters(self.table),
-        )  # fmt: skip
+        return work_of(self.base, self.table, self.model, self.longest, self.sent)
 
     # ------------------------------------------------------------------------------------------------ the trainer
 

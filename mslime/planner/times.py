@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mslime.config.gpus import Nominal
+from mslime.config.cluster import ClusterConfig
+from mslime.config.gpus import Nominal, nominal
 from mslime.config.layout import ParallelLayout
-from mslime.config.training import PolicySpec
+from mslime.config.schema import RunConfig
+from mslime.config.training import PolicySpec, policy_spec
+from mslime.convert.families.family import ModelFields
+from mslime.convert.table import RuleTable
 from mslime.planner.activations import EXPERT_IMBALANCE, Widths
 from mslime.planner.engine import EngineMemory
 from mslime.planner.filling import Rates
-from mslime.planner.parameters import StageParameters
+from mslime.planner.flops import matrix_elements_per_token
+from mslime.planner.parameters import StageParameters, model_parameters
 from mslime.planner.trainer import offloaded_share
 from mslime.planner.ways import CHANGED
 
@@ -97,6 +102,35 @@ class StepWork:
     def tokens(self) -> int:
         """Of a step."""
         return self.responses * self.length
+
+
+def speeds_of(cluster: ClusterConfig, gpu: str) -> Speeds:
+    """Of the cluster that settings describe, with GPUs of a name in `config.gpus.GPUS`."""
+    known = nominal(gpu)
+    assert known is not None, gpu
+    set_by_hand = "gpu_nvlink_gb_per_s" in cluster.model_fields_set
+    nvlink = cluster.gpu_nvlink_gb_per_s if set_by_hand or not known.nvlink else known.nvlink
+    network, host = cluster.gpu_network_gbits / 8 * 1e9, cluster.gpu_host_gb_per_s * 1e9
+    return Speeds(known, nvlink * 1e9, network, cluster.gpus_per_node, host)
+
+
+def work_of(config: RunConfig, table: RuleTable, model: ModelFields, longest: int, sent: int) -> StepWork:
+    """Of a step of a run.
+
+    Args:
+        longest: tokens of a response with its prompt.
+        sent: bytes of a sync.
+    """
+    r = config.rollout
+    sampled = min(r.max_response_tokens, longest)
+    return StepWork(
+        responses=r.groups_per_step * r.group_size, prompt=longest - sampled, sampled=sampled,
+        forwards=1 + (policy_spec(config).reference is not None),
+        optimizer_steps=config.train.optimizer_steps_per_rollout,
+        active=matrix_elements_per_token(table, model.top_k), layers=model.num_layers,
+        top_k=model.top_k if model.num_experts else 0, experts=model.num_experts,
+        width=sent / model_parameters(table),
+    )  # fmt: skip
 
 
 def train_seconds(

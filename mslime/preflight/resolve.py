@@ -14,6 +14,7 @@ from mslime.config.dtypes import engine_dtype, trainer_dtype
 from mslime.config.errors import CheckpointError, ConfigError, UserError, reading
 from mslime.config.layout_rules import check_model
 from mslime.config.schema import RunConfig
+from mslime.config.training import policy_spec
 from mslime.convert.adapters import make_adapters
 from mslime.convert.families import get_family, read_hf_config, refuse_unread
 from mslime.convert.families.family import Family, ModelFields
@@ -22,7 +23,9 @@ from mslime.convert.peft import adapters_of_run
 from mslime.convert.quantised import check_quantisation
 from mslime.convert.served_adapters import check_served, served_modules
 from mslime.data.tokenizer import Tokenizer, check_vocabulary, first_difference, load_tokenizer, probe_texts
+from mslime.planner.command import plan_of_run
 from mslime.planner.flops import quadratic_tokens
+from mslime.planner.problems import GIB, host_problems
 from mslime.preflight.data import check_data, check_supervised_data, glance_at_files
 from mslime.preflight.quantised import check_quantised
 from mslime.preflight.seams import check_seams
@@ -109,6 +112,8 @@ def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> Re
             check_served(adapters, family)
     _check_lengths(config, model)
     _check_critic(config, model)
+    if parts == WHOLE:
+        _check_host_memory(config)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
         raise ConfigError(
             "train.replay",
@@ -136,6 +141,8 @@ def _resolve_adapters(config: RunConfig, parts: Parts) -> ResolvedRun:
             found[name] = resolve(own, parts)
         except UserError as error:
             raise type(error)(f"adapters.{name}: {error.field}", error.value, error.rule, error.way_out) from error
+    if parts == WHOLE:
+        _check_host_memory(config)
     first = next(iter(found.values()))
     notes = tuple(f"{name}: {note}" for name, run in found.items() for note in run.notes)
     return ResolvedRun(with_model(config, first.hf_config), first.hf_config, first.family, first.model, notes, found)
@@ -156,6 +163,17 @@ def _check_paths(config: RunConfig) -> None:
         if path is not None and not (path / "config.json").is_file():
             raise CheckpointError(f"model.{key}", str(path), "there is no config.json in this directory",
                                   "give a Hugging Face checkpoint")  # fmt: skip
+
+
+def _check_host_memory(config: RunConfig) -> None:
+    """Where it is known how much a machine has, by the plan; that of GPUs is not compared here, `mslime plan` does."""
+    if (memory := config.cluster.host_memory_gb) is None:
+        return
+    plan = plan_of_run(config)
+    for problem in host_problems(policy_spec(config), memory, plan.host, plan.rollouts, config.rollout):
+        raise ConfigError("cluster.host_memory_gb", memory, f"{problem.where}: needs {problem.needs / GIB:.1f} of "
+                          f"{problem.has / GIB:.1f} GiB that a run can use, most of it {problem.component} "
+                          "(mslime plan shows all of it)", problem.way_out)  # fmt: skip
 
 
 def _takes_a_file(directory: Path) -> bool:

@@ -10,7 +10,6 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from mslime.config.errors import nearest
 from mslime.config.serve import CLIENT_LOSSES, LOSS_SETTINGS, ClientLoss, LossChoice
 from mslime.data.client_batch import Datum
 from mslime.serve import proto
@@ -54,20 +53,30 @@ def read_header(raw: bytes) -> Any:
     return message
 
 
-def read_pass(message: Any, limits: Limits) -> PassRequest:
-    """The request. Raises ServeError for the first mistake."""
-    loss = _loss(message)
+def read_pass(message: Any, limits: Limits, stable_reinforce: ClientLoss | None = None) -> PassRequest:
+    """The request. Raises ServeError for the first mistake.
+
+    Args:
+        stable_reinforce: the loss that stands in for the one of that name; None: it is refused.
+    """
+    loss = _loss(message, stable_reinforce)
     if not message.data:
         raise ServeError("data", "none", "there is nothing to compute", "give at least one datum")
     data = [_datum(datum, f"data[{i}]", loss.name, limits) for i, datum in enumerate(message.data)]
     return PassRequest(message.model_id, message.seq_id, data, loss, not message.forward_only)
 
 
-def _loss(message: Any) -> LossChoice:
+def _loss(message: Any, stable_reinforce: ClientLoss | None) -> LossChoice:
     name = str(message.loss_fn)
+    if name == "stable_reinforce" and stable_reinforce is not None:
+        name = stable_reinforce
     if name not in CLIENT_LOSSES:
-        raise ServeError("loss_fn", name, f"is not served; {', '.join(CLIENT_LOSSES)} are",
-                         nearest(name, CLIENT_LOSSES) or "use one of them, or forward_backward_custom")  # fmt: skip
+        way_out = "use one of them, or forward_backward_custom"
+        if name == "stable_reinforce":
+            way_out += (
+                "; where the client cannot choose, start the server with --serve.stable_reinforce and one of them"
+            )
+        raise ServeError("loss_fn", name, f"is not served; {', '.join(CLIENT_LOSSES)} are", way_out)
     given = {key: value.number if value.WhichOneof("value") == "number" else value.text
              for key, value in message.loss_fn_config_v2.items()}  # fmt: skip
     given = {**dict(message.loss_fn_config), **given}

@@ -214,7 +214,9 @@ class Server:
 
     async def _forward_backward(self, request: web.Request) -> web.Response:
         message = read_header(await request.read())
-        asked = await asyncio.to_thread(read_pass, message, self._service.served.limits)
+        asked = await asyncio.to_thread(
+            read_pass, message, self._service.served.limits, self._service.settings.stable_reinforce
+        )
         return _json(request_id=self._service.pass_over(asked), model_id=asked.model_id)
 
     async def _optim_step(self, request: web.Request) -> web.Response:

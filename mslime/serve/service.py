@@ -63,7 +63,7 @@ class Service:
         self, served: Served, settings: ServeConfig, trainer: Trainer, engines: Engines, root: Path,
         note: Callable[[str], None] = lambda _: None, *, together: bool = False,
     ) -> None:  # fmt: skip
-        self.served, self._settings = served, settings
+        self.served, self.settings = served, settings
         self._trainer, self._engines, self._note = trainer, engines, note
         self.sessions, self.states = Sessions(), States(root)
         self.futures = Futures(settings.max_requests)
@@ -103,8 +103,8 @@ class Service:
 
     async def tidy(self) -> None:
         """Let go of clients without a sign of life, of old answers, and of what was saved for a time."""
-        for session in self.sessions.silent(self._settings.silence_s):
-            await self.end_session(session.session_id, f"no sign of life for {self._settings.silence_s:g} s")
+        for session in self.sessions.silent(self.settings.silence_s):
+            await self.end_session(session.session_id, f"no sign of life for {self.settings.silence_s:g} s")
         self.futures.forget_fetched()
         if time.monotonic() - self._looked > EXPIRED_S:
             self._looked = time.monotonic()
@@ -146,7 +146,7 @@ class Service:
         session, model_id = self.sessions.get(session_id), f"{session_id}:train:{number}"
         if model_id in session.models:
             return session.models[model_id], False
-        if len(self.sessions.models) >= self._settings.max_adapters:
+        if len(self.sessions.models) >= self.settings.max_adapters:
             raise ServeError(
                 "create_model", len(self.sessions.models), "so many adapters are trained already (serve.max_adapters)",
                 "close clients that are done (ServiceClient.close), or raise the setting",

@@ -199,3 +199,7 @@ class Serving(Started):
         record = self.config.run_dir / FILE_NAME
         url = network.write_address(record, listening, key, model=served.names[0])
         self.progress.note(f"serving {served.names[0]} at {url}; the key is in {record}")
+        if (loss := self.config.serve.stable_reinforce) is not None:
+            self.progress.note(
+                f"clients that ask for stable_reinforce get {loss}, another loss (serve.stable_reinforce)"
+            )

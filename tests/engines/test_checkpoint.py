@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -19,15 +20,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mslime.backends.megatron import checkpoint
 from mslime.backends.megatron.step.asleep import optimizer_tensors
 from mslime.backends.megatron.step.optimizer import parts_of
 from mslime.backends.megatron.step.trainer import MegatronTrainer
 from mslime.config.errors import CheckpointError
+from mslime.convert.families import read_hf_config
+from mslime.convert.torch_dist import METADATA, load_metadata
 from mslime.data.checkpoints import newest, step_directory
 from mslime.data.checksums import sum_file
 from mslime.data.manifest import read_manifest, write_manifest
+from mslime.planner.plan import make_plan
 from tests.engines.trainer_ranks import largest_difference, make_config, run_trainers, shard_of, to_hf
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
@@ -37,6 +42,7 @@ STEPS, SAVED = 4, 2
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "one_distopt": {"use_distributed_optimizer": True},
+    "one_bf16": {"use_distributed_optimizer": True, "params_dtype": "bfloat16"},
     "tp2_ep2": {"tp": 2, "ep": 2},
     "tp2_ep2_distopt": {"tp": 2, "ep": 2, "use_distributed_optimizer": True},
     "dp2_ep2_distopt": {"dp": 2, "ep": 2, "use_distributed_optimizer": True},
@@ -224,6 +230,18 @@ def test_the_driver_reads_extra_without_a_trainer(saved: Any) -> None:
 def test_each_rank_writes_one_file(saved: Any) -> None:
     """With a second writer thread torch loses what that thread raises, and with it a part of the checkpoint."""
     assert len(list(saved("tp2_ep2")[0].glob("*.distcp"))) == 2
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("one", "one_bf16")), "tp2_ep2_distopt"],
+)
+def test_a_checkpoint_is_as_large_as_planned(layout: str, model: Path, saved: Any) -> None:
+    directory, _ = saved(layout)
+    stored = load_metadata(directory / METADATA).state_dict_metadata.values()
+    tensors = [each for each in stored if isinstance(each, TensorStorageMetadata)]
+    size = sum(math.prod(each.size) * each.properties.dtype.itemsize for each in tensors)
+    assert size == make_plan(config_of(layout, model, directory), read_hf_config(model)).saved.checkpoint
 
 
 def _load_only(trainer: MegatronTrainer, directory: Path) -> str:

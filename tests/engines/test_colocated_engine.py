@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from mslime.backends.cpu.pages import drop_pages
@@ -19,6 +18,7 @@ from mslime.backends.sglang.released import TAGS
 from mslime.config.errors import EngineError
 from tests.engines.conftest import SharedServer, serve
 from tests.fixtures.engine_calls import load_beneath_the_cache, load_from_disk
+from tests.fixtures.memory import written_bytes
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 pytestmark = pytest.mark.timeout(400)
@@ -40,9 +40,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedServer]:
 
 
 def own_memory(server: SharedServer) -> float:
-    """MiB that only the server's processes have: what they share, libraries above all, is divided among those who have
-    it mapped, who may become more or fewer at any time."""
-    return sum(psutil.Process(pid).memory_full_info().uss for pid in server.process.pids) / MIB
+    """MiB of the server's processes."""
+    return sum(written_bytes(pid) for pid in server.process.pids) / MIB
 
 
 async def fill_cache(client: EngineClient) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -30,6 +29,7 @@ from mslime.planner.parameters import stage_parameters
 from mslime.planner.trainer import optimizer_bytes, parameter_bytes
 from tests.engines.megatron_ranks import run_ranks
 from tests.engines.trainer_ranks import make_config, make_shard, shard_of
+from tests.fixtures.memory import written_bytes
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 
 pytestmark = pytest.mark.timeout(240)
@@ -105,11 +105,11 @@ def memory(rank: int, world_size: int, init_method: str, config: RunConfig) -> d
     trainer = MegatronTrainer(policy_spec(config), rank, world_size, init_method)
     trainer.train([shard_of(trainer)])
     trainer.hold(("weights", "optimizer", "gradients"))
-    own, sizes = psutil.Process(os.getpid()), {part: trainer._state.size_of(part) for part in trainer._state.here}
-    found = {"awake": own.memory_full_info().pss}
+    sizes = {part: trainer._state.size_of(part) for part in trainer._state.here}
+    found = {"awake": written_bytes(os.getpid())}
     for name, parts in (("send", ("weights",)), ("asleep", ()), ("again", ("weights", "optimizer", "gradients"))):
         trainer.hold(parts)  # type: ignore[arg-type]
-        found[name] = own.memory_full_info().pss
+        found[name] = written_bytes(os.getpid())
     return {"pss": found, "sizes": sizes, "digest": digest(trainer), "parts": trainer._state.here}
 
 

@@ -167,10 +167,15 @@ def test_the_servers_token_is_not_written_out(monkeypatch: pytest.MonkeyPatch, t
     assert named.rollout.server.secret() == "quiet"
 
 
-def test_the_page_shows_the_example_as_it_is_and_its_try_works() -> None:
+@pytest.mark.parametrize(("page", "example"), [("agents", "tools"), ("coding_agents", "coding")])
+def test_the_page_shows_the_example_as_it_is(page: str, example: str) -> None:
+    code = (ROOT / f"examples/agents/{example}.py").read_text()
+    code = code.partition("from __future__ import annotations\n")[2].strip()
+    assert f"```python\n{code}\n```" in (ROOT / f"docs/{page}.md").read_text()
+
+
+def test_the_pages_try_works_and_it_names_every_reason() -> None:
     page = (ROOT / "docs/agents.md").read_text()
-    code = (ROOT / "examples/agents/tools.py").read_text().partition("from __future__ import annotations\n")[2].strip()
-    assert f"```python\n{code}\n```" in page
     tried = page.split("```python\nfrom mslime.rollout.contract")[1].split("```")[0]
     exec(f"from mslime.rollout.contract{tried}", {})
     reasons = set(re.findall(r"`(\w+)`", page.split("| reason |")[1].split("`rollout.limits")[0])) - {"rollout"}

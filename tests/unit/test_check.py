@@ -44,6 +44,15 @@ def check(capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, *
     return status, printed.out, printed.err
 
 
+def test_a_run_that_needs_more_than_a_machines_memory_is_refused_by_what_takes_most(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path
+) -> None:
+    status, _, told = check(capsys, checkpoint, prompts, "--cluster.host-memory-gb", "0.001")
+    assert status == 2 and "cluster.host_memory_gb = 0.001: trainer machine, host memory: needs " in told
+    assert "most of it shards" in told and "lower rollout.groups_per_step (32)" in told
+    assert check(capsys, checkpoint, prompts, "--cluster.host-memory-gb", "64")[0] == 0
+
+
 @pytest.mark.parametrize(("line", "said"), [
     (None, "no such file"), ("{'prompt': 1}", "is not valid JSON"), ('{"promt": "a", "label": "1"}', "no key 'prompt'"),
 ])  # fmt: skip

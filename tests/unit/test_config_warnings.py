@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mslime.config.algorithm import POLICY_LOSSES
+from mslime.config.engines import SGLANG_TESTED, SGLangConfig
 from mslime.config.errors import ConfigError
 from mslime.config.loader import build
+from mslime.config.megatron import MEGATRON_TESTED, MegatronConfig
 from mslime.config.warnings import warnings
 
 
@@ -186,3 +190,28 @@ def test_the_defaults_of_a_loss_are_not_warned_of_off_policy(loss: str) -> None:
 
 def test_supervised_runs_have_no_algorithm_to_warn_of() -> None:
     assert advice({"correction": {"preset": "opsm"}}, task="sft") == []
+
+
+@pytest.mark.parametrize("task", ["rl", "sft"])
+def test_engine_fields_that_nothing_of_ours_sets_are_named_in_one_warning(task: str) -> None:
+    base = {"model": {"path": "unused"}, "data": {"prompts": ["unused.jsonl"]}, "train": {"task": task}}
+    tested = {"megatron": {"moe_permute_fusion": True}, "sglang": {"attention_backend": "fa3"}}
+    assert warnings(build({**base, **tested})) == []
+    given = {"megatron": {"bucket_size": 9, **tested["megatron"]}, "sglang": {"page_size": 16, **tested["sglang"]}}
+    (said,) = warnings(build({**base, **given}))
+    assert said.startswith("megatron.bucket_size, sglang.page_size: passed on untested")
+
+
+def test_an_engine_field_is_tested_where_a_launch_script_or_a_test_with_a_real_engine_sets_it() -> None:
+    root = Path(__file__).parents[2]
+    scripts = "".join(path.read_text() for path in (root / "scripts/models").glob("*.sh"))
+    given = {
+        (section, name.replace("-", "_")) for section, name in re.findall(r"--(megatron|sglang)\.([\w-]+)", scripts)
+    }
+    own = {"megatron": MegatronConfig.model_fields, "sglang": SGLangConfig.model_fields}
+    by_scripts = {section: {n for s, n in given if s == section} - set(fields) for section, fields in own.items()}
+    assert by_scripts["megatron"] <= MEGATRON_TESTED and by_scripts["sglang"] <= SGLANG_TESTED
+    real = [path for name in ("engines", "e2e", "rehearsal") for path in (root / "tests" / name).glob("*.py")]
+    text = "".join(path.read_text() for path in [*real, root / "mslime/backends/sglang/flags.py"])
+    for field in MEGATRON_TESTED | SGLANG_TESTED:
+        assert field in by_scripts["megatron"] | by_scripts["sglang"] or f'"{field}"' in text, field

@@ -93,6 +93,12 @@ def test_settings_that_change_the_arithmetic_are_refused_by_name(change: dict[st
         fields(QWEN3_30B_A3B | change)
 
 
+@pytest.mark.parametrize("positions", [10**25, 0, -1, True])
+def test_a_number_of_positions_that_no_model_has_is_refused(positions: int) -> None:
+    with pytest.raises(CheckpointError, match="config.json: max_position_embeddings = .*: must be a positive"):
+        get_family(QWEN3_30B_A3B).model_fields(QWEN3_30B_A3B | {"max_position_embeddings": positions})
+
+
 @pytest.mark.parametrize(
     "change",
     [

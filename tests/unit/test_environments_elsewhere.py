@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from mslime.config.agents import AgentLimits
-from mslime.config.errors import RolloutError
+from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.rollout import RolloutConfig
 from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
@@ -115,7 +115,7 @@ async def by_a_server_that_is_gone(task: Task, engine: Engine) -> Episode:
 
 
 async def by_gym(task: Task, engine: Engine) -> Episode:
-    gym = NemoGym("", 0)
+    gym = NemoGym("", 0, relay_key="policy_api_key")
     async with FakeGym() as server:
         gym._url = server.url
 
@@ -127,10 +127,10 @@ async def by_gym(task: Task, engine: Engine) -> Episode:
         finding = asyncio.create_task(find_relay())
         found = await gym(task, engine)
         await finding
-        stranger = NemoGym(server.url, 0).relay
+        stranger = NemoGym(server.url, 0, relay_key="k").relay
         async with stranger.serving(await engine.endpoint()):
             url = f"http://127.0.0.1:{stranger.port}/v1"
-            refused = await said(url, "any", "responses", {"input": "x", "metadata": {}})
+            refused = await said(url, "k", "responses", {"input": "x", "metadata": {}})
         assert refused["error"]["message"].startswith(f"metadata.{NAME} names no rollout")
         assert (await engine.endpoint()).key not in json.dumps(answers["asked"]), "a Gym writes down what it is asked"
         return found
@@ -220,9 +220,13 @@ def test_a_reward_is_a_finite_number(reward: object) -> None:
     (b"{}", {"Authorization": "Bearer other"}, 401), (b"{}", {"Authorization": "Bearer \xfc"}, 401),
     (b"{}", {"Content-Type": "text/plain"}, 415), (b"{}", {"Host": "evil.example"}, 421),
 ])  # fmt: skip
-def test_the_gyms_relay_refuses_what_is_no_request_of_a_gym(body: bytes, headers: dict[str, str], status: int) -> None:
+def test_the_gyms_relay_refuses_what_is_no_request_of_a_gym(
+    body: bytes, headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GYM_KEY", "k")
+
     async def work() -> None:
-        relay = NemoGym("", 0, relay_key="k").relay
+        relay = NemoGym("", 0, relay_key="env:GYM_KEY").relay
         sent = {"Content-Type": "application/json", "Authorization": "Bearer k", **headers}
         async with relay.serving(ModelEndpoint("http://x", "http://x/v1", "key", "m")), aiohttp.ClientSession() as http:
             url = f"http://127.0.0.1:{relay.port}/v1/responses"
@@ -232,6 +236,10 @@ def test_the_gyms_relay_refuses_what_is_no_request_of_a_gym(body: bytes, headers
     asyncio.run(work())
 
 
-def test_a_relay_that_others_reach_needs_a_key() -> None:
-    with pytest.raises(ValueError, match="give relay_key"):
-        NemoGym("", 0, relay_host="10.1.2.3")
+def test_there_is_no_relay_without_a_key() -> None:
+    with pytest.raises(TypeError, match="relay_key"):
+        NemoGym("", 0)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="relay_key is empty"):
+        NemoGym("", 0, relay_key="")
+    with pytest.raises(ConfigError, match="GYM_KEY_THAT_IS_NOT_SET"):
+        NemoGym("", 0, relay_key="env:GYM_KEY_THAT_IS_NOT_SET")

@@ -49,6 +49,21 @@ def write(adapters: Adapters, directory: Path, base: Path) -> dict[str, torch.Te
     return factors
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_an_adapter_that_is_not_finite_is_refused_by_file_and_tensor(
+    models: dict[str, Path], tmp_path: Path, value: float
+) -> None:
+    adapters = adapters_of(models["qwen3-moe"], targets=["attention"])
+    factors = write(adapters, tmp_path / "adapter", models["qwen3-moe"])
+    name = next(iter(factors))
+    factors[name].view(-1)[3:5] = value
+    save_file(factors, tmp_path / "adapter" / WEIGHTS)
+    read = AdapterFile.open(tmp_path / "adapter").reader()
+    with pytest.raises(CheckpointError, match=f"2 of {factors[name].numel()} values") as error:
+        [read(each) for each in factors]
+    assert error.value.field == f"{tmp_path}/adapter/{WEIGHTS}: {name}"
+
+
 @pytest.mark.parametrize(("name", "rank", "size"), [("q", 0, 1), ("q", 1, 2), ("v", 0, 2)])
 def test_rows_of_b_lie_as_the_rows_of_the_fused_weight(
     models: dict[str, Path], name: str, rank: int, size: int

@@ -63,7 +63,7 @@ def rollout(python: Path) -> Iterator[NemoGym]:
     try:
         assert process.stdout is not None
         assert any(line.startswith("serving sums") for line in process.stdout), "the servers ended"
-        yield NemoGym(f"http://127.0.0.1:{agent}", relay)
+        yield NemoGym(f"http://127.0.0.1:{agent}", relay, relay_key="policy_api_key")
     finally:
         process.terminate()
         process.wait(30)

@@ -6,19 +6,24 @@ import base64
 import hashlib
 import html
 import json
+import os
 import re
 import shutil
+import socket
 import subprocess
+import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mslime.cli import main
 from mslime.config.errors import UserError
 from mslime.data.sample_log import KINDS
+from mslime.observe.alive import own_description
 from mslime.observe.charts import MAX_HEAT_COLUMNS, MAX_POINTS
 from mslime.observe.compare import write_comparison
 from mslime.observe.headline import model_name
@@ -122,7 +127,47 @@ def test_an_unfinished_run_with_a_torn_last_line_is_reported_up_to_there(own_run
     path.write_text("\n".join(lines[:21]) + '\n{"step": 21, "reward/me')
     page = write_report(own_run).read_text()
     assert page_data(page)["charts"][0]["steps"][-1] == 20
-    assert "of 40: unfinished, or still running" in page
+    assert "<small>of 40</small>" in page
+
+
+SECONDS_AGO = [3 * 3600 + 60 * (9 - i) + 20 for i in range(10)]
+"""Of ten rows: the last is three hours old, a step takes a minute."""
+
+
+def run_in(run_dir: Path, seconds_ago: list[int], **owner: Any) -> str:
+    """The first sentence of the report of a run that has done 10 of its 40 steps, and whose lock says `owner`."""
+    make_synthetic_run(run_dir, steps=1, planned=40)
+    rows = [{"step": i + 1, "time": time.time() - ago, "lr": 1.0} for i, ago in enumerate(seconds_ago)]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if owner:
+        (run_dir / ".lock").write_text(json.dumps(own_description() | owner))
+    found = re.search(r'<ul class="verdict"><li class="(\w+)"><b>(.*?)</b>', write_report(run_dir).read_text())
+    assert found is not None
+    return f"{found[1]}: {found[2]}"
+
+
+def test_the_report_says_first_whether_a_run_lives_by_its_lock_and_the_age_of_its_last_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, host = "10 of 40 steps are done, the last row is 3h 00m old", socket.gethostname()
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: 1.0)
+    gone = run_in(tmp_path / "gone", SECONDS_AGO, pid=9453, process_started=0.0)
+    assert gone == f"bad: The run is not running: {done}, process 9453 on {host} is gone."
+    hangs = run_in(tmp_path / "hangs", SECONDS_AGO, pid=os.getpid())
+    assert hangs == f"note: process {os.getpid()} on {host} runs, but {done}: a step took 1m 00s."
+    fresh = run_in(tmp_path / "lives", [ago - 3 * 3600 for ago in SECONDS_AGO], pid=os.getpid())
+    assert fresh.startswith("good: The run goes on: 10 of 40 steps are done, the last row is ")
+    assert re.search(rf" old, process {os.getpid()} on {host} runs. It will be done in 29m \d\ds\.", fresh)
+    elsewhere = run_in(tmp_path / "elsewhere", SECONDS_AGO, host="node7")
+    assert (
+        elsewhere
+        == f"note: {done}; whether process {os.getpid()} on node7 still runs cannot be seen from this machine."
+    )
+    unknown = run_in(tmp_path / "unknown", SECONDS_AGO)
+    assert unknown == f"note: {done}; no lock in its directory says which process runs it."
+    (tmp_path / "several").mkdir()
+    shutil.copy(tmp_path / "elsewhere" / ".lock", tmp_path / "several" / ".lock")
+    assert run_in(tmp_path / "several" / "adapters" / "one", SECONDS_AGO) == elsewhere
 
 
 def test_missing_metrics_are_named_as_not_recorded(own_run: Path) -> None:
@@ -150,6 +195,17 @@ def test_rows_of_one_step_are_joined(own_run: Path) -> None:
     charts = page_data(write_report(own_run).read_text())["charts"]
     assert [s["label"] for s in charts[1]["series"]] == ["held_out", "other", "held_out pass@4"]
     assert charts[0]["steps"].count(40) == 1
+
+
+def test_steps_without_a_row_or_with_two_are_told(own_run: Path) -> None:
+    path = own_run / "metrics.jsonl"
+    assert "metrics.jsonl:" not in write_report(own_run).read_text()
+    lines = path.read_text().splitlines()
+    late_scores = json.dumps({"step": 40, "eval/held_out/accuracy@1": 0.5})  # of an evaluation beside training
+    path.write_text("\n".join([*lines[:5], *lines[8:], lines[30], *lines[35:37], late_scores]) + "\n")
+    gap = "steps without a row: 3, the first is 5"
+    told = f"{gap}; steps with two rows, of which the later counts: 3, the first is 30"
+    assert f'<li class="note"><b>metrics.jsonl: {told}.</b></li>' in write_report(own_run).read_text()
 
 
 def test_a_run_without_steps_or_directory_says_what_is_missing(tmp_path: Path) -> None:

@@ -183,6 +183,59 @@ def test_a_tensor_on_its_way_into_a_checkpoint_is_counted_in_host_memory() -> No
         assert more == pytest.approx(bytes_each * 30.5e9 / 16 * 8, rel=0.05)
 
 
+def test_what_a_run_writes_to_disks_is_planned_in_bytes_seconds_and_as_a_share_of_its_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = ["--model.path", str(CONFIGS / "qwen2.5-7B"), "--train.replay", "off", "--gpus", "16"]
+    model += ["--cluster.directory-gb-per-s", "2", "--checkpoint.save-every", "10", "--checkpoint.hf-every", "50"]
+    plan = json.loads(command(capsys, *model, "--json")[1])
+    n = 7_615_616_512
+    saved = plan["saved"]
+    assert (saved["weights"], saved["main"], saved["moments"]) == (2 * n, 4 * n, 8 * n)
+    assert saved["seconds"] == 14 * n / 2e9 and saved["at_once"] == 3 and saved["exports"] == [3, 2 * n]
+    assert plan["save_share"] == pytest.approx(saved["seconds"] / (10 * plan["seconds"]["step"]))
+    assert plan["disk_bytes"] == 3 * 14 * n + 3 * 2 * n
+    told = " ".join(command(capsys, *model)[1].split())
+    size = "a checkpoint 99.3 GiB of all ranks: 14.2 of weights, 28.4 of main weights, 56.7 of moments"
+    assert f"{size} written in 53.3 s at 2 GB/s, all waiting, every 10 steps of some" in told and "% on top" in told
+    assert "GiB of GPU memory free on the fullest trainer GPU" in told and "remark: a checkpoint" not in told
+
+    kept = [
+        "--checkpoint.keep-best",
+        "reward/mean",
+        "--checkpoint.keep-every",
+        "20",
+        "--weights.transport",
+        "delta",
+    ]
+    halved = ["--megatron.use-precision-aware-optimizer", "--megatron.exp-avg-dtype", "bfloat16"]
+    more = json.loads(command(capsys, *model, *kept, *halved, "--deadlines.checkpoint-s", "9", "--json")[1])
+    saved = more["saved"]
+    assert (saved["main"], saved["moments"]) == (2 * n, 6 * n)  # the 16 bits that bfloat16 lacks; a moment in 16 bits
+    assert saved["at_once"] == 4 and saved["for_ever"] == 5 and saved["sync"] == 2 * 2 * n
+    assert any("more than deadlines.checkpoint_s" in said for said in more["remarks"])
+
+
+def test_a_shared_gpu_is_full_by_choice_while_engines_generate_and_free_memory_is_said_of_a_phase(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shared = ["--cluster.placement", "colocated", "--sglang.num-engines", "8", "--cluster.device", "cuda"]
+    model = [
+        "--model.path",
+        str(CONFIGS / "qwen2.5-7B"),
+        "--train.replay",
+        "off",
+        "--gpus",
+        "8",
+        "--gpu-memory-gb",
+        "141",
+    ]
+    told = command(capsys, *model, *shared, "--weights.transport", "shm")[1]
+    assert "all, as SGLang's cache takes what is left" in told and "100%" not in told
+    assert "GiB of GPU memory free on the fullest trainer GPU, in phase train" in told
+
+
+@pytest.mark.slow
 @pytest.mark.nightly
 def test_what_senders_keep_is_counted_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     megatron = {"expert_model_parallel_size": 8, "recompute_granularity": "full"}

@@ -152,6 +152,31 @@ def test_losses_come_with_their_settings_and_columns(
     assert got.log_probs.tolist() == [-1, -2] and got.advantages.tolist() == [0.5, -0.5]
 
 
+def test_stable_reinforce_is_the_loss_that_the_server_was_told_to_put_in_its_place(tmp_path: Path) -> None:
+    with (
+        fake_server(tmp_path, stable_reinforce="ppo") as server,
+        tinker.ServiceClient(base_url=server.url, api_key=KEY) as client,
+    ):
+        training = client.create_lora_training_client(base_model=BASE, rank=4).result()
+        sampling = training.save_weights_and_get_sampling_client(record_stability_info=True).result()
+        prompt, tokens = [8, 9], [10, 11, 12]
+        sampled = sampling.sample(types.ModelInput.from_ints(prompt), 1, types.SamplingParams(max_tokens=3)).result()
+        of = {"sequence_id": sampled.sequences[0].sequence_id}
+        given = datum(
+            [*prompt, *tokens[:-1]], [prompt[1], *tokens], logprobs=[0, -1.0, -1, -1], advantages=[0, 0.5, 0.5, 0.5]
+        ).with_provenance(
+            model_input=[types.PromptProvenanceSpan(**of, length=2), types.SampledProvenanceSpan(**of, length=2)],
+            loss_fn_inputs=[
+                types.PromptProvenanceSpan(**of, offset=1, length=1), types.SampledProvenanceSpan(**of, length=3)
+            ],
+        )  # fmt: skip
+        training.forward_backward([given], "stable_reinforce", {"clip_low_threshold": 0.5}).result()
+        loss, (got,), backward = server.trainer.losses[-1]
+        assert loss == LossChoice("ppo", 0.5, 1.2) and backward and got.advantages.tolist() == [0, 0.5, 0.5, 0.5]
+        with pytest.raises(tinker.RequestFailedError, match="kl_coeff.*ppo has no such setting"):
+            training.forward_backward([given], "stable_reinforce", {"kl_coeff": 0.01}).result()
+
+
 def test_a_loss_of_the_clients_own_runs_at_the_client(server: FakeServer, client: Any) -> None:
     training = client.create_lora_training_client(base_model=BASE, rank=4).result()
 
@@ -166,7 +191,8 @@ def test_a_loss_of_the_clients_own_runs_at_the_client(server: FakeServer, client
 
 
 WRONG: list[tuple[Any, str, dict[str, Any] | None, str]] = [
-    (lambda: weighted([1, 2]), "gspo", None, "loss_fn = 'gspo': is not served"),
+    (lambda: weighted([1, 2]), "gspo", None, "loss_fn = 'gspo': is not served; (?s:(?!.*did you mean))"),
+    (lambda: weighted([1, 2]), "stable_reinforce", None, "(?s)is not served.*--serve.stable_reinforce"),
     (lambda: weighted([1] * 32), "cross_entropy", None, "32 tokens.*takes 31 at most"),
     (lambda: weighted([1, 200]), "cross_entropy", None, "200.*0 to 99"),
     (lambda: datum([1, 2], [3, 100], weights=[1.0, 1.0]), "cross_entropy", None, "target_tokens = 100"),

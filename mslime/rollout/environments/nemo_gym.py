@@ -16,10 +16,12 @@ from typing import Any, cast
 
 import aiohttp
 from aiohttp import web
+from pydantic import SecretStr
 
+from mslime.config.keys import read_secret
 from mslime.rollout.chat.errors import ChatError
 from mslime.rollout.environments.elsewhere import asked_of, episode_of, is_number
-from mslime.rollout.server.app import LOOPBACK, body_of, listen, own_clients
+from mslime.rollout.server.app import body_of, listen, own_clients
 from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.rollout.workflow import Engine, Episode, Task
 from mslime.web_server import Listening, admitted, same_key, serve
@@ -34,18 +36,23 @@ MOST_BYTES = 64 * 2**20
 class NemoGym:
     """A rollout function: an episode of an agent server of NeMo Gym for each rollout.
 
-        rollout = NemoGym("http://127.0.0.1:8001", relay_port=8702)      # rollout.function: my_project.rollouts:rollout
+        rollout = NemoGym("http://127.0.0.1:8001", relay_port=8702, relay_key="env:GYM_KEY")
 
-    The Gym runs with `policy_base_url=http://HOST:RELAY_PORT/v1`, and any key and name of a model.
+    That is `rollout.function: my_project.rollouts:rollout`. The Gym runs with
+    `policy_base_url=http://HOST:RELAY_PORT/v1`, `policy_api_key` the relay's key, and any name of a model.
 
     Args:
         url: of the agent server.
         relay_port: on which the Gym's model server finds the model; 0: any, see `relay`.
-        relay_host: an address that the Gym reaches. Whoever reaches it needs the name of a rollout under way.
-        relay_key: the Gym's `policy_api_key`, without which the relay reads nothing. None: any key does, on loopback.
+        relay_host: an address that the Gym reaches.
+        relay_key: the Gym's `policy_api_key`, without which the relay reads nothing: `env:NAME`, `file:PATH`, or the
+            key itself. A Gym is told its key when it is started, often before a run, so the run draws none.
+
+    Raises:
+        ConfigError: the key cannot be found. ValueError: it is empty.
     """
 
-    def __init__(self, url: str, relay_port: int, relay_host: str = "127.0.0.1", relay_key: str | None = None) -> None:
+    def __init__(self, url: str, relay_port: int, relay_host: str = "127.0.0.1", *, relay_key: str) -> None:
         self._url, self.relay = url.rstrip("/"), Relay(relay_host, relay_port, relay_key)
 
     async def __call__(self, task: Task, engine: Engine) -> Episode:
@@ -73,10 +80,10 @@ class Relay:
         port: that it listens on, once a rollout is served.
     """
 
-    def __init__(self, host: str, port: int, key: str | None = None) -> None:
-        if key is None and host not in LOOPBACK:
-            raise ValueError(f"others reach {host}: give relay_key, and the Gym the same policy_api_key")
-        self._host, self.port, self._key = host, port, key
+    def __init__(self, host: str, port: int, key: str) -> None:
+        if not key:
+            raise ValueError("relay_key is empty: choose one, and give the Gym the same as policy_api_key")
+        self._host, self.port, self._key = host, port, read_secret(SecretStr(key), "relay_key")
         self._endpoints: dict[str, ModelEndpoint] = {}
         self._listening: Listening | None = None
         self._starting = asyncio.Lock()
@@ -112,10 +119,9 @@ class Relay:
 
     async def _pass_on(self, request: web.Request) -> web.Response:
         key = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
-        if self._key is not None:
-            if not same_key(key, self._key):
-                return _refused("the key is not the relay's: give the Gym policy_api_key", 401)
-            admitted(request)
+        if not same_key(key, self._key):
+            return _refused("the key is not the relay's: give the Gym relay_key as policy_api_key", 401)
+        admitted(request)
         try:
             body = dict(body_of(await request.read()))
         except ChatError as error:
@@ -125,7 +131,6 @@ class Relay:
         endpoint = self._endpoints.get(str(metadata.pop(NAME, "")))
         if endpoint is None:
             return _refused(f"metadata.{NAME} names no rollout under way")
-        admitted(request)
         body["metadata"] = metadata
         url = f"{endpoint.openai_url.rstrip('/')}/{request.match_info['route']}"
         async with (
