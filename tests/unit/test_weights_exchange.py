@@ -29,6 +29,7 @@ def rank_main(rank: int, store: str, work: Callable[[int], Any], pipe: Connectio
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=20)
     )
+    dist.barrier()  # nobody leaves while others still meet
     pipe.send(work(rank))
     dist.destroy_process_group()
 
