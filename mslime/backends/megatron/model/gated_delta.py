@@ -96,6 +96,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         self.A_log.data = self.A_log.data.float()
         sizes = cast("Any", self.config)
         self.head_sizes: tuple[int, int] = (sizes.linear_key_head_dim, sizes.linear_value_head_dim)
+        self.taps: int = sizes.linear_conv_kernel_dim
         self.repeats: int = sizes.linear_num_value_heads // sizes.linear_num_key_heads
 
     def forward(  # type: ignore[override]
@@ -158,7 +159,7 @@ class PackedGatedDeltaNet(GatedDeltaNet):
     def _convolved_apart(self, qkv: Tensor, packed: Sequences) -> Tensor:
         """`_convolved` within each sequence, in one call: as many rows of zeros stand between two as the convolution
         looks back."""
-        blank = self.conv_kernel_dim - 1
+        blank = self.taps - 1
         at = packed.places(qkv.shape[1], blank)
         spread = qkv.new_zeros(qkv.shape[0], qkv.shape[1] + blank * (len(packed.lengths) - 1), qkv.shape[2])
         return self._convolved(spread.index_copy(1, at, qkv)).index_select(1, at)
