@@ -123,7 +123,7 @@ def _at_most_100_kb() -> None:
 
 
 @pytest.mark.parametrize("workers", nightly_except(["2"], ["1", "2"]))
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_full_disk_names_file_and_tensor_and_the_next_run_goes_on(source: Path, tmp_path: Path, workers: str) -> None:
     out = tmp_path / "out"
     options = ["--max-shard-gib", "0.0001", "--workers", workers, "--quiet"]
@@ -273,7 +273,7 @@ print((kib("VmHWM") - before) * 1024 / shard)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_conversion_of_many_shards_needs_no_more_memory_than_two(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", shards=8, hidden_size=1024, moe_intermediate_size=1024, num_experts=16)
     assert sum(path.stat().st_size for path in source.glob("*.safetensors")) > 8 * (24 << 20)

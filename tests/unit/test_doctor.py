@@ -392,7 +392,7 @@ def test_every_gpu_that_is_visible_is_measured(monkeypatch: pytest.MonkeyPatch) 
     assert told(speeds.check_collectives(machine({}))) == [("cannot see", "one GPU: there is nothing to talk to")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_machines_meet_over_gloo_and_their_clocks_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     """Both are this one: two calls of the command, two ranks each, real collectives."""
     meet = f"127.0.0.1:{speeds.free_port()}"

@@ -147,7 +147,7 @@ def scored(responses: list[Sample], **settings: object) -> tuple[list[object], R
     return asyncio.run(asyncio.wait_for(work(), 250))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_towers_and_ordinary_answers_side_by_side_end_no_run_and_cost_nobody_else_his_reward():
     """Through the worker processes, with the defaults: on_error is `fail`."""
     ordinary = [(a, f"so \\boxed{{{b}}}") for pairs in EQUAL.values() for a, b in pairs][::8]

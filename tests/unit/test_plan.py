@@ -133,7 +133,7 @@ def test_the_precision_aware_optimizer_and_offload_take_less() -> None:
     assert optimizer_bytes_per_parameter(2, {**offload, **bf16_moments}) == 12 / 4, "and float32 throughout"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_offloaded_optimizer_is_counted_in_host_memory(capsys: pytest.CaptureFixture[str]) -> None:
     aware = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True}
     # Main weight, two moments; pinned: the gradient, and the bfloat16 weight that the optimizer was given.

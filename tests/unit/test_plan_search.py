@@ -173,7 +173,7 @@ def test_what_the_user_has_set_is_kept() -> None:
     assert all(each.plan.engine_ranks == 8 for each in found_by(by_one, 8, 80, 5)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_host_memory_is_counted_by_machine_and_bounds_what_is_found() -> None:
     given = values("qwen3-30B-A3B", cluster={"placement": "colocated"})
     plenty = found_by(given, 8, 56, 1)[0][0]

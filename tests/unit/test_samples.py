@@ -125,7 +125,7 @@ def test_texts_of_tokens_are_the_response_and_garbage_is_not_held_back(tokenizer
     assert token_texts(broken, tokenizer)[-3:] == ["e", "n", "d"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_some_stay_below_their_bytes_and_all_keep_everything_whole(tokenizer: HFTokenizer, tmp_path: Path):
     groups = [
         Group(g, [answered(tokenizer, g, i, ["\x01" * 10_000] * 2, g + i) for i in range(8)], "p:1") for g in range(4)

@@ -308,7 +308,7 @@ LATENT_QUERIES = ("deepseek-r1", "deepseek-v2", "deepseek-v3", "deepseek-v3.1", 
 @pytest.mark.parametrize(
     "model", nightly_except((*MODELS, "deepseek-v3"), sorted(path.name for path in CONFIGS.iterdir() if path.is_dir()))
 )
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tensors_that_an_engine_joins_travel_together_in_every_published_model(model: str) -> None:
     """SGLang's loader for latent attention drops the first of two projections that come in two requests."""
     config = published_config(model)

@@ -39,7 +39,7 @@ def slow_place_sum(values: list[int]) -> int:
     return (total + (1 << 63) & M64) - (1 << 63)
 
 
-@pytest.mark.parametrize("numel", nightly_except([0, 1, 257, BLOCK + 5], [0, 1, 257, BLOCK, BLOCK + 5]))
+@pytest.mark.parametrize("numel", nightly_except([0, 1, 257], [0, 1, 257, BLOCK, BLOCK + 5]))
 @pytest.mark.slow
 def test_a_sum_is_that_of_its_elements_each_times_the_number_of_its_place(numel: int) -> None:
     tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).bfloat16()
