@@ -128,7 +128,8 @@ def test_engine_and_trainer_say_the_same_of_a_probe(
     config = make_config(sglang_server.checkpoint, tmp_path, rollout={"temperature": TEMPERATURE}, **sizes)
     theirs = routes_of(answers, range(4), 8)
     first = np.arange(len(theirs))[:, None, None] == 0
-    flipped = replace(theirs, experts=np.where(first, (theirs.experts + 1) % 8, theirs.experts).astype(np.uint8))
+    experts = np.where(first, (theirs.experts + 1) % 8, theirs.experts).astype(np.uint8)
+    flipped = Routes(experts, theirs.mask, theirs.layer_ids)
     found = run_trainers(_probed, config, sequences, theirs, flipped)
     assert all(stopped for _, stopped in found)
     ends = np.cumsum([len(tokens) for tokens in sequences])
