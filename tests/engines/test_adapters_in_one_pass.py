@@ -179,6 +179,7 @@ CASES = {
 IN_CI = {"pp2_vpp2_recompute_r3": FEW}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in IN_CI else [pytest.mark.nightly]) for n in CASES]
 )  # fmt: skip

@@ -223,6 +223,7 @@ def as_made(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
     return {hf: part.clone() for tensor, bound in whole.values() for hf, part in bound.to_hf([tensor.detach()])}
 
 
+@pytest.mark.nightly
 def test_what_experts_share_begins_alike_on_every_rank(tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     (one,) = run_trainers(as_made, config_of(tiny_qwen3_moe, tmp_path, SHARED))
     shared = [name for name in one if ".experts.gate_proj.lora_A" in name]

@@ -63,6 +63,7 @@ FURTHER = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", FURTHER)
 def test_adapters_on_some_layers_train_like_one_process(name: str, tiny_qwen3_moe: Path, tmp_path: Path) -> None:
     case, lora = FURTHER[name]

@@ -68,6 +68,7 @@ def test_no_tensor_parallel_group_spans_machines(machines: str) -> None:
     assert len(set(table)) == 3
 
 
+@pytest.mark.nightly
 def test_ranks_of_a_machine_follow_its_gpus_and_every_process_gets_the_same_settings(machines: str) -> None:
     config = run(machines, {"trainer_ranks": 3, "env": {"GIVEN": "yes"}})
     with Cluster(config, True) as cluster:
@@ -111,6 +112,7 @@ def test_an_engine_larger_than_any_machine_is_refused(machines: str) -> None:
         pass
 
 
+@pytest.mark.nightly
 def test_machines_that_are_still_joining_are_waited_for(machines: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     real = ray.nodes

@@ -259,6 +259,7 @@ def test_no_response_begins_on_a_prefix_that_older_weights_computed(
     run(work)
 
 
+@pytest.mark.nightly
 def test_a_resumed_service_continues_what_was_interrupted(
     fresh: SharedServer, tokenizer: HFTokenizer, reference: Reference, tmp_path: Path
 ):

@@ -25,9 +25,9 @@ from mslime.weights.shm import ShmTransport
 from tests.engines.test_weight_sync import change_weights, config_of, sender_of
 from tests.engines.trainer_ranks import run_trainers
 from tests.fixtures.stand_in_engine import StandInEngine
-from tests.fixtures.weight_engines import engines, left_in_shared_memory
+from tests.fixtures.weight_engines import engines, left_in_shared_memory, obedient
 
-__all__ = ["engines"]
+__all__ = ["engines", "obedient"]
 
 pytestmark = pytest.mark.timeout(200)
 
