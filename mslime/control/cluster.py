@@ -411,11 +411,11 @@ def _ray_environment(config: RunConfig) -> Iterator[None]:
         # Ray's code would end the driver a minute after its control process, in the middle of a rescue.
         "RAY_gcs_rpc_server_reconnect_timeout_s": str(int(config.deadlines.rescue_s) + 600),
     }
-    if not os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"}:
-        if config.cluster.ray_address is None:
-            ours |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    elif "RAY_AUTH_MODE" not in os.environ:
+    if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         ours["RAY_AUTH_MODE"] = "token"
+    elif config.cluster.ray_address is None and os.environ.get("RAY_AUTH_MODE", "token") == "token":
+        # Any `ray.init` of this process has left the mode behind, and with it Ray would take the token of its file.
+        ours |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     added = {name: value for name, value in ours.items() if name not in os.environ}
     os.environ.update(added)
     try:

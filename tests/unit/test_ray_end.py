@@ -107,9 +107,15 @@ def without_address() -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def test_each_local_run_draws_a_token_that_stands_in_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("left_by_ray", [None, "token"])
+def test_each_local_run_draws_a_token_that_stands_in_no_file(
+    monkeypatch: pytest.MonkeyPatch, left_by_ray: str | None
+) -> None:
+    """Also in a process in which `ray.init` was called before: it sets the mode and takes the token of its file."""
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
+    if left_by_ray:
+        monkeypatch.setenv("RAY_AUTH_MODE", left_by_ray)
     drawn = set[str]()
     for _ in range(2):
         with cluster_module._ray_environment(without_address()):
