@@ -6,6 +6,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -20,9 +21,10 @@ from mslime.control.managers import RemoteManager
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    _start_ray({"num_cpus": 2, "include_dashboard": False})  # again where a crowded machine is too slow for Ray
-    yield
-    ray.shutdown()
+    with patch.dict(os.environ):  # Ray sets some of its own, which runs of later tests must not inherit
+        _start_ray({"num_cpus": 2, "include_dashboard": False})  # again where a crowded machine is too slow for Ray
+        yield
+        ray.shutdown()
 
 
 @pytest.mark.parametrize("kind", [AttributeError, KeyError, ValueError])
