@@ -34,6 +34,7 @@ DAILY: dict[str, list[str]] = {
     "test_no_layer_keeps_a_micro_batch_after_the_step": ["recompute1"],
     "test_megatron_logits_equal_transformers_within_1e_5": PARALLEL_FAMILIES,
     "test_a_checkpoint_comes_back_bit_for_bit": PARALLEL_FAMILIES,  # the same runs
+    "test_the_export_equals_mbridges_bit_for_bit": ["qwen3-moe {'tp': 2, 'pp': 2, 'ep': 2, 'vpp': 2}"],
     "test_a_bfloat16_checkpoint_comes_back_bit_for_bit": ["deepseek-v3", "qwen3-moe"],
     "test_every_parameter_of_every_rank_is_made_by_one_rule": [
         "qwen3-30B-A3B {'ranks': 64, 'tp': 8, 'pp': 2, 'ep': 32}"
