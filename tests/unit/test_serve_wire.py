@@ -400,11 +400,23 @@ def test_an_engine_that_fails_is_the_servers_fault(server: FakeServer, client: A
     assert failed.value.category == types.RequestErrorCategory.Server
 
 
-def test_a_sample_that_nobody_waits_for_is_stopped(server: FakeServer, client: Any) -> None:
+def test_a_sample_that_nobody_waits_for_is_stopped(
+    server: FakeServer, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    futures, polled = server.service.futures, threading.Event()
+    fetch = futures.fetch
+
+    async def noticed(request_id: str, patience_s: float) -> Any:
+        polled.set()
+        return await fetch(request_id, patience_s)
+
+    monkeypatch.setattr(futures, "fetch", noticed)
     sampling = client.create_sampling_client(base_model=BASE).result()
+    polled.clear()
     server.engines.slow_s = 3600.0
     future = sampling.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=1))
     wait_for(lambda: server.engines.asks)
+    polled.wait()  # the SDK can name its request to the server now
     future.future().cancel()
     wait_for(lambda: server.engines.cancelled == 1)
 
