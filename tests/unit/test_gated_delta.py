@@ -121,7 +121,7 @@ def test_the_host_knows_lengths_that_it_wrote_down_and_asks_no_gpu(
     layer: PackedGatedDeltaNet, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is the same for every token is done once, however many sequences there are: on a GPU all of it."""
-    lengths, counts, calls = [5, 1, 70, 2], list[int](), list[int]()
+    lengths, counts, calls, derived = [5, 1, 70, 2], list[int](), list[int](), list[Any]()
     x, asked = rows(sum(lengths))[:, None].requires_grad_(), packed(lengths)
     expected = layer(x, None, packed_seq_params=asked)[0]
     (gradient,) = torch.autograd.grad(expected.square().sum(), x)
@@ -144,6 +144,7 @@ def test_the_host_knows_lengths_that_it_wrote_down_and_asks_no_gpu(
                 torch.ops.aten.index_copy,
             )
             counts[-1] += func in [op.default for op in once]
+            derived.extend([func] if func is torch.ops.aten.repeat_interleave.Tensor else [])
             return func(*args, **(kwargs or {}))
 
     for some in ([78], lengths):
@@ -152,7 +153,11 @@ def test_the_host_knows_lengths_that_it_wrote_down_and_asks_no_gpu(
         with Watching():
             found = layer(x, None, packed_seq_params=known)[0]
     assert counts[0] == counts[1] > 0
-    assert calls == ([1, 4] if kernel == "of a GPU" else [])
+    before = len(derived)
+    with Watching():
+        layer(x, None, packed_seq_params=known)
+    assert 0 < before == len(derived), "a second layer takes what the first has derived from the lengths"
+    assert calls == ([1, 4, 4] if kernel == "of a GPU" else [])
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found.square().sum(), x)[0], gradient)
 

@@ -8,7 +8,8 @@ dtype; the one here keeps sequences apart and follows transformers (`models/qwen
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,16 +26,9 @@ CHUNK = 64
 """Rows of a sequence that flash-linear-attention's kernel takes at once."""
 
 
-@dataclass
-class Packed(PackedSeqParams):
-    """Packed sequences whose padded lengths the host knows."""
-
-    lengths: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences that follow each other in the rows of a layer.
+    """Sequences that follow each other in the rows of a layer. What layers derive from them is derived once.
 
     Attributes:
         cumulative: [sequences + 1], where each begins, padded, on the layer's device.
@@ -45,27 +39,50 @@ class Sequences:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, packed: PackedSeqParams) -> Self:
+    def of(cls, packed: PackedSeqParams) -> Sequences:
         """Without a question to the GPU where whoever packed them wrote the lengths down for the host.
 
         A question makes the CPU wait for all that was given to the GPU before: in each layer, in both passes.
         """
-        padded = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-        return cls(padded, packed.lengths if isinstance(packed, Packed) else tuple(padded.diff().tolist()))
+        if isinstance(packed, Packed):
+            return packed.sequences
+        return cls(padded(packed), tuple(padded(packed).diff().tolist()))
 
-    def places(self, rows: int, blank: int) -> Tensor:
+    @cached_property
+    def order(self) -> Tensor:
+        """[rows] int64: the sequence of each row."""
+        return torch.repeat_interleave(self.cumulative.diff(), output_size=sum(self.lengths))
+
+    def places(self, blank: int) -> Tensor:
         """[rows] int64: where each row goes when `blank` further ones stand between two sequences."""
-        order = torch.repeat_interleave(self.cumulative.diff(), output_size=rows)
-        return torch.arange(rows, device=order.device) + blank * order
+        return torch.arange(len(self.order), device=self.order.device) + blank * self.order
 
-    def chunks(self, size: int) -> Tensor:
-        """[chunks, 2]: the sequence of each chunk of `size` rows, and which of its sequence it is; the last chunk of a
+    @cached_property
+    def chunks(self) -> Tensor:
+        """[chunks, 2]: the sequence of each chunk of `CHUNK` rows, and which of its sequence it is; the last chunk of a
         sequence may be shorter. What flash-linear-attention calls chunk_indices (`fla.ops.utils.index`, 0.6.0)."""
-        counts = (self.cumulative.diff() + (size - 1)) // size
-        total = sum(-(-length // size) for length in self.lengths)
+        counts = (self.cumulative.diff() + (CHUNK - 1)) // CHUNK
+        total = sum(-(-length // CHUNK) for length in self.lengths)
         order = torch.repeat_interleave(counts, output_size=total)
         within = torch.arange(total, device=order.device) - (counts.cumsum(0) - counts)[order]
         return torch.stack([order, within], 1).to(self.cumulative.dtype)
+
+
+@dataclass
+class Packed(PackedSeqParams):
+    """Packed sequences whose padded lengths the host knows."""
+
+    lengths: tuple[int, ...] = ()
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """For all layers, in both passes."""
+        return Sequences(padded(self), self.lengths)
+
+
+def padded(packed: PackedSeqParams) -> Tensor:
+    """[sequences + 1]: where each begins, padding included."""
+    return packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
 
 
 class HeadNorm(torch.nn.Module):
@@ -160,23 +177,24 @@ class PackedGatedDeltaNet(GatedDeltaNet):
         """`_convolved` within each sequence, in one call: as many rows of zeros stand between two as the convolution
         looks back."""
         blank = self.taps - 1
-        at = packed.places(qkv.shape[1], blank)
+        at = packed.places(blank)
         spread = qkv.new_zeros(qkv.shape[0], qkv.shape[1] + blank * (len(packed.lengths) - 1), qkv.shape[2])
         return self._convolved(spread.index_copy(1, at, qkv)).index_select(1, at)
 
     def _recurred(self, *columns: Tensor, packed: Sequences | None) -> Tensor:
         """The recurrence over queries, keys, values, decays and betas [b, s, ...], within each sequence."""
-        rule, given = self._rule(), {"output_final_state": False, "use_qk_l2norm_in_kernel": False}
+        rule = self._rule()
+        given: dict[str, Any] = {"output_final_state": False, "use_qk_l2norm_in_kernel": False}
 
-        def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **further: Any) -> Tensor:
-            return rule(q, k, v, g=g, beta=beta, initial_state=None, **given, **further)[0]
+        def call(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+            return rule(q, k, v, g=g, beta=beta, initial_state=None, **given)[0]
 
         if packed is None:
             return call(*columns)
         if rule is not gated_delta_net.torch_chunk_gated_delta_rule:
             # A kernel for all: flash-linear-attention would ask the GPU for the lengths to find the chunks.
-            chunks = packed.chunks(CHUNK)
-            return call(*columns, cu_seqlens=packed.cumulative, chunk_indices=chunks, chunk_size=CHUNK)
+            given |= {"cu_seqlens": packed.cumulative, "chunk_indices": packed.chunks, "chunk_size": CHUNK}
+            return call(*columns)
         by_sequence = zip(*(column.split(packed.lengths, 1) for column in columns), strict=True)
         return torch.cat([call(*parts) for parts in by_sequence], 1)
 
