@@ -87,8 +87,14 @@ def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> Re
     Args:
         data: also prompts and reward, which a server has none of.
     """
-    if config.adapters:
-        return _resolve_adapters(config, parts)
+    found = _resolve_adapters(config, parts) if config.adapters else _resolve_one(config, parts, data)
+    if parts == WHOLE:
+        _check_host_memory(config)
+    return found
+
+
+def _resolve_one(config: RunConfig, parts: Parts, data: bool) -> ResolvedRun:
+    """Check a run of one model or adapter, but for the memory of machines."""
     check_machines(config, parts)
     check_seams(config)
     _check_paths(config)
@@ -112,8 +118,6 @@ def resolve(config: RunConfig, parts: Parts = WHOLE, *, data: bool = True) -> Re
             check_served(adapters, family)
     _check_lengths(config, model)
     _check_critic(config, model)
-    if parts == WHOLE:
-        _check_host_memory(config)
     if config.train.task == "rl" and model.num_experts == 0 and config.train.replay != "off":
         raise ConfigError(
             "train.replay",
@@ -138,11 +142,9 @@ def _resolve_adapters(config: RunConfig, parts: Parts) -> ResolvedRun:
     found: dict[str, ResolvedRun] = {}
     for name, own in config.adapter_runs.items():
         try:
-            found[name] = resolve(own, parts)
+            found[name] = _resolve_one(own, parts, data=True)
         except UserError as error:
             raise type(error)(f"adapters.{name}: {error.field}", error.value, error.rule, error.way_out) from error
-    if parts == WHOLE:
-        _check_host_memory(config)
     first = next(iter(found.values()))
     notes = tuple(f"{name}: {note}" for name, run in found.items() for note in run.notes)
     return ResolvedRun(with_model(config, first.hf_config), first.hf_config, first.family, first.model, notes, found)
