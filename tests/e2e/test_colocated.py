@@ -55,7 +55,7 @@ def same_run(model: Path, rows: Path, directory: Path, steps: int, **sections: A
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("steps", "killed_at"), [(2, 0), pytest.param(4, 2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("steps", "killed_at"), [(2, 0), (4, 2)])
 def test_a_colocated_run_learns_step_by_step_what_a_separate_one_does_also_when_it_is_killed(
     tiny_qwen3_moe: Path, prompts: Path, tmp_path: Path, runs: list[Run], steps: int, killed_at: int
 ) -> None:

@@ -71,13 +71,9 @@ EXAMPLES = {
 }
 
 
-DAILY = "calculator"
-"""Nightly tests run the others as well: each takes a start of all processes."""
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == DAILY else pytest.mark.nightly) for n in EXAMPLES])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_two_steps(name: str, tmp_path: Path, runs: list[Run]) -> None:
     example = EXAMPLES[name]
     write_model(tmp_path / "model", 7, None if example.words is None else make_chat_tokenizer(example.words))

@@ -148,10 +148,8 @@ def failing_in_one_pass(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "name", ["pp2_vpp2_recompute_r3", *(pytest.param(n, marks=pytest.mark.nightly) for n in (
-        "one_process", "pp2", "dp2_distributed_optimizer_overlapped",
-    ))],
-)  # fmt: skip
+    "name", ["pp2_vpp2_recompute_r3", "one_process", "pp2", "dp2_distributed_optimizer_overlapped"]
+)
 def test_an_adapter_that_fails_in_a_pass_changes_nothing_for_the_others(name: str, tiny_qwen3_moe: Path) -> None:
     """And is itself what it is after the same failure in a run of its own."""
     case = CASES[name]
@@ -176,15 +174,13 @@ CASES = {
     "pp2_vpp2_recompute_r3": Case(2, {PP: 2, VPP: 2, **FULL}, train={"replay": "r3"}, routes=(4, 8, 2)),
     "pp2_recompute_r2": Case(2, {PP: 2, **FULL}, train={"replay": "r2"}),
 }
-IN_CI = {"pp2_vpp2_recompute_r3": FEW}
+FEWER = {"pp2_vpp2_recompute_r3": FEW}
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in IN_CI else [pytest.mark.nightly]) for n in CASES]
-)  # fmt: skip
+@pytest.mark.parametrize("name", CASES)
 def test_each_adapter_of_a_pass_is_that_of_its_own_run(name: str, tiny_qwen3_moe: Path) -> None:
-    case, names = CASES[name], IN_CI.get(name, tuple(EIGHT))
+    case, names = CASES[name], FEWER.get(name, tuple(EIGHT))
     for found in run_ranks(in_one_pass, case.world, tiny_qwen3_moe, case, names, deadline_s=300):
         assert not any(found["wrong"].values()), found
         assert not found["base"] and found["left"] == 0, found

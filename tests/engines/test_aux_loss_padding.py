@@ -73,7 +73,7 @@ def whole(model: Path) -> Path:
 @pytest.mark.parametrize(
     "layout",
     [{"cp": 2}, {"tp": 2, "recompute_granularity": "selective", "recompute_modules": ["moe"]},
-     pytest.param({"tp": 2, "pp": 2, "cp": 2}, marks=pytest.mark.nightly)],
+     {"tp": 2, "pp": 2, "cp": 2}],
     ids=["cp2", "tp2_recompute", "tp2_pp2_cp2"],
 )  # fmt: skip
 def test_gradients_of_the_routers_losses_are_those_without_padding(

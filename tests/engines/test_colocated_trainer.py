@@ -88,8 +88,8 @@ def learn(
     [
         ("one rank, float32", "memory"),
         ("DP2 EP2 in bfloat16, main weights, gathers that overlap", "disk"),
-        pytest.param("TP2 EP2, sharded state", "memory", marks=pytest.mark.nightly),
-        pytest.param("PP2 in bfloat16, state not sharded", "disk", marks=pytest.mark.nightly),
+        ("TP2 EP2, sharded state", "memory"),
+        ("PP2 in bfloat16, state not sharded", "disk"),
     ],
 )
 def test_a_trainer_that_sleeps_learns_the_same_bits(model: Path, layout: str, asleep_in: str, tmp_path: Path) -> None:

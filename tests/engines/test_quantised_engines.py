@@ -145,10 +145,7 @@ def assert_file_by_file(version: Path, scratch: Path) -> None:
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-@pytest.mark.parametrize(
-    "transport",
-    ["broadcast", "disk", "delta", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("relay", "shm"))],
-)
+@pytest.mark.parametrize("transport", ["broadcast", "disk", "delta", "relay", "shm"])
 def test_later_weights_arrive_quantised(server: SharedServer, fp8: Path, tmp_path: Path, transport: str) -> None:
     encoded = encoded_weights(HFCheckpoint(fp8), json.loads((fp8 / "config.json").read_text()))
     assert encoded is not None

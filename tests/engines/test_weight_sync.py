@@ -304,7 +304,7 @@ def sync_changes(trainer: MegatronTrainer, engine: Endpoint, before: Path) -> li
     [
         ("disk", {"tp": 2, "ep": 1}),
         ("broadcast", {"dp": 2, "ep": 2}),
-        pytest.param("disk", {"dp": 2, "ep": 2}, marks=pytest.mark.nightly),
+        ("disk", {"dp": 2, "ep": 2}),
     ],
     ids=["disk tp2", "broadcast dp2 ep2", "disk dp2 ep2"],
 )
