@@ -16,7 +16,7 @@ from mslime.convert.kinds import FusedQKV
 from mslime.convert.table import Rule, RuleTable
 from mslime.convert.writers import SAFETENSORS_DTYPES
 from mslime.planner.activations import Widths
-from mslime.planner.parameters import copies
+from mslime.planner.parameters import copies, model_parameters
 from mslime.weights.plan import DTYPE_BYTES
 
 MIB = 2**20
@@ -70,6 +70,11 @@ class ServedWeights:
     def said(self) -> str:
         """For people."""
         return self.dtype if self.encoded is None else f"{self.encoded.method}; the rest in {self.dtype}"
+
+    @property
+    def sent(self) -> int:
+        """Bytes of a sync: plain weights are sent in 16 bits."""
+        return 2 * model_parameters(self.table) if self.encoded is None else self.on_a_gpu(1)
 
     def on_a_gpu(self, tp: int) -> int:
         """Bytes on one GPU of an engine of `tp`. The scales of a weight are shared out as it is."""

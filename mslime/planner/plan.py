@@ -409,8 +409,7 @@ def _seconds(
         return {}
     family = get_family(hf_config)
     model = family.model_fields(hf_config)
-    sent = served.on_a_gpu(1) if served.encoded is not None else 2 * model_parameters(served.table)
-    work = work_of(config, served.table, model, longest, sent)
+    work = work_of(config, served.table, model, longest, served.sent)
     speeds = speeds_of(config.cluster, usual_gpu(config.cluster.gpu_memory_gb))
     widths, tp = read_widths(family.transformer_fields(hf_config), model.moe_layer_ids), config.sglang.tp_size
     held, memory = [stage.held for stage in stages], [stage.memory for stage in stages]

@@ -26,7 +26,7 @@ from mslime.planner.activations import read_widths
 from mslime.planner.adapters import together
 from mslime.planner.engine import RUNTIME_BYTES, EngineMemory, ServedWeights, engine_memory
 from mslime.planner.filling import rates_of
-from mslime.planner.parameters import StageParameters, model_parameters, stage_parameters
+from mslime.planner.parameters import StageParameters, stage_parameters
 from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES, phases
 from mslime.planner.plan import RunPlan, make_plan
 from mslime.planner.problems import GIB, TIGHT, USABLE, host_bytes
@@ -199,7 +199,7 @@ class Search:
     @cached_property
     def sent(self) -> int:
         """Bytes of a sync."""
-        return model_parameters(self.table) * 2 if self.served.encoded is None else self.served.on_a_gpu(1)
+        return self.served.sent
 
     @cached_property
     def widths(self) -> Any:
