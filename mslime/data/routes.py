@@ -7,8 +7,7 @@ row may be replayed is kept in a mask, not in a sentinel id: with 256 experts ev
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +82,16 @@ class Routes:
         shape = (0, len(layer_ids), top_k)
         return cls(np.empty(shape, narrowest_dtype(num_experts)), np.empty(0, np.bool_), tuple(layer_ids))
 
+    def placed(self) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
+        """(first row, piece) of each piece."""
+        start = 0
+        for piece in self.pieces:
+            yield start, piece
+            start += len(piece)
+
     def first(self, rows: int) -> Routes:
         """The first `rows` rows, as a copy."""
-        starts = itertools.accumulate((len(piece) for piece in self.pieces), initial=0)
-        kept = [piece[: max(rows - start, 0)] for start, piece in zip(starts, self.pieces, strict=False)]
+        kept = [piece[: max(rows - start, 0)] for start, piece in self.placed()]
         return Routes(np.concatenate(kept), self.mask[:rows].copy(), self.layer_ids)
 
     def append(self, experts: NDArray[np.integer], mask: NDArray[np.bool_] | None = None) -> Routes:
@@ -120,8 +125,7 @@ class Routes:
 
     def every(self, step: int) -> tuple[NDArray[np.unsignedinteger], NDArray[np.bool_]]:
         """(experts, mask) of the rows 0, step, 2 step and so on."""
-        starts = itertools.accumulate((len(piece) for piece in self.pieces), initial=0)
-        picked = [piece[-start % step :: step] for start, piece in zip(starts, self.pieces, strict=False)]
+        picked = [piece[-start % step :: step] for start, piece in self.placed()]
         return np.concatenate(picked) if len(picked) > 1 else picked[0], self.mask[::step]
 
     def stage_slice(self, layer_ids: Sequence[int]) -> Routes:

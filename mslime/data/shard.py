@@ -225,11 +225,10 @@ def _joined_routes(template: Routes, mine: Sequence[Sample]) -> Routes:
     experts = np.empty((tokens, *piece.shape[1:]), piece.dtype)
     mask, at = np.zeros(tokens, np.bool_), 0
     for length, routes in known:
-        end, row = at + len(routes), at
-        for piece in routes.pieces:
+        end = at + len(routes)
+        for start, piece in routes.placed():
             assert piece.dtype == experts.dtype, (piece.dtype, experts.dtype)
-            experts[row : row + len(piece)] = piece
-            row += len(piece)
+            experts[at + start : at + start + len(piece)] = piece
         mask[at:end] = routes.mask
         experts[end : at + length] = 0
         at += length
