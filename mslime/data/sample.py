@@ -273,8 +273,7 @@ class Sample:
             if s.trainable and s.version is not None and s.version < version:
                 masked += int(mask[s.start : s.end].sum())
                 mask[s.start : s.end] = False
-                if self.teacher_log_probs is not None:
-                    self.teacher_log_probs[s.start : s.end] = 0.0
+                self._forget_teacher(s.start, s.end)
                 self.segments[i] = Segment(s.start, s.end, s.version, s.engine, False)
         self.loss_mask = mask
         return masked
@@ -283,8 +282,7 @@ class Sample:
         """Take tokens [start, end) out of the loss; return how many. They stay in the sequence as context."""
         masked = int(self.loss_mask[start:end].sum())
         self._set_mask(start, end, False)
-        if self.teacher_log_probs is not None:
-            self.teacher_log_probs[start:end] = 0.0
+        self._forget_teacher(start, end)
         parts = [part for s in self.segments for part in _split(s, start, end)]
         self.segments = [replace(s, trainable=False) if start <= s.start and s.end <= end else s for s in parts]
         return masked
@@ -296,6 +294,12 @@ class Sample:
         assert all(s.version is not None for s, i in zip(parts, inside, strict=True) if i), "a token nobody sampled"
         self.segments = [replace(s, trainable=True) if i else s for s, i in zip(parts, inside, strict=True)]
         self._set_mask(start, end, True)
+
+    def _forget_teacher(self, start: int, end: int) -> None:
+        """What the teacher said of tokens that have left the loss; in a copy, as the column may be being written."""
+        if self.teacher_log_probs is not None:
+            self.teacher_log_probs = self.teacher_log_probs.copy()
+            self.teacher_log_probs[start:end] = 0.0
 
     def _set_mask(self, start: int, end: int, mask: bool | NDArray[np.bool_]) -> None:
         """In a copy: a rollout under way keeps the column that it has seen (`rollout.growing`)."""

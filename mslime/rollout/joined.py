@@ -31,7 +31,7 @@ from mslime.rollout.kept import Begun, Kept
 from mslime.rollout.manager import HandedOver, ManagerPort, Report
 from mslime.rollout.protocols import EvaluatedHook, ProgressHook, SpanHook, StepBatch
 from mslime.rollout.service import Clock, next_prompt, too_late
-from mslime.rollout.state import open_state, save_state, state_bytes
+from mslime.rollout.state import open_state, save_beside, state_bytes
 from mslime.rollout.statistics import batch_metrics
 
 T = TypeVar("T")
@@ -206,7 +206,7 @@ class JoinedService:
             parts = await self._all(lambda manager: manager.kept(next_step, interrupt))
             kept: list[Kept] = [pickle.loads(part) for part in parts]
             header, columns = self.books.kept(kept).state(self.version, self.books.next_group_id)
-            return save_state(path, header | {"source": self._source.state_dict()}, columns)
+            return await save_beside(path, header | {"source": self._source.state_dict()}, columns)
 
     # ------------------------------------------------------------------------------------------------ submission
 

@@ -37,7 +37,7 @@ from mslime.rollout.protocols import (
     StepBatch,
     Teacher,
 )
-from mslime.rollout.state import Columns, Stored, open_state, save_state, state_bytes
+from mslime.rollout.state import Columns, Stored, open_state, save_beside, state_bytes
 from mslime.rollout.statistics import batch_metrics
 
 
@@ -149,16 +149,16 @@ class RolloutService(GroupService):
 
     async def save(self, path: Path, next_step: int | None = None) -> FileSum:
         """Write `state_dict` to `path` (.npz without pickle), whole or not at all; returns the file's sum."""
-        return save_state(path, *self.state_dict(next_step))
+        return await save_beside(path, *self.state_dict(next_step))
 
     async def checkpoint(self, path: Path, next_step: int | None = None) -> FileSum:
-        """`save` with the tokens that engines hold at this moment: interrupts them, saves, and goes on."""
+        """`save` with the tokens that engines hold at this moment: interrupts them, and goes on while it writes."""
         was_open = self._runner.traffic.open
         await self.drain()
-        total = await self.save(path, next_step)
+        state = self.state_dict(next_step)
         if was_open:
             self._go_on()
-        return total
+        return await save_beside(path, *state)
 
     async def load(self, path: Path) -> None:
         """Continue from a file of `save` or `outline`. Raises CheckpointError when it cannot be read."""

@@ -7,6 +7,7 @@ A file that is not what `save_state` wrote is refused with its name, whatever is
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -127,11 +128,22 @@ def save_state(path: Path, state: Mapping[str, Any], columns: Columns) -> FileSu
         DataError: a label or metadata value is not JSON.
         OSError: the disk is full, for example; the old file stays.
     """
-    text = _header_text(state)
+    return _save(path, _header_text(state), columns)
+
+
+async def save_beside(path: Path, state: Mapping[str, Any], columns: Columns) -> FileSum:
+    """`save_state` of the state as it is now, written while the caller's event loop goes on with other work.
+
+    Samples that grow meanwhile do so behind the columns, which are as long as the samples were (`Sample.extend`).
+    """
+    return await asyncio.to_thread(_save, path, _header_text(state), columns)
+
+
+def _save(path: Path, header: bytes, columns: Columns) -> FileSum:
     part = path.with_name(path.name + ".part")
     try:
         with SummedFile(part) as file:
-            _write_archive(file, text, columns)
+            _write_archive(file, header, columns)
             file.sync()
         os.replace(part, path)
         return file.sum

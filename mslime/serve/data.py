@@ -33,13 +33,24 @@ class Limits:
 
 @dataclass(frozen=True)
 class PassRequest:
-    """A client's forward pass, or forward and backward."""
+    """A client's forward pass, or forward and backward.
+
+    Attributes:
+        loss_asked: name of the loss that the client asked for; `loss` may be one that stands in for it.
+    """
 
     model_id: str
     seq_id: int
     data: list[Datum]
     loss: LossChoice
     backward: bool
+    loss_asked: str
+
+    @property
+    def notes(self) -> dict[str, float]:
+        """Metrics that tell the client, in every pass, that it gets another loss than the one it asked for."""
+        same = self.loss_asked == self.loss.name
+        return {} if same else {f"{self.loss_asked}_served_as_{self.loss.name}:mean": 1.0}
 
 
 def read_header(raw: bytes) -> Any:
@@ -63,7 +74,7 @@ def read_pass(message: Any, limits: Limits, stable_reinforce: ClientLoss | None 
     if not message.data:
         raise ServeError("data", "none", "there is nothing to compute", "give at least one datum")
     data = [_datum(datum, f"data[{i}]", loss.name, limits) for i, datum in enumerate(message.data)]
-    return PassRequest(message.model_id, message.seq_id, data, loss, not message.forward_only)
+    return PassRequest(message.model_id, message.seq_id, data, loss, not message.forward_only, str(message.loss_fn))
 
 
 def _loss(message: Any, stable_reinforce: ClientLoss | None) -> LossChoice:
@@ -168,8 +179,8 @@ def _numbers(column: NDArray[Any], name: str, where: str) -> NDArray[np.float32]
     return values
 
 
-def passed_bytes(found: Passed) -> bytes:
-    """A ForwardBackwardOutput: the loss, and `logprobs` of every datum."""
+def passed_bytes(found: Passed, notes: Mapping[str, float]) -> bytes:
+    """A ForwardBackwardOutput: the loss, and `logprobs` of every datum; `notes` are further metrics."""
     message = proto.ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn")
     record = message.loss_fn_outputs.add()
     record.num_datums = len(found.log_probs)
@@ -178,7 +189,8 @@ def passed_bytes(found: Passed) -> bytes:
     parts = [column.astype("<f4", copy=False).tobytes() for column in found.log_probs]
     field.data = b"".join(parts)
     field.offsets = np.cumsum([0, *(len(part) for part in parts)]).astype("<i8").tobytes()
-    message.metrics["loss:sum"] = found.loss
+    for name, value in {"loss:sum": found.loss, **notes}.items():
+        message.metrics[name] = value
     return message.SerializeToString()
 
 

@@ -183,7 +183,7 @@ class Service:
             self._check_sound(model)
             if not request.backward:
                 call = self._trainer.pass_over(model.model_id, request.data, request.loss, backward=False)
-                return Answer(passed_bytes(await self._train(call)), PROTOBUF)
+                return Answer(passed_bytes(await self._train(call), request.notes), PROTOBUF)
             ask = PassAsk(model.model_id, request.data, request.loss)
             try:
                 found = await asyncio.shield(asyncio.ensure_future(self._passes.add(ask)))
@@ -191,7 +191,7 @@ class Service:
                 model.gradients = False  # those since the last step are dropped
                 raise
             model.gradients = True
-            return Answer(passed_bytes(found), PROTOBUF)
+            return Answer(passed_bytes(found, request.notes), PROTOBUF)
 
         return self._take(model, request.seq_id, work)
 

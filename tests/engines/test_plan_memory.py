@@ -194,7 +194,7 @@ def saved_for_backward(trainer: MegatronTrainer) -> float:
             kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    batch = trainer.runner._micro_batches(make_shard(layers=trainer.moe_layer_ids))[0]
+    batch = next(trainer.runner.micro_batches(make_shard(layers=trainer.moe_layer_ids)))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = trainer.wrapped[0](**trainer.runner._model_inputs(batch, embeds=True))
     assert output.requires_grad

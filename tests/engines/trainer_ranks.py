@@ -198,6 +198,8 @@ def worst_logit_difference(trainer: MegatronTrainer, expected: Tensor) -> tuple[
     """
     from megatron.core import parallel_state as groups
 
+    from mslime.backends.megatron.step.pipeline import Lane, run_lanes
+
     shard = shard_of(trainer)
     compared, worst = 0, 0.0
 
@@ -215,6 +217,6 @@ def worst_logit_difference(trainer: MegatronTrainer, expected: Tensor) -> tuple[
         return logits.new_zeros(()), {}
 
     with torch.no_grad():
-        trainer.runner._run(trainer.runner._micro_batches(shard), compare, None, None, forward_only=True)
+        run_lanes([Lane(trainer.runner, shard, compare)], None, forward_only=True)
     assert compared in (0, len(shard.tokens)) or trainer.spec.layout.cp > 1
     return compared, worst

@@ -170,6 +170,9 @@ def test_stable_reinforce_is_the_loss_that_the_server_was_told_to_put_in_its_pla
                 types.PromptProvenanceSpan(**of, offset=1, length=1), types.SampledProvenanceSpan(**of, length=3)
             ],
         )  # fmt: skip
+        passed = training.forward_backward([given], "stable_reinforce", {"clip_low_threshold": 0.5}).result()
+        assert passed.metrics["stable_reinforce_served_as_ppo:mean"] == 1
+        assert set(training.forward_backward([given], "ppo").result().metrics) == {"loss:sum"}
         training.forward_backward([given], "stable_reinforce", {"clip_low_threshold": 0.5}).result()
         loss, (got,), backward = server.trainer.losses[-1]
         assert loss == LossChoice("ppo", 0.5, 1.2) and backward and got.advantages.tolist() == [0, 0.5, 0.5, 0.5]

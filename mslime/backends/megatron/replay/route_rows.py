@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mslime.backends.megatron.step.batches import SequenceSlicer
+from mslime.backends.megatron.step.batches import SequenceSlicer, on_device
 from mslime.config.errors import EngineError
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
@@ -171,13 +171,13 @@ class ShardRoutes:
             assert recorded is not None and len(recorded) == len(slicer.layer_rows), "recorded under another layout"
             experts = recorded
         else:
-            experts = torch.from_numpy(slicer.at_layer_rows(self.experts, 0)).to(device)
+            experts = on_device(slicer.at_layer_rows(self.experts, 0), device)
         return RouteRows(
             experts=experts,
-            mask=torch.from_numpy(slicer.at_layer_rows(self.mask, False)).to(device),
-            scored=torch.from_numpy(slicer.at_layer_rows(self.scored, False)).to(device),
-            too_old=torch.from_numpy(slicer.at_layer_rows(self.too_old, False)).to(device),
-            keys=torch.from_numpy(slicer.at_layer_rows(self.keys, 0)).to(device),
+            mask=on_device(slicer.at_layer_rows(self.mask, False), device),
+            scored=on_device(slicer.at_layer_rows(self.scored, False), device),
+            too_old=on_device(slicer.at_layer_rows(self.too_old, False), device),
+            keys=on_device(slicer.at_layer_rows(self.keys, 0), device),
         )
 
     def fingerprint(self, device: torch.device) -> int:
@@ -191,7 +191,7 @@ class ShardRoutes:
         rows = max(HASHES_AT_ONCE.get(device.type, HASHES_AT_ONCE["cuda"]) // max(len(self.layer_ids), 1), 1)
         for start in range(0, len(self.keys), rows):
             here = slice(start, start + rows)
-            experts, keys, mask = (torch.from_numpy(c[here]).to(device) for c in (self.experts, self.keys, self.mask))
+            experts, keys, mask = (on_device(c[here], device) for c in (self.experts, self.keys, self.mask))
             total += (row_hashes(experts, keys, self.layer_ids) * mask[:, None]).sum()
         return int(total)
 

@@ -125,8 +125,7 @@ class SequenceSlicer:
         Other context-parallel ranks write the other tokens: start from zeros and sum over the group at the end.
         """
         known = np.flatnonzero(self.targets != PADDING)
-        index = torch.from_numpy(self.targets[known]).to(out.device)
-        out[index] = values[torch.from_numpy(known).to(values.device)].to(out.dtype)
+        out[on_device(self.targets[known], out.device)] = values[on_device(known, values.device)].to(out.dtype)
 
     def scatter_layer_rows(self, values: Tensor, out: Tensor) -> None:
         """Write what the layers of this rank have per row [T / sp, ...] to the rows' own tokens in `out` [N, ...].
@@ -135,8 +134,19 @@ class SequenceSlicer:
         """
         rows = self.layer_rows
         known = np.flatnonzero(rows != PADDING)
-        index = torch.from_numpy(rows[known]).to(out.device)
-        out[index] = values[torch.from_numpy(known).to(values.device)].to(out.dtype)
+        out[on_device(rows[known], out.device)] = values[on_device(known, values.device)].to(out.dtype)
+
+
+def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The array on the device that computes with it next; on a CPU it may be the array itself.
+
+    To a GPU it goes through pinned memory. A copy out of any other memory returns only when everything that was queued
+    on the stream before it is done, so that the GPU would wait for the host in every micro-batch. torch reuses a pinned
+    block only after the copies out of it (`CachingHostAllocator`, `record_event` in ATen/native/cuda/Copy.cu), so
+    nothing is waited for here.
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _gather(column: NDArray[Any], index: NDArray[np.int64], fill: float) -> NDArray[Any]:
@@ -207,7 +217,7 @@ def build_micro_batch(
 
     def tensor(column: NDArray[Any]) -> Tensor:
         wide = column.astype(np.int64) if np.issubdtype(column.dtype, np.integer) else column
-        return torch.from_numpy(wide).to(device)
+        return on_device(wide, device)
 
     def predicted(column: NDArray[Any]) -> Tensor:
         return tensor(slicer.at_targets(column, 0))
@@ -225,7 +235,7 @@ def build_micro_batch(
         slicer=slicer,
         tokens=tensor(_with_padding(slicer, shard.tokens, spans))[None],
         position_ids=tensor(slicer.positions)[None],
-        cumulative_lengths=torch.from_numpy(cumulative.astype(np.int32)).to(device) if packed else None,
+        cumulative_lengths=on_device(cumulative.astype(np.int32), device) if packed else None,
         labels=tensor(slicer.at_targets(shard.tokens, 0)),
         loss_mask=tensor(slicer.at_targets(shard.loss_mask, 0)),
         weights=predicted(shard.weights),
@@ -270,7 +280,7 @@ def _support_of_targets(supports: Supports | None, slicer: SequenceSlicer, devic
     found = Supports.empty() if supports is None else supports.take(slicer.targets)
     if not len(found.ids):
         return None
-    return Support(torch.from_numpy(found.ids).to(device), torch.from_numpy(found.offsets).to(device))
+    return Support(on_device(found.ids, device), on_device(found.offsets, device))
 
 
 def _response_positions(

@@ -17,7 +17,7 @@ from mslime.algorithms.client_losses import client_loss
 from mslime.algorithms.losses import LossOutput
 from mslime.algorithms.statistics import LossStatistics, finalise
 from mslime.backends.megatron.step.adapter_slots import AdapterTrainers
-from mslime.backends.megatron.step.batches import MicroBatch
+from mslime.backends.megatron.step.batches import MicroBatch, on_device
 from mslime.backends.megatron.step.metrics import over_all_ranks
 from mslime.backends.megatron.step.optimizer import parts_of
 from mslime.backends.megatron.step.together import Share, gradients_in_one_pass
@@ -171,7 +171,7 @@ def _whole(trainer: MegatronTrainer, out: Tensor) -> NDArray[np.float32]:
 
 def _with_targets(part: ClientShard, batch: MicroBatch, device: torch.device) -> MicroBatch:
     labels = batch.slicer.at_targets(part.targets, 0).astype(np.int64)
-    return replace(batch, labels=torch.from_numpy(labels).to(device))
+    return replace(batch, labels=on_device(labels, device))
 
 
 def _of(part: ClientShard, batch: MicroBatch, log_probs: Tensor) -> LossOutput:

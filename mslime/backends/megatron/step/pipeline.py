@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import tee
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,7 @@ from mslime.backends.megatron.model.naming import unwrap
 from mslime.backends.megatron.model.output_layer import output_layer, output_weight
 from mslime.backends.megatron.model.routers import excludes_padding
 from mslime.backends.megatron.parallel import ParallelState
-from mslime.backends.megatron.step.batches import PADDING, MicroBatch, build_micro_batch
+from mslime.backends.megatron.step.batches import PADDING, MicroBatch, build_micro_batch, on_device
 from mslime.config.training import PolicySpec
 from mslime.data.shard import TrainShard
 
@@ -85,7 +86,7 @@ class Pipeline:
             batch.slicer.scatter_targets(read(batch, output), out)
             return output.new_zeros(()), {}
 
-        self._run(self._micro_batches(shard), collect, routes, progress, forward_only=True)
+        run_lanes([Lane(self, shard, collect, routes)], progress, forward_only=True)
         if self.parallel.is_last_stage:
             self.parallel.sum_over_context_ranks(out)
         return self.parallel.broadcast_from_last_stage(out).cpu()
@@ -126,30 +127,19 @@ class Pipeline:
                 lane.statistics = lane.statistics.merge(found.statistics)
             return _SummedLoss.apply(found.loss, undo_average), {}
 
-        lane = Lane(self, self._micro_batches(shard), add, routes, enter)
+        lane = Lane(self, shard, add, routes, enter)
         return lane
 
-    def _micro_batches(self, shard: TrainShard) -> list[MicroBatch]:
-        """This rank's view of the micro-batches; interleaved stages get empty ones up to a multiple of PP."""
+    def padded(self, shard: TrainShard) -> TrainShard:
+        """The shard, for interleaved stages with empty micro-batches up to a multiple of PP."""
         stages = self.config.pipeline_model_parallel_size if len(self.chunks) > 1 else 1
         missing = -len(shard.micro_batches) % stages
-        padded = replace(shard, micro_batches=shard.micro_batches + ((),) * missing)
-        return [
-            build_micro_batch(padded, i, self.parallel.rows, packed=self.packed, device=self.device)
-            for i in range(len(padded.micro_batches))
-        ]
+        return replace(shard, micro_batches=shard.micro_batches + ((),) * missing)
 
-    def _run(
-        self,
-        batches: list[MicroBatch],
-        on_output: Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]],
-        routes: RouteHooks | None,
-        progress: OnMicroBatch | None,
-        *,
-        forward_only: bool,
-    ) -> None:
-        """All micro-batches through the pipeline; `on_output` is called on the last stage with [T, ...]."""
-        run_lanes([Lane(self, batches, on_output, routes)], progress, forward_only=forward_only)
+    def micro_batches(self, shard: TrainShard) -> Iterator[MicroBatch]:
+        """This rank's view of each micro-batch, made when it is asked for: a GPU computes those before it meanwhile."""
+        for index in range(len(shard.micro_batches)):
+            yield build_micro_batch(shard, index, self.parallel.rows, packed=self.packed, device=self.device)
 
     def forward(self, chunk: int, batch: MicroBatch, routes: RouteHooks | None) -> Tensor:
         """What a model chunk makes of a micro-batch."""
@@ -171,7 +161,7 @@ class Pipeline:
         }
         if excludes_padding(self.config):
             rows = batch.slicer.rows if embeds else batch.slicer.layer_rows
-            inputs["padding_mask"] = torch.from_numpy(rows == PADDING).to(self.device)[None]
+            inputs["padding_mask"] = on_device(rows == PADDING, self.device)[None]
         if self.config.bf16:
             inputs["fp32_output"] = False  # log-probs go to float32 chunk by chunk
         return inputs
@@ -183,7 +173,7 @@ class Lane:
 
     Attributes:
         pipeline: of the model. Those of several lanes have the same chunks in wrappers of their own.
-        batches: its micro-batches, in order.
+        shard: its micro-batches, padded (`Pipeline.padded`) when the lane has been made.
         on_output: called on the last stage with a micro-batch and what the model made of it, [T, ...].
         routes: what replay does around its forward passes.
         enter: makes the chunks this lane's model; called before each forward and each backward pass of a micro-batch
@@ -192,13 +182,14 @@ class Lane:
     """
 
     pipeline: Pipeline
-    batches: list[MicroBatch]
+    shard: TrainShard
     on_output: Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Any]]]
     routes: RouteHooks | None = None
     enter: Callable[[], None] | None = None
     statistics: LossStatistics = field(init=False)
 
     def __post_init__(self) -> None:
+        self.shard = self.pipeline.padded(self.shard)
         self.statistics = LossStatistics.zeros(self.pipeline.device)
 
     def begin_backward(self, *gradients: Any) -> None:
@@ -208,7 +199,7 @@ class Lane:
         pipeline = self.pipeline
         if pipeline.config.num_moe_experts is not None:
             one = torch.ones(1, device=pipeline.device)
-            MoEAuxLossAutoScaler.set_loss_scale(one * pipeline.parallel.cp_group.size() / len(self.batches))
+            MoEAuxLossAutoScaler.set_loss_scale(one * pipeline.parallel.cp_group.size() / len(self.shard.micro_batches))
 
 
 def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_only: bool) -> None:
@@ -219,7 +210,8 @@ def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_o
     micro-batch's graph says.
     """
     pipeline = lanes[0].pipeline
-    work = [(lane, batch) for lane in lanes for batch in lane.batches]
+    total = sum(len(lane.shard.micro_batches) for lane in lanes)
+    work = ((lane, batch) for lane in lanes for batch in lane.pipeline.micro_batches(lane.shard))
     done = 0
 
     def forward(iterator: Iterator[tuple[Lane, MicroBatch]], chunk: DistributedDataParallel) -> tuple[Tensor, Callable]:
@@ -234,16 +226,16 @@ def run_lanes(lanes: Sequence[Lane], progress: OnMicroBatch | None, *, forward_o
         if index == len(pipeline.chunks) - 1:
             done += 1
             if progress is not None:
-                progress(done, len(work))
+                progress(done, total)
         return output, lambda output: lane.on_output(batch, output.squeeze(0))
 
-    iterators = [iter(work) for _ in pipeline.chunks]
+    iterators = list(tee(work, len(pipeline.chunks)))  # a micro-batch is made once, and kept until each chunk has it
     interleaved = len(pipeline.chunks) > 1
     get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iterators if interleaved else iterators[0],
         model=list(pipeline.chunks) if interleaved else pipeline.chunks[0],
-        num_microbatches=len(work),
+        num_microbatches=total,
         seq_length=1,  # stages exchange the true shapes (variable_seq_lengths)
         micro_batch_size=1,
         forward_only=forward_only,
