@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mslime.config.errors import CheckpointError, ConfigError, nearest
@@ -161,6 +161,27 @@ class _Slice:
         return self.stack[(mine, *index) if isinstance(index, tuple) else (mine, index)][0]
 
 
+@lru_cache(maxsize=4)
+def _all_bound(rules: tuple[Rule, ...]) -> Mapping[str, BoundRule]:
+    """See `RuleTable.all_bound`. Tables of one model are made again and again, and the largest has 46,000 rules."""
+    found: dict[str, BoundRule] = {}
+    depth = -1  # before the first rule with layers: the embedding; after the last: the head
+    placed: list[tuple[float, BoundRule]] = []
+    for rule in rules:
+        depth = math.inf if "{layer}" in rule.megatron else depth
+        placed += [(bound.layer if bound.layer >= 0 else depth, bound) for bound in rule.expand()]
+    for _, bound in sorted(placed, key=lambda pair: pair[0]):
+        assert bound.name not in found, f"two rules for {bound.name}"
+        found[bound.name] = bound
+    written: set[tuple[str, int]] = set()
+    for bound in found.values():
+        for name in bound.hf_names if bound.exported else ():
+            piece = (name, bound.expert if bound.stack else -1)
+            assert piece not in written, f"two rules write {name}"
+            written.add(piece)
+    return found
+
+
 @dataclass(frozen=True)
 class RuleTable:
     """All rules of one model.
@@ -193,22 +214,7 @@ class RuleTable:
     @cached_property
     def all_bound(self) -> Mapping[str, BoundRule]:
         """Every bound rule by canonical name, in model order: embedding, layer 0, layer 1, ..., head."""
-        found: dict[str, BoundRule] = {}
-        depth = -1  # before the first rule with layers: the embedding; after the last: the head
-        placed: list[tuple[float, BoundRule]] = []
-        for rule in self.rules:
-            depth = math.inf if "{layer}" in rule.megatron else depth
-            placed += [(bound.layer if bound.layer >= 0 else depth, bound) for bound in rule.expand()]
-        for _, bound in sorted(placed, key=lambda pair: pair[0]):
-            assert bound.name not in found, f"two rules for {bound.name}"
-            found[bound.name] = bound
-        written: set[tuple[str, int]] = set()
-        for bound in found.values():
-            for name in bound.hf_names if bound.exported else ():
-                piece = (name, bound.expert if bound.stack else -1)
-                assert piece not in written, f"two rules write {name}"
-                written.add(piece)
-        return found
+        return _all_bound(self.rules)
 
     def bind(self, canonical_name: str) -> BoundRule:
         """The rule of one Megatron parameter.

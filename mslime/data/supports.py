@@ -7,15 +7,29 @@ memory, in files and on the way to the trainer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 
+@dataclass(eq=False)
+class _Room:
+    """Arrays with room behind what supports have of them: a rollout of many turns is not copied at each.
+
+    Attributes:
+        used: rows that some supports have. Only those that end there may grow in place.
+    """
+
+    ids: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    used: int = 0
+
+
 @dataclass(frozen=True)
 class Supports:
-    """Token ids kept by the sampler, one ragged row per position of the sequence.
+    """Token ids kept by the sampler, one ragged row per position of the sequence. Nobody writes to them.
 
     Attributes:
         ids: [sum of support sizes] int32, rows laid end to end.
@@ -25,10 +39,16 @@ class Supports:
 
     ids: NDArray[np.int32]
     offsets: NDArray[np.int64]
+    _room: _Room | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         assert self.offsets.ndim == 1 and self.offsets[0] == 0 and self.offsets[-1] == len(self.ids)
-        assert (np.diff(self.offsets) >= 0).all(), "support offsets must not decrease"
+        if self._room is None:  # else they are of two supports that were looked at
+            assert (np.diff(self.offsets) >= 0).all(), "support offsets must not decrease"
+
+    def __reduce__(self) -> tuple[type[Supports], tuple[Any, ...]]:
+        """Copies and pickles hold the rows alone."""
+        return Supports, (self.ids, self.offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -65,7 +85,16 @@ class Supports:
 
     def append(self, new: Supports) -> Supports:
         """These supports followed by those of new positions."""
-        return Supports.joined([self, new])
+        rows, ids = len(self) + len(new), len(self.ids) + len(new.ids)
+        room = self._room
+        if room is None or room.used != len(self) or rows >= len(room.offsets) or ids > len(room.ids):
+            # Half as many again: memory that is not touched is not taken.
+            room = _Room(np.empty(ids + ids // 2, np.int32), np.empty(rows + rows // 2 + 1, np.int64))
+            room.ids[: len(self.ids)], room.offsets[: len(self) + 1] = self.ids, self.offsets
+        room.ids[len(self.ids) : ids] = new.ids
+        room.offsets[len(self) + 1 : rows + 1] = new.offsets[1:] + len(self.ids)
+        room.used = rows
+        return Supports(room.ids[:ids], room.offsets[: rows + 1], room)
 
     def take(self, positions: NDArray[np.integer]) -> Supports:
         """One row for each of `positions` [n]; an empty one where the position is negative."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 
 import numpy as np
@@ -33,6 +35,27 @@ def test_joined_first_and_taken_rows_are_those_of_lists(a: list[list[int]], b: l
     index = data.draw(st.lists(st.integers(PADDING, len(whole) - 1), max_size=12))
     taken = whole.take(np.asarray(index, np.int64))
     assert rows_of(taken) == [[] if i == PADDING else (a + b)[i] for i in index]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 99), ROWS), max_size=12))
+def test_supports_that_grow_from_any_earlier_ones_are_those_of_lists(steps: list[tuple[int, list[list[int]]]]):
+    grown: list[tuple[Supports, list[list[int]]]] = [(Supports.empty(), [])]
+    for place, new in steps:  # two continuations of the same supports do not share what comes behind them
+        before, rows = grown[place % len(grown)]
+        grown.append((before.append(supports_of(new)), rows + new))
+    assert [rows_of(supports) for supports, _ in grown] == [rows for _, rows in grown]
+
+
+def test_a_rollout_of_many_turns_is_copied_a_few_times_and_pickled_without_its_room() -> None:
+    supports, places = Supports.empty(), set[int]()
+    for _ in range(500):
+        supports = supports.append(supports_of([[1, 2], [3]]))
+        places.add(supports.ids.__array_interface__["data"][0])
+    assert len(places) <= 18, "the memory grows by halves"
+    for other in (pickle.loads(pickle.dumps(supports)), copy.deepcopy(supports)):
+        assert rows_of(other) == [[1, 2], [3]] * 500 and other._room is None
+    assert len(pickle.dumps(supports)) < supports.ids.nbytes + supports.offsets.nbytes + 1000
 
 
 @settings(deadline=None)
