@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
+import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from mslime.config.data import EvalSetConfig
 from mslime.config.errors import DataError, EngineError, RewardError
 from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.observe.progress import summary_line
+from mslime.rollout import state
 from mslime.rollout.protocols import StepBatch
 from mslime.rollout.service import RolloutService
 from tests.fixtures.supports import rows_of
@@ -577,7 +580,8 @@ def test_a_resumed_service_continues_with_every_group_and_the_same_prompts(tmp_p
         taken = await service.take(0)
         await publish(service, engine, 1)
         await ticks(10)
-        await service.checkpoint(tmp_path / "rollouts.npz")
+        await service.drain()
+        await service.save(tmp_path / "rollouts.npz")
         held = {g.group_id: [s.tokens.tolist() for s in g.samples] for g in service.books.held()}
         assert held and any(s.response_length for g in service.books.held() for s in g.samples)
 
@@ -618,6 +622,40 @@ def test_the_state_holds_groups_in_flight(tmp_path: Path):
         await other.load(tmp_path / "rollouts.npz")
         assert sorted(g.group_id for g in other.books.held()) == everything == sorted({*range(12)} - taken)
         await service.close()
+
+    run(work)
+
+
+def test_engines_generate_while_a_checkpoint_is_written_which_is_of_the_moment_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begun, may, write = threading.Event(), threading.Event(), state._write_archive
+
+    def hold(*args: Any) -> None:
+        begun.set()
+        assert may.wait(20)
+        write(*args)
+
+    async def work() -> None:
+        config, engine = run_config(tmp_path, max_staleness=2), FakeSlowEngine(uneven)
+        service = make_service(config, engine)
+        await service.take(0)
+        await ticks(10)
+        monkeypatch.setattr(state, "_write_archive", hold)
+        checkpoint = asyncio.create_task(service.checkpoint(tmp_path / "rollouts.npz"))
+        while not begun.is_set():
+            await asyncio.sleep(0)
+        held, pending = {g.group_id for g in service.books.held()}, service.ledger.pending
+        taken = await service.take(1)  # of tokens that engines make meanwhile
+        assert len(taken.groups) == 4 and not checkpoint.done()
+        may.set()
+        await checkpoint
+        await service.close()
+        again = make_service(config, FakeSlowEngine(uneven))
+        await again.load(tmp_path / "rollouts.npz")
+        assert {g.group_id for g in again.books.held()} == held and again.ledger.pending == pending > 0
+        assert [len((await again.take(step)).groups) for step in (1, 2)] == [4, 4]
+        await again.close()
 
     run(work)
 

@@ -293,7 +293,8 @@ def test_a_resume_begins_an_unfinished_rollout_anew_and_books_its_tokens(tmp_pat
         service = make_service(config, engine)
         await service.take(0)
         await publish(service, engine, 1)
-        await service.checkpoint(tmp_path / "s.npz")
+        await service.drain()
+        await service.save(tmp_path / "s.npz")
         unfinished = [s for g in service.books.held() for s in g.samples if not s.status.finished]
         lost = sum(s.trainable_tokens for s in unfinished if s.group_id == 1)
         assert lost == 3 + 4
