@@ -268,7 +268,8 @@ def test_a_resumed_service_continues_what_was_interrupted(
         config = config_for(fresh, tmp_path, stop_ids=1, max_response_tokens=800, max_staleness=2, group_size=2)
         async with service_for(config, tokenizer, fresh) as (service, _):
             first = await service.take(0)
-            await service.checkpoint(tmp_path / "rollouts.npz")
+            await service.drain()
+            await service.save(tmp_path / "rollouts.npz")
             held = {(s.group_id, s.index): s for g in service.books.held() for s in g.samples}
         interrupted = {key for key, s in held.items() if s.prompt_length < len(s) and not s.status.finished}
         assert interrupted, "everything was finished before the checkpoint"

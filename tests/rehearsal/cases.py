@@ -179,7 +179,9 @@ def judge(case: Case, ranks: Sequence[Mapping[str, Any]]) -> list[Check]:
     norm = 2e-6 if exact else GRAD_NORM.get(case.fp8 or "", 5e-2)
     rows, changed = sum(rank["rows"] for rank in ranks), sum(len(rank["changed"]) for rank in ranks)
     layers = {name for rank in ranks for name in rank["layers"]}
+    pageable = [place for rank in ranks for place in rank["pageable"]]
     checks = [true("logit rows compared", str(rows), rows > 0)]
+    checks += [true("passes copy from pinned memory alone", pageable[0] if pageable else "", not pageable)]
     if exact:
         checks += [at_most("logits - transformers'", worst("logits"), 2e-6)]
         checks += [at_most("log-probs - the CPU trainer's", worst("log_probs"), 5e-6)]

@@ -8,6 +8,7 @@ mode into its backward threads. Kernels that are launched past torch's dispatche
 from __future__ import annotations
 
 import ctypes
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,11 @@ NATIVE = {
     "sym_size", "_resize_output_", "_efficientzerotensor", "squeeze_", "unsqueeze_", "transpose_", "t_", "as_strided_",
 }  # fmt: skip
 """Operators that launch no kernel, or only copy: they run as they are."""
+
+
+PAGEABLE: list[str] = []
+"""Where more than one number was copied to the device out of memory that is not pinned: a GPU would have been waited
+for, until it had done everything before."""
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,6 +103,7 @@ class OnHost(TorchDispatchMode):
         if namespace not in ("aten", "prims") or name in NATIVE or func.is_view:
             return func(*args, **kwargs)
         if name == "copy_":
+            _note_pageable(args[1], args[0].device)
             host_or_same(args[0]).copy_(host_or_same(args[1]))
             return args[0]
         if name == "_to_copy":
@@ -108,6 +115,11 @@ class OnHost(TorchDispatchMode):
         return tree_map(borrowed.back, func(*on_host, **options))
 
 
+def _note_pageable(source: torch.Tensor, target: torch.device) -> None:
+    if target.type == "cuda" and source.device.type == "cpu" and source.numel() > 1 and not source.is_pinned():
+        PAGEABLE.append("".join(traceback.format_stack(limit=12)))
+
+
 def host_or_same(x: Any) -> Any:
     """A "cuda" tensor's bytes on the host; anything else as it is."""
     return host(x) if isinstance(x, torch.Tensor) and x.device.type == "cuda" else x
@@ -116,6 +128,7 @@ def host_or_same(x: Any) -> Any:
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     target = torch.device(kwargs.get("device") or args[0].device)
     source = host_or_same(args[0])
+    _note_pageable(args[0], target)
     if target.type == "meta" or source.device.type == "meta":
         return func(*args, **kwargs)
     kept = {k: v for k, v in kwargs.items() if k in ("dtype", "memory_format", "layout") and v is not None}

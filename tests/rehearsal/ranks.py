@@ -31,7 +31,7 @@ from tests.engines.trainer_ranks import (
 from tests.rehearsal import fp8_by_hand
 from tests.rehearsal.cases import Case
 from tests.rehearsal.extension.calls import CALLS
-from tests.rehearsal.on_host import OnHost
+from tests.rehearsal.on_host import PAGEABLE, OnHost
 from tests.rehearsal.reference import make_run
 
 __all__ = ["tests"]
@@ -79,10 +79,12 @@ def compare(trainer: MegatronTrainer, expected: dict[str, Any], gradients: bool)
     """Logits with transformers', log-probs, loss and gradients with the CPU trainer's of one process."""
     shard = shard_of(trainer)
     rows, logits = worst_logit_difference(trainer, own_part(trainer, expected["logits"]))
+    PAGEABLE.clear()
     log_probs = trainer.log_probs(shard)
     with trainer.routing.gradient_pass(shard, 0) as routes:
         metrics, own = metrics_and_gradients(trainer, shard, routes)
-    found = {"rows": rows, "logits": logits, "loss": abs(metrics["loss/total"] - expected["loss"])}
+    found: dict[str, Any] = {"pageable": PAGEABLE[:1], "rows": rows, "logits": logits}
+    found["loss"] = abs(metrics["loss/total"] - expected["loss"])
     found["log_probs"] = float((log_probs - own_part(trainer, expected["log_probs"])).abs().max())
     if gradients:
         on_cpu = {name: tensor.float().cpu() for name, tensor in own.items()}

@@ -23,6 +23,7 @@ from tests.rehearsal.permutation import make_row_id_map, permute_with_mask_map, 
 
 ROOT = Path(__file__).parents[2]
 GOOD = {
+    "pageable": [],
     "rows": 120, "logits": 1e-7, "log_probs": 1e-7, "gradients": 1e-7, "weights": 1e-6, "loss": 0.0, "grad_norm": 0.0,
     "changed": [], "again": 0.0, "exported": [], "layers": ["TELinear"],
 }  # fmt: skip
@@ -101,6 +102,7 @@ def test_one_bad_number_of_adapters_on_one_rank_is_not_well(key: str, bad: objec
     [
         ("logits", 3e-6), ("log_probs", 1e-5), ("gradients", 2e-6), ("weights", 1e-3), ("loss", 1e-5),
         ("grad_norm", 1e-5), ("changed", ["x"]), ("again", 1e-3), ("exported", ["x"]), ("rows", 0), ("layers", []),
+        ("pageable", ["at x"]),
         ("logits", math.nan), ("gradients", math.inf),
     ],
 )  # fmt: skip

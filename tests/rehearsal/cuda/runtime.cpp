@@ -15,7 +15,7 @@
 namespace {
 
 std::mutex guard;
-std::map<uintptr_t, size_t> blocks;
+std::map<uintptr_t, size_t> blocks, pinned;  // of the device; of the host, page-locked
 size_t used = 0;
 thread_local int current = 0;
 
@@ -59,14 +59,15 @@ cudaError_t release(void* memory) {
   return cudaSuccess;
 }
 
-bool on_device(const void* pointer) {
+bool within(const std::map<uintptr_t, size_t>& ranges, const void* pointer) {
   std::lock_guard<std::mutex> lock(guard);
   auto at = reinterpret_cast<uintptr_t>(pointer);
-  auto after = blocks.upper_bound(at);
-  if (after == blocks.begin()) return false;
+  auto after = ranges.upper_bound(at);
+  if (after == ranges.begin()) return false;
   --after;
   return at < after->first + after->second;
 }
+bool on_device(const void* pointer) { return within(blocks, pointer); }
 
 cudaError_t copy(void* to, const void* from, size_t bytes) {
   memmove(to, from, bytes);
@@ -179,16 +180,23 @@ cudaError_t cudaMallocAsync(void** out, size_t bytes, cudaStream_t) { return all
 cudaError_t cudaFree(void* memory) { return release(memory); }
 cudaError_t cudaFreeAsync(void* memory, cudaStream_t) { return release(memory); }
 cudaError_t cudaHostAlloc(void** out, size_t bytes, unsigned) {
-  return posix_memalign(out, 4096, bytes ? bytes : 1) ? cudaErrorMemoryAllocation : cudaSuccess;
+  if (posix_memalign(out, 4096, bytes ? bytes : 1)) return cudaErrorMemoryAllocation;
+  std::lock_guard<std::mutex> lock(guard);
+  pinned[reinterpret_cast<uintptr_t>(*out)] = bytes;
+  return cudaSuccess;
 }
 cudaError_t cudaMallocHost(void** out, size_t bytes) { return cudaHostAlloc(out, bytes, 0); }
 cudaError_t cudaFreeHost(void* memory) {
+  std::lock_guard<std::mutex> lock(guard);
+  pinned.erase(reinterpret_cast<uintptr_t>(memory));
   free(memory);
   return cudaSuccess;
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* out, const void* pointer) {
   memset(out, 0, sizeof *out);
-  out->type = on_device(pointer) ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+  out->type = on_device(pointer)         ? cudaMemoryTypeDevice
+              : within(pinned, pointer) ? cudaMemoryTypeHost
+                                        : cudaMemoryTypeUnregistered;
   out->device = current;
   out->devicePointer = out->hostPointer = const_cast<void*>(pointer);
   return cudaSuccess;
