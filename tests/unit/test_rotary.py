@@ -17,6 +17,7 @@ install()
 
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
 from mslime.backends.megatron.model import rotary  # noqa: E402
@@ -112,7 +113,9 @@ def test_layers_of_a_micro_batch_share_what_goes_with_it(monkeypatch: pytest.Mon
 
 def test_attention_layers_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", None)
+    monkeypatch.setattr(RotaryEmbedding, "get_rotary_seq_len", None)
     rotary.use_packed_rotary()
+    assert RotaryEmbedding.get_rotary_seq_len is YarnRotaryEmbedding.get_rotary_seq_len is table_length
     config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
     x, given = torch.randn(64, 3, 16), (cumulative(LENGTHS), angles(32, 16))
     found = rope_utils.apply_rotary_pos_emb(x, given[1], config, given[0], cp_group=group())  # type: ignore[arg-type]
