@@ -35,8 +35,8 @@ step python -m pytest tests/unit "${chosen[@]}" -n 3 --dist loadfile --durations
 if [ "$mode" = fast ]; then
   exit 0
 fi
-step python -m pytest tests/engines "${chosen[@]}" --durations=20 -W ignore
-step python -m pytest tests/e2e "${chosen[@]}" --durations=20 -W ignore
+step python -m pytest tests/engines "${chosen[@]}" -n 2 --dist loadfile --durations=20 -W ignore
+step python -m pytest tests/e2e "${chosen[@]}" -n 2 --dist loadfile --durations=20 -W ignore
 # Triton, for its interpreter, lies beside the environment: SGLang on a CPU must not find it. The version is the one that
 # the torch of the GPU environment asks for.
 triton="$VENV/triton-3.8.0"

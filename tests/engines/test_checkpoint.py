@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -209,6 +210,24 @@ def test_a_resume_in_one_process_is_bit_exact(model: Path, saved: Any, uninterru
     result = run_trainers(_load_and_train, config_of("one", model, tmp_path), directory, uninterrupted)[0]
     assert result["curve"] == torch.load(uninterrupted)[0][SAVED:]
     assert result["weights"] == 0.0
+
+
+def _save_twice(trainer: MegatronTrainer, directory: Path) -> list[bool]:
+    compared: list[bool] = []
+    preprocess = checkpoint.save_preprocess
+
+    def noted(state: Any, validate_access_integrity: bool) -> Any:
+        compared.append(validate_access_integrity)
+        return preprocess(state, validate_access_integrity)
+
+    with mock.patch.object(checkpoint, "save_preprocess", noted):
+        for name in ("first", "second"):
+            trainer.save(directory / name, EXTRA)
+    return compared
+
+
+def test_ranks_compare_what_they_store_at_the_first_save_alone(model: Path, tmp_path: Path) -> None:
+    assert run_trainers(_save_twice, config_of("one", model, tmp_path), tmp_path) == [[True, False]]
 
 
 @pytest.mark.nightly

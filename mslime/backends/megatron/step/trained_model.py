@@ -67,6 +67,7 @@ class TrainedModel:
         self.step = 0
         self._has_gradients = False
         self._gathered = False  # whether all ranks' parameters are what the last step has made of them
+        self._compared = False  # whether the ranks have compared what each of them stores in a checkpoint
         self._state = DeviceState(self.wrapped, self.optimizer, device, spec.asleep)
 
     def hold(self, parts: Collection[TrainerPart]) -> None:
@@ -211,8 +212,10 @@ class TrainedModel:
         self.sync_params()
         layout = self.spec.layout.describe()
         save_checkpoint(
-            directory, self._stored, self.optimizer, self.schedule, layout=layout, extra=extra, others=others
-        )
+            directory, self._stored, self.optimizer, self.schedule, layout=layout, extra=extra, others=others,
+            compare_ranks=not self._compared,
+        )  # fmt: skip
+        self._compared = True
 
     def load(self, directory: Path, new_run: bool = False) -> dict[str, Any]:
         """Continue from a checkpoint (`checkpoint.load_checkpoint`); returns its `extra`; on all ranks.
