@@ -188,6 +188,19 @@ def test_a_key_of_any_bytes_is_only_wrong() -> None:
     run(work)
 
 
+def test_strangers_have_half_a_minute_and_take_a_quarter_of_the_descriptors_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        for files, most in ((400, 100), (1 << 20, web_server.MOST_STRANGERS), (8, 16)):
+            monkeypatch.setattr(web_server, "raise_file_limit", lambda files=files: files)
+            server = await serve(web.Application(), network.listen())
+            assert (server._most, server._patience_s) == (most, 30.0)
+            await server.close()
+
+    run(work)
+
+
 def test_a_server_has_as_many_descriptors_as_it_may_have() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
