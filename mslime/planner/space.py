@@ -71,20 +71,23 @@ class Space:
                         yield from self._cut(tp, pp, cp, ep, etp)
 
     def _cut(self, tp: int, pp: int, cp: int, ep: int, etp: int) -> Iterator[dict[str, Any]]:
-        """With the layers shared out over stages, and over chunks of them."""
+        """With the layers shared out over stages, and over chunks of them. What is not used is said, too: the settings
+        may stand behind some that use it."""
         layers = self.model.num_layers
         sizes: dict[str, Any] = {
             "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "context_parallel_size": cp,
             "expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp,
         }  # fmt: skip
         uneven = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
-        if pp > 1 and layers % pp and not any(self.given("megatron", name) for name in uneven):
-            last = layers - -(-layers // pp) * (pp - 1)
-            if last < 1:
-                return
-            sizes["num_layers_in_last_pipeline_stage"] = last
+        if not any(self.given("megatron", name) for name in uneven):
+            sizes |= dict.fromkeys(uneven)
+            if pp > 1 and layers % pp:
+                last = layers - -(-layers // pp) * (pp - 1)
+                if last < 1:
+                    return
+                sizes["num_layers_in_last_pipeline_stage"] = last
         for vpp in self._choices("virtual_pipeline_model_parallel_size", CHUNKS if pp > 1 else [1]):
-            yield sizes | ({"virtual_pipeline_model_parallel_size": vpp} if vpp > 1 else {})
+            yield sizes | {"virtual_pipeline_model_parallel_size": vpp if vpp > 1 else None}
 
     def _choices(self, name: str, usual: Sequence[int]) -> Sequence[int]:
         set_by_user = self.given("megatron", name)
@@ -119,8 +122,7 @@ class Space:
                 continue
             whole = w.experts > 0 and w.experts % tp == 0 and (w.expert_mlp // tp < NARROWEST or w.expert_mlp % tp > 0)
             ep = ep_size or (tp if whole else 1)
-            spanning = {"nnodes": tp // self.per_node} if tp > self.per_node else {}
-            yield {"num_engines": number, "tp_size": tp, "ep_size": ep} | spanning
+            yield {"num_engines": number, "tp_size": tp, "ep_size": ep, "nnodes": max(tp // self.per_node, 1)}
 
 
 def engine_settings(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,18 @@ def test_a_run_that_needs_more_than_a_machines_memory_is_refused_by_what_takes_m
     assert check(capsys, checkpoint, prompts, "--cluster.host-memory-gb", "64")[0] == 0
 
 
+def test_a_setting_of_the_model_that_nobody_reads_is_refused(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, prompts: Path, tmp_path: Path
+) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(checkpoint, odd)
+    described = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps(described | {"some_gate": True}))
+    status, _, told = check(capsys, odd, prompts)
+    assert status == 2 and "config.json: some_gate = True" in told
+    assert check(capsys, odd, prompts, "--model.ignored-config-fields", "some_gate")[0] == 0
+
+
 @pytest.mark.parametrize(("line", "said"), [
     (None, "no such file"), ("{'prompt': 1}", "is not valid JSON"), ('{"promt": "a", "label": "1"}', "no key 'prompt'"),
 ])  # fmt: skip

@@ -172,6 +172,7 @@ SILENT_CORRUPTIONS = {
         "megatron.optimizer_cpu_offload",
     ),
     "another scale than the checkpoint's": (["--megatron.softmax-scale", "0.5"], "megatron.softmax_scale"),
+    "layers without a rotation": (["--megatron.no-rope-freq", "4"], "megatron.no_rope_freq"),
     "residuals that no family has": (
         ["--megatron.apply-residual-connection-post-layernorm"],
         "megatron.apply_residual_connection_post_layernorm",

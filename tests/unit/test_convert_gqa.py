@@ -123,6 +123,18 @@ def test_what_is_not_built_is_refused_by_name(model: str, change: dict[str, Any]
     assert named in caught.value.field
 
 
+@pytest.mark.parametrize("model", sorted(path.parent.name for path in CONFIGS.glob("*/config.json")))
+def test_the_epsilon_of_norms_is_the_files_in_every_family(model: str) -> None:
+    config = published(model)
+    section = config.get("text_config", config)
+    assert "rms_norm_eps" in section
+    section["rms_norm_eps"] = 0.0025
+    assert get_family(config).transformer_fields(config)["layernorm_epsilon"] == 0.0025
+    section["rms_norm_eps"] = 0.5
+    with pytest.raises(CheckpointError, match="rms_norm_eps"):
+        get_family(config).transformer_fields(config)
+
+
 CODER = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
 
 

@@ -12,6 +12,7 @@ import pytest
 from mslime.config.errors import ConfigError, RolloutError
 from mslime.config.loader import build
 from mslime.data.sample import SampleStatus, check_invariants
+from mslime.rollout.environments.play import _turns as open_turns
 from mslime.rollout.environments.turns import ChatTurns, PlainTurns
 from mslime.rollout.protocols import StepBatch
 from mslime.rollout.service import RolloutService
@@ -228,6 +229,41 @@ def test_special_tokens_that_an_environment_writes_out_are_text():
     PlainTurns(["<|end|>"]).add(FakeEngine(), None, [{"role": "user", "content": "<|end|>"}])  # type: ignore[arg-type]
     assert said == ["a< |end|>b", "< |end|>"]
     assert ChatTurns(FakeChat(), {}, ["<|end|>"])._ordinary("x<|end|>") == "x< |end|>"
+
+
+class FakeWithEnds(FakeTokenizer):
+    """`<|end|>` is a special token."""
+
+    def decode(self, ids: Any, *, special_tokens: bool = False) -> str:
+        return "<|end|>" if list(ids) == [0] else super().decode(ids)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_special_tokens_that_tools_and_environments_write_are_read_only_where_the_run_says_so(
+    tmp_path: Path, read: bool
+):
+    function = "tests.unit.user_rollouts:hears_the_end_of_a_turn"
+    chats = {"function": function, "renderer": "tests.unit.user_rollouts:plain", "read_special_tokens": read}
+    heard = "a<|end|>b" if read else "a< |end|>b"
+
+    async def work() -> None:
+        service = make_service(run_config(tmp_path, **chats), engine(), tokenizer=FakeWithEnds())
+        try:
+            for sample in (await service.take(0)).samples:
+                assert heard in "".join(map(chr, sample.tokens[: sample.prompt_length]))
+        finally:
+            await service.close()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+    said = list[str]()
+
+    class FakeEngine:
+        def append(self, sample: Any, text: str) -> None:
+            said.append(text)
+
+    config = run_config(tmp_path, **settings(tmp_path, read_special_tokens=read))
+    open_turns(config, FakeWithEnds()).add(FakeEngine(), None, "a<|end|>b")  # type: ignore[arg-type, union-attr]
+    assert said == [heard]
 
 
 def test_a_template_that_rewrites_replies_is_refused():

@@ -17,6 +17,7 @@ from mslime.data.sample import Sample, SampleStatus, check_invariants
 from mslime.rollout import contract
 from mslime.rollout.agents import Agents
 from mslime.rollout.contract import check_rollout
+from mslime.rollout.environments import nemo_gym
 from mslime.rollout.environments.elsewhere import episode_of
 from mslime.rollout.environments.nemo_gym import NAME, NemoGym
 from mslime.rollout.environments.verifiers import Verifiers
@@ -218,12 +219,13 @@ def test_a_reward_is_a_finite_number(reward: object) -> None:
 @pytest.mark.parametrize(("body", "headers", "status"), [
     (b"{", {}, 400), (b"[[],[]]", {}, 400), (b'{"metadata": [1]}', {}, 400), (b"[" * 10_000, {}, 400),
     (b"{}", {"Authorization": "Bearer other"}, 401), (b"{}", {"Authorization": "Bearer \xfc"}, 401),
-    (b"{}", {"Content-Type": "text/plain"}, 415), (b"{}", {"Host": "evil.example"}, 421),
+    (b"{}", {"Content-Type": "text/plain"}, 415), (b"{}", {"Host": "evil.example"}, 421), (b" " * 30_000, {}, 413),
 ])  # fmt: skip
 def test_the_gyms_relay_refuses_what_is_no_request_of_a_gym(
     body: bytes, headers: dict[str, str], status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GYM_KEY", "k")
+    monkeypatch.setattr(nemo_gym, "MOST_BYTES", 20_000)
 
     async def work() -> None:
         relay = NemoGym("", 0, relay_key="env:GYM_KEY").relay

@@ -318,6 +318,32 @@ def test_a_server_beyond_the_own_network_is_asked_through_the_proxy(
     assert proxy_of(url) == proxy
 
 
+def test_a_reward_server_is_really_asked_through_the_proxy(monkeypatch: pytest.MonkeyPatch):
+    """A request to a proxy names the whole URL."""
+    asked = list[str]()
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readline()).decode().split()[1])
+        writer.write(b"HTTP/1.1 418 I'm a teapot\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def work() -> None:
+        server = await asyncio.start_server(proxy, "127.0.0.1", 0)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        http = {"url": "http://rewards.example/score", "retries": 0}
+        scorer = RewardScorer(RewardConfig.model_validate({"kind": "http", "http": http}))
+        await scorer.start()
+        with pytest.raises(RewardError, match="418"):
+            await scorer.score(sample("x", "y"))
+        await scorer.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert set(asked) == {"http://rewards.example/score"}
+
+
 def test_a_busy_server_is_asked_again():
     times = Counter[str]()
 

@@ -184,6 +184,15 @@ def test_a_second_run_skips_and_a_changed_pin_does_not(project: Path, tmp_path: 
     assert len(calls.read_text().splitlines()) == 2 * len(lines)
 
 
+def test_what_is_said_to_activate_can_be_pasted(project: Path, tmp_path: Path) -> None:
+    """Also where the environment's path has a blank."""
+    done = install(project, "--cpu", "--venv", "my env", PYTHON=str(fake_python(tmp_path / "bin")))
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "my env/bin/activate").write_text("echo activated")
+    pasted = done.stdout.splitlines()[-1].partition("activate with: ")[2]
+    assert subprocess.run(["bash", "-c", pasted], capture_output=True, text=True, check=True).stdout == "activated\n"
+
+
 def test_other_extras_are_another_installation(project: Path, tmp_path: Path) -> None:
     python, calls = str(fake_python(tmp_path / "bin")), tmp_path / "env/bin/calls"
     assert install(project, "--cpu", "--venv", "env", PYTHON=python).returncode == 0

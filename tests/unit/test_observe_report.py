@@ -153,6 +153,8 @@ def test_the_report_says_first_whether_a_run_lives_by_its_lock_and_the_age_of_it
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: 1.0)
     gone = run_in(tmp_path / "gone", SECONDS_AGO, pid=9453, process_started=0.0)
     assert gone == f"bad: The run is not running: {done}, process 9453 on {host} is gone."
+    another = run_in(tmp_path / "another", SECONDS_AGO, pid=os.getpid(), process_started=0.0)
+    assert another == gone.replace("9453", str(os.getpid())), "a process of this number began later"
     hangs = run_in(tmp_path / "hangs", SECONDS_AGO, pid=os.getpid())
     assert hangs == f"note: process {os.getpid()} on {host} runs, but {done}: a step took 1m 00s."
     fresh = run_in(tmp_path / "lives", [ago - 3 * 3600 for ago in SECONDS_AGO], pid=os.getpid())

@@ -16,8 +16,12 @@ install()
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # noqa: E402
 from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
+from mslime.backends.megatron.step import optimizer as optimizer_module  # noqa: E402
+from mslime.backends.megatron.step import own_state  # noqa: E402
 from mslime.backends.megatron.step.optimizer import load_states, without_classes  # noqa: E402
+from mslime.config.loader import build  # noqa: E402
 
 
 class FakeFusedAdam(torch.optim.Optimizer):
@@ -71,6 +75,17 @@ def test_a_sharded_tensor_in_a_message_does_not_read_its_numbers() -> None:
     assert f"{tensor}" == "ShardedTensor(decoder.weight)"
     factory = ShardedTensorFactory("decoder.gated", tensor.data, build_fn=list, merge_fn=list)
     assert f"{factory}" == "ShardedTensorFactory(decoder.gated)"
+
+
+def test_a_distributed_optimizer_stores_its_own_part_and_no_whole_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    part: Any = object.__new__(DistributedOptimizer)
+    part.is_stub_optimizer, part.model_param_group_index_map, part.optimizer = False, {}, None
+    monkeypatch.setattr(optimizer_module, "get_megatron_optimizer", lambda config, chunks: part)
+    monkeypatch.setattr(optimizer_module, "OptimizerParamScheduler", lambda *_, **__: None)
+    train = build({"model": {"path": "m"}, "data": {"prompts": ["p.jsonl"]}}).train
+    optimizer_module.build_optimizer([], cast("Any", None), train, 4)
+    assert part.sharded_param_state_fully_reshardable.__func__ is own_state._own_state
+    assert part.load_parameter_state_from_fully_reshardable.__func__ is own_state._take_state
 
 
 class FakeOffloaded:

@@ -177,6 +177,9 @@ def test_a_tensor_on_its_way_into_a_checkpoint_is_counted_in_host_memory() -> No
     plan = planned("qwen3-30B-A3B", megatron=megatron, cluster=cluster)
     embedding = 151936 * 2048 // 2
     assert plan.host.checkpoint == 8 * 4 * embedding and plan.host.total == plan.host.checkpoint + plan.host.shards
+    small = planned("qwen3-30B-A3B", megatron=megatron, cluster=cluster | {"host_memory_gb": 4}).problems
+    [problem] = [each for each in small if each.where == "trainer machine, host memory"]
+    assert problem.component == "checkpoint" and problem.needs == plan.host.total
     for dtype, bytes_each in (("bfloat16", 0), ("float16", 4)):
         halved = megatron | {"use_precision_aware_optimizer": True, "exp_avg_dtype": dtype}
         more = planned("qwen3-30B-A3B", megatron=halved, cluster=cluster).host.checkpoint - plan.host.checkpoint

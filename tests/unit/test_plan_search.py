@@ -335,8 +335,14 @@ def test_what_is_found_wins_over_every_size_and_recomputing_of_a_launch_script(
     words = ["plan", "--model.path", str(CONFIGS / "qwen3-4B"), "--data.prompts", "unused.jsonl"]
     assert main([*words, "--search", "--gpus", "8", "--top", "1", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["found"][0]
-    script = ["--megatron.tensor-model-parallel-size", "2", "--megatron.recompute-granularity", "full",
-              "--megatron.recompute-method", "uniform", "--megatron.recompute-num-layers", "1",
-              "--sglang.tp-size", "2", "--cluster.trainer-ranks", "2"]  # fmt: skip
+    sizes = ("tensor-model", "pipeline-model", "context", "expert-model", "expert-tensor")
+    script = [word for size in sizes for word in (f"--megatron.{size}-parallel-size", "2")]
+    script += [
+        *("--megatron.virtual-pipeline-model-parallel-size", "2"),
+        *("--megatron.num-layers-in-first-pipeline-stage", "17", "--megatron.num-layers-in-last-pipeline-stage", "19"),
+        *("--megatron.recompute-granularity", "full", "--megatron.recompute-method", "uniform"),
+        *("--megatron.recompute-num-layers", "1", "--sglang.tp-size", "2", "--sglang.ep-size", "2"),
+        *("--sglang.nnodes", "2", "--cluster.trainer-ranks", "2"),
+    ]
     found = load_config(None, [*words[1:], *as_flags(best["settings"])]).as_dict()
     assert load_config(None, [*words[1:], *script, *as_flags(best["settings"])]).as_dict() == found

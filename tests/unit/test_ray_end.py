@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import queue
+import shlex
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +21,7 @@ from ray.exceptions import AuthenticationError
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
 from mslime.control import cluster as cluster_module
+from mslime.control import started
 from mslime.control.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +164,25 @@ def test_a_cluster_that_wants_another_token_is_named_with_the_way_out(monkeypatc
     assert caught.value.field == "cluster.ray_address"
 
 
+@pytest.mark.parametrize("python", ["/home/me/my projects/.venv/bin/python", "/home/me/mslime/.venv/bin/python"])
+def test_a_python_whose_path_has_a_blank_is_quoted_for_rays_shell(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+    """Ray 2.60 takes its own where it is told none."""
+    monkeypatch.setattr(sys, "executable", python)
+    told = cluster_module._runtime_environment(without_address()).get("py_executable")
+    assert told is None if " " not in python else shlex.split(str(told)) == [python]
+
+
+def test_variables_of_a_submitted_job_stay_unless_the_run_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"THEIRS": "1", "BOTH": "theirs", "PYTHONPATH": "/job"}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": {"env_vars": given}}))
+    config = without_address()
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"env": {"BOTH": "ours"}})})
+    found = cluster_module._runtime_environment(config)["env_vars"]
+    assert (found["THEIRS"], found["BOTH"]) == ("1", "ours") and str(ROOT) in found["PYTHONPATH"].split(os.pathsep)
+    with cluster_module._ray_environment(config):
+        assert os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] == "1", "else Ray refuses two sources of one variable"
+
+
 @pytest.mark.parametrize("state", ["PENDING_CREATION", "ALIVE"])
 def test_a_start_in_which_nothing_comes_up_says_what_ray_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
@@ -172,3 +196,35 @@ def test_a_start_in_which_nothing_comes_up_says_what_ray_says(
     why = Cluster(without_address(), engines=False).why_nothing_runs()
     assert why.count("No such file or directory") == (5 if state == "PENDING_CREATION" else 0)
     assert (str(tmp_path / "raylet.err") in why) == (state == "PENDING_CREATION")
+
+
+class FakeCluster:
+    """Nothing of the run comes up on it."""
+
+    def __enter__(self) -> FakeCluster:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def on_other_machines(self) -> list[str]:
+        return []
+
+    def why_nothing_runs(self) -> str:
+        return "Ray says so"
+
+
+class FakeStarted(started.Started):
+    def _start(self) -> None: ...
+
+
+def test_a_start_that_has_been_silent_for_long_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(started, "SILENT_S", 0.0)
+    monkeypatch.setattr(started, "Cluster", lambda *_, **__: FakeCluster())
+    monkeypatch.setattr(started, "RayWatch", lambda address: nullcontext())
+    monkeypatch.setattr(started.ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=""))
+    run = FakeStarted(SimpleNamespace(config=without_address()), SimpleNamespace(install=None))  # type: ignore[arg-type]
+    run.progress = SimpleNamespace(note=said.put)  # type: ignore[assignment]
+    run._join_cluster(True)
+    assert said.get(timeout=30) == "Ray says so"
+    run._stack.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,13 @@ from mslime.backends.megatron.replay.route_rows import (
     scored_rows,
     token_keys,
 )
-from mslime.backends.megatron.replay.routing_replay import LayerReplay, refuse_bypass
+from mslime.backends.megatron.replay.routing import Routing
+from mslime.backends.megatron.replay.routing_replay import LayerReplay, RoutingReplay, refuse_bypass
 from mslime.backends.megatron.step.batches import RowLayout, SequenceSlicer
 from mslime.config.errors import ConfigError, EngineError
 from mslime.data.routes import Routes
 from mslime.data.shard import TrainShard
+from tests.fixtures.model_facts import model_facts
 
 ROWS, EXPERTS, TOP_K = 6, 8, 2
 
@@ -269,6 +272,18 @@ def test_an_expert_that_does_not_exist_or_another_top_k_is_refused() -> None:
         check_routes(make_shard(), EXPERTS, 3)
 
 
+def test_no_pass_is_laid_out_with_routes_that_cannot_be_replayed() -> None:
+    def repeat(experts: Any, mask: Any) -> None:
+        experts[5, 1] = [4, 4]
+
+    model = model_facts(100, num_layers=2, top_k=TOP_K, num_experts=EXPERTS)
+    replay: Any = SimpleNamespace(layer_ids=(1, 3), tally=lambda: None)
+    routing = Routing("r3", replay, model, parallel=None, device=torch.device("cpu"))  # type: ignore[arg-type]
+    routing.gradient_routes(make_shard(), 0)
+    with pytest.raises(EngineError, match="sequence 3, position 1"):
+        routing.gradient_routes(with_routes(repeat), 0)
+
+
 def fingerprint(shard: TrainShard, layers: Any) -> int:
     return ShardRoutes.from_rollout(shard, layers).fingerprint(torch.device("cpu"))
 
@@ -351,6 +366,34 @@ def lose_one(experts: Any, mask: Any) -> None:
 @pytest.mark.parametrize("change", [swap_tokens, swap_layers, swap_order, lose_one])
 def test_the_fingerprint_notices(change: Any) -> None:
     assert fingerprint(with_routes(change), (1, 3)) != fingerprint(make_shard(), (1, 3))
+
+
+class FakeLayer:
+    """Takes whatever is laid out."""
+
+    def __init__(self, layer_id: int) -> None:
+        self.layer_id, self.agreed = layer_id, None
+
+    def lay_out(self, experts: Tensor, mask: Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("change", [None, swap_tokens, swap_layers, swap_order])
+def test_a_pass_that_used_other_routes_than_the_steps_own_is_refused(change: Any) -> None:
+    replay: Any = object.__new__(RoutingReplay)
+    replay.num_layers, replay.layer_ids, replay.device = 4, (1, 3), torch.device("cpu")
+    replay.layers = [FakeLayer(1), FakeLayer(3)]
+    replay.chunks = [replay.layers]
+    slicer, tally = SequenceSlicer.build(make_shard().spans(), RowLayout()), replay.tally()
+    used = ShardRoutes.from_rollout(with_routes(change) if change else make_shard(), (1, 3))
+    replay.lay_out(0, used.rows(slicer, replay.device), tally)
+    routing = Routing("r3", replay, model=None, parallel=None, device=replay.device)  # type: ignore[arg-type]
+    routing._tally, routing.parallel = tally, SimpleNamespace(tp_rank=0, rows=RowLayout())  # type: ignore[assignment]
+    if change is None:
+        report = routing.report(make_shard())
+        assert report is not None and (report.coverage, report.rows) == (1.0, 10)
+        return
+    with pytest.raises(AssertionError, match="are not those of the step, each exactly once"):
+        routing.report(make_shard())
 
 
 def test_token_keys_are_unique_over_sequences_and_never_those_of_padding() -> None:

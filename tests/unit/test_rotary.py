@@ -17,9 +17,10 @@ install()
 
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding  # noqa: E402
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 
-from mslime.backends.megatron.model import rotary  # noqa: E402
+from mslime.backends.megatron.model import chunks, rotary  # noqa: E402
 from mslime.backends.megatron.model.rotary import packed_positions, rotate_packed, table_length  # noqa: E402
 from mslime.backends.megatron.step.batches import zigzag_positions  # noqa: E402
 from tests.unit.test_log_probs import NothingIsRead  # noqa: E402
@@ -112,11 +113,26 @@ def test_layers_of_a_micro_batch_share_what_goes_with_it(monkeypatch: pytest.Mon
 
 def test_attention_layers_call_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", None)
+    monkeypatch.setattr(RotaryEmbedding, "get_rotary_seq_len", None)
     rotary.use_packed_rotary()
+    assert RotaryEmbedding.get_rotary_seq_len is YarnRotaryEmbedding.get_rotary_seq_len is table_length
     config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
     x, given = torch.randn(64, 3, 16), (cumulative(LENGTHS), angles(32, 16))
     found = rope_utils.apply_rotary_pos_emb(x, given[1], config, given[0], cp_group=group())  # type: ignore[arg-type]
     assert torch.equal(found, rotate_packed(x, *given, cp_group=group()))
+
+
+def test_a_model_is_built_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Installed(Exception): ...
+
+    def fake_install() -> None:
+        raise Installed
+
+    monkeypatch.setattr(chunks, "block_spec", lambda *_: None)
+    monkeypatch.setattr(chunks, "use_packed_rotary", fake_install)
+    nothing: Any = None
+    with pytest.raises(Installed):
+        chunks._build_chunk(nothing, nothing, nothing, None, mtp=False, values=False, adapters=False)
 
 
 def test_tables_of_angles_have_few_lengths_and_the_same_angles() -> None:

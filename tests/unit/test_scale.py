@@ -18,7 +18,7 @@ from aiohttp import web
 from mslime.cli import main
 from mslime.config.errors import ConfigError
 from mslime.config.keys import EngineKeys
-from mslime.control.endpoint import FILE_NAME, ControlEndpoint, ask
+from mslime.control.endpoint import FILE_NAME, LARGEST_BODY, ControlEndpoint, ask
 from mslime.control.orders import EngineState, Order, Orders
 
 SERVING = EngineState("engine0", "http://127.0.0.1:1", True, "serving")
@@ -49,6 +49,12 @@ def test_the_key_is_for_the_user_of_the_run_and_the_address_for_this_machine(run
     for headers in ({}, {"Authorization": "Bearer other"}):
         assert httpx.get(f"{found['url']}/engines", headers=headers).status_code == 401
         assert httpx.post(f"{found['url']}/engines", headers=headers, json={"engines": 1}).status_code == 401
+
+
+def test_a_body_that_is_no_order_by_its_size_is_not_read(run_dir: Path) -> None:
+    found = record(run_dir)
+    asked = {"headers": {"Authorization": f"Bearer {found['key']}"}, "content": b" " * (LARGEST_BODY + 1)}
+    assert httpx.post(f"{found['url']}/engines", **asked).status_code == 413
 
 
 def test_nothing_is_left_when_a_run_ends_that_has_only_just_begun(

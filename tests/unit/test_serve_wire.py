@@ -455,6 +455,15 @@ def test_everything_asks_for_the_key(server: FakeServer) -> None:
         assert refused.value.code == 401, url
 
 
+def test_a_body_beyond_the_largest_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mslime.serve.server.LARGEST_BODY", 2 << 20)
+    with fake_server(tmp_path) as server:
+        url, body = f"{server.url}/api/v1/create_session", b" " * ((2 << 20) + 1)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(url, data=body, headers={"X-API-Key": KEY}), timeout=30)
+    assert refused.value.code == 413 and b"is larger than 2 MiB" in refused.value.read()
+
+
 def _routes(server: FakeServer) -> list[Any]:
     from mslime.serve.server import Server
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.request import proxy_bypass
 
 import psutil
 import pytest
@@ -536,6 +537,12 @@ def test_the_environment_carries_the_platform_on_cpu_only() -> None:
     assert cpu["SGLANG_USE_CPU_ENGINE"] == "1" and cpu["PYTHONPATH"].split(os.pathsep)[0] == str(SITE_DIR)
     assert cpu["PYTHONPATH"].endswith("/mine") and len(cpu["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
     assert cpu["NO_PROXY"] == "a,127.0.0.1,localhost" and cpu["HF_HUB_OFFLINE"] == "1"
+    lower = environment({"no_proxy": "b", "NO_PROXY": "a"}, cpu=True, ranks=1, gpus=None)
+    for env, around in ((cpu, "a"), (lower, "b"), (environment({}, cpu=True, ranks=1, gpus=None), "")):
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("no_proxy", "NO_PROXY"):
+                patch.setenv(name, env[name])
+            assert proxy_bypass("127.0.0.1") and (not around or proxy_bypass(around))
     gpu = environment(base, cpu=False, ranks=2, gpus=["4", "5"])
     assert "SGLANG_USE_CPU_ENGINE" not in gpu and str(SITE_DIR) not in gpu["PYTHONPATH"]
     assert gpu["CUDA_VISIBLE_DEVICES"] == "4,5" and "PYTORCH_CUDA_ALLOC_CONF" not in gpu

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from mslime.backends.megatron.step import trained_model
 from mslime.backends.megatron.step.optimizer import follow_config, rates_of
 from mslime.backends.megatron.step.trained_model import TrainedModel
 
@@ -88,3 +90,20 @@ def test_a_loaded_checkpoint_leaves_each_group_the_learning_rates_of_this_run() 
     assert rates_of(optimizer) == [(0.1, 0.0), (0.02, 0.01)] and (schedule.num_steps, stepped) == (7, [0])
     follow_config(optimizer, schedule, rates, restart=True)
     assert schedule.num_steps == 0
+
+
+def test_a_resume_takes_note_of_the_learning_rates_before_a_checkpoint_brings_its_own(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = model.optimizer.param_groups[0]
+    group |= {"max_lr": 0.1, "min_lr": 0.01}
+    model.spec.layout, model._state = SimpleNamespace(describe=str), SimpleNamespace(changed=lambda: None)
+    model._stored, model.schedule.num_steps = model.wrapped, 7
+
+    def fake_load(directory: Path, chunks: Any, optimizer: Any, schedule: Any, *, layout: str) -> dict[str, Any]:
+        group["max_lr"] = group["min_lr"] = 5.0
+        return {"step": 7}
+
+    monkeypatch.setattr(trained_model, "load_checkpoint", fake_load)
+    assert model.load(Path("unused")) == {"step": 7} and model.step == 7
+    assert (group["max_lr"], group["min_lr"]) == (0.1, 0.01)

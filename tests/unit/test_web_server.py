@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from aiohttp import web
 
 from mslime import network, web_server
+from mslime.config.atropos import AtroposConfig
+from mslime.control.endpoint import FILE_NAME, ControlEndpoint
+from mslime.control.orders import Orders
+from mslime.rollout.atropos.server import AtroposServer
+from mslime.rollout.environments.nemo_gym import Relay
+from mslime.rollout.server.app import ModelServer
+from mslime.rollout.server.sessions import ModelEndpoint
 from mslime.web_server import admitted, raise_file_limit, same_key, serve
+from tests.fixtures.fake_serve import KEY, fake_server
+from tests.unit.test_chat_session import Chat
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Connect = Callable[[], Awaitable[Connection]]
@@ -99,10 +112,91 @@ def test_a_connection_that_shows_no_key_for_long_is_closed(sent: bytes) -> None:
     run(work)
 
 
+Asked = tuple[str, str, dict[str, str]]
+"""Method, URL and headers of a request."""
+
+
+@asynccontextmanager
+async def model_server(directory: Path) -> AsyncIterator[tuple[Asked, Asked]]:
+    server = ModelServer()
+    endpoint, _ = await server.open(Chat().session)
+    url = f"{endpoint.url}/v1/models"
+    yield ("GET", url, {"Authorization": f"Bearer {endpoint.key}"}), ("GET", url, {"Authorization": "Bearer x"})
+    await server.close()
+
+
+@asynccontextmanager
+async def control_endpoint(directory: Path) -> AsyncIterator[tuple[Asked, Asked]]:
+    with ControlEndpoint(directory, Orders()):
+        found = json.loads((directory / FILE_NAME).read_text())
+        url = f"{found['url']}/engines"
+        yield ("GET", url, {"Authorization": f"Bearer {found['key']}"}), ("GET", url, {"Authorization": "Bearer x"})
+
+
+@asynccontextmanager
+async def tinker_server(directory: Path) -> AsyncIterator[tuple[Asked, Asked]]:
+    with fake_server(directory) as server:
+        url = f"{server.url}/api/v1/healthz"
+        yield ("GET", url, {"X-API-Key": KEY}), ("GET", url, {"X-API-Key": "x"})
+
+
+@asynccontextmanager
+async def atropos_server(directory: Path) -> AsyncIterator[tuple[Asked, Asked]]:
+    settings = AtroposConfig.model_validate({"port": network.free_port(), "token": "s3cret"})
+    server = AtroposServer(settings, directory / "atropos.json", 1 << 20, SimpleNamespace(wandb=dict))  # type: ignore[arg-type]
+    await server.start()
+    wrong = server.address.replace("s3cret", "x")
+    yield ("GET", f"{server.address}/health", {}), ("GET", f"{wrong}/health", {})
+    await server.close()
+
+
+@asynccontextmanager
+async def relay_of_nemo_gym(directory: Path) -> AsyncIterator[tuple[Asked, Asked]]:
+    relay = Relay("127.0.0.1", 0, "k")
+    async with relay.serving(ModelEndpoint("http://x", "http://x/v1", "key", "m")):
+        url, json_body = f"http://127.0.0.1:{relay.port}/v1/responses", {"Content-Type": "application/json"}
+        yield ("POST", url, {**json_body, "Authorization": "Bearer k"}), ("POST", url, json_body)
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [model_server, control_endpoint, tinker_server, atropos_server, relay_of_nemo_gym],
+    ids=lambda s: s.__name__,
+)
+def test_every_server_lets_a_connection_stay_that_has_shown_its_key_and_no_other(
+    opened: Callable[[Path], AbstractAsyncContextManager[tuple[Asked, Asked]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trusted = list[str]()
+    monkeypatch.setattr(web_server.Listening, "trust", lambda self, http: trusted.append(http.path))
+
+    async def work() -> None:
+        async with opened(tmp_path) as (right, wrong), aiohttp.ClientSession() as http:
+            for (method, url, headers), counted in ((wrong, 0), (right, 1)):
+                async with http.request(method, url, headers=headers):
+                    assert len(trusted) == counted
+
+    run(work)
+
+
 def test_a_key_of_any_bytes_is_only_wrong() -> None:
     async def work() -> None:
         async with served() as connect:
             assert await status(await connect(), b"\xff\xfe") == 401
+
+    run(work)
+
+
+def test_strangers_have_half_a_minute_and_take_a_quarter_of_the_descriptors_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def work() -> None:
+        for files, most in ((400, 100), (1 << 20, web_server.MOST_STRANGERS), (8, 16)):
+            monkeypatch.setattr(web_server, "raise_file_limit", lambda files=files: files)
+            server = await serve(web.Application(), network.listen())
+            assert (server._most, server._patience_s) == (most, 30.0)
+            await server.close()
 
     run(work)
 

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from mslime.data.sample import Sample
+from mslime.rollout.chat.renderer import Renderer
+from mslime.rollout.contract import _Plain
 from mslime.rollout.workflow import Engine, NoRoomError, Task
 
 calls: Counter[tuple[int, int]] = Counter()
@@ -36,6 +38,15 @@ async def two_turns(task: Task, engine: Engine) -> Sample:
         if message:
             engine.append(sample, message)
     return sample
+
+
+def plain(tokenizer: object, thinking: object) -> Renderer:
+    """Tokens are characters."""
+    return _Plain()
+
+
+async def hears_the_end_of_a_turn(task: Task, engine: Engine) -> None:
+    await engine.chat([{"role": "user", "content": "a<|end|>b"}])
 
 
 open_now: Counter[str] = Counter()

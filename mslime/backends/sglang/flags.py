@@ -177,7 +177,8 @@ def environment(
     env = dict(base)
     env["HF_HUB_OFFLINE"] = "1"  # checkpoints are local; without a network every look-up would cost a timeout
     env["TOKENIZERS_PARALLELISM"] = "false"
-    env["NO_PROXY"] = ",".join(filter(None, [env.get("NO_PROXY"), "127.0.0.1,localhost"]))
+    around = env.get("no_proxy") or env.get("NO_PROXY")  # SGLang asks itself by libraries that read the first first
+    env["no_proxy"] = env["NO_PROXY"] = ",".join(filter(None, [around, "127.0.0.1,localhost"]))
     env["PYTHONUNBUFFERED"] = "1"
     # mslime itself must be importable, for the guard and for the CPU platform, also when it is not installed.
     plugins = ["routes", *(["receiver"] if recorded else []), *(["files", "relay"] if files else [])]
