@@ -32,12 +32,14 @@ class AgentLimits(Section):
     tokens: int = Field(default=1_000_000, ge=1, description="Sampled tokens, over all sequences.")
     idle_s: float = Field(
         default=3600,
+        le=1e9,
         gt=0,
         description="Seconds between a reply and the next request. An agent that asks nothing for longer has died: the "
         "rollout ends with an error (rollout.on_error).",
     )
     wall_s: float = Field(
         default=4 * 3600,
+        le=1e9,
         gt=0,
         description="Seconds after the first request. A later one is refused, and what was said is kept; where none is "
         "under way then, the rollout ends like one of a dead agent.",

@@ -44,12 +44,14 @@ class AtroposConfig(Section):
     )
     silent_s: float = Field(
         default=600,
+        le=1e9,
         gt=0,
         description="Seconds in which no environment asks for anything while groups are waited for. The rollout has "
         "then failed (rollout.on_error). Environments ask every second or so.",
     )
     keep_s: float = Field(
         default=900,
+        le=1e9,
         gt=0,
         description="Seconds after its last reply for which a conversation is kept that was not handed in. Its tokens "
         "are dropped then (ledger/dropped/unused_tokens).",

@@ -126,6 +126,7 @@ class ClusterConfig(Section):
     )
     join_s: float = Field(
         default=0,
+        le=1e9,
         ge=0,
         description="Seconds to wait for machines that are still joining the Ray cluster; 0: a cluster that is too "
         "small is refused at once.",

@@ -81,7 +81,7 @@ class SGLangConfig(EngineSection):
     reserved: ClassVar[dict[str, str]] = SGLANG_RESERVED
     tested: ClassVar[frozenset[str]] = SGLANG_TESTED
 
-    num_engines: int = Field(default=1, ge=1, description="Servers to launch (ignored when `urls` is given).")
+    num_engines: int = Field(default=1, ge=1, le=65536, description="Servers to launch (ignored when `urls` is given).")
     restarts: int = Field(
         default=3, ge=0,
         description="How often in a row a launched engine that died is started again, beside the run; it takes part "

@@ -30,16 +30,17 @@ class EnvironmentLimitsConfig(Section):
         default=16, ge=1, description="Turns of the model; an episode that is not done then ends as it stands."
     )
     call_s: float = Field(
-        default=60, gt=0, description="Seconds for one call of the environment: what takes longer has failed."
+        default=60, le=1e9, gt=0, description="Seconds for one call of the environment: what takes longer has failed."
     )
     episode_s: float | None = Field(
         default=None,
+        le=1e9,
         gt=0,
         description="Seconds of an episode in its environment, all calls together; the episode then ends as it stands. "
         "The time that the model takes does not count. null: as many as it likes.",
     )
     workers: int = Field(
-        default=2, ge=1, description="Processes that environments live in, each with as many as are needed."
+        default=2, ge=1, le=65536, description="Processes that environments live in, each with as many as are needed."
     )
     memory_mib: float | None = Field(
         default=4096,

@@ -53,7 +53,9 @@ class HttpRewardConfig(RewardServersConfig):
     """A reward model that somebody serves; see docs/rewards.md for what it is sent."""
 
     batch_size: int = Field(default=16, ge=1, description="Samples of one request at most.")
-    batch_wait_s: float = Field(default=0.05, ge=0, description="Seconds for which a request waits to become full.")
+    batch_wait_s: float = Field(
+        default=0.05, le=1e9, ge=0, description="Seconds for which a request waits to become full."
+    )
 
 
 class JudgeConfig(RewardServersConfig):
@@ -106,10 +108,11 @@ class GraderConfig(Section):
     judge: JudgeConfig = Field(default_factory=JudgeConfig)
     timeout_s: float | None = Field(
         default=None,
+        le=1e9,
         gt=0,
         description="Seconds for one sample (http, judge: one request). Default: 5 for math, else 30.",
     )
-    workers: int = Field(default=2, ge=1, description="Processes for kinds math, answer_line and custom.")
+    workers: int = Field(default=2, ge=1, le=65536, description="Processes for kinds math, answer_line and custom.")
 
     @property
     def limit_s(self) -> float:

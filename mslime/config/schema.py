@@ -189,27 +189,30 @@ class CheckpointConfig(Section):
 class DeadlineConfig(Section):
     """Seconds after which a silent part of the run is declared dead. No wait in mslime is without one."""
 
-    engine_start_s: float = Field(default=600, gt=0, description="An engine loads its weights and answers.")
-    engine_request_s: float = Field(default=3600, gt=0, description="One response is generated.")
+    engine_start_s: float = Field(default=600, le=1e9, gt=0, description="An engine loads its weights and answers.")
+    engine_request_s: float = Field(default=3600, le=1e9, gt=0, description="One response is generated.")
     engine_silence_s: float = Field(
-        default=300, gt=0,
+        default=300, le=1e9, gt=0,
         description="An engine that is to generate shows a sign of life: it answers a request, or a heartbeat.",
     )  # fmt: skip
     engine_control_s: float = Field(
-        default=120, gt=0, description="An engine answers a control call: abort, pause, resume."
+        default=120, le=1e9, gt=0, description="An engine answers a control call: abort, pause, resume."
     )
-    trainer_start_s: float = Field(default=1200, gt=0, description="All trainer ranks meet and build the model.")
-    train_step_s: float = Field(default=3600, gt=0, description="All optimizer steps of one rollout.")
-    weight_sync_s: float = Field(default=600, gt=0, description="One phase of a weight update.")
-    rollout_step_s: float = Field(default=7200, gt=0, description="The groups of one step are complete.")
-    checkpoint_s: float = Field(default=3600, gt=0, description="A checkpoint or an export is written or read.")
+    trainer_start_s: float = Field(
+        default=1200, le=1e9, gt=0, description="All trainer ranks meet and build the model."
+    )
+    train_step_s: float = Field(default=3600, le=1e9, gt=0, description="All optimizer steps of one rollout.")
+    weight_sync_s: float = Field(default=600, le=1e9, gt=0, description="One phase of a weight update.")
+    rollout_step_s: float = Field(default=7200, le=1e9, gt=0, description="The groups of one step are complete.")
+    checkpoint_s: float = Field(default=3600, le=1e9, gt=0, description="A checkpoint or an export is written or read.")
     rollout_function_s: float = Field(
         default=3600,
+        le=1e9,
         gt=0,
         description="What a rollout function does between two requests to the engines: a call of a tool, for example.",
     )
     rescue_s: float = Field(
-        default=300, gt=0, description="For the last save of a run that ends early, by a signal or an error."
+        default=300, le=1e9, gt=0, description="For the last save of a run that ends early, by a signal or an error."
     )
 
     def controls_within(self, seconds: float) -> DeadlineConfig:

@@ -84,6 +84,7 @@ class ServeConfig(Section):
     )
     silence_s: float = Field(
         default=120.0,
+        le=1e9,
         ge=1,
         description="A client that has sent no sign of life for so long is gone: its adapters are freed. The SDK sends "
         "one every 10 s.",

@@ -10,6 +10,7 @@ import io
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,8 +130,9 @@ def sum_file(path: Path) -> FileSum:
 def check_sizes(directory: Path, files: Mapping[str, FileSum]) -> None:
     """Compare sizes, without reading. Raises CheckpointError naming the first file that is missing or another."""
     for name, expected in files.items():
-        path = directory / name
-        found = path.stat().st_size if path.is_file() else None
+        path, found = directory / name, None
+        with suppress(OSError):  # a name that no file system takes, a directory that may not be entered
+            found = path.stat().st_size if path.is_file() else None
         if found != expected.size:
             raise CheckpointError(
                 str(path), "missing" if found is None else f"{found} bytes",

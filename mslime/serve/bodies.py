@@ -109,9 +109,12 @@ class CreateSamplingSession(Body):
     model_path: str | None = None
 
 
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 class TextChunk(Body):
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: list[TokenId]
 
 
 class OtherChunk(Body):
@@ -125,9 +128,9 @@ class ModelInput(Body):
 class SamplingParams(Body):
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=0, lt=2**62)
-    stop: str | Sequence[int] | Sequence[str] | None = None
+    stop: str | Sequence[TokenId] | Sequence[str] | None = None
     temperature: float = Field(default=1.0, ge=0, le=1000)
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, lt=2**31)
     top_p: float = Field(default=1.0, gt=0, le=1)
 
 

@@ -211,6 +211,14 @@ def test_a_manifest_of_another_version_is_refused_without_a_traceback(change: di
         read_manifest(directory)
 
 
+def test_a_file_that_cannot_be_looked_at_is_a_missing_one(tmp_path: Path) -> None:
+    directory = save_format_1(tmp_path, 1)
+    content = json.loads((directory / "manifest.json").read_text()) | {"files": {"x" * 5000: 1}}
+    (directory / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="missing"):
+        read_manifest(directory)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99, "complete": true}', '{"format": 1}', "[" * 10**5])
 def test_a_manifest_that_says_nothing_useful_is_refused(content: str, tmp_path: Path) -> None:
     directory = save(tmp_path, 1)

@@ -120,7 +120,18 @@ def test_a_choice_that_the_engine_does_not_offer_is_refused(name: str, value: st
     build(with_setting(f"sglang.{name}", good))
 
 
-@pytest.mark.parametrize(("setting", "value"), [("weights.senders", 10**12), ("algorithm.correction.token_cap", 1e30)])
+def test_every_number_of_seconds_is_one_that_a_timer_takes() -> None:
+    seconds = [s for s in all_settings() if s.path.endswith("_s") and not s.path.endswith("_per_s")]
+    assert len(seconds) > 20 and [s.path for s in seconds if "<= 1e+09" not in s.expected] == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("weights.senders", 10**12), ("algorithm.correction.token_cap", 1e30), ("deadlines.train_step_s", 1e300),
+        ("reward.workers", 10**9), ("sglang.num_engines", 10**9),
+    ],
+)  # fmt: skip
 def test_numbers_that_mean_nothing_are_refused(setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match=setting):
         build(with_setting(setting, value))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -147,18 +148,24 @@ def test_a_new_checkpoint_replaces_the_old_one_whole(sharded: Path) -> None:
     assert HFCheckpoint(sharded).info.keys() == {"only"}
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may grow beyond 64 KiB: the kernel refuses the write as it does on a full disk."""
+    """No file may grow beyond 64 KiB: the kernel refuses the write as it does on a full disk.
+
+    Also pytest's own log where it goes to a file, so the limit is lifted before the test ends.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_is_a_checkpoint_error_and_the_old_checkpoint_stays(sharded: Path, full_disk: None) -> None:
+def test_a_full_disk_is_a_checkpoint_error_and_the_old_checkpoint_stays(sharded: Path) -> None:
     with (
         pytest.raises(CheckpointError, match=r"model-0-00000.*could not be written(.|\n)*free disk space"),
+        full_disk(),
         atomic_directory(sharded) as staging,
     ):
         writer = ShardWriter(staging)

@@ -260,6 +260,8 @@ def test_other_mistakes_are_answered_in_words(server: FakeServer, client: Any) -
         ({"sampling_params": types.SamplingParams(max_tokens=31)}, "model takes 32"),
         ({"topk_prompt_logprobs": 3}, "topk_prompt_logprobs = 3: is not served"),
         ({"sampling_params": types.SamplingParams(top_p=0.0)}, "top_p"),
+        ({"sampling_params": types.SamplingParams(top_k=2**40)}, "top_k"),  # an engine's tensors of it are int32
+        ({"sampling_params": types.SamplingParams(max_tokens=1, stop=[2**70])}, "stop"),
     ):
         ask = {"prompt": prompt, "num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=1), **wrong}
         with pytest.raises(tinker.APIStatusError, match=words):
