@@ -208,7 +208,7 @@ def choose(samples: Sequence[Sample], seed: int) -> dict[int, list[str]]:
         "longest": longest,
         "truncated": [i for i in longest if samples[i].status is SampleStatus.TRUNCATED],
         "continued": sorted((i for i in longest if versions[i] > 1), key=lambda i: -versions[i]),
-        "any": random.Random(seed).sample(places, min(len(places), 8 * A_KIND)),
+        "any": random.Random(seed).sample(places, len(places)),
     }
     picked = {kind: _apart(order, samples) for kind, order in orders.items()}
     picked["group"] = _most_different(samples) if differ else []

@@ -215,15 +215,18 @@ def test_by_default_each_sequence_is_a_time_of_its_own_that_the_rollouts_reward_
         assert found["turns"][10] == pytest.approx(0.5 + 0.9 * value[11] - value[10] + 0.72 * (1 - value[11]), abs=1e-5)
 
 
-def test_a_kl_in_the_reward_runs_along_the_turns_as_well() -> None:
+@pytest.mark.parametrize("old", ["recompute", "rollout"])
+def test_a_kl_of_the_old_policy_in_the_reward_runs_along_the_turns_as_well(old: str) -> None:
     rollout = (1.0, [Said(0, [10], []), Said(1, [11], [])])
     other = (0.0, [Said(0, [12], [])])
     totals: dict[str, list[float]] = {}
     for credit in ("sequences", "turns"):
-        config = config_of("grpo", credit, kl_in="reward", kl_coef=1.0, kl_type="k1")
+        config = config_of("grpo", credit, kl_in="reward", kl_coef=1.0, kl_type="k1", correction={"reference": old})
         ((shard,),) = assemble(groups_of([[rollout, other]]), config, version=0).shards
-        shard = replace(shard, old_log_probs=np.full(len(shard.tokens), -1.0, np.float32),
-                        reference_log_probs=np.full(len(shard.tokens), -1.25, np.float32))  # fmt: skip
+        policy = -1.0 if old == "rollout" else -1.5  # engines gave each token -1
+        column = np.full(len(shard.tokens), policy, np.float32)
+        given = None if old == "rollout" else column
+        shard = replace(shard, old_log_probs=given, reference_log_probs=column - 0.25)
         ((final,), _) = completed([shard], config.algorithm, np.asarray, np.asarray)
         found = dict(zip(final.tokens.tolist(), final.advantages.tolist(), strict=False))
         totals[credit] = [found[t] - 0.70710 for t in (10, 11)]

@@ -15,12 +15,12 @@ install()
 
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory  # noqa: E402
-from megatron.core.optimizer import MegatronOptimizer  # noqa: E402
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 from mslime.backends.megatron.step import optimizer as optimizer_module  # noqa: E402
 from mslime.backends.megatron.step import own_state  # noqa: E402
-from mslime.backends.megatron.step.optimizer import load_states, without_classes  # noqa: E402
+from mslime.backends.megatron.step.optimizer import load_states, states_of, without_classes  # noqa: E402
 from mslime.config.loader import build  # noqa: E402
 
 
@@ -112,3 +112,30 @@ def test_a_saved_state_has_no_classes_and_a_loaded_one_has_them_again() -> None:
     saved["optimizer"]["param_groups"][0]["lr"] = 0.2
     load_states(cast("Any", held), saved)
     assert held.optimizer.param_groups == [{"lr": 0.2, "cpu_optimizer_cls": torch.optim.AdamW}]
+
+
+class FakeChain(ChainedOptimizer):
+    """Of parts with these optimizers, which would save `saved`."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer], saved: dict[Any, Any]) -> None:
+        self.chained_optimizers = [SimpleNamespace(optimizer=each) for each in optimizers]
+        self._saved = saved
+
+    def sharded_state_dict(self, *_: object, **__: object) -> dict[Any, Any]:
+        return self._saved
+
+
+@pytest.mark.parametrize("counts", ["each parameter", "each group"])
+def test_a_part_without_parameters_on_this_rank_tells_the_steps_of_the_others(counts: str) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    here, elsewhere = torch.optim.Adam([parameter]), torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
+    elsewhere.param_groups[0]["params"] = []
+    if counts == "each parameter":
+        here.state[parameter] = {"step": torch.tensor(3.0)}
+    else:
+        here.param_groups[0]["step"] = 3
+    own: dict[str, Any] = {"optimizer": {"state": {}, "param_groups": [{}]}}
+    by_groups: dict[str, Any] = {"param_groups": [{}]}
+    for saved in (own, by_groups):
+        states_of(FakeChain([here, elsewhere], {0: {}, 1: saved}), {}, is_loading=False, metadata=None)
+    assert own["optimizer"]["state"]["common_step"] == 3 and by_groups["param_groups"] == [{"step": 3}]

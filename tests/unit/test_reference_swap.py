@@ -1,10 +1,12 @@
-"""The reference policy's weights come into the model and go out again, bit for bit."""
+"""Weights that leave the model come back bit for bit: for the reference policy's, and of a trainer that sleeps."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,3 +78,14 @@ def test_copies_lie_in_blocks_of_one_size_which_are_pinned_for_a_gpu(
         with policy.swapped_in():
             pass
     assert made == [(8, on_gpu)] * 2 * 4, "32 bytes of reference and as many of its own, each once"
+
+
+def test_a_trainer_that_sleeps_puts_away_what_is_large_can_shrink_and_lies_on_its_device(tmp_path: Path) -> None:
+    large, of_numpy = torch.arange(4096.0), torch.from_numpy(np.arange(4096.0))
+    held = [torch.nn.Parameter(each) for each in (large, torch.ones(8), of_numpy, torch.empty(4096, device="meta"))]
+    wrapped: Any = SimpleNamespace(module=torch.nn.ParameterList(held), buffers=[], expert_parallel_buffers=[])
+    state = asleep.DeviceState([wrapped], SimpleNamespace(), torch.device("cpu"), tmp_path)  # type: ignore[arg-type]
+    state.hold(("optimizer", "gradients"))
+    assert [each.untyped_storage().nbytes() for each in held] == [0, 8 * 4, 4096 * 8, 4096 * 4]
+    state.hold(asleep.PARTS)
+    assert torch.equal(held[0].detach(), torch.arange(4096.0))

@@ -83,6 +83,9 @@ def test_the_few_that_are_kept_are_the_best_worst_longest_cut_and_continued_of_d
     for sample in samples:
         sample.reward = 1.0
     assert not {"best", "worst"} & {kind for kinds in choose(samples, 0).values() for kind in kinds}
+    lone = [answered(tokenizer, int(i == 60), i, ["same"], 1.0) for i in range(61)]
+    drawn = {lone[place].group_id for place, kinds in choose(lone, 0).items() if "any" in kinds}
+    assert drawn == {0, 1}, "of different groups, also where one has a single sample among many"
 
 
 def test_a_line_says_where_every_token_came_from(tokenizer: HFTokenizer, tmp_path: Path):
