@@ -27,6 +27,8 @@ NATIVE = {
 """Operators that launch no kernel, or only copy: they run as they are."""
 
 
+STAND_INS = ("tests/rehearsal/extension", "triton/runtime/interpreter")
+"""Files that do what kernels do, with copies that no kernel makes."""
 PAGEABLE: list[str] = []
 """Where more than one number was copied to the device out of memory that is not pinned: a GPU would have been waited
 for, until it had done everything before."""
@@ -118,8 +120,8 @@ class OnHost(TorchDispatchMode):
 def _note_pageable(source: torch.Tensor, target: torch.device) -> None:
     if target.type == "cuda" and source.device.type == "cpu" and source.numel() > 1 and not source.is_pinned():
         frames = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_stack()]
-        if not any("tests/rehearsal/extension" in frame for frame in frames):  # a kernel's stand-in
-            PAGEABLE.append(" ".join(frame for frame in frames if "/torch/" not in frame))
+        if not any(stand_in in frame for frame in frames for stand_in in STAND_INS):
+            PAGEABLE.append(" ".join([frame for frame in frames if "/torch/" not in frame][-6:]))
 
 
 def host_or_same(x: Any) -> Any:
