@@ -1,4 +1,4 @@
-"""When a trained model gathers its parameters."""
+"""When a trained model gathers its parameters, and in which dtype they leave it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from mslime.backends.megatron.step import trained_model
+from mslime.backends.megatron.step import trained_model, trainer
 from mslime.backends.megatron.step.optimizer import follow_config, rates_of
 from mslime.backends.megatron.step.trained_model import TrainedModel
+from mslime.config.layout import ParallelLayout
+from mslime.config.schema import DeadlineConfig, MegatronConfig, WeightsConfig
+from tests.unit.weights_world import MOE_CONFIG
 
 
 class FakeGroup:
@@ -42,6 +45,13 @@ class FakeChunk:
 
     def enable_forward_pre_hook(self) -> None:
         self.hooked = True
+
+
+class FakeSender:
+    """Of weights; keeps its options alone."""
+
+    def __init__(self, options: Any) -> None:
+        self.options, self.export = options, None
 
 
 @pytest.fixture
@@ -107,3 +117,22 @@ def test_a_resume_takes_note_of_the_learning_rates_before_a_checkpoint_brings_it
     monkeypatch.setattr(trained_model, "load_checkpoint", fake_load)
     assert model.load(Path("unused")) == {"step": 7} and model.step == 7
     assert (group["max_lr"], group["min_lr"]) == (0.1, 0.01)
+
+
+@pytest.mark.parametrize(("task", "dtype"), [("rl", "float32"), ("sft", "bfloat16")])
+def test_engines_are_sent_the_dtype_that_they_hold_and_exports_have_the_checkpoints(
+    task: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        trainer, "WeightSender", lambda _rules, _groups, _params, options, *_, **__: FakeSender(options)
+    )
+    monkeypatch.setattr(trainer.dist, "get_backend", lambda: "gloo")
+    made: Any = object.__new__(trainer.MegatronTrainer)
+    made.hf_config, made.adapters, made.device = MOE_CONFIG | {"dtype": "bfloat16"}, None, SimpleNamespace(type="cpu")
+    made.base = SimpleNamespace(groups=object())
+    made.spec = SimpleNamespace(
+        train=SimpleNamespace(task=task), asked_engine_dtype="auto", megatron=MegatronConfig(), checkpoint=Path("c"),
+        weights=WeightsConfig(), deadlines=DeadlineConfig(), name="run", layout=ParallelLayout(), as_stored=False,
+    )  # fmt: skip
+    options = made.weight_sender().options
+    assert (options.dtype, options.export_dtype) == (dtype, "bfloat16")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mslime.config.errors import WeightSyncError
 from mslime.config.layout import ParallelLayout
 from mslime.threads import in_thread
-from mslime.weights import contract
+from mslime.weights import contract, groups
 from mslime.weights.courier import Courier, Seconds, Turns
 from mslime.weights.plan import Bucket, WeightPlan
 from mslime.weights.senders import Senders
@@ -134,3 +134,19 @@ def test_a_sender_that_passes_its_turn_on_does_not_wait_until_the_next_is_ready(
     for rank in ranks:
         rank.join()
     assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+@pytest.mark.parametrize("senders", [1, 2])
+def test_several_senders_have_a_group_for_their_turns_and_ranks_groups_for_what_they_gather(
+    senders: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "_new_group", lambda members, backend, timeout: (members, backend))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    chosen = Senders.at_most(ParallelLayout(dp=4, ep=4), senders)
+    made: Any = groups.make_groups(chosen, "nccl", 1.0)
+    assert made.turns == (None if senders == 1 else (chosen.everyone(), "gloo")) and len(chosen.everyone()) == senders
+    assert made.control == ((0, 1, 2, 3), "gloo")
+    gathered = {chosen.all_expert_ranks(0), *(chosen.expert_ranks(sender) for sender in chosen.ranks(0))}
+    assert made.gathers == {members: (members, "nccl") for members in gathered if rank in members}

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from mslime.config.errors import ConfigError
 from mslime.config.layout import ParallelLayout
 from mslime.convert.families import get_family
 from mslime.weights.buckets import convert, pack
-from mslime.weights.plan import Bucket, WeightPlan, build_plan
+from mslime.weights.plan import Bucket, WeightPlan, _fill, _hf_numel, build_plan
 from mslime.weights.senders import Senders
 from tests.fixtures.full_size import CONFIGS, published_config
 from tests.fixtures.marks import MODELS, nightly_except
@@ -58,6 +59,9 @@ def test_buckets_respect_the_limit_unless_one_group_is_larger() -> None:
         assert bucket.hf_bytes <= limit or len(bucket.slots) == 1, bucket.describe()
     smallest = plan_of(LAYOUTS["one rank"], 1)
     assert len(smallest.buckets) == len([rule for rule in table.bound.values() if rule.exported])
+    units: Any = [((SimpleNamespace(kind=SimpleNamespace(hf_shapes=((n,),))),),) for n in (4, 3, 2, 2, 5, 1)]
+    runs = [[_hf_numel(unit) for unit in run] for run in _fill(units, limit=4)]
+    assert runs == [[4], [3], [2, 2], [5], [1]], "each bucket is as full as may be, and no fuller"
 
 
 def test_senders_take_turns_and_send_experts_before_shared_tensors() -> None:

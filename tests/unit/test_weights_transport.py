@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from mslime.backends.sglang.receivers import SGLangReceivers
 from mslime.config.choices import AUTO, TRANSPORT_NAMES
-from mslime.config.errors import ConfigError, WeightSyncError
+from mslime.config.errors import CheckpointError, ConfigError, WeightSyncError
 from mslime.config.keys import Endpoint, EngineInfo, EngineKeys
 from mslime.config.schema import DeadlineConfig
+from mslime.convert.hf import ShardWriter
 from mslime.network import ephemeral_ports
 from mslime.weights.broadcast import BroadcastTransport, PendingBroadcast, open_store
 from mslime.weights.buckets import convert, pack
@@ -249,6 +251,16 @@ def test_memory_that_torch_keeps_is_given_back_once_before_the_first_sync(monkey
     for _ in range(2):
         with pytest.raises(RuntimeError, match="freed 1 times"):
             sender.send(1)
+
+
+def test_a_carried_tensor_that_cannot_be_written_fails_the_export_on_every_rank(tmp_path: Path) -> None:
+    """It is returned, and raised after all ranks have said how theirs went."""
+    sender: Any = object.__new__(WeightSender)
+    sender._groups = SimpleNamespace(rank=0, stage=0, layout=LAYOUTS["one rank"])
+    sender._options = SimpleNamespace(export_dtype="float32")
+    plan, writer = SimpleNamespace(buckets_of=lambda rank: ()), ShardWriter(tmp_path / "gone", max_shard_bytes=1)
+    carried = SimpleNamespace(tensors=lambda dtype: [(name, torch.zeros(2)) for name in ("first", "closes its shard")])
+    assert isinstance(sender._write_stage(writer, plan, {}, carried), CheckpointError)
 
 
 def link_within(deadline_s: float, name: str) -> Link:
