@@ -83,7 +83,7 @@ def test_too_little_disk_is_refused_before_anything_is_written(project: Path) ->
     assert not (project.parent / "env").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failed_download_is_explained_and_leaves_no_stamp(project: Path) -> None:
     closed = "http://127.0.0.1:9/simple"
     done = install(

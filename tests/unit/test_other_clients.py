@@ -91,6 +91,6 @@ def test_two_turns_with_clients_of_another_version(beside: Path) -> None:
     assert all(theirs.split(".")[0] != version(name).split(".")[0] for name, theirs in versions.items())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_turns_with_an_agents_sdk(beside: Path) -> None:
     converse([api + stream for api in ("sdk", "sdk_responses") for stream in STREAMS], [beside])
