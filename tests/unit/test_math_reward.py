@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from fractions import Fraction
 
 import pytest
@@ -182,3 +183,15 @@ def test_an_answer_that_takes_too_much_memory_or_time_is_worth_nothing_and_count
 def test_a_bad_label_is_not_the_answers_fault():
     (error,), _ = scored([sample("\\boxed{1}", {"ground_truth": "1"})])
     assert isinstance(error, RewardError) and "label" in str(error) and "mslime check" in error.way_out
+
+
+@pytest.mark.parametrize("others", [0.0, 100.0])
+def test_a_timer_of_somebody_else_goes_on_after_a_limit_and_none_is_left_where_none_was(others: float) -> None:
+    before, _ = signal.setitimer(signal.ITIMER_REAL, others)  # of pytest-timeout
+    try:
+        with interrupted_after(50.0):
+            pass
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, before)
+    assert left == 0 if others == 0 else 0 < left <= others

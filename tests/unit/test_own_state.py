@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -43,16 +44,18 @@ def test_whole_tensors_and_single_numbers_are_one_rectangle() -> None:
 def test_ranks_store_their_elements_where_these_lie_in_the_whole_tensor() -> None:
     param = torch.nn.Parameter(torch.empty(6, 4))
 
-    def halves(key: str, tensor: torch.Tensor, replica: object, _: object) -> list[ShardedTensor]:
+    def halves(key: str, tensor: torch.Tensor, replica: Any, _: Any) -> Any:
         """As gate and up: one parameter, stored as two."""
         parts = enumerate(tensor.chunk(2))
         return [ShardedTensor.from_rank_offsets(f"{key}.{i}", part, replica_id=replica) for i, part in parts]
 
-    entry = ShardedTensorFactory("w", param, halves, list, replica_id=(0, 0, 3))
+    factory: Any = ShardedTensorFactory
+    entry = factory("w", param, halves, list, replica_id=(0, 0, 3))
     moments, stored = torch.arange(24.0), {f"optimizer.state.exp_avg.w.{i}": torch.zeros(3, 4) for i in range(2)}
     for start, end in ((0, 7), (7, 13), (13, 24)):
         for part in _parts(entry, "exp_avg", param, moments[start:end], start, end):
             place = zip(part.global_offset, part.local_shape, strict=True)
+            assert part.data is not None
             stored[part.key][tuple(slice(at, at + size) for at, size in place)] = part.data
             assert part.replica_id == (0, 0, 0), "no other rank has these elements"
     assert torch.equal(torch.cat([*stored.values()]).flatten(), moments)

@@ -281,3 +281,8 @@ def test_a_run_without_responses_and_a_file_of_another_version_are_refused_by_na
     file_of(tmp_path, 1).write_text('{"group": 1, "response": "of an older version"}\n')
     with pytest.raises(UserError, match=r"(?s)step_000001.jsonl:1.*not a response that this version wrote"):
         list(read_samples(file_of(tmp_path, 1)))
+
+
+def test_a_group_has_begun_as_many_rollouts_as_it_says_or_as_its_samples_are_numbered() -> None:
+    samples = [Sample.from_prompt(0, index, [1, 2]) for index in (0, 2)]
+    assert Group(0, samples).size == 3 and Group(0, samples, size=5).size == 5 and Group(0, []).size == 0
