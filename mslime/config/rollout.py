@@ -112,7 +112,12 @@ class RolloutConfig(Section):
     max_total_tokens: int | None = Field(
         default=None, ge=1, description="Prompt + response limit; default: the model's."
     )
-    temperature: float = Field(default=1.0, gt=0, description="Of sampling; log-probs are those at this temperature.")
+    temperature: float = Field(
+        default=1.0,
+        ge=0.001,  # SGLang samples greedily below 1e-6, and log-probs over so small a number overflow
+        le=1000,
+        description="Of sampling; log-probs are those at this temperature.",
+    )
     top_p: float = Field(
         default=1.0,
         gt=0,

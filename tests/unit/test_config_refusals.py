@@ -48,6 +48,8 @@ def with_setting(path: str, value: Any) -> dict[str, Any]:
         ("train.lr", 1e30),
         ("train.weight_decay", math.inf),
         ("rollout.temperature", math.inf),
+        ("rollout.temperature", 1e-7),
+        ("rollout.temperature", 1e30),
         ("rollout.over_sampling", math.inf),
         ("rollout.stop_token_ids", [-1]),
         ("rollout.group_size", 10**30),
