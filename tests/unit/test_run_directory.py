@@ -192,15 +192,6 @@ def test_a_row_without_a_step_is_refused_by_its_line(row: str, tmp_path: Path) -
         MetricsLogger(tmp_path, ObserveConfig(), first_step=4)
 
 
-@pytest.mark.parametrize(("steps", "line"), [([1, 2, 1, 2], 3), ([3, 2], 2), ([-5], 1)])
-def test_rows_out_of_the_order_of_their_steps_are_refused_by_their_line(
-    steps: list[int], line: int, tmp_path: Path
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in steps))
-    with pytest.raises(UserError, match=rf"metrics.jsonl:{line}"):
-        MetricsLogger(tmp_path, ObserveConfig(), first_step=4)
-
-
 def test_a_full_disk_tears_no_row_and_its_error_is_not_hidden_by_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
