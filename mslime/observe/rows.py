@@ -49,6 +49,10 @@ def _joined(steps: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
 
 
+EVERY_ROW = {"step", "time", "version"}
+"""What scores on held-out sets have as well, in a row of their own."""
+
+
 def are_scores(row: Row) -> bool:
     """Whether a row tells of held-out sets."""
     return any(name.startswith("eval/") for name in row)
@@ -71,7 +75,7 @@ def irregular(rows: Sequence[Row]) -> str:
     names: dict[int, set[str]] = {}
     twice: set[int] = set()
     for row in rows:
-        known, own = names.setdefault(row["step"], set()), row.keys() - {"step", "time"}
+        known, own = names.setdefault(row["step"], set()), row.keys() - EVERY_ROW
         if known & own:
             twice.add(row["step"])
         known |= own

@@ -203,7 +203,8 @@ def test_steps_without_a_row_or_with_two_are_told(own_run: Path) -> None:
     path = own_run / "metrics.jsonl"
     assert "metrics.jsonl:" not in write_report(own_run).read_text()
     lines = path.read_text().splitlines()
-    late_scores = json.dumps({"step": 40, "eval/held_out/accuracy@1": 0.5})  # of an evaluation beside training
+    # As an evaluation beside training writes them.
+    late_scores = json.dumps({"step": 40, "time": 1.0, "eval/held_out/accuracy@1": 0.5, "version": 40.0})
     path.write_text("\n".join([*lines[:5], *lines[8:], lines[30], *lines[35:37], late_scores]) + "\n")
     gap = "steps without a row: 3, the first is 5"
     told = f"{gap}; steps with two rows, of which the later counts: 3, the first is 30"
