@@ -63,7 +63,12 @@ def correction_weights(batch: TokenBatch, config: CorrectionConfig) -> Correctio
 
 
 def _by_ratio(batch: TokenBatch, config: CorrectionConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, clipped, masked) of the action or the function, each [n]."""
+    """(weights, clipped, masked) of the action or the function, each [n].
+
+    The presets of `algorithm.correction` are these actions (`config.algorithm.PRESETS`, with their papers): truncate is
+    TIS (`tis`, `seq_tis`) and clip a TIS with two bounds; mask is MIS, IcePop, KPop and DPPO's region (`mis`,
+    `icepop`, `kpop`, `dppo_tv`); drop rejects whole sequences (`opsm`, `geo_rs`, `k3_rs`, `veto`).
+    """
     if config.function is not None:
         return _by_function(batch, config, config.function)
     ones, never = torch.ones_like(batch.behaviour_log_probs), torch.zeros_like(batch.mask)

@@ -220,12 +220,6 @@ class Cluster:
         assert self._trainers is not None
         return self._options(self._trainers, self._order["cluster.trainer_ranks"][rank], gpus=1)
 
-    def trainer_nodes(self) -> list[str]:
-        """Ray's id of each trainer rank's machine, in rank order."""
-        assert self._trainers is not None
-        where = placement_group_table(self._trainers)["bundles_to_node_id"]
-        return [where[bundle] for bundle in self._order["cluster.trainer_ranks"]]
-
     def check_trainer_machines(self) -> None:
         """Raise TrainerError when a machine of trainer ranks is gone: their place is nobody's then."""
         for group in (self._trainers, self._critics):

@@ -7,7 +7,6 @@ GPUs, takes a whole expert's weight at once there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -171,8 +170,3 @@ def _power_of_two_above(scale: Tensor) -> Tensor:
     mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2**exponent, 0.5 <= mantissa < 1
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     return torch.ldexp(torch.ones_like(scale), exponent)
-
-
-def int4_packed_shape(rows: int, columns: int) -> tuple[int, int]:
-    """Shape of `weight_packed` for a weight [rows, columns]."""
-    return rows, math.ceil(columns / 8)

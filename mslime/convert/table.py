@@ -231,10 +231,6 @@ class RuleTable:
             )  # fmt: skip
         return bound
 
-    def megatron_names(self) -> tuple[str, ...]:
-        """Canonical names of every parameter."""
-        return tuple(self.bound)
-
     def hf_shapes(self) -> dict[str, Shape]:
         """Every Hugging Face tensor that the model needs, with its shape."""
         return {

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import bisect
 import copy
+import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,7 @@ from mslime.rollout.kept import Begun, Kept, sound, trainable
 from mslime.rollout.state import Columns, Stored, begun_anew, check_stored, pack_begun, unpack_groups
 from mslime.rollout.statistics import StepCounters
 
+_log = logging.getLogger(__name__)
 COUNTED = ("aborted", "recycled", "filtered_groups", "failed_groups", "failed_rollouts")
 
 
@@ -235,9 +238,8 @@ class Books:
         group.failures += 1
         if group.failures < 2:
             return False
-        print(f"group {group.group_id} of {group.source} failed twice and is dropped: {reason}", flush=True)
         self.running.pop(group.group_id, None)
-        self._drop(group, "failed")
+        self._drop(group, "failed", reason)
         self.counters.add("failed_groups")
         return True
 
@@ -258,6 +260,7 @@ class Books:
             self.ledger.mask(sum(s.mask_all() for s in cut), "truncated")
             if len(cut) == len(group.samples):
                 self.counters.add("truncated_groups")
+                self._log_dropped(group, "truncated")
                 return False
         return True
 
@@ -266,10 +269,24 @@ class Books:
             self.ledger.drop(group.begin_again(number), reason)
             self.on_discard(group.group_id, number)
 
-    def _drop(self, group: Group, reason: str) -> None:
-        self.ledger.drop(trainable([group]), reason)
+    def _drop(self, group: Group, reason: str, cause: str = "") -> None:
+        self.ledger.drop(tokens := trainable([group]), reason)
+        self._log_dropped(group, reason, tokens, cause)
         for number in group.numbers:
             self.on_discard(group.group_id, number)
+
+    def _log_dropped(self, group: Group, reason: str, tokens: int = 0, cause: str = "") -> None:
+        """Write one line of JSON about a group that no step trains on.
+
+        Args:
+            reason: as in `ledger/dropped/{reason}_tokens`, or `truncated` or `stale` if all its tokens are masked.
+            tokens: of the group, that are dropped.
+            cause: of its second failure.
+        """
+        rewards = [sample.reward for sample in group.samples]
+        fields = {"group": group.group_id, "source": group.source, "reason": reason, "cause": cause, "tokens": tokens,
+                  "version": self.version, "oldest_version": group.oldest_version, "rewards": rewards}  # fmt: skip
+        _log.info("group dropped: %s", json.dumps({k: v for k, v in fields.items() if v not in ("", None)}))
 
     # ---------------------------------------------------------------------------------------------- the age test
 
@@ -294,6 +311,7 @@ class Books:
         if trainable([group]):
             return True
         self.counters.add("stale_groups")  # nothing is left to train; its tokens are in the ledger as masked
+        self._log_dropped(group, "stale")
         return False
 
     def _oldest_allowed(self) -> int:

@@ -100,16 +100,21 @@ class Run:
 
 
 def start_run(
-    values: dict[str, Any], directory: Path, *flags: str, command: str = "train", config: Path | None = None
+    values: dict[str, Any],
+    directory: Path,
+    *flags: str,
+    command: str = "train",
+    config: Path | None = None,
+    package: Path = ROOT,
 ) -> Run:
     """`mslime train`, or another command, on these settings, with logs and outputs under `directory`; or on a file as
-    it is."""
+    it is. The package is the one below `package`."""
     directory.mkdir(parents=True, exist_ok=True)
     if config is None:
         values = {"name": "run", "output_dir": str(directory), **values}
         config = directory / "run.yaml"
         config.write_text(yaml.safe_dump(values))
-    return _start(["-m", "mslime.cli", command, str(config), *flags], directory, ROOT)
+    return _start(["-m", "mslime.cli", command, str(config), *flags], directory, package)
 
 
 def start_program(source: str, values: dict[str, Any], directory: Path) -> Run:
@@ -126,7 +131,7 @@ def _start(arguments: list[str], directory: Path, cwd: Path) -> Run:
             # A test session in the background ignores SIGINT, and so would its children.
             ["env", "--default-signal=INT", sys.executable, *arguments],
             stdout=log, stderr=subprocess.STDOUT, text=True, start_new_session=True, cwd=cwd,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={**os.environ, "PYTHONPATH": f"{cwd}:{ROOT}"},
         )  # fmt: skip
     return Run(process, directory / "run", output)
 

@@ -63,7 +63,7 @@ def attend(rank: int, world_size: int, init_method: str, tp: int, cp: int, packe
         )  # fmt: skip
         index = torch.from_numpy(slicer.layer_rows)
         output = layer(hidden[index][:, None], None, packed_seq_params=params if packed else None)[0]
-        slicer.scatter_layer_rows(output.detach()[:, 0], out)
+        out[index] = output.detach()[:, 0]
         (output[:, 0] * upstream[index]).sum().backward()
     found = {"output": out}
     dist.all_reduce(out)

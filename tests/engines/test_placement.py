@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster as FakeMachines
+from ray.util import placement_group_table
 
 from mslime.config.errors import ConfigError
 from mslime.config.schema import RunConfig
@@ -61,7 +62,9 @@ class Asked:
 def test_no_tensor_parallel_group_spans_machines(machines: str) -> None:
     layout = {"tensor_model_parallel_size": 8}
     with Cluster(run(machines, {"trainer_ranks": 24}, megatron=layout, sglang={"tp_size": 8}), True) as cluster:
-        table = cluster.trainer_nodes()
+        bundles = [cluster.trainer_options(rank)["scheduling_strategy"] for rank in range(24)]
+        machine = placement_group_table(bundles[0].placement_group)["bundles_to_node_id"]
+        table = [machine[bundle.placement_group_bundle_index] for bundle in bundles]
     assert len(table) == 24
     for first in range(0, 24, 8):
         assert len(set(table[first : first + 8])) == 1, table

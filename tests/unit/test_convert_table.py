@@ -78,7 +78,7 @@ def test_tables_follow_the_model_from_embedding_to_head(checkpoints: dict[str, P
 
 
 def test_dense_layers_of_a_moe_model_have_an_mlp_and_no_router(checkpoints: dict[str, Path]) -> None:
-    names = table_of(checkpoints["moe with dense layers"]).megatron_names()
+    names = tuple(table_of(checkpoints["moe with dense layers"]).bound)
     routed = {name.split(".")[2] for name in names if ".router." in name}
     dense = {name.split(".")[2] for name in names if name.endswith(".mlp.linear_fc1.weight")}
     assert routed == {"1", "3"} and dense == {"0", "2"}
@@ -91,7 +91,7 @@ def test_a_tied_output_layer_is_loaded_from_the_embedding_and_never_written(chec
 
 def test_check_model_names_a_parameter_without_rule_and_a_rule_without_parameter(checkpoints: dict[str, Path]) -> None:
     table = table_of(checkpoints["moe"])
-    names = list(table.megatron_names())
+    names = list(table.bound)
     table.check_model(names)
     with pytest.raises(CheckpointError, match=r"linear_qkv\.bias"):
         table.check_model([*names, "decoder.layers.0.self_attention.linear_qkv.bias"])

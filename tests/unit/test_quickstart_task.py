@@ -14,9 +14,8 @@ from examples.quickstart import make_task, task
 from examples.tiny_model import SYMBOLS, write_model, write_rows
 from mslime.config.loader import read_yaml
 from mslime.config.schema import RunConfig
-from mslime.data.sample import Sample
 from mslime.data.tokenizer import check_vocabulary, load_tokenizer
-from mslime.rollout.rewards.scorer import exact_match
+from mslime.rollout.rewards.graders import words
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "quickstart"
 
@@ -34,9 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reward(response: str, label: str) -> float:
-    sample = Sample.from_prompt(0, 0, [1], label)
-    sample.response = response
-    return exact_match(sample)
+    return words.exact(response, label)
 
 
 def test_no_held_out_prompt_is_trained_on(rows: dict[str, list[task.Row]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,6 +162,22 @@ def test_the_orders_of_events_that_are_tried_do_all_that_can_be_done() -> None:
         "failed", "aborted", "stale", "truncated", "lost",
     }, sorted(done)  # fmt: skip
     assert steps > 5, "steps were trained"
+
+
+def test_a_group_that_no_step_trains_on_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mslime.rollout.books")
+    reasons = set[str]()
+    for seed in range(12):
+        caplog.clear()
+        stale = ("mask", "reroll", "drop")[seed % 3]
+        life = live({"on_stale": stale, "mask_truncated": seed % 2 > 0, "dynamic_filter": "zero_variance"}, seed)
+        dropped = [json.loads(r.getMessage().partition("group dropped: ")[2]) for r in caplog.records]
+        places = [*(row["group"] for row in dropped), *(g.group_id for g in life.books.held()), *life.trained]
+        assert sorted(places) == list(range(life.books.next_group_id)), "each in one place"
+        assert all(row["source"] == f"p:{row['group']}" for row in dropped)
+        assert all(row["cause"] for row in dropped if row["reason"] == "failed")
+        reasons |= {row["reason"] for row in dropped}
+    assert reasons >= {"reward", "zero_variance", "failed", "stale", "truncated"}
 
 
 def test_the_oldest_tokens_are_continued_first(tmp_path: Path) -> None:

@@ -185,8 +185,3 @@ class RewardScorer:
         if self._config.parts:
             sample.scores |= {f"reward/{p.name}/mean": v.reward for p, v in zip(parts, results, strict=True)}
         return sum(part.weight * v.reward for part, v in zip(parts, results, strict=True))
-
-
-def exact_match(sample: Sample) -> float:
-    """1.0 when the response equals the label, or one of several, blanks around them aside, else 0.0."""
-    return words.exact(sample.response, sample.label)

@@ -127,15 +127,6 @@ class SequenceSlicer:
         known = np.flatnonzero(self.targets != PADDING)
         out[on_device(self.targets[known], out.device)] = values[on_device(known, values.device)].to(out.dtype)
 
-    def scatter_layer_rows(self, values: Tensor, out: Tensor) -> None:
-        """Write what the layers of this rank have per row [T / sp, ...] to the rows' own tokens in `out` [N, ...].
-
-        The other ranks of the context- and tensor-parallel groups write the other tokens.
-        """
-        rows = self.layer_rows
-        known = np.flatnonzero(rows != PADDING)
-        out[on_device(rows[known], out.device)] = values[on_device(known, values.device)].to(out.dtype)
-
 
 def on_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """The array on the device that computes with it next; on a CPU it may be the array itself.

@@ -1,0 +1,126 @@
+"""Which functions of mslime a run enters: a copy of the package with a probe in each function, and what these wrote."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "MSLIME_PROBE"
+"""Names the directory into which every process writes what it enters."""
+_PROBE = '''
+import os, sys, time
+_directory = os.environ.get("MSLIME_PROBE", "")
+_mark, _seen, _file, _pid = os.sep + "mslime" + os.sep, set(), None, None
+
+def entered(name):
+    """Write one line for each function and caller in each 20 ms."""
+    global _file, _pid
+    if not _directory:
+        return
+    frame, caller = sys._getframe(2), ""
+    while frame is not None:
+        code = frame.f_code
+        if _mark in code.co_filename and code.co_name[0] != "<":
+            found = code.co_filename.rpartition(_mark)[2] + ":" + code.co_qualname.partition(".<locals>")[0]
+            if found != name:
+                caller = found
+                break
+        frame = frame.f_back
+    now = time.monotonic_ns()
+    key = now // 20_000_000, caller, name
+    if key in _seen:
+        return
+    if _pid != os.getpid():
+        _pid = os.getpid()
+        _file = open(f"{_directory}/{_pid}.txt", "a", buffering=1)
+    _seen.add(key)
+    _file.write(f"{now}|{caller}|{name}\\n")
+'''
+
+
+@dataclass(frozen=True)
+class Entered:
+    """One function, entered at some time.
+
+    Attributes:
+        at: ns of the machine's monotonic clock.
+        caller: nearest function of the package on the stack; empty if there is none: another process, a thread or the
+            event loop entered it.
+        name: `folder/file.py:Class.method`; of an inner function, the function around it.
+    """
+
+    at: int
+    caller: str
+    name: str
+
+
+def probed_copy(package: Path, out: Path) -> None:
+    """Copy `package` to `out/mslime`, with a probe as the first statement of every function."""
+    shutil.copytree(package, out / "mslime", ignore=shutil.ignore_patterns("__pycache__"))
+    (out / "_probe.py").write_text(_PROBE)
+    for path in sorted((out / "mslime").rglob("*.py")):
+        lines = path.read_text().splitlines(keepends=True)
+        for number, column, name in sorted(_first_statements(ast.parse("".join(lines)), ()), reverse=True):
+            where = f"{path.relative_to(out / 'mslime')}:{name}"
+            lines.insert(number - 1, " " * column + f'__import__("_probe").entered("{where}")\n')
+        path.write_text("".join(lines))
+
+
+def _first_statements(node: ast.AST, within: tuple[str, ...]) -> Iterator[tuple[int, int, str]]:
+    """(line, column, name) of what each function does first. Kernels have no Python of their own, protocols no code."""
+    for child in ast.iter_child_nodes(node):
+        inner = within
+        if isinstance(child, ast.ClassDef):
+            inner = (*within, child.name)
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            outermost = not within or within[-1] != "()"
+            inner = (*within, child.name, "()") if outermost else within
+            name = ".".join(part for part in inner if part != "()")
+            if "jit" not in " ".join(map(ast.unparse, child.decorator_list)):
+                body = child.body[1:] if ast.get_docstring(child) is not None else child.body
+                if body and body[0].lineno > child.lineno and body[0].col_offset > child.col_offset:
+                    decorators = getattr(body[0], "decorator_list", [])
+                    if not (isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)):
+                        yield min([body[0].lineno, *(d.lineno for d in decorators)]), body[0].col_offset, name
+        yield from _first_statements(child, inner)
+
+
+def read(directory: Path) -> list[Entered]:
+    """What all processes entered, in order of time."""
+    rows: list[Entered] = []
+    for path in directory.glob("*.txt"):
+        for line in path.read_text().splitlines():
+            at, caller, name = line.split("|")
+            rows.append(Entered(int(at), caller, name))
+    return sorted(rows, key=lambda row: row.at)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A stretch of a run, and everything that was entered in it outside settings, logs and records."""
+
+    name: str
+    functions: frozenset[str]
+
+    def __str__(self) -> str:
+        files = {function.partition(":")[0] for function in self.functions}
+        return f"{self.name}: {len(self.functions)} functions in {len(files)} files"
+
+
+def ways(rows: list[Entered]) -> list[Way]:
+    """The stretches of a synchronous run's last step."""
+
+    def last(name: str) -> int:
+        return max(row.at for row in rows if row.name == f"control/session.py:Session.{name}")
+
+    def between(name: str, begin: int, end: int) -> Way:
+        inside = {row.name for row in rows if begin <= row.at < end}
+        return Way(name, frozenset(x for x in inside if not x.startswith(("config/", "logs.py", "observe/"))))
+
+    take, train, publish = last("take"), last("train"), last("publish_weights")
+    end = min(row.at for row in rows if row.at > publish and row.name == "control/session.py:Session.save")
+    return [between("take to shards", take, train), between("prompt to loss", take, publish),
+            between("weight to engine", publish, end)]  # fmt: skip
