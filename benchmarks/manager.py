@@ -54,7 +54,8 @@ from mslime.config.schema import RunConfig
 from mslime.control.assemble import assemble
 from mslime.control.cluster import remote_class
 from mslime.control.garbage import search_seldom
-from mslime.control.managers import ManagerActor, RemoteManager
+from mslime.control.managers import ManagerActor
+from mslime.control.remote import Remote
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
@@ -227,7 +228,8 @@ class BenchedManager(ManagerActor):
         """A new manager with these engines."""
         config, tokenizer = make_config(directory, load, len(urls)), load_tokenizer(directory)
         self._pool = make_pool(urls, load)
-        self._manager = Manager(config, self._pool, tokenizer, FakeScorer(), load.case.facts, EngineLimits())
+        manager = Manager(config, self._pool, tokenizer, FakeScorer(), load.case.facts, EngineLimits())
+        self.objects = {"rollout": manager}
         if not gc.get_freeze_count():
             search_seldom()
 
@@ -249,7 +251,10 @@ async def joined(urls: Sequence[str], load: Load, directory: Path, actors: Seque
         for i, (a, share) in enumerate(zip(actors, shares, strict=True))
     ]
     await asyncio.gather(*begun)
-    ports = [RemoteManager(actor, f"manager {index}", "?") for index, actor in enumerate(actors)]
+    ports = [
+        Remote[Manager](actor, "rollout", f"manager {index}", "?", config.deadlines)
+        for index, actor in enumerate(actors)
+    ]
     source = PromptSource(config.data.prompts, config.data, load_tokenizer(directory), config.seed)
     front = JoinedService(config, ports, source, load.case.facts.max_positions)
     before, started = await asyncio.gather(*(a.spent.remote() for a in actors)), time.process_time()

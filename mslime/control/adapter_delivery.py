@@ -16,7 +16,8 @@ from mslime.config.training import weights_directory
 from mslime.control.delivery import Delivered, names_engine
 from mslime.control.fleet import Fleet
 from mslime.control.probe import WeightProbe
-from mslime.control.rollouts import RolloutHandle
+from mslime.control.rollouts import RolloutProcess
+from mslime.control.run_engines import RunEngines
 from mslime.control.trainers import TrainerGroup
 from mslime.convert.peft import WEIGHTS
 from mslime.weights.courier import Seconds
@@ -36,7 +37,7 @@ class AdapterDelivery:
     """
 
     def __init__(
-        self, config: RunConfig, rollouts: RolloutHandle, trainers: TrainerGroup, fleet: Fleet,
+        self, config: RunConfig, rollouts: RolloutProcess, trainers: TrainerGroup, fleet: Fleet,
         check: Callable[[], None], probe: WeightProbe | None = None, owner: str = "",
     ) -> None:  # fmt: skip
         self._config, self._rollouts, self._trainers, self._fleet = config, rollouts, trainers, fleet
@@ -72,14 +73,17 @@ class AdapterDelivery:
         begin = time.monotonic()
         expected, spans = self._trainers.write_adapter(adapter.directory, verify)
         written = time.monotonic()
-        serving = self._rollouts.load_adapter(adapter, self._config.adapters_alive)
+        serving = self._rollouts.engines.call(RunEngines.load_adapter, adapter, self._config.adapters_alive)
         loaded = time.monotonic()
         self._fleet.lost(serving.gone)
         self._engines = len(serving.urls)
         self._remove_unused({*serving.adapters, version})
         compared, probe = None, self._probe
         if verify:
-            compared = self._of_sound(serving.urls, lambda: self._rollouts.compare(expected, strict, version))
+            engines, owner = self._rollouts.engines, self._owner
+            compared = self._of_sound(
+                serving.urls, lambda: engines.call(RunEngines.compare, expected, strict, version, owner)
+            )
         probed = None if probe is None else self._of_sound(serving.urls, lambda: probe.ask(version))
         moved = (adapter.directory / WEIGHTS).stat().st_size
         phases = {0: Seconds(fill=written - begin, send=loaded - written)}
@@ -98,7 +102,7 @@ class AdapterDelivery:
                 wrong = {url for url in left if names_engine(error, url)}
                 if not wrong or wrong == left:
                     raise
-                self._rollouts.leave_out(wrong, error.brief)
+                self._rollouts.engines.call(RunEngines.leave_out, wrong, error.brief)
                 left -= wrong
                 self._engines = len(left)
 

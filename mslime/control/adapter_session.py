@@ -21,7 +21,9 @@ from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
 from mslime.control.ray_watch import RayWatch
 from mslime.control.results import Beginning
-from mslime.control.rollouts import RolloutHandle
+from mslime.control.rollouts import RolloutProcess
+from mslime.control.run_engines import RunEngines
+from mslime.control.run_rollouts import RunRollouts
 from mslime.control.session import Session, Shards
 from mslime.control.stop import Stopped, StopSignals
 from mslime.observe.progress import NamedProgress, Progress
@@ -83,7 +85,7 @@ class Common:
     """What the adapters of a run share, once it is started."""
 
     ranks: AdapterRanks
-    rollouts: RolloutHandle
+    rollouts: RolloutProcess
     engines: EngineGroup
     fleet: Fleet
     ray: RayWatch
@@ -165,11 +167,11 @@ class AdapterSession(Session):
     def _revive(self, error: EngineError) -> None:
         """See `Publisher.revive`. Where another adapter's thread has found an engine meanwhile, there is nothing to
         wait for."""
-        if not isinstance(error, EngineDied) or self._rollouts.stranded():
+        if not isinstance(error, EngineDied) or self._rollouts.engines.call(RunEngines.stranded):
             super()._revive(error)
 
     def leave(self) -> None:
         """Its last step is done: the others have what it had of the engines and of the trainer's memory."""
-        self._rollouts.leave()
+        self._rollouts.service.call(RunRollouts.leave)
         self._common.ranks.free(self.name)
         self.progress.note("done")

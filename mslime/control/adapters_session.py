@@ -13,7 +13,7 @@ from mslime.control.adapter_session import AdapterSession, AdapterStop, Common, 
 from mslime.control.endpoint import ControlEndpoint
 from mslime.control.fleet import Fleet
 from mslime.control.results import OfAdapter
-from mslime.control.rollouts import RolloutHandle
+from mslime.control.rollouts import RolloutProcess
 from mslime.control.started import Started
 from mslime.control.stop import Stopped, StopSignals
 from mslime.control.trainer_turn import become
@@ -57,7 +57,7 @@ class AdaptersSession(Started):
         self._take_over(engines.attached, lambda seconds: None)
         weights = {entry.name: entry.weight for entry in config.adapters}
         parts = {name: OfAdapter(self._run.adapters[name], weights[name]) for name in names}
-        rollouts = RolloutHandle(self._run, self._logs / "rollouts.log", self._at_rest, parts)
+        rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest, parts)
         self._stack.callback(rollouts.stop)
         rollouts.start_adapters(addresses, ranks.layers, {each.name: each.beginning() for each in self.adapters})
         fleet = Fleet(rollouts, engines, self._attached, self._at_rest, self.progress)

@@ -29,9 +29,10 @@ from mslime.control.assemble import SourceNames, assemble, references
 from mslime.control.cluster import resolved_device
 from mslime.control.export import export
 from mslime.control.results import StepShards
-from mslime.control.rollouts import RolloutHandle
+from mslime.control.rollouts import RolloutProcess
 from mslime.control.run import only_run
 from mslime.control.run_directory import owned, write_resolved
+from mslime.control.run_rollouts import RunRollouts
 from mslime.control.session import Session
 from mslime.control.started import Started
 from mslime.control.stop import StopSignals
@@ -74,10 +75,10 @@ class Generation(Started):
         group = self._engine_group(cluster)
         engines, teachers = self._start_beside(lambda _: None, group, self._engine_group(cluster, "teacher"))
         self._take_over(group.attached, lambda _: None)
-        self.rollouts = RolloutHandle(self._run, logs / "rollouts.log", watch.check)
+        self.rollouts = RolloutProcess(self._run, logs / "rollouts.log", watch.check)
         self._stack.callback(self.rollouts.stop)
         self.rollouts.start(engines, [], None, 0, teachers)
-        self.rollouts.count_as(0)
+        self.rollouts.service.call(RunRollouts.count_as, 0)
 
 
 def generate(config: RunConfig, num_steps: int, out: Path | None) -> int:
@@ -97,7 +98,9 @@ def generate(config: RunConfig, num_steps: int, out: Path | None) -> int:
         write_resolved(run.config, run.config.run_dir / "config.yaml")
         with Generation(run, stop, num_steps) as generation:
             for step in range(num_steps):
-                rows.append(generation.rollouts.collect(step, directory, generation.progress.rollout))
+                rollouts = generation.rollouts
+                collected = rollouts.service.begin(RunRollouts.collect, step, directory)
+                rows.append(rollouts.groups(collected, generation.progress.rollout))
                 generation.progress.step_done(step + 1, rows[-1])
     last = read_groups(directory / f"step_{num_steps}.npz")
     tokenizer = load_tokenizer(run.config.model.tokenizer)
@@ -266,7 +269,7 @@ def evaluated(config: RunConfig, checkpoint: str | None = None) -> Scores:
         run = resolve(served, Parts(trainers=False))
         write_resolved(config, config.run_dir / "config.yaml")
         with Generation(run, stop, 1) as generation:
-            found = generation.rollouts.finish_evaluation(generation.rollouts.begin_evaluation(0))
+            found = generation.rollouts.service.call(RunRollouts.evaluate)
     step = read_manifest(source).extra.get("next_step") if source is not None else None
     scores = Scores(source or config.model.path, step, found.metrics, config.run_dir / EVAL_FILE)
     _write_scores(scores, found.end - found.begin)

@@ -14,7 +14,8 @@ from mslime.control.engines import EngineGroup
 from mslime.control.fleet import Fleet
 from mslime.control.probe import Answered, WeightProbe
 from mslime.control.ranks import Span
-from mslime.control.rollouts import RolloutHandle
+from mslime.control.rollouts import RolloutProcess
+from mslime.control.run_engines import RunEngines
 from mslime.control.sharing import Apart
 from mslime.control.trainers import TrainerGroup
 from mslime.observe.progress import Progress
@@ -73,7 +74,7 @@ class Delivery:
     def __init__(
         self,
         config: RunConfig,
-        rollouts: RolloutHandle,
+        rollouts: RolloutProcess,
         trainers: TrainerGroup,
         engines: EngineGroup,
         fleet: Fleet,
@@ -116,7 +117,7 @@ class Delivery:
             EngineDied: none is left.
             EngineError: all refuse the update.
         """
-        serving, failed, repeats = self._rollouts.begin_update(), (), 0
+        serving, failed, repeats = self._rollouts.engines.call(RunEngines.begin_update), (), 0
         while True:  # ends: there is an engine less every second time
             try:
                 self._meet(serving)
@@ -124,9 +125,9 @@ class Delivery:
                 check = self._config.compares_weights and (verify or repeats > 0)
                 report, spans = self._trainers.send_weights(version, check, self._progress.weights)
                 strict = self._config.weights.verify in ("first", "always")
-                compared = self._rollouts.compare(report.expected, strict) if check else None
-                self._rollouts.end_update()
-                self._rollouts.stamp(version)
+                compared = self._rollouts.engines.call(RunEngines.compare, report.expected, strict) if check else None
+                self._rollouts.engines.call(RunEngines.end_update)
+                self._rollouts.engines.call(RunEngines.stamp, version)
                 probed = None if self._probe is None else self._probe.ask(version)
                 self._proven = self._met
                 return Delivered(report, spans, compared, repeats, probed)
@@ -140,20 +141,20 @@ class Delivery:
         """After a failure: who is to be tried with next. Raises `error` when trying again is of no use."""
         try:
             self._leave()
-            serving = self._rollouts.begin_again()
+            serving = self._rollouts.engines.call(RunEngines.begin_again)
             if serving.urls != tried:
                 return serving
             new, named = set(tried) - self._proven, self._named(error) & set(tried)
             if new:  # where all are, it is the run's first sync: what is wrong then is not mended by sending it again
                 if new != set(tried):
                     self._fleet.reject(new, error)
-                    return self._rollouts.begin_again()
+                    return self._rollouts.engines.call(RunEngines.begin_again)
             elif not twice:
                 self._progress.note(f"all weights are sent again: {error.brief}")
                 return serving
             elif named and named != set(tried):
-                self._rollouts.leave_out(named, error.brief)
-                return self._rollouts.begin_again()
+                self._rollouts.engines.call(RunEngines.leave_out, named, error.brief)
+                return self._rollouts.engines.call(RunEngines.begin_again)
         except EngineDied:
             raise
         except UserError as second:

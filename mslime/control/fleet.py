@@ -17,7 +17,8 @@ from mslime.config.errors import ConfigError, EngineError, UserError
 from mslime.control.attached import AttachedEngines
 from mslime.control.engines import EngineGroup
 from mslime.control.orders import EngineState, Order, Orders
-from mslime.control.rollouts import RolloutHandle
+from mslime.control.rollouts import RolloutProcess
+from mslime.control.run_engines import RunEngines
 from mslime.observe.progress import Progress
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Fleet:
 
     def __init__(
         self,
-        rollouts: RolloutHandle,
+        rollouts: RolloutProcess,
         engines: EngineGroup,
         attached: AttachedEngines,
         check: Callable[[], None],
@@ -81,7 +82,7 @@ class Fleet:
             self._show()
             self.orders.tell(number, told)
         self._take_started()
-        for name, why in self._rollouts.dead().items():
+        for name, why in self._rollouts.engines.call(RunEngines.dead).items():
             self._look_after(name, why)
         self._show()
         doubted, self._caught_up = self._caught_up, False
@@ -90,7 +91,7 @@ class Fleet:
     def catch_up(self) -> None:
         """Between two syncs, as often as one likes: let those that have been started meanwhile serve at once, with the
         weights of one that serves, where `sglang.rejoin` says so. Who cannot have these joins in the next sync."""
-        if self._at_once and self._engines.starting and not self._rollouts.stranded():
+        if self._at_once and self._engines.starting and not self._rollouts.engines.call(RunEngines.stranded):
             self._take_started(at_once=True)
 
     def _take_started(self, at_once: bool = False) -> None:
@@ -114,7 +115,7 @@ class Fleet:
         """Engines that are new cannot be given weights, which is no failure of the others. Raises UserError when one of
         them cannot be spared."""
         for name in [name for name, state in self._states.items() if state.url in urls]:
-            self._rollouts.retire(name)
+            self._rollouts.engines.call(RunEngines.retire, name)
             what = f"{name} cannot be given weights ({error.brief})"
             if self._states[name].launched:
                 self._start_again(name, what, error)
@@ -138,13 +139,13 @@ class Fleet:
     def revive(self, error: EngineError) -> None:
         """No engine is left, or none of a rollout manager's: wait until there is one that a sync can give weights to,
         for each manager. Raises `error` when none can come back."""
-        dead = self._rollouts.dead()
+        dead = self._rollouts.engines.call(RunEngines.dead)
         others = any(state.state == "serving" and name not in dead for name, state in self._states.items())
         what = "a rollout manager has no engine left" if others else "no engine is left"
         self._progress.note(f"{what} ({error.brief})")
         while True:
             self.tend()
-            if not self._rollouts.stranded():
+            if not self._rollouts.engines.call(RunEngines.stranded):
                 return
             if not self._engines.starting:
                 raise error
@@ -174,7 +175,7 @@ class Fleet:
     def _greet(self, address: EngineAddress, how: str, at_once: bool = False) -> EngineError | None:
         """Admit an engine to the next sync, or let it serve at once; what is wrong with it."""
         try:
-            giver = self._rollouts.greet(address, at_once)
+            giver = self._rollouts.engines.call(RunEngines.greet, address, at_once)
         except EngineError as error:
             return error
         self._engines.take(address)
@@ -252,7 +253,7 @@ class Fleet:
             raise ConfigError("drain", name, "no other engine serves now, and a run needs one", "add another one first")
         if state.state == "leaving":
             return
-        self._rollouts.retire(name)
+        self._rollouts.engines.call(RunEngines.retire, name)
         if name in serves:
             state.state = "leaving"
         else:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from mslime.config.errors import sync_error
 from mslime.config.model_facts import ModelFacts
 from mslime.control.ranks import Span
-from mslime.control.rollouts import RolloutHandle
+from mslime.control.rollouts import RolloutProcess
+from mslime.control.run_rollouts import RunRollouts
 from mslime.control.sharing import Apart
 from mslime.control.trainers import TrainerGroup
 from mslime.data.probe import SAME_ROUTES, Differences, Probed, routes_of
@@ -68,7 +69,7 @@ class WeightProbe:
     """
 
     def __init__(
-        self, rollouts: RolloutHandle, trainers: TrainerGroup, tolerance: float, memory: Apart, model: ModelFacts,
+        self, rollouts: RolloutProcess, trainers: TrainerGroup, tolerance: float, memory: Apart, model: ModelFacts,
         *, follows: bool,
     ) -> None:  # fmt: skip
         self._rollouts, self._trainers, self._tolerance, self._memory = rollouts, trainers, tolerance, memory
@@ -106,10 +107,10 @@ class WeightProbe:
         """What engines say; and what the trainer says meanwhile, on GPUs of its own, of what they added the last time:
         weights that have moved a little mostly add the same."""
         if self._memory.shared or not self._expected:
-            return self._rollouts.probe(version), {}, {}
+            return self._rollouts.service.call(RunRollouts.probe, version), {}, {}
         with ThreadPoolExecutor(1) as beside:
             scoring = beside.submit(copy_context().run, self._trainers.probe, self._expected)  # whose turn it is, too
-            found = self._rollouts.probe(version)  # where it raises, the ranks are waited for
+            found = self._rollouts.service.call(RunRollouts.probe, version)  # where it raises, the ranks are waited for
             scored, spans = scoring.result()
         return found, _by_text(self._expected, scored), spans
 

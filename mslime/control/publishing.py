@@ -10,7 +10,9 @@ from mslime.config.errors import EngineError
 from mslime.control.adapter_delivery import AdapterDelivery
 from mslime.control.delivery import Delivered, Delivery
 from mslime.control.fleet import Fleet
-from mslime.control.rollouts import RolloutHandle
+from mslime.control.rollouts import RolloutProcess
+from mslime.control.run_engines import RunEngines
+from mslime.control.run_rollouts import RunRollouts
 from mslime.control.sharing import Apart
 from mslime.observe.progress import Progress
 from mslime.observe.timeline import Timeline
@@ -27,7 +29,7 @@ class Publisher:
     """
 
     def __init__(
-        self, verify: Verify, rollouts: RolloutHandle, delivery: Delivery | AdapterDelivery, fleet: Fleet,
+        self, verify: Verify, rollouts: RolloutProcess, delivery: Delivery | AdapterDelivery, fleet: Fleet,
         memory: Apart, progress: Progress, timeline: Timeline,
     ) -> None:  # fmt: skip
         self._verify, self._rollouts, self._delivery, self._fleet = verify, rollouts, delivery, fleet
@@ -64,7 +66,7 @@ class Publisher:
 
     def revive(self, error: EngineError) -> None:
         """Where all engines are gone, wait until one can get weights; else, or when none comes back, raise `error`."""
-        if not self._rollouts.stranded():
+        if not self._rollouts.engines.call(RunEngines.stranded):
             raise error
         self._memory.revive()
         self._fleet.revive(error)
@@ -73,16 +75,16 @@ class Publisher:
         _log.info("sending weights of version %d", version)
         begin = time.monotonic()
         self._memory.begin_sync()
-        self._rollouts.pause()
+        self._rollouts.service.call(RunRollouts.pause)
         paused = time.monotonic()
         self._memory.enter("send")
         first = self._verify in ("first", "probe") and self._verified < 2
         delivered = self._delivery.send(version, self._verify == "always" or first)
         self._memory.enter("generate")
-        self._rollouts.resume(version)
+        self._rollouts.service.call(RunRollouts.resume, version)
         end = time.monotonic()
         self._memory.end_sync()
-        self._fleet.lost(self._rollouts.dead())
+        self._fleet.lost(self._rollouts.engines.call(RunEngines.dead))
         self._fleet.settled()
         self._tell(delivered, version, step)
         seconds = {

@@ -11,6 +11,7 @@ import ray
 from mslime.data.checksums import FileSum
 
 if TYPE_CHECKING:
+    from mslime.control.remote import Pending
     from mslime.preflight.resolve import ResolvedRun
 
 Spans = list[tuple[str, str, float, float, int]]
@@ -26,7 +27,7 @@ class StepShards:
         outline: small state file of the service after this step, should it be lost.
         spans: (lane, name, start, end, step) of engines and service since the last step.
         notes: lines for the person who watches the run.
-        watched: sequences whose log-probs at the trainer are to be told to `RolloutHandle.log_trained`.
+        watched: sequences whose log-probs at the trainer are to be told to `RunRollouts.log_trained`.
     """
 
     shards: list[list[ray.ObjectRef]]
@@ -96,9 +97,4 @@ class Evaluation:
     """An evaluation that is running, of the weights after `step` steps."""
 
     step: int
-    answer: ray.ObjectRef
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return bool(ray.wait([self.answer], timeout=0)[0])
+    answer: Pending[Evaluated]

@@ -18,6 +18,7 @@ import ray
 from numpy.typing import NDArray
 
 from mslime.config.errors import EngineError, RewardError
+from mslime.control.remote import verb
 from mslime.control.results import Evaluated, SavedState, Spans, StepShards
 from mslime.data.checksums import FileSum, check_sums
 from mslime.data.sample_log import Logged, SampleLog
@@ -26,13 +27,19 @@ from mslime.observe import samples
 from mslime.observe.progress import RolloutCounts, summary_line
 
 if TYPE_CHECKING:
+    from mslime.backends.sglang.adapter_engines import AdapterEngines
     from mslime.backends.sglang.probing import ProbeRequest
+    from mslime.control.run_engines import RunEngines
+    from mslime.data.probe import Probed
     from mslime.data.sample import Group, Sample
     from mslime.data.source import PromptStream
     from mslime.data.tokenizer import Tokenizer
     from mslime.preflight.resolve import ResolvedRun
     from mslime.rollout.evaluate import EvalResult
-    from mslime.rollout.protocols import Rollouts, StepBatch
+    from mslime.rollout.joined import JoinedService
+    from mslime.rollout.protocols import StepBatch
+    from mslime.rollout.service import RolloutService
+    from mslime.rollout.shared_room import SharedRoom
 
 _log = logging.getLogger(__name__)
 LAST_SAMPLES_S = 3.0
@@ -49,11 +56,14 @@ class RunRollouts:
         adapter: which of several adapters the rollouts are for; empty where there is one configuration.
 
     Attributes:
-        service: once it was begun.
+        service: set by who made it.
+        own_engines, room: of one of several adapters: the engines as it has them, and what is divided among all.
         counts: groups needed, accepted, running.
     """
 
-    service: Rollouts
+    service: RolloutService | JoinedService
+    own_engines: AdapterEngines
+    room: SharedRoom | None = None
 
     def __init__(
         self, run: ResolvedRun, tokenizer: Tokenizer, layers: Sequence[tuple[int, ...]], adapter: str = ""
@@ -62,6 +72,7 @@ class RunRollouts:
 
         self.config, self._run, self._tokenizer, self._layers = run.config, run, tokenizer, layers
         self._adapter, self._says = adapter, f"{adapter}: " if adapter else ""
+        self._for = f" for {adapter}" if adapter else ""
         self.counts = RolloutCounts(0, 0, 0)
         self._source_name = SourceNames()
         self._spans: Spans = []
@@ -75,20 +86,21 @@ class RunRollouts:
 
         return open_prompts(self.config.data, self.config.seed, self._tokenizer)
 
-    async def begin(self, service: Rollouts, state: SavedState | None, version: int) -> None:
-        """Let `service` generate from now on.
+    async def begin(self, engines: RunEngines, state: SavedState | None, version: int) -> None:
+        """Let the service generate from now on.
 
         Args:
             state: what `save` wrote, when resuming.
             version: weight version that the trainer starts with.
         """
-        self.service, service.version = service, version
+        self._engines, self.service.version = engines, version
         if state is not None:
             check_sums(state.directory, {state.name: state.total})
-            await service.load(state.directory / state.name)
+            await self.service.load(state.directory / state.name)
         _log.info("%sprompts are open, generation begins with version %d", self._says, version)
         samples.begin(self.config.run_dir, version)
 
+    @verb("rollout of step {0}", "rollout_step_s", more_s=60)
     async def take(self, step: int) -> StepShards:
         """Wait for a step's groups; shard them."""
         from mslime.control.assemble import have_advantages
@@ -122,7 +134,8 @@ class RunRollouts:
         shards = references(work.shards, self.config.layout, self._layers)
         return shards, work.metrics, Logged(batch.groups, batch.version, work.advantages), work.trained
 
-    def log_trained(self, step: int, log_probs: Mapping[int, NDArray[np.float32]]) -> None:
+    @verb("log-probs of step {0}")
+    async def log_trained(self, step: int, log_probs: Mapping[int, NDArray[np.float32]]) -> None:
         """Write what the trainer found of the sequences that `take` named, beside the step's responses.
 
         Args:
@@ -131,16 +144,60 @@ class RunRollouts:
         """
         self._samples.write_trained(samples.trainer_file_of(self.config.run_dir, step), step, log_probs)
 
+    @verb("group counts")
+    async def group_counts(self) -> RolloutCounts:
+        """Groups needed, accepted, running; answered beside the work."""
+        return self.counts
+
+    @verb("pause engines")
+    async def pause(self) -> None:
+        """Hold the engines for a weight update; where they are given adapters alone, nothing is held."""
+        with phase(_log, f"pausing the engines{self._for}"):
+            await self.service.pause_for_update()
+
+    @verb("resume engines")
+    async def resume(self, version: int) -> None:
+        """Go on under new weights."""
+        with phase(_log, f"going on under version {version}{self._for}"):
+            await self.service.resume_after_update(version)
+
+    @verb("adapter leaves")
+    async def leave(self) -> None:
+        """The adapter is trained: nothing more is generated for it, and its places at the engines are the others'."""
+        assert self.room is not None, "the only service leaves with the run"
+        await self.close()
+        await self.own_engines.abort()
+        self.room.leave(self._adapter)
+
+    @verb("rollout of step {0}", "rollout_step_s", more_s=60)
     async def collect(self, step: int, directory: Path) -> dict[str, float]:
-        """A step's groups into a file of `rollout.groups`; returns the rollout's metrics."""
+        """A step's groups into a file of `rollout.groups`, and none to a trainer; returns the rollout's metrics. Then
+        the engines go on as if the step had been trained, under the same weights."""
         batch = await self.service.take(step)
         await asyncio.to_thread(_write, directory, batch)
         logged = Logged(batch.groups, batch.version)
         self._samples.write(samples.file_of(self.config.run_dir, step + 1), step + 1, [logged])
+        await self.count_as(step + 1)
         return batch.metrics
 
-    def probe_request(self, version: int) -> ProbeRequest | None:
-        """What engines are asked under a version: the fixed text of `data.probe`; None where it does not fit."""
+    @verb("weight version")
+    async def count_as(self, version: int) -> None:
+        """Let the weights that the engines serve count as `version`."""
+        await self.service.pause_for_update()
+        await self._engines.stamp(version)
+        await self.service.resume_after_update(version)
+
+    @verb("weight sync: probe", "weight_sync_s")
+    async def probe(self, version: int) -> Mapping[str, Probed]:
+        """What every engine says of the fixed text of `data.probe` under a version, by its URL; nothing where it
+        does not fit."""
+        request = self._probe_request(version)
+        if request is None:
+            return {}
+        with phase(_log, f"probing the engines under version {version}{self._for}"):
+            return await self._engines.probe(request)
+
+    def _probe_request(self, version: int) -> ProbeRequest | None:
         from mslime.backends.sglang.probing import ProbeRequest
         from mslime.data import probe
 
@@ -153,6 +210,7 @@ class RunRollouts:
         routes = bool(self._run.replayed_layers)
         return ProbeRequest(f"probe-{uuid.uuid4().hex}", tokens, version, routes, self._adapter)
 
+    @verb("evaluation", "rollout_step_s", more_s=0, interruptible=True)
     async def evaluate(self) -> Evaluated:
         """Scores on every held-out set, one after the other."""
         begin, step = time.time(), self.service.version  # the weights after so many steps
@@ -167,6 +225,7 @@ class RunRollouts:
         self._samples.write(samples.file_of(self.config.run_dir, step, evaluation=True), step, self._evaluated)
         return Evaluated(metrics, next(iter(versions), None), begin, time.time())
 
+    @verb("rollout state", "checkpoint_s", more_s=0)
     async def save(self, path: Path, next_step: int) -> FileSum:
         """Write everything that a resume needs: position in the prompts, work in flight, ledger; returns its sum."""
         try:

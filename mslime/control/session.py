@@ -26,8 +26,10 @@ from mslime.control.publishing import Publisher
 from mslime.control.records import StepRecords
 from mslime.control.resources import Resources
 from mslime.control.results import Evaluated, Evaluation, StepShards
-from mslime.control.rollouts import RolloutHandle
+from mslime.control.rollouts import RolloutProcess
 from mslime.control.run_checkpoints import RunCheckpoints
+from mslime.control.run_engines import RunEngines
+from mslime.control.run_rollouts import RunRollouts
 from mslime.control.sharing import Apart, Shared
 from mslime.control.started import Started
 from mslime.control.stop import Stopped, StopSignals
@@ -130,7 +132,7 @@ class Session(Started):
         else:
             addresses, taught_by = self._find_engines(self._resources.engines, cluster)
         group = self._take_over(self._engines.attached, self._trainers.disconnect)
-        self._rollouts = RolloutHandle(self._run, self._logs / "rollouts.log", self._at_rest)
+        self._rollouts = RolloutProcess(self._run, self._logs / "rollouts.log", self._at_rest)
         self._stack.callback(self._rollouts.stop)
         self._rollouts.start(addresses, self._layers, self.checkpoints.rollouts, self.first_step, taught_by)
         at_once = self.config.sglang.rejoin == "peer"
@@ -236,7 +238,8 @@ class Session(Started):
         begin = self._timeline.now()
         while True:
             try:
-                batch = self._rollouts.take(step, self._between_syncs(self.progress.rollout))
+                taking = self._rollouts.service.begin(RunRollouts.take, step)
+                batch = self._rollouts.groups(taking, self._between_syncs(self.progress.rollout))
                 break
             except EngineError as error:  # what was finished waits for the next call
                 with self._syncing():
@@ -271,7 +274,7 @@ class Session(Started):
             self._source_state = self._rows.source.state_dict()
         self._records.record_lanes("train", found.spans)
         if found.log_probs:
-            self._rollouts.log_trained(self._records.step, found.log_probs)
+            self._rollouts.service.begin(RunRollouts.log_trained, self._records.step, found.log_probs)
         return over_optimizer_steps(found.metrics)
 
     def publish_weights(self, version: int) -> dict[str, float]:
@@ -317,7 +320,7 @@ class Session(Started):
         if (running := self._evaluating) is None:
             return {}
         begin = self._timeline.now()
-        found = self._scores(running) if again else self._rollouts.finish_evaluation(running)
+        found = self._scores(running) if again else self._rollouts.service.wait(running.answer)
         end = self._timeline.now()
         self._evaluating = None
         assert found.version in (running.step, None), f"scores of version {found.version} for step {running.step}"
@@ -335,10 +338,10 @@ class Session(Started):
         """What an evaluation found, the first in which an engine lived to its end."""
         while True:
             try:
-                return self._rollouts.finish_evaluation(running)
+                return self._rollouts.service.wait(running.answer)
             except EngineDied as error:
                 with self._syncing():
-                    if self._rollouts.stranded():
+                    if self._rollouts.engines.call(RunEngines.stranded):
                         self._fleet.revive(error)
                         self._publish(running.step)
                 self.progress.note(f"the evaluation of step {running.step} begins again: no engine was left for it")
@@ -406,7 +409,8 @@ class Session(Started):
     def _save_rollouts(self, saving: Path, next_step: int, deadline: float, rescue: bool) -> dict[str, FileSum]:
         """The rollout service writes its own file. In a rescue its last outline stands in for one that is gone."""
         try:
-            return {ROLLOUTS: self._rollouts.save(saving / ROLLOUTS, next_step, deadline)}
+            service = self._rollouts.service.within(deadline)
+            return {ROLLOUTS: service.call(RunRollouts.save, saving / ROLLOUTS, next_step)}
         except TrainerError as error:
             if not rescue or next_step not in self._outlines:
                 raise
@@ -463,7 +467,7 @@ class Session(Started):
         if running is None or (self._ray is not None and self._ray.gone):
             return
         with suppress(Exception):  # whatever it is: the first error is the one that ends the run
-            if running.done:
+            if running.answer.done:
                 found = self.evaluated(again=False)
                 if (record := self._records.record) is not None:
                     record.update(found)

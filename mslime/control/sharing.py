@@ -25,7 +25,9 @@ from mslime.config.choices import EngineTag, TrainerPart
 from mslime.config.errors import EngineError, UserError
 from mslime.control.engines import EngineGroup
 from mslime.control.fleet import LOOK_EVERY_S
-from mslime.control.rollouts import RolloutHandle
+from mslime.control.rollouts import RolloutProcess
+from mslime.control.run_engines import RunEngines
+from mslime.control.run_rollouts import RunRollouts
 from mslime.control.trainers import TrainerGroup
 
 PhaseName = Literal["generate", "train", "send", "save"]
@@ -112,7 +114,7 @@ class Shared(Apart):
 
     def __init__(
         self,
-        rollouts: RolloutHandle,
+        rollouts: RolloutProcess,
         trainers: TrainerGroup,
         engines: EngineGroup,
         tend: Callable[[], None],
@@ -151,10 +153,10 @@ class Shared(Apart):
         """Without engines the trainer may go on as well: their memory is free."""
         self._close()
         try:
-            self._rollouts.pause()
+            self._rollouts.service.call(RunRollouts.pause)
             self.enter("train")
         except EngineError:
-            if not self._rollouts.stranded():
+            if not self._rollouts.engines.call(RunEngines.stranded):
                 raise
             self._engine = frozenset()
             self.enter("train")
@@ -175,11 +177,11 @@ class Shared(Apart):
             yield
             return
         self._close()
-        self._rollouts.pause()
+        self._rollouts.service.call(RunRollouts.pause)
         self.enter(phase)
         yield
         self.enter("generate")
-        self._rollouts.resume(version)
+        self._rollouts.service.call(RunRollouts.resume, version)
         self.end_sync()
 
     def revive(self) -> None:
@@ -210,9 +212,9 @@ class Shared(Apart):
             return
         begin, self._engine = time.monotonic(), frozenset(TAGS)  # if this fails, they may hold anything
         try:
-            self._rollouts.hold_memory(tags)
+            self._rollouts.engines.call(RunEngines.hold_memory, tags)
         finally:
-            self._end_dead(self._engines, self._rollouts.dead())
+            self._end_dead(self._engines, self._rollouts.engines.call(RunEngines.dead))
         self._engine = tags
         self._seconds[what] += time.monotonic() - begin
 
@@ -222,7 +224,7 @@ class Shared(Apart):
             return
         begin, self._teacher = time.monotonic(), frozenset(TAGS)
         try:
-            dead = self._rollouts.hold_teachers(tags)
+            dead = self._rollouts.engines.call(RunEngines.hold_teachers, tags)
         except EngineError as error:
             raise EngineError(
                 "teacher", "no server is left", f"none is started again, and {error.field} is gone: {error.brief}",

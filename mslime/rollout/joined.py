@@ -23,12 +23,13 @@ from mslime.config.schema import RunConfig
 from mslime.data.checksums import FileSum
 from mslime.data.sample import Group
 from mslime.data.source import PromptStream
+from mslime.rollout.asked import Asked
 from mslime.rollout.books import Books, new_group
 from mslime.rollout.evaluate import EvalResult, summarise
 from mslime.rollout.group_service import Standing
 from mslime.rollout.joined_books import JoinedBooks, Share
 from mslime.rollout.kept import Begun, Kept
-from mslime.rollout.manager import HandedOver, ManagerPort, Report
+from mslime.rollout.manager import HandedOver, Manager, Report
 from mslime.rollout.protocols import EvaluatedHook, ProgressHook, SpanHook, StepBatch
 from mslime.rollout.service import Clock, next_prompt, too_late
 from mslime.rollout.state import open_state, save_beside, state_bytes
@@ -58,7 +59,7 @@ class JoinedService:
     def __init__(
         self,
         config: RunConfig,
-        managers: Sequence[ManagerPort],
+        managers: Sequence[Asked[Manager]],
         source: PromptStream,
         longest_input: int,
         *,
@@ -100,13 +101,13 @@ class JoinedService:
                 await self._go_on()
                 await self._enough()
                 if not self._works_ahead:
-                    await self._all(lambda manager: manager.drain())
+                    await self._all(lambda manager: manager.ask(Manager.drain))
         except TimeoutError as error:
             if not limit.expired():
                 raise
             raise too_late(step, self._config, await self._standing()) from error
-        self._chosen = self.books.choose(await self._all(lambda manager: manager.accepted()))
-        parts = await self._each(self._chosen, lambda manager, ids: manager.hand_over(step, ids))
+        self._chosen = self.books.choose(await self._all(lambda manager: manager.ask(Manager.accepted)))
+        parts = await self._each(self._chosen, lambda manager, ids: manager.ask(Manager.hand_over, step, ids))
         self._span("rollout", "collect", started)
         return self._batch(step, parts)
 
@@ -114,13 +115,13 @@ class JoinedService:
         """See `RolloutService.give_back`."""
         ids = {group.group_id for group in blamed}
         theirs = [ids & chosen for chosen in self._chosen]
-        dropped = await self._each(theirs, lambda manager, mine: manager.give_back(mine))
+        dropped = await self._each(theirs, lambda manager, mine: manager.ask(Manager.give_back, mine))
         self.books.given_back()
         return bool(ids) and all(gone for gone, mine in zip(dropped, theirs, strict=True) if mine)
 
     async def pause_for_update(self) -> None:
         """See `GroupService.pause_for_update`."""
-        await self._all(lambda manager: manager.pause_for_update())
+        await self._all(lambda manager: manager.ask(Manager.pause_for_update))
 
     async def resume_after_update(self, version: int) -> None:
         """See `GroupService.resume_after_update`."""
@@ -129,7 +130,7 @@ class JoinedService:
         if self._works_ahead or self.books.is_open:
             allowances = await self._allowances()
             self._watch()
-        await self._each(allowances, lambda manager, allowance: manager.resume_with(version, allowance))
+        await self._each(allowances, lambda manager, allowance: manager.ask(Manager.resume_with, version, allowance))
 
     async def evaluate(self, eval_set: EvalSetConfig) -> EvalResult:
         """See `RolloutService.evaluate`: row i is answered, and scored, by manager i modulo their number."""
@@ -137,7 +138,7 @@ class JoinedService:
         try:
             async with asyncio.TaskGroup() as tasks:
                 parts = [
-                    tasks.create_task(manager.answer_rows(eval_set, first=index, every=every))
+                    tasks.create_task(manager.ask(Manager.answer_rows, eval_set, first=index, every=every))
                     for index, manager in enumerate(self._managers)
                 ]
         except ExceptionGroup as errors:  # the first failure cancelled the others
@@ -155,7 +156,7 @@ class JoinedService:
                 task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         with suppress(UserError):  # of one that is gone
-            await self._all(lambda manager: manager.close())
+            await self._all(lambda manager: manager.ask(Manager.close))
 
     def _batch(self, step: int, parts: Sequence[HandedOver]) -> StepBatch:
         """The groups of a step, with the numbers of all managers together."""
@@ -182,7 +183,7 @@ class JoinedService:
     async def outline(self) -> bytes:
         """See `RolloutService.outline`."""
         async with self._handing:
-            parts = await self._all(lambda manager: manager.begun())
+            parts = await self._all(lambda manager: manager.ask(Manager.begun))
             begun: list[Begun] = [pickle.loads(part) for part in parts]
             header, columns = self.books.begun(begun).state(self.version, self.books.next_group_id)
             return state_bytes(header | {"source": self._source.state_dict()}, columns)
@@ -198,12 +199,12 @@ class JoinedService:
         every = len(self._managers)
         await self._each(
             range(every),
-            lambda manager, i: manager.continue_with(books.version, accepted[i::every], resting[i::every]),
+            lambda manager, i: manager.ask(Manager.continue_with, books.version, accepted[i::every], resting[i::every]),
         )
 
     async def _save(self, path: Path, next_step: int | None, interrupt: bool) -> FileSum:
         async with self._handing:
-            parts = await self._all(lambda manager: manager.kept(next_step, interrupt))
+            parts = await self._all(lambda manager: manager.ask(Manager.kept, next_step, interrupt))
             kept: list[Kept] = [pickle.loads(part) for part in parts]
             header, columns = self.books.kept(kept).state(self.version, self.books.next_group_id)
             return await save_beside(path, header | {"source": self._source.state_dict()}, columns)
@@ -214,13 +215,13 @@ class JoinedService:
         """Let all managers work on the step."""
         allowances, step = await self._allowances(), self._step
         self._watch()
-        reports = await self._each(allowances, lambda manager, allowance: manager.go_on(step, allowance))
+        reports = await self._each(allowances, lambda manager, allowance: manager.ask(Manager.go_on, step, allowance))
         for index, report in enumerate(reports):
             self._note(index, report)
 
     async def _allowances(self) -> list[int]:
         """The gate, divided for the weights that the engines serve now."""
-        reports = await self._all(lambda manager: manager.report())
+        reports = await self._all(lambda manager: manager.ask(Manager.report))
         return self.books.allow([report.share for report in reports])
 
     def _watch(self) -> None:
@@ -234,7 +235,7 @@ class JoinedService:
         """Remember where a manager stands, and hand it the prompts that it asks for. Ends with the manager."""
         try:
             while True:
-                report = await self._managers[index].moved()
+                report = await self._managers[index].ask(Manager.moved)
                 self._note(index, report)
                 if report.wanted and self._failure is None:
                     await self._hand(index, report.wanted)
@@ -249,7 +250,7 @@ class JoinedService:
                 groups += (self._new_group() for _ in range(count))
             except UserError as error:
                 self._fail(error)
-            await self._managers[index].hand(groups)
+            await self._managers[index].ask(Manager.hand, groups)
 
     def _new_group(self) -> Group:
         prompt = next_prompt(self._source, self._longest_input)
@@ -292,25 +293,25 @@ class JoinedService:
     async def _end_failing(self) -> BaseException:
         """The first failure, once all managers are at rest. It is forgotten then."""
         failure, self._failure = self._failure, None
-        answers = await asyncio.gather(*(m.end_failing() for m in self._managers), return_exceptions=True)
+        answers = await asyncio.gather(*(m.ask(Manager.end_failing) for m in self._managers), return_exceptions=True)
         found = next((error for error in (failure, *answers) if error is not None), None)
         assert found is not None, "a manager reported a failure, and none has one"
         return found
 
     async def _standing(self) -> Standing:
         """Of all managers that answer."""
-        asked = [asyncio.ensure_future(manager.standing()) for manager in self._managers]
+        asked = [asyncio.ensure_future(manager.ask(Manager.standing)) for manager in self._managers]
         answered, silent = await asyncio.wait(asked, timeout=ANSWER_S)
         for task in silent:
             task.cancel()
         found = [astuple(task.result()) for task in answered if task.exception() is None]
         return Standing(*map(sum, zip((0,) * len(fields(Standing)), *found, strict=True)))
 
-    async def _all(self, call: Callable[[ManagerPort], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _all(self, call: Callable[[Asked[Manager]], Coroutine[Any, Any, T]]) -> list[T]:
         """One call to all managers at once. The first failure is raised, after all have answered."""
         return await self._each(self._managers, lambda manager, _: call(manager))
 
-    async def _each(self, values: Sequence[V], call: Callable[[ManagerPort, V], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _each(self, values: Sequence[V], call: Callable[[Asked[Manager], V], Coroutine[Any, Any, T]]) -> list[T]:
         """`_all`, with a value for each."""
         pairs = zip(self._managers, values, strict=True)
         answers = await asyncio.gather(*(call(manager, value) for manager, value in pairs), return_exceptions=True)

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mslime.backends.sglang.generating import GenerateRequest, GenerateResult
-from mslime.config.choices import EngineTag, PauseMode
+from mslime.config.choices import PauseMode
 from mslime.config.errors import EngineError
 from mslime.data.sample import Group, Sample
 
 if TYPE_CHECKING:
-    from mslime.backends.sglang.comparison import Sums
-    from mslime.backends.sglang.pool import Serving
-    from mslime.backends.sglang.probing import ProbeRequest
-    from mslime.backends.sglang.serving_adapters import AdapterVersion
-    from mslime.config.data import EvalSetConfig
-    from mslime.data.checksums import FileSum
-    from mslime.data.probe import Probed
-    from mslime.rollout.evaluate import EvalResult
+    pass
 
 
 class Engines(Protocol):
@@ -157,41 +149,3 @@ class StepBatch:
     def samples(self) -> list[Sample]:
         """All samples, groups one after the other."""
         return [s for g in self.groups for s in g.samples]
-
-
-class Rollouts(Protocol):
-    """A rollout service, of one manager (`service.RolloutService`) or of several (`joined.JoinedService`)."""
-
-    @property
-    def version(self) -> int:
-        """Weight version that the engines serve and the trainer holds."""
-        ...
-
-    @version.setter
-    def version(self, version: int) -> None: ...
-
-    async def take(self, step: int) -> StepBatch: ...
-    async def give_back(self, blamed: Sequence[Group] = ()) -> bool: ...
-    async def pause_for_update(self) -> None: ...
-    async def resume_after_update(self, version: int) -> None: ...
-    async def evaluate(self, eval_set: EvalSetConfig) -> EvalResult: ...
-    async def save(self, path: Path, next_step: int | None = None) -> FileSum: ...
-    async def checkpoint(self, path: Path, next_step: int | None = None) -> FileSum: ...
-    async def outline(self) -> bytes: ...
-    async def load(self, path: Path) -> None: ...
-    async def close(self) -> None: ...
-
-
-class Updated(Protocol):
-    """The engines of all managers in a weight update; see `backends.sglang.pool.EnginePool`."""
-
-    async def hold_memory(self, tags: Collection[EngineTag]) -> None: ...
-    async def begin_update(self) -> Serving: ...
-    async def begin_again(self) -> Serving: ...
-    async def load_adapter(self, adapter: AdapterVersion, alive: int) -> Serving: ...
-    async def compare(
-        self, expected: Sums, strict: bool = False, adapter: int | None = None, owner: str = ""
-    ) -> int: ...
-    async def end_update(self) -> None: ...
-    async def stamp(self, version: int) -> None: ...
-    async def probe(self, request: ProbeRequest) -> Mapping[str, Probed]: ...

@@ -14,9 +14,11 @@ import ray
 from mslime.config.data import EvalSetConfig
 from mslime.config.errors import ConfigError, TrainerError, WorkerError, sync_error
 from mslime.config.loader import build
+from mslime.config.schema import DeadlineConfig
 from mslime.control.calls import call, gather
 from mslime.control.cluster import Cluster, _start_ray
-from mslime.control.managers import RemoteManager
+from mslime.control.remote import Host, Remote
+from mslime.rollout.manager import Manager
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +78,12 @@ def test_rows_that_nobody_waits_for_any_more_are_given_up_by_their_manager(clust
     """Another manager's engine has died, and the evaluation will begin again."""
 
     @ray.remote
-    class FakeManagerActor:
+    class FakeManagerActor(Host):
         def __init__(self) -> None:
             self.given_up = asyncio.Event()
+            self.objects = {"rollout": self}
 
-        async def ask(self, verb: str, *args: object) -> None:
+        async def answer_rows(self, *args: object, **options: object) -> None:
             try:
                 await asyncio.sleep(600)
             finally:
@@ -91,8 +94,8 @@ def test_rows_that_nobody_waits_for_any_more_are_given_up_by_their_manager(clust
 
     async def main() -> bool:
         actor = FakeManagerActor.remote()
-        manager = RemoteManager(actor, "rollout manager 0", "manager0.log")
-        rows = asyncio.create_task(manager.answer_rows(EvalSetConfig(name="held_out", path="p")))
+        manager = Remote[Manager](actor, "rollout", "rollout manager 0", "manager0.log", DeadlineConfig())
+        rows = asyncio.create_task(manager.ask(Manager.answer_rows, EvalSetConfig(name="held_out", path="p")))
         await asyncio.sleep(1)
         rows.cancel()
         with pytest.raises(asyncio.CancelledError):

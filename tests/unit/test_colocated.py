@@ -25,6 +25,7 @@ from mslime.planner.phases import ENGINE_ASLEEP_BYTES, TRAINER_ASLEEP_BYTES
 from mslime.planner.plan import RunPlan
 from mslime.planner.problems import GIB
 from tests.fixtures.full_size import CONFIGS
+from tests.fixtures.remote import fake_process
 from tests.unit.test_plan import planned
 
 COLOCATED = {"cluster": {"placement": "colocated"}, "weights": {"transport": "shm"}}
@@ -273,7 +274,7 @@ class FakeSides:
 def shared_of(sides: FakeSides, teacher: bool = False) -> Shared:
     made: Any = sides
     sides.teachers = sides.teachers if teacher else set()
-    return Shared(made, made, made, sides.tend, lambda: None, made if teacher else None)
+    return Shared(fake_process(made), made, made, sides.tend, lambda: None, made if teacher else None)
 
 
 def fits(sides: FakeSides) -> bool:

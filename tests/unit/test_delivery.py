@@ -21,6 +21,7 @@ from mslime.control.fleet import FORGIVEN_AFTER, Fleet
 from mslime.control.orders import Order
 from mslime.control.sharing import Apart
 from mslime.control.trainers import TrainerGroup
+from tests.fixtures.remote import fake_process
 
 CONFIG = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}})
 URLS = {name: f"http://{name}" for name in "abc"}
@@ -156,7 +157,7 @@ class Fakes:
 
 def fleet_of(fakes: Fakes, at_once: bool = False) -> Fleet:
     made: Any = fakes
-    return Fleet(made, made, made, fakes.check, made, at_once)
+    return Fleet(fake_process(made), made, made, fakes.check, made, at_once)
 
 
 def delivery_of(fakes: Fakes) -> Delivery:
@@ -164,7 +165,8 @@ def delivery_of(fakes: Fakes) -> Delivery:
     numbers = itertools.count(1)
     fakes.fleet = fleet_of(fakes)
     delivery = Delivery(
-        CONFIG, made, made, made, fakes.fleet, fakes.check, lambda: f"g{next(numbers)}", made, Apart(lambda: None)
+        CONFIG, fake_process(made), made, made, fakes.fleet, fakes.check, lambda: f"g{next(numbers)}", made,
+        Apart(lambda: None),
     )  # fmt: skip
     delivery._proven = frozenset(URLS.values())
     return delivery

@@ -31,16 +31,9 @@ from mslime.observe.rows import by_step
 from mslime.observe.timeline import read_spans
 from mslime.preflight.resolve import ResolvedRun
 from tests.fixtures.model_facts import model_facts
+from tests.fixtures.remote import fake_process
 
 ENGINE = EngineAddress("engine 0", "http://127.0.0.1:1")
-
-
-class FakeEvaluation(Evaluation):
-    """One that has ended, or has not: as the test says."""
-
-    @property
-    def done(self) -> bool:
-        return cast("bool", self.answer)
 
 
 class FakeRollouts:
@@ -60,7 +53,7 @@ class FakeRollouts:
         self._events.append(event)
         self._hook(event)
 
-    def take(self, step: int, on_counts: object) -> StepShards:
+    def take(self, step: int) -> StepShards:
         self.tell(f"take {step + 1}")
         return StepShards([], {"reward/mean": 0.5}, b"")
 
@@ -97,16 +90,23 @@ class FakeRollouts:
         self.version = version
         self.update.append(f"resume {version}")
 
-    def begin_evaluation(self, step: int) -> Evaluation:
-        self.tell(f"evaluate {step}")
-        return FakeEvaluation(step, cast("Any", self.done))
-
-    def finish_evaluation(self, running: Evaluation) -> Evaluated:
-        self.tell(f"scores {running.step}")
-        return Evaluated({"eval/a/accuracy": (5 - running.step) / 10}, self.version, 1.0, 2.0)
-
-    def save(self, path: Path, next_step: int, deadline_s: float) -> FileSum:
+    def save(self, path: Path, next_step: int) -> FileSum:
         return write_summed(path, b"groups")
+
+    def process(self) -> Any:
+        """As the session has it. An evaluation has ended, or has not: as the test says."""
+        process = fake_process(self)
+        process.service.wait = self._wait
+        process.begin_evaluation = self._begin_evaluation
+        return process
+
+    def _begin_evaluation(self, step: int) -> Evaluation:
+        self.tell(f"evaluate {step}")
+        return Evaluation(step, cast("Any", SimpleNamespace(done=self.done, step=step)))
+
+    def _wait(self, pending: Any) -> Evaluated:
+        self.tell(f"scores {pending.step}")
+        return Evaluated({"eval/a/accuracy": (5 - pending.step) / 10}, self.version, 1.0, 2.0)
 
 
 class FakeTrainers:
@@ -164,7 +164,7 @@ class FakeParts(Session):
 
     def _start(self) -> None:
         self._open_records()
-        self._rollouts, self._trainers = cast("Any", self.fake), cast("Any", FakeTrainers(self.fake))
+        self._rollouts, self._trainers = self.fake.process(), cast("Any", FakeTrainers(self.fake))
         self.back: dict[str, EngineAddress] = {}
         self._engines = cast("Any", FakeEngines(self))
         self._fleet = Fleet(self._rollouts, self._engines, cast("Any", None), lambda: None, self.progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -17,9 +17,11 @@ from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, Sample, check_invariants
 from mslime.data.user_source import open_prompts
+from mslime.rollout.asked import Local
 from mslime.rollout.joined import JoinedService
 from mslime.rollout.manager import Manager, Report
-from mslime.rollout.protocols import EngineLimits, Rollouts, StepBatch
+from mslime.rollout.protocols import EngineLimits, StepBatch
+from mslime.rollout.service import RolloutService
 from mslime.rollout.share import share_of
 from mslime.rollout.state import open_state, unpack_groups
 from tests.unit.rollout_fakes import (
@@ -36,10 +38,16 @@ from tests.unit.rollout_fakes import (
 )
 
 DEADLINE_S = 60
+Service: TypeAlias = RolloutService | JoinedService
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(work(), DEADLINE_S))
+
+
+def asked(managers: Sequence[Manager]) -> list[Local[Manager]]:
+    """Managers of this process."""
+    return [Local(manager) for manager in managers]
 
 
 def make_joined(
@@ -53,10 +61,10 @@ def make_joined(
         for engine, scorer in zip(engines, scorers, strict=True)
     ]
     source = open_prompts(config.data, config.seed, tokenizer)
-    return JoinedService(config, managers, source, MODEL.max_positions, **hooks)
+    return JoinedService(config, asked(managers), source, MODEL.max_positions, **hooks)
 
 
-async def publish(service: Rollouts, engines: Sequence[FakeSlowEngine], version: int) -> None:
+async def publish(service: Service, engines: Sequence[FakeSlowEngine], version: int) -> None:
     """What the loop does after a training step."""
     await service.pause_for_update()
     for engine in engines:
@@ -64,7 +72,7 @@ async def publish(service: Rollouts, engines: Sequence[FakeSlowEngine], version:
     await service.resume_after_update(version)
 
 
-async def steps(service: Rollouts, engines: Sequence[FakeSlowEngine], first: int, last: int) -> list[StepBatch]:
+async def steps(service: Service, engines: Sequence[FakeSlowEngine], first: int, last: int) -> list[StepBatch]:
     """Steps `first` to `last - 1`, the first of which has its weights already."""
     batches: list[StepBatch] = []
     for step in range(first, last):
@@ -184,7 +192,7 @@ def held_in(path: Path) -> tuple[dict[str, Any], list[Group]]:
 def test_another_number_of_managers_resumes_exactly(tmp_path: Path, before: int, after: int) -> None:
     """The state in mid-run, with groups accepted, interrupted in the middle of a response, and not begun."""
 
-    def made(config: RunConfig, engines: list[FakeSlowEngine]) -> Rollouts:
+    def made(config: RunConfig, engines: list[FakeSlowEngine]) -> Service:
         return make_service(config, engines[0]) if len(engines) == 1 else make_joined(config, engines)
 
     async def work() -> None:
@@ -412,7 +420,7 @@ def test_a_manager_that_dies_ends_the_step_at_once_with_its_name(tmp_path: Path)
             for kind, engine in zip(kinds, engines, strict=True)
         ]
         source = open_prompts(config.data, config.seed, tokenizer)
-        joined = JoinedService(config, managers, source, MODEL.max_positions)
+        joined = JoinedService(config, asked(managers), source, MODEL.max_positions)
         with pytest.raises(TrainerError, match="rollout manager 1"):
             await joined.take(0)
         await joined.close()
@@ -427,7 +435,7 @@ def test_a_prompt_without_room_for_a_response_ends_the_step_and_loses_none_befor
         tokenizer = FakeTokenizer()
         managers = [Manager(config, e, tokenizer, FakeScorer(), MODEL, EngineLimits()) for e in engines]
         source = open_prompts(config.data, config.seed, tokenizer)
-        joined = JoinedService(config, managers, source, longest_input=3)
+        joined = JoinedService(config, asked(managers), source, longest_input=3)
         assert ids_of(await steps(joined, engines, 0, 1)) == [[0, 1, 2, 3, 4, 5]]
         with pytest.raises(DataError, match="leaves no room"):  # P10, after P9 for the same manager
             await joined.take(1)
@@ -469,7 +477,7 @@ def test_a_report_of_before_the_last_step_is_ignored(tmp_path: Path) -> None:
         engines = [FakeSlowEngine(uneven), FakeSlowEngine(uneven)]
         managers = [FakeTardyManager(config, e, tokenizer, FakeScorer(), MODEL, EngineLimits()) for e in engines]
         source = open_prompts(config.data, config.seed, tokenizer)
-        joined = JoinedService(config, managers, source, MODEL.max_positions)
+        joined = JoinedService(config, asked(managers), source, MODEL.max_positions)
         assert [len(ids) for ids in ids_of(await steps(joined, engines, 0, 5))] == [4] * 5
         await joined.close()
 

@@ -27,6 +27,7 @@ from mslime.data.routes import Routes
 from mslime.data.tokenizer import load_tokenizer
 from mslime.preflight.resolve import resolve
 from tests.fixtures.model_facts import model_facts
+from tests.fixtures.remote import fake_process
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 from tests.unit.test_delivery import COMPARED, Fakes, delivery_of, met
 
@@ -287,7 +288,7 @@ class Model:
 
 
 def ask(found: dict[str, Probed], trainers: Model | None = None, follows: bool = True) -> tuple[Any, Model]:
-    rollouts: Any = SimpleNamespace(probe=lambda version: found)
+    rollouts = fake_process(SimpleNamespace(probe=lambda version: found))
     asked = trainers or Model(LOG_PROBS)
     facts = model_facts(moe_layer_ids=(3, 5), num_experts=8, top_k=2)
     probe = WeightProbe(rollouts, cast("Any", asked), 0.01, Apart(lambda: None), facts, follows=follows)
@@ -335,7 +336,7 @@ def test_no_routes_excuse_an_engine_that_computes_something_else(
 def asking(trainers: Model, answers: list[dict[str, Probed]], memory: Apart) -> WeightProbe:
     """A probe after each of several syncs; what engines say each time comes when the trainer was asked."""
     facts = model_facts(moe_layer_ids=(3, 5), num_experts=8, top_k=2)
-    rollouts: Any = SimpleNamespace(probe=lambda version: answers[version])
+    rollouts = fake_process(SimpleNamespace(probe=lambda version: answers[version]))
     return WeightProbe(rollouts, cast("Any", trainers), 0.01, memory, facts, follows=True)
 
 
@@ -376,7 +377,8 @@ def test_the_two_are_at_work_at_the_same_time_except_on_shared_gpus(memory: type
         seen.append(begun.wait(10 if both else 0.2))
         return {"a": probed()}
 
-    probe._trainers, probe._rollouts = (cast("Any", SimpleNamespace(probe=asked)) for asked in (scored, answered))
+    probe._trainers = cast("Any", SimpleNamespace(probe=scored))
+    probe._rollouts = fake_process(SimpleNamespace(probe=answered))
     probe.ask(0)
     assert seen == [both]
 
@@ -394,7 +396,8 @@ def test_where_engines_fail_the_ranks_are_waited_for() -> None:
     def refuse(_: int) -> Any:
         raise EngineError("a", "r", "HTTP 400", "")
 
-    probe._trainers, probe._rollouts = (cast("Any", SimpleNamespace(probe=asked)) for asked in (slow, refuse))
+    probe._trainers = cast("Any", SimpleNamespace(probe=slow))
+    probe._rollouts = fake_process(SimpleNamespace(probe=refuse))
     with pytest.raises(EngineError):
         probe.ask(1)
     assert ended.is_set()

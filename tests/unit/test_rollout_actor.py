@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mslime.control import assemble as assembly
-from mslime.control import rollouts, run_rollouts
+from mslime.control import run_rollouts
 from mslime.control.assemble import Assembled
 from mslime.control.run_rollouts import RunRollouts
 from mslime.data.sample_log import SampleLog
@@ -59,24 +59,20 @@ def test_responses_go_on_while_a_step_is_assembled(monkeypatch: pytest.MonkeyPat
     ("rollout", "cache", "tokens"),
     [({}, None, 128), ({"max_total_tokens": 100}, None, 42), ({}, 60, 22), ({"max_total_tokens": 17}, None, 0)],
 )
-def test_a_probe_fits_into_sequences_and_cache(
-    monkeypatch: pytest.MonkeyPatch, rollout: dict[str, int], cache: int | None, tokens: int
-) -> None:
+def test_a_probe_fits_into_sequences_and_cache(rollout: dict[str, int], cache: int | None, tokens: int) -> None:
     asked: list[Any] = []
 
-    class FakePool:
+    class FakeEngines:
         async def probe(self, request: Any) -> dict[str, str]:
             asked.append(request)
             return {"http://e": "answer"}
 
-    monkeypatch.setattr(rollouts, "redirect_output", lambda path: None)
     config = make_config(rollout=rollout, sglang={"max_total_tokens": cache})
     run = SimpleNamespace(config=config, model=model_facts(vocab_size=300), replayed_layers=(1,))
-    actor = rollouts.RolloutActor(run, "unused.log")  # type: ignore[arg-type]
-    actor._pool = FakePool()  # type: ignore[assignment]
     tokenizer = SimpleNamespace(encode=lambda text, special_tokens: [1, 999, *range(2, 300)])
-    actor._of = {"a": RunRollouts(run, tokenizer, [], "a")}  # type: ignore[arg-type]
-    assert asyncio.run(actor.probe(5, "a")) == ({"http://e": "answer"} if tokens else {})
+    of = RunRollouts(run, tokenizer, [], "a")  # type: ignore[arg-type]
+    of._engines = FakeEngines()  # type: ignore[assignment]
+    assert asyncio.run(of.probe(5)) == ({"http://e": "answer"} if tokens else {})
     assert [(each.input_ids, each.version, each.want_routes, each.adapter) for each in asked] == [
         ([*range(1, tokens + 1)], 5, True, "a")
     ] * bool(tokens)

@@ -27,13 +27,13 @@ from mslime.config.keys import Endpoint
 from mslime.config.loader import build
 from mslime.config.schema import DeadlineConfig
 from mslime.control.delivery import Delivery
-from mslime.control.rollouts import RolloutHandle
 from mslime.control.sharing import Apart
 from mslime.control.trainers import TrainerGroup
 from mslime.weights import contract
 from mslime.weights.buckets import named_tensors
 from mslime.weights.courier import Courier, Seconds
 from mslime.weights.transport import Link, SyncObserver, find_transport
+from tests.fixtures.remote import fake_process
 from tests.fixtures.stand_in_engine import StandInEngine
 
 pytestmark = pytest.mark.timeout(120)
@@ -96,7 +96,7 @@ class Sender:
 
 
 class Rollouts:
-    """In the place of `RolloutHandle`: an engine pool whose loop is a thread's."""
+    """In the place of `RunEngines`: an engine pool whose loop is a thread's."""
 
     def __init__(self, engines: dict[str, str]) -> None:
         self._loop = asyncio.new_event_loop()
@@ -145,7 +145,7 @@ class Plane:
         addresses = [EngineAddress(name, engine.url) for name, engine in self.engines.items()]
         others: Any = SimpleNamespace(addresses=addresses, size=2, lost=lambda gone: None, note=self.notes.append,
                                       weights=None)  # fmt: skip
-        sender, rollouts = cast(TrainerGroup, self.sender), cast(RolloutHandle, self.rollouts)
+        sender, rollouts = cast(TrainerGroup, self.sender), fake_process(self.rollouts)
         self._delivery = Delivery(
             CONFIG, rollouts, sender, others, others, lambda: None, lambda: next(GROUPS), others, Apart(lambda: None)
         )  # fmt: skip
