@@ -3,7 +3,7 @@
 argparse knows how many words each setting takes, so the YAML file may stand anywhere among the flags. `--help` names
 the sections, `--help SECTION` lists one, `--help all` everything. An engine's own fields, and names that nobody knows,
 become options when they are met: whoever validates them says what is wrong, with the nearest name. Why argparse and not
-a library above it: docs/decisions/0008.
+a library above it: docs/decisions/0001-libraries.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 By default it searches all of the process whenever the objects that live long have become a quarter more. With thousands
 of requests under way that is several times in a step, each for some tenths of a second, in which no answer is read: 45%
-of a rollout manager's CPU (benchmarks/results/2026-11-23-managers.md). Rollouts make no circles of their own, users'
+of a rollout manager's CPU (benchmarks/results/rollout.md). Rollouts make no circles of their own, users'
 functions, clients and agents do: the search is made once a minute all the same.
 """
 

@@ -1,6 +1,6 @@
 """SHA-256 of files: summed while they are written, so that nothing is read again, and compared when they are read.
 
-Why SHA-256 and not a faster sum is in docs/decisions/0009-checkpoint-checksums.md.
+Why SHA-256 and not a faster sum is in docs/decisions/0003-models-and-checkpoints.md.
 """
 
 from __future__ import annotations

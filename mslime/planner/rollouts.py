@@ -29,7 +29,7 @@ ANSWER_COLUMNS = 41
 BASE64, INT32 = 4 / 3, 4
 MEASURED_IDS = {0.8: 20.0, 0.9: 56.0, 0.95: 125.0, 0.99: 514.0}
 """Mean ids of a support by top-p: of SmolLM2-135M-Instruct at temperature 1 and top-k 4096
-(benchmarks/results/2026-11-22-supports.md). Larger models, and those that have been trained, keep fewer."""
+(benchmarks/results/rollout.md). Larger models, and those that have been trained, keep fewer."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a step and a sync take beside the trainer's state, as steps at full size have shown (decision 0041)."""
+"""What a step and a sync take beside the trainer's state, as steps at full size have shown (decision 14)."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def open_handle(fields: HandleFields, device: torch.device) -> torch.Tensor:
 
     Args:
         device: of this process. Memory of any GPU of the machine is expected to be mapped into it, also of one that
-            this process does not see (decision 0045; not tried).
+            this process does not see (not tested).
 
     Raises:
         ValueError: the memory is on another kind of device.
