@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -86,10 +87,13 @@ def test_one_missed_heartbeat_is_none_when_the_next_one_comes() -> None:
 def test_who_answers_requests_is_asked_nothing() -> None:
     async def work(pool: EnginePool, fakes: list[FakeEngine]) -> None:
         await pool.resume()
+        begun, late = time.monotonic(), 0
         for i in range(60):
             await asyncio.gather(pool.generate(request(2 * i)), pool.generate(request(2 * i + 1)))
             await asyncio.sleep(SILENCE_S / 30)
-        assert not pool.dead and sum(fake.beats for fake in fakes) == 0
+            begun, last = time.monotonic(), begun
+            late += begun - last >= SILENCE_S / (MISSED + 1) / 2  # on a crowded machine an answer may be late
+        assert not pool.dead and sum(fake.beats for fake in fakes) <= 4 * late
 
     watched(work)
 

@@ -38,7 +38,8 @@ from tests.fixtures.stand_in_engine import StandInEngine
 
 pytestmark = pytest.mark.timeout(120)
 
-DEADLINE_S = 4.0
+DEADLINE_S = 12.0
+"""That a silent engine reaches and nothing else does, on a crowded machine either."""
 DEADLINES = DeadlineConfig.model_validate({"weight_sync_s": DEADLINE_S, "engine_control_s": DEADLINE_S})
 CONFIG = build({"model": {"path": "."}, "data": {"prompts": ["p.jsonl"]}, "deadlines": {"weight_sync_s": DEADLINE_S}})
 BUCKETS = contract._buckets()
