@@ -59,7 +59,7 @@ from mslime.control.remote import Remote
 from mslime.data.sample import Sample
 from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
-from mslime.rollout.joined import JoinedService
+from mslime.rollout.asked import Local
 from mslime.rollout.manager import Manager
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.service import RolloutService
@@ -196,24 +196,25 @@ async def clients(urls: Sequence[str], load: Load) -> float:
     return spent
 
 
-async def service(
+async def one_manager(
     urls: Sequence[str], load: Load, directory: Path, profile: cProfile.Profile | None = None
 ) -> tuple[float, float, float]:
     """CPU seconds of a whole step of the rollout service, of its assembly into shards, and wall seconds of the step."""
     config = make_config(directory, load, len(urls))
     tokenizer, pool = load_tokenizer(directory), make_pool(urls, load)
     source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
-    manager = RolloutService(config, pool, source, tokenizer, FakeScorer(), load.case.facts, EngineLimits())
+    manager = Manager(config, pool, tokenizer, FakeScorer(), load.case.facts, EngineLimits())
+    service = RolloutService(config, [Local(manager)], source, load.case.facts.max_positions)
     if not gc.get_freeze_count():
         search_seldom()  # as in a run
     wall, started = time.perf_counter(), time.process_time()
     with profile or nullcontext():
-        batch = await manager.take(0)
+        batch = await service.take(0)
     spent, wall = time.process_time() - started, time.perf_counter() - wall
     started = time.process_time()
     assemble(batch.groups, config, 0)
     assembled = time.process_time() - started
-    await manager.close()
+    await service.close()
     await pool.close()
     return spent, assembled, wall
 
@@ -256,7 +257,7 @@ async def joined(urls: Sequence[str], load: Load, directory: Path, actors: Seque
         for index, actor in enumerate(actors)
     ]
     source = PromptSource(config.data.prompts, config.data, load_tokenizer(directory), config.seed)
-    front = JoinedService(config, ports, source, load.case.facts.max_positions)
+    front = RolloutService(config, ports, source, load.case.facts.max_positions)
     before, started = await asyncio.gather(*(a.spent.remote() for a in actors)), time.process_time()
     batch = await front.take(0)
     front_s = time.process_time() - started
@@ -330,10 +331,10 @@ def measure(load: Load, engines: int, repeats: int, directory: Path, managers: i
     """Microseconds of CPU, and tokens a second of one core."""
     warm = Load(load.case, 2 * GROUP, load.in_flight)
     with fleet(engines, load.case) as urls:
-        asyncio.run(service(urls, warm, directory))  # imports
+        asyncio.run(one_manager(urls, warm, directory))  # imports
         bare = min(asyncio.run(floor(urls, load)) for _ in range(repeats))
         parsed = min(asyncio.run(clients(urls, load)) for _ in range(repeats))
-        passes = [asyncio.run(service(urls, load, directory)) for _ in range(repeats)]
+        passes = [asyncio.run(one_manager(urls, load, directory)) for _ in range(repeats)]
         whole, assembled, wall = (min(values) for values in zip(*passes, strict=True))
         several: dict[str, float] = {}
         if managers > 1:
@@ -357,8 +358,8 @@ def show_profile(load: Load, engines: int, directory: Path) -> None:
     """Where the rollout service spends its time."""
     profile = cProfile.Profile()
     with fleet(engines, load.case) as urls:
-        asyncio.run(service(urls, Load(load.case, 2 * GROUP, load.in_flight), directory))
-        asyncio.run(service(urls, load, directory, profile))
+        asyncio.run(one_manager(urls, Load(load.case, 2 * GROUP, load.in_flight), directory))
+        asyncio.run(one_manager(urls, load, directory, profile))
     pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +24,39 @@ from mslime.logs import hide, log_process
 if TYPE_CHECKING:
     from mslime.backends.sglang.pool import EnginePool
     from mslime.backends.sglang.server import EngineAddress
+    from mslime.config.schema import RunConfig
     from mslime.control.engine_side import EngineSide
+    from mslime.control.scoring_side import ScoringSide
+    from mslime.data.tokenizer import Tokenizer
     from mslime.preflight.resolve import ResolvedRun
     from mslime.rollout.asked import Asked
     from mslime.rollout.manager import Manager
+    from mslime.rollout.protocols import Engines
 
 _log = logging.getLogger(__name__)
+
+
+async def open_manager(
+    config: RunConfig, run: ResolvedRun, engines: Engines, scoring: ScoringSide, refused_input: int,
+    teachers: Sequence[EngineAddress], tokenizer: Tokenizer, places: AbstractAsyncContextManager[None] | None = None,
+    report_every_s: float = 0.0,
+) -> Manager:  # fmt: skip
+    """A manager in this process, with what scores its responses.
+
+    Args:
+        config: of the manager or of its adapter. refused_input: engines refuse to continue so many tokens.
+        places: at the engines, if several adapters share them. report_every_s: see `Manager`.
+    """
+    from mslime.backends.sglang.endings import end_ids
+    from mslime.rollout.manager import Manager
+    from mslime.rollout.protocols import EngineLimits
+
+    await scoring.open(teachers, tokenizer)
+    limits = EngineLimits(refused_input, end_ids(config.model.path, tokenizer))
+    return Manager(
+        config, engines, tokenizer, scoring.scorer, run.model, limits, teacher=scoring.teacher,
+        eval_scorers=scoring.eval_scorers, places=places, report_every_s=report_every_s,
+    )  # fmt: skip
 
 
 @dataclass
@@ -74,21 +102,16 @@ class ManagerActor(Host):
 
     async def open(self, refused_input: int, teachers: Sequence[EngineAddress]) -> None:
         """Make the manager, for engines of which the first refuses to continue so many tokens."""
-        from mslime.backends.sglang.endings import end_ids
         from mslime.control.scoring_side import ScoringSide
         from mslime.data.tokenizer import load_tokenizer
-        from mslime.rollout.manager import Manager
-        from mslime.rollout.protocols import EngineLimits
+        from mslime.rollout.manager import REPORT_EVERY_S
 
         hide(*(key for a in teachers for key in (a.keys.api, a.keys.admin)))
-        side, config = self._side, self._config
-        scoring = self._scoring = ScoringSide(self._run, config)
-        tokenizer = load_tokenizer(config.model.tokenizer)
-        await scoring.open(teachers, tokenizer)
-        limits = EngineLimits(refused_input, end_ids(config.model.path, tokenizer))
-        self.objects["rollout"] = Manager(
-            config, side.pool, tokenizer, scoring.scorer, self._run.model, limits, teacher=scoring.teacher,
-            eval_scorers=scoring.eval_scorers,
+        self._scoring = ScoringSide(self._run, self._config)
+        tokenizer = load_tokenizer(self._config.model.tokenizer)
+        self.objects["rollout"] = await open_manager(
+            self._config, self._run, self._side.pool, self._scoring, refused_input, teachers, tokenizer,
+            report_every_s=REPORT_EVERY_S,
         )  # fmt: skip
         search_seldom()
 

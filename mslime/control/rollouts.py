@@ -90,8 +90,8 @@ class RolloutActor(Host):
         self._of = {
             name: RunRollouts(run, tokenizer, layers, "" if name == ONLY else name) for name, run in self._runs.items()
         }
-        opened = self._open_here if self._config.rollout.managers == 1 else self._open_several
-        engines = await opened(addresses, teachers, tokenizer)
+        open_managers = self._open_here if self._config.rollout.managers == 1 else self._open_apart
+        engines = await open_managers(addresses, teachers, tokenizer)
         for name, of in self._of.items():
             await of.begin(engines, begins[name].state, begins[name].version)
         self.objects |= {"engines": engines} | {_key(name): of for name, of in self._of.items()}
@@ -100,19 +100,16 @@ class RolloutActor(Host):
     async def _open_here(
         self, addresses: Sequence[EngineAddress], teachers: Sequence[EngineAddress], tokenizer: Tokenizer
     ) -> RunEngines:
-        """Services in this process, one for each adapter."""
+        """A manager in this process, or one for each adapter."""
         from mslime.backends.sglang.adapter_engines import AdapterEngines
-        from mslime.backends.sglang.endings import end_ids
         from mslime.control.engine_side import EngineSide
-        from mslime.control.managers import Member
+        from mslime.control.managers import Member, open_manager
         from mslime.control.scoring_side import ScoringSide
         from mslime.rollout.asked import Local
-        from mslime.rollout.protocols import EngineLimits
-        from mslime.rollout.service import RolloutService
         from mslime.rollout.shared_room import SharedRoom
 
         config, side = self._config, EngineSide(self._run, self._config)
-        limits = EngineLimits(await side.meet_engines(addresses), end_ids(config.model.path, tokenizer))
+        refused_input = await side.meet_engines(addresses)
         self._close_engines = side.close
         room: SharedRoom | None = None
         if self._weights:
@@ -120,35 +117,25 @@ class RolloutActor(Host):
         for name, of in self._of.items():
             scoring = ScoringSide(self._runs[name], of.config)
             self._scoring.append(scoring)
-            await scoring.open(teachers, tokenizer)
             of.own_engines, of.room = AdapterEngines(side.pool, name), room
-            of.service = RolloutService(
-                of.config, side.pool if room is None else of.own_engines, of.open_prompts(),
-                tokenizer, scoring.scorer, self._run.model, limits, teacher=scoring.teacher,
-                eval_scorers=scoring.eval_scorers, on_progress=of.on_progress, on_span=of.on_span,
-                on_evaluated=of.on_evaluated, places=None if room is None else room.of(name),
-            )  # fmt: skip
+            engines, places = (side.pool, None) if room is None else (of.own_engines, room.of(name))
+            manager = await open_manager(
+                of.config, self._run, engines, scoring, refused_input, teachers, tokenizer, places
+            )
+            of.serve([Local(manager)], refused_input, taught=bool(teachers))
         member = Member(Local(side), Local(side.pool), [*addresses])
         return RunEngines([member], self._scoring[0] if len(self._scoring) == 1 else None)
 
-    async def _open_several(
+    async def _open_apart(
         self, addresses: Sequence[EngineAddress], teachers: Sequence[EngineAddress], tokenizer: Tokenizer
     ) -> RunEngines:
-        """The front of several managers, each in a process of its own."""
+        """Several managers, each in a process of its own."""
         from mslime.control.managers import ManagerProcesses
-        from mslime.rollout.generation import Sampling
-        from mslime.rollout.joined import JoinedService
-        from mslime.rollout.protocols import EngineLimits
 
-        config, model, of = self._config, self._run.model, self._of[ONLY]
         managers = ManagerProcesses(self._run, self._log_path.parent, addresses)
         refused_input = await managers.start(teachers)
-        training = Sampling.for_training(config.rollout, config.train.replay, model, EngineLimits(refused_input))
         self._close_engines = managers.stop
-        of.service = JoinedService(
-            config, managers.managers, of.open_prompts(), training.longest_input, taught=bool(teachers),
-            on_progress=of.on_progress, on_span=of.on_span, on_evaluated=of.on_evaluated,
-        )  # fmt: skip
+        self._of[ONLY].serve(managers.managers, refused_input, taught=bool(teachers))
         return RunEngines(managers.members)
 
     async def stop(self) -> None:

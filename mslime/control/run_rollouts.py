@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from mslime.control.run_engines import RunEngines
     from mslime.data.probe import Probed
     from mslime.data.sample import Group, Sample
-    from mslime.data.source import PromptStream
     from mslime.data.tokenizer import Tokenizer
     from mslime.preflight.resolve import ResolvedRun
+    from mslime.rollout.asked import Asked
     from mslime.rollout.evaluate import EvalResult
-    from mslime.rollout.joined import JoinedService
+    from mslime.rollout.manager import Manager
     from mslime.rollout.protocols import StepBatch
     from mslime.rollout.service import RolloutService
     from mslime.rollout.shared_room import SharedRoom
@@ -56,12 +56,12 @@ class RunRollouts:
         adapter: which of several adapters the rollouts are for; empty where there is one configuration.
 
     Attributes:
-        service: set by who made it.
+        service: once it was opened.
         own_engines, room: of one of several adapters: the engines as it has them, and what is divided among all.
         counts: groups needed, accepted, running.
     """
 
-    service: RolloutService | JoinedService
+    service: RolloutService
     own_engines: AdapterEngines
     room: SharedRoom | None = None
 
@@ -80,11 +80,24 @@ class RunRollouts:
         self._closed = False
         self._samples = SampleLog(run.config.observe.save_rollouts, tokenizer, run.config.observe.sample_routes)
 
-    def open_prompts(self) -> PromptStream:
-        """The training prompts, from their beginning."""
-        from mslime.data.user_source import open_prompts
+    def serve(self, managers: Sequence[Asked[Manager]], refused_input: int, *, taught: bool) -> None:
+        """Make the service that these managers generate for.
 
-        return open_prompts(self.config.data, self.config.seed, self._tokenizer)
+        Args:
+            refused_input: engines refuse to continue so many tokens. taught: whether a served teacher scores responses.
+        """
+        from mslime.data.user_source import open_prompts
+        from mslime.rollout.generation import Sampling
+        from mslime.rollout.protocols import EngineLimits
+        from mslime.rollout.service import RolloutService
+
+        config = self.config
+        limits = EngineLimits(refused_input)
+        sampling = Sampling.for_training(config.rollout, config.train.replay, self._run.model, limits)
+        self.service = RolloutService(
+            config, managers, open_prompts(config.data, config.seed, self._tokenizer), sampling.longest_input,
+            taught=taught, on_progress=self.on_progress, on_span=self.on_span, on_evaluated=self.on_evaluated,
+        )  # fmt: skip
 
     async def begin(self, engines: RunEngines, state: SavedState | None, version: int) -> None:
         """Let the service generate from now on.

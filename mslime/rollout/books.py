@@ -28,8 +28,8 @@ from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.atropos.pushed import COUNTED as HANDED_IN
 from mslime.rollout.filters import load_filter
-from mslime.rollout.kept import Begun, Kept, sound, trainable
-from mslime.rollout.state import Columns, Stored, begun_anew, check_stored, pack_begun, unpack_groups
+from mslime.rollout.kept import Begun, Kept, outline_of, sound, state_of, trainable
+from mslime.rollout.state import Columns, PackedGroups, Stored, begun_anew, check_stored, unpack_groups
 from mslime.rollout.statistics import StepCounters
 
 _log = logging.getLogger(__name__)
@@ -394,7 +394,8 @@ class Books:
         Args:
             next_step: step that a resumed run begins with; its groups are included where they are taken already.
         """
-        return self.kept(next_step).state(self.version, self.next_group_id)
+        kept = self.kept(next_step)
+        return state_of([kept], kept.ledger, kept.counters, self.version, self.next_group_id)
 
     def kept(self, next_step: int | None = None) -> Kept:
         """What a state holds; see `state_dict`."""
@@ -405,19 +406,21 @@ class Books:
             ledger = ledger.before_training(untrained.tokens, untrained.mark)
         accepted = sound([*(untrained.groups if untrained is not None else []), *self.accepted], ledger)
         resting = sound([*self.partial, *self.running.values()], ledger)
-        return Kept(accepted, resting, ledger, dict(self.counters.total), untrained is not None)
+        packed = (PackedGroups.of(accepted), PackedGroups.of(resting))
+        return Kept(*packed, ledger, dict(self.counters.total), untrained is not None)
 
     def outline(self) -> tuple[dict[str, Any], Columns]:
         """A small `state_dict` for the case that the groups are lost: those that are not trained begin anew from their
         prompts, and their tokens are booked as dropped. Holds for a checkpoint after the step taken last."""
-        return self.begun().state(self.version, self.next_group_id)
+        begun = self.begun()
+        return outline_of([begun], begun.ledger, begun.counters, self.version, self.next_group_id)
 
     def begun(self) -> Begun:
         """What an outline holds."""
         ledger = self.ledger.copy()
         ledger.drop(ledger.pending, "lost")
-        headers, columns = pack_begun(sorted(self.held(), key=lambda g: g.group_id))
-        return Begun(headers, columns["prompts"], ledger, dict(self.counters.total))
+        groups = PackedGroups.begun(sorted(self.held(), key=lambda g: g.group_id))
+        return Begun(groups, ledger, dict(self.counters.total))
 
     def load_state_dict(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
         """Continue from `state_dict` or `outline`, before anything was begun. Raises ValueError when the groups and

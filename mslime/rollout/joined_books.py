@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
-from mslime.data.sample import Group
 from mslime.rollout.books import Books, SubmitGate
-from mslime.rollout.kept import Begun, Kept
+from mslime.rollout.kept import Begun, Kept, State, outline_of, state_of
 
 Due = tuple[int, int]
 """Of an accepted group: when it is trained (`books.due`); the second number is its id."""
@@ -138,29 +137,20 @@ class JoinedBooks:
         self._counted = Counter(books.counters.total)
         self.version, self.next_group_id = books.version, books.next_group_id
 
-    def kept(self, parts: Sequence[Kept]) -> Kept:
-        """What a state holds, from what all managers keep."""
-        untrained = any(part.untrained for part in parts)
+    def state(self, parts: Sequence[Kept]) -> State:
+        """What a state file holds, from what all managers keep."""
         ledger = self.ledger([part.ledger for part in parts])
-        if untrained:
+        if any(part.untrained for part in parts):
             ledger = ledger.before_training(0, self._mark_before)
-        accepted, resting = ([*p.accepted] for p in parts), ([*p.resting] for p in parts)
-        return Kept(_by_id(accepted), _by_id(resting), ledger, self._total(p.counters for p in parts), untrained)
+        return state_of(parts, ledger, self._total(p.counters for p in parts), self.version, self.next_group_id)
 
-    def begun(self, parts: Sequence[Begun]) -> Begun:
-        """What an outline holds, from what all managers say."""
-        pairs = [pair for part in parts for pair in zip(part.headers, part.prompts, strict=True)]
-        pairs.sort(key=lambda pair: pair[0]["group_id"])
+    def outline(self, parts: Sequence[Begun]) -> State:
+        """What an outline holds, from what all managers have begun."""
         ledger = self.ledger([part.ledger for part in parts])
-        counters = self._total(part.counters for part in parts)
-        return Begun([header for header, _ in pairs], [prompt for _, prompt in pairs], ledger, counters)
+        return outline_of(parts, ledger, self._total(p.counters for p in parts), self.version, self.next_group_id)
 
     def _total(self, parts: Iterable[dict[str, int]]) -> dict[str, int]:
         total = Counter(self._counted)
         for part in parts:
             total.update(part)
         return dict(total)
-
-
-def _by_id(parts: Iterable[Collection[Group]]) -> list[Group]:
-    return sorted((group for part in parts for group in part), key=lambda group: group.group_id)

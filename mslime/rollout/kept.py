@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from numpy.typing import NDArray
-
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, check_invariants
-from mslime.rollout.state import Columns, pack_groups
+from mslime.rollout.state import Columns, PackedGroups
+
+State = tuple[dict[str, Any], Columns]
 
 
 @dataclass(frozen=True)
@@ -19,22 +19,16 @@ class Kept:
     """What a state holds of books.
 
     Attributes:
-        resting: interrupted groups, and those that were running.
+        accepted, resting: groups; those that were running rest.
         counters: totals since the start of the run.
         untrained: whether the groups that were taken last are among the accepted ones, and the ledger is as before.
     """
 
-    accepted: list[Group]
-    resting: list[Group]
+    accepted: PackedGroups
+    resting: PackedGroups
     ledger: Ledger
     counters: dict[str, int]
     untrained: bool
-
-    def state(self, version: int, next_group_id: int) -> tuple[dict[str, Any], Columns]:
-        """See `Books.state_dict`."""
-        headers, columns = pack_groups([*self.accepted, *self.resting])
-        numbers = _numbers(version, next_group_id, self.ledger, self.counters)
-        return {"accepted": len(self.accepted), "groups": headers, **numbers}, columns
 
 
 @dataclass(frozen=True)
@@ -42,18 +36,35 @@ class Begun:
     """What an outline holds of books.
 
     Attributes:
-        headers, prompts: of every group, in order of their ids. ledger: without pending tokens.
+        groups: as they were before anything was generated. ledger: without pending tokens.
     """
 
-    headers: list[dict[str, Any]]
-    prompts: list[NDArray[Any]]
+    groups: PackedGroups
     ledger: Ledger
     counters: dict[str, int]
 
-    def state(self, version: int, next_group_id: int) -> tuple[dict[str, Any], Columns]:
-        """See `Books.outline`."""
-        numbers = _numbers(version, next_group_id, self.ledger, self.counters)
-        return {"accepted": 0, "groups": [], "begun": self.headers, **numbers}, {"prompts": self.prompts}
+
+def state_of(
+    parts: Sequence[Kept], ledger: Ledger, counters: Mapping[str, int], version: int, next_group_id: int
+) -> State:
+    """(JSON-able header, columns) from which books continue without losing a token.
+
+    Args:
+        parts: of all managers. ledger, counters: of the run.
+    """
+    accepted, _ = PackedGroups.joined([part.accepted for part in parts])
+    groups, columns = PackedGroups.joined([*(part.accepted for part in parts), *(part.resting for part in parts)])
+    numbers = _numbers(version, next_group_id, ledger, counters)
+    return {"accepted": len(accepted), "groups": groups, **numbers}, columns
+
+
+def outline_of(
+    parts: Sequence[Begun], ledger: Ledger, counters: Mapping[str, int], version: int, next_group_id: int
+) -> State:
+    """A small state for the case that the groups are lost: those that are not trained begin anew from their prompts,
+    and their tokens are dropped. Holds for a checkpoint after the step taken last."""
+    begun, columns = PackedGroups.joined([part.groups for part in parts])
+    return {"accepted": 0, "groups": [], "begun": begun, **_numbers(version, next_group_id, ledger, counters)}, columns
 
 
 def _numbers(version: int, next_group_id: int, ledger: Ledger, counters: Mapping[str, int]) -> dict[str, Any]:

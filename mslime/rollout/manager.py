@@ -1,33 +1,71 @@
-"""One of several rollout managers: it generates and scores the groups that it is handed, over its share of engines.
+"""A rollout manager: it generates and scores the groups that it is handed, over its share of the engines.
 
-The front (`joined`) has what there is one of: prompts, ids, the gate, the ledger since the start. It asks, and a
-manager answers: everything that either sends the other is here. Methods are coroutines, because the front may be in
-another process (`control.remote`).
+The rollout service (`service`) has what there is one of: prompts, ids, the gate, the ledger since the start. It asks
+its managers, and everything that either sends the other is here. Methods are coroutines, because a manager may be in
+another process (`control.remote`). Knows neither Ray nor Megatron. All methods belong to one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy
-import pickle
+import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
+from mslime.backends.sglang.client import EngineDied
+from mslime.config.choices import PauseMode
+from mslime.config.data import EvalSetConfig
+from mslime.config.errors import EngineError
 from mslime.config.model_facts import ModelFacts
 from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group
-from mslime.data.tokenizer import Tokenizer
-from mslime.rollout.books import due
-from mslime.rollout.group_service import GroupService, Standing
+from mslime.data.source import PromptSource
+from mslime.data.tokenizer import Tokenizer, special_texts
+from mslime.rollout.agents import Agents
+from mslime.rollout.atropos.play import AtroposRollouts
+from mslime.rollout.books import Books, due, new_group
+from mslime.rollout.door import Door
+from mslime.rollout.environments.play import EnvironmentRollout, open_workflow
+from mslime.rollout.evaluate import answer
+from mslime.rollout.generation import Generator, Sampling, Traffic
+from mslime.rollout.guests import Guests
 from mslime.rollout.joined_books import Due, Share
-from mslime.rollout.kept import trainable
+from mslime.rollout.kept import Begun, Kept, trainable
 from mslime.rollout.protocols import EngineLimits, Engines, Scorer, Teacher, living
+from mslime.rollout.rewards.scoring import Scoring
+from mslime.rollout.runner import GroupRunner
+from mslime.rollout.turns import Rollout
+from mslime.rollout.workflow import single_turn
 
 REPORT_EVERY_S = 0.02
-"""Between two answers of `Manager.moved`: a step of thousands of groups must not become as many messages."""
+"""Between two answers of `Manager.moved` to another process: a step of thousands of groups must not become as many
+messages."""
+SETTLE_S = 0.01
+ABORT_EVERY_S = 0.25
 Span = tuple[str, str, float, float, int]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is told of a step that is late.
+
+    Attributes:
+        outside: rollouts whose function works on something else than generation.
+        failed, filtered, truncated: rollouts and groups that do not count, in this step.
+        engines: that are alive.
+    """
+
+    accepted: int
+    running: int
+    outside: int
+    failed: int
+    filtered: int
+    truncated: int
+    engines: int
 
 
 @dataclass(frozen=True)
@@ -72,8 +110,21 @@ class HandedOver:
     spans: list[Span]
 
 
-class Manager(GroupService):
-    """Generates and scores the groups that it is handed; see `GroupService` for the arguments."""
+class Manager:
+    """Generates and scores the groups that it is handed, over its share of the engines.
+
+    Args:
+        engines: the engine pool; see `protocols.Engines`.
+        tokenizer: decodes responses and encodes held-out prompts.
+        scorer: the reward.
+        teacher: scores finished responses, when it is served (`teacher`).
+        eval_scorers: by held-out set, of those that are not scored as in training.
+        places: at the engines, see `Generator`.
+        report_every_s: at least, between two answers of `moved`.
+
+    Attributes:
+        books: where every group is, and the fate of every generated token.
+    """
 
     def __init__(
         self,
@@ -86,19 +137,160 @@ class Manager(GroupService):
         *,
         teacher: Teacher | None = None,
         eval_scorers: Mapping[str, Scorer] | None = None,
+        places: AbstractAsyncContextManager[None] | None = None,
+        report_every_s: float = 0.0,
     ) -> None:
-        super().__init__(
-            config, engines, tokenizer, scorer, model, limits, teacher, eval_scorers, None, self._keep_span
-        )  # fmt: skip
+        self._config, self._engines, self._tokenizer = config, engines, tokenizer
+        self._scorer, self._model, self._limits = scorer, model, limits
+        self._eval_scorers = eval_scorers or {}
+        self.books = Books(config, taught=teacher is not None)
         self.books.allowance = 0
-        self._spans: list[Span] = []
-        self._serial, self._told_at = 0, 0.0
+        self._generator = Generator(
+            config, engines, tokenizer, model, limits, lambda: self.version, self._request_done, places
+        )
+        self._sampling = Sampling.for_training(config.rollout, config.train.replay, model, limits)
+        scoring = Scoring(config.reward, config.rollout.max_response_tokens, scorer, teacher, self._teaching)
+        self._workflow = open_workflow(config, tokenizer)
+        self._agents = Agents.with_tokenizer(
+            config.rollout, model.renderers, tokenizer.for_thread, special_texts(tokenizer)
+        )
+        self._runner = GroupRunner(
+            config,
+            self._workflow,
+            self.books,
+            self._generator,
+            self._sampling,
+            scoring,
+            self._agents,
+            self._note_response,
+            self._pump,
+        )
+        self._guests: Guests | None = None
+        if isinstance(self._workflow, AtroposRollouts):
+            self._guests = Guests(
+                config.rollout.function, self._generator, self._sampling, self._runner.traffic, self._agents,
+                self.books, self._runner.fail,
+            )  # fmt: skip
+            self._workflow.attach(self._guests)
+        self._works_ahead = config.rollout.max_staleness > 0  # generates while the trainer works
+        self._pause_mode: PauseMode = config.rollout.pause_mode if self._works_ahead else "abort"
+        self._step = 0
+        self._spans: list[Span] = []  # since the last step
+        self._serial, self._told_at, self._report_every_s = 0, 0.0, report_every_s
 
-    def _begin(self) -> None:
-        """New groups come from the front, which is told how many are wanted."""
+    @property
+    def version(self) -> int:
+        """Weight version that the engines serve and the trainer holds."""
+        return self.books.version
 
-    def _keep_span(self, lane: str, name: str, start: float, end: float, step: int) -> None:
-        self._spans.append((lane, name, start, end, step))
+    @version.setter
+    def version(self, version: int) -> None:
+        self.books.version = version
+
+    @property
+    def ledger(self) -> Ledger:
+        """The fate of every generated token."""
+        return self.books.ledger
+
+    async def pause_for_update(self) -> None:
+        """Hold the engines for a weight update. With `pause_mode: abort` running responses are interrupted and kept;
+        otherwise the engines keep them and go on with the new weights. For adapters alone nothing is held."""
+        if self._config.syncs_adapters:
+            return
+        mode = self._pause_mode
+        if mode == "abort":
+            await self.drain()
+            mode = "retract"  # nothing runs any more, so this only closes the door
+        self._generator.ready.clear()
+        await self._everywhere(lambda: self._engines.pause(mode))
+
+    async def resume_after_update(self, version: int) -> None:
+        """Go on with weights of `version`. Prefixes cached with older weights are forgotten, unless `pause_mode` is
+        `in_place`, which keeps the caches of running responses by its nature; new requests do not find them
+        (`Generator`)."""
+        self.books.published(version)
+        if self._config.syncs_adapters:
+            await self._switch(version)
+            return
+        if self._pause_mode != "in_place":
+            await self._everywhere(self._engines.flush_cache)
+        await self._everywhere(self._engines.resume)
+        self._runner.forget_deaths()
+        self._generator.ready.set()
+        if self._works_ahead:
+            self._go_on()
+
+    async def _switch(self, version: int) -> None:
+        """Go on with the adapters of `version`, which the engines have loaded. Responses that run under older ones are
+        interrupted, and go on at once under these; with `pause_mode: in_place` each request ends under its own.
+        Prefixes are an adapter's own in the engines' caches."""
+        self._runner.forget_deaths()
+        interrupt = self._pause_mode == "abort"
+        await self._everywhere(lambda: self._engines.switch(version, interrupt))
+        if self._works_ahead:
+            self._go_on()
+
+    async def drain(self) -> None:
+        """Interrupt all generation and wait until no request of ours is at an engine. Tokens generated so far are kept.
+        An engine that answers nothing for `deadlines.engine_control_s` is given up: what it has is sampled anew. One
+        that began to hang just after an answer is found in a second term of the same length.
+
+        Raises:
+            EngineError: one that goes on answering holds on to its requests for longer than twice that.
+        """
+        traffic, limit_s = self._runner.traffic, self._config.deadlines.engine_control_s
+        self._runner.stop_traffic()
+        for _ in range(2):
+            began = time.monotonic()
+            if await self._obeyed(began + limit_s):
+                break
+            self._engines.give_up(began)
+        if not await traffic.idle(ABORT_EVERY_S):
+            raise EngineError("abort", f"{traffic.in_flight} requests", f"the engines did not stop them within "
+                              f"{2 * limit_s:g} s", "read the engines' logs")  # fmt: skip
+        await self._runner.settle(SETTLE_S)
+
+    async def _obeyed(self, deadline: float) -> bool:
+        """Whether engines have stopped all requests by then (`time.monotonic`). They are told again and again: a
+        request can slip past an abort that reaches the engine before it does."""
+        traffic = self._runner.traffic
+        while traffic.in_flight:
+            await self._everywhere(self._engines.abort)
+            left = deadline - time.monotonic()
+            if not await traffic.idle(min(ABORT_EVERY_S, max(left, 0.0))) and left <= ABORT_EVERY_S:
+                return False
+        return True
+
+    async def answer_rows(self, eval_set: EvalSetConfig, first: int = 0, every: int = 1) -> list[Group]:
+        """Rows `first`, `first + every`, ... of a held-out set, answered and scored with the weights that the engines
+        serve now; each group has the number of its row.
+
+        Raises DataError for a bad file, EngineError when no engine is left, RewardError as `reward.on_error` says.
+        """
+        rows = PromptSource([eval_set.path], self._config.data, self._tokenizer, self._config.seed, shuffle=False)
+        sampling = Sampling.for_evaluation(self._config.rollout, self._model, self._limits, eval_set)
+        groups = [new_group(i, rows.at(i), eval_set.samples_per_prompt) for i in range(first, len(rows), every)]
+        door = Door(Traffic(open=True), admitted=True)
+
+        async def roll(group: Group, number: int) -> None:
+            rollout = Rollout(
+                group, number, f"{eval_set.name}-{group.group_id}", self._config.rollout.function, self._generator,
+                sampling, door, self._agents, limit_s=self._config.deadlines.rollout_function_s,
+            )  # fmt: skip
+            asked = rollout.task(self._config.seed, evaluation=True)
+            await rollout.play(self._workflow, asked, self._config.rollout.on_error)
+
+        scorer = self._eval_scorers.get(eval_set.name, self._scorer)
+        at_once = sys.maxsize if self._workflow is single_turn else self.books.most_rollouts
+        await answer(groups, roll, scorer, at_once)
+        return groups
+
+    async def close(self) -> None:
+        """Stop generating, whatever it loses at the engines. What is held may still be saved."""
+        await self._runner.close()
+        if isinstance(self._workflow, EnvironmentRollout | AtroposRollouts):
+            await self._workflow.close()
+        await self._agents.close()
 
     # ------------------------------------------------------------------------------------------------- the step
 
@@ -112,7 +304,7 @@ class Manager(GroupService):
     async def moved(self) -> Report:
         """`report`, once a group has ended or something failed since the last answer. One caller at a time."""
         await self._runner.moved.wait()
-        await asyncio.sleep(max(0.0, self._told_at + REPORT_EVERY_S - time.monotonic()))
+        await asyncio.sleep(max(0.0, self._told_at + self._report_every_s - time.monotonic()))
         self._runner.moved.clear()
         self._told_at = time.monotonic()
         return await self.report()
@@ -179,8 +371,8 @@ class Manager(GroupService):
         self._take_in(accepted, accepted=True)
         self._take_in(resting)
 
-    async def kept(self, next_step: int | None, interrupt: bool) -> bytes:
-        """What a state holds of this manager, a `Kept`, pickled at once: its groups go on changing.
+    async def kept(self, next_step: int | None, interrupt: bool) -> Kept:
+        """What a state holds of this manager. Its groups may go on changing.
 
         Args:
             interrupt: with the tokens that engines hold at this moment, which go on afterwards. Raises EngineError.
@@ -188,16 +380,71 @@ class Manager(GroupService):
         was_open = self._runner.traffic.open
         if interrupt:
             await self.drain()
-        kept = pickle.dumps(self.books.kept(next_step), pickle.HIGHEST_PROTOCOL)
+        kept = self.books.kept(next_step)
         if interrupt and was_open:
             self._go_on()
         return kept
 
-    async def begun(self) -> bytes:
-        """What an outline holds of this manager, a `Begun`, pickled likewise."""
-        return pickle.dumps(self.books.begun(), pickle.HIGHEST_PROTOCOL)
+    async def begun(self) -> Begun:
+        """What an outline holds of this manager."""
+        return self.books.begun()
 
     def _take_in(self, groups: Sequence[Group], accepted: bool = False) -> None:
-        """The groups are copied: what comes from another process cannot be written to."""
+        """Groups that come from another process are copied: they cannot be written to."""
         for group in groups:
-            self.books.hand(copy.deepcopy(group), accepted)
+            mine = all(sample.loss_mask.flags.writeable for sample in group.samples)
+            self.books.hand(group if mine else copy.deepcopy(group), accepted)
+
+    # ------------------------------------------------------------------------------------------------ submission
+
+    def _go_on(self) -> None:
+        """Let groups be submitted and continued."""
+        self.books.open_gate()
+        self._runner.traffic.open = True
+        if self._guests is not None:
+            self._guests.admit()
+        self._pump()
+
+    def _pump(self) -> None:
+        """Begin and continue groups while the gate has room, interrupted ones first."""
+        while self._runner.traffic.open and self._runner.failure is None and self.books.room() > 0:
+            if (group := self.books.resume()) is None:
+                break
+            self._runner.start(group)
+
+    async def _come_to_rest(self) -> None:
+        """Something failed: interrupt everything, if an engine lives, and begin nothing more."""
+        if living(self._engines):
+            await self.drain()
+        self._runner.stop_traffic()
+
+    def _standing(self) -> Standing:
+        books, counters = self.books, self.books.counters
+        return Standing(
+            len(books.accepted), len(books.running), self._runner.outside(), counters.since_mark("failed_rollouts"),
+            counters.since_mark("filtered_groups"), counters.since_mark("truncated_groups"), living(self._engines),
+        )  # fmt: skip
+
+    async def _everywhere(self, call: Callable[[], Awaitable[None]]) -> None:
+        """A control call to all engines, again when one dies meanwhile. Raises EngineError when none is left."""
+        while True:
+            try:
+                return await call()
+            except EngineDied:
+                if living(self._engines) == 0:
+                    raise
+
+    # ------------------------------------------------------------------------------------------------- telling
+
+    def _note_response(self) -> None:
+        self._runner.moved.set()
+
+    def _teaching(self) -> Callable[[], None]:
+        started = time.time()
+        return lambda: self._note_span("teacher", "score", started, time.time())
+
+    def _request_done(self, engine: str, start: float, end: float) -> None:
+        self._note_span(engine, "generate", start, end)
+
+    def _note_span(self, lane: str, name: str, start: float, end: float) -> None:
+        self._spans.append((lane, name, start, end, self._step))

@@ -1,9 +1,9 @@
 """The rollout service: one asyncio loop that serves synchronous, one-step-ahead and fully asynchronous training.
 
 With `max_staleness` 0 it generates inside `take` only, and interrupts what is left over when a step has enough; with
-`max_staleness` > 0 generation stops around weight updates only. Where every group is, and what became of every token,
-is in `books`; `runner` generates and scores a group; `group_service` begins, interrupts and continues them; here is
-when that happens.
+`max_staleness` > 0 generation stops around weight updates only. Managers (`manager`) generate and score, one in this
+process or several in their own. The service draws prompts and hands them out, divides the gate, chooses a step's groups
+over all managers, adds the ledgers up, and writes one state file, from which any number of managers continues.
 
 The service knows neither Ray nor Megatron. All its methods belong to one event loop.
 """
@@ -12,65 +12,82 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from mslime.backends.sglang.pool import all_or_first_failure
 from mslime.config.data import EvalSetConfig
-from mslime.config.errors import DataError, EngineError
-from mslime.config.model_facts import ModelFacts
+from mslime.config.errors import DataError, EngineError, UserError
 from mslime.config.schema import RunConfig
 from mslime.data.checksums import FileSum
 from mslime.data.sample import Group
 from mslime.data.source import Prompt, PromptStream
-from mslime.data.tokenizer import Tokenizer
+from mslime.rollout.asked import Asked
+from mslime.rollout.books import Books, new_group
 from mslime.rollout.evaluate import EvalResult, summarise
-from mslime.rollout.group_service import GroupService, Standing
-from mslime.rollout.protocols import (
-    EngineLimits,
-    Engines,
-    EvaluatedHook,
-    ProgressHook,
-    Scorer,
-    SpanHook,
-    StepBatch,
-    Teacher,
-)
+from mslime.rollout.joined_books import JoinedBooks, Share
+from mslime.rollout.manager import HandedOver, Manager, Report, Standing
+from mslime.rollout.protocols import EvaluatedHook, ProgressHook, SpanHook, StepBatch
 from mslime.rollout.state import Columns, Stored, open_state, save_beside, state_bytes
 from mslime.rollout.statistics import batch_metrics
 
+T = TypeVar("T")
+V = TypeVar("V")
+ANSWER_S = 10.0
+"""For managers to say where they stand, when a step is late."""
+_NOT_ASKED = Report(-1, 0, 0, 0, 0, 0, Share(0, 0), False)
 
-class RolloutService(GroupService):
-    """Generates, scores and hands out groups; see `GroupService` for what is not said here.
+
+class RolloutService:
+    """Hands out groups that its managers generate and score.
 
     Args:
         source: training prompts.
+        longest_input: prompts of so many tokens, or more, leave no room for a response.
+        taught: a served teacher scores responses.
+        on_progress, on_span: told about group counts and about stretches of work.
         on_evaluated: given the finished groups of a held-out set.
+
+    Attributes:
+        joined: the books of all managers together.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        engines: Engines,
+        managers: Sequence[Asked[Manager]],
         source: PromptStream,
-        tokenizer: Tokenizer,
-        scorer: Scorer,
-        model: ModelFacts,
-        limits: EngineLimits,
+        longest_input: int,
         *,
-        teacher: Teacher | None = None,
-        eval_scorers: Mapping[str, Scorer] | None = None,
+        taught: bool = False,
         on_progress: ProgressHook | None = None,
         on_span: SpanHook | None = None,
         on_evaluated: EvaluatedHook | None = None,
-        places: AbstractAsyncContextManager[None] | None = None,
     ) -> None:
-        super().__init__(
-            config, engines, tokenizer, scorer, model, limits, teacher, eval_scorers, on_progress, on_span, places
-        )  # fmt: skip
-        self._source, self._on_evaluated = source, on_evaluated
-        self._clock = Clock()
+        self._config, self._managers, self._source = config, list(managers), source
+        self._longest_input, self._taught = longest_input, taught
+        self._on_progress, self._on_span, self._on_evaluated = on_progress, on_span, on_evaluated
+        self.joined = JoinedBooks(config, len(self._managers))
+        self._works_ahead = config.rollout.max_staleness > 0
+        self._reports = [_NOT_ASKED] * len(self._managers)
+        self._watching: list[asyncio.Task[None]] = []
+        self._moved = asyncio.Event()
+        self._handing = asyncio.Lock()  # held while a prompt is in no manager's books
+        self._failure: BaseException | None = None
+        self._chosen = [set[int]() for _ in self._managers]  # ids of the groups that were taken last, by manager
+        self._step, self._clock = 0, Clock()
+
+    @property
+    def version(self) -> int:
+        """Weight version that the engines serve and the trainer holds."""
+        return self.joined.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.joined.version = version
 
     # ------------------------------------------------------------------------------------------------- the step
 
@@ -85,106 +102,260 @@ class RolloutService(GroupService):
             EngineError: not enough groups within `deadlines.rollout_step_s`.
         """
         self._step, started = step, time.time()
-        self._go_on()
         limit = asyncio.timeout(self._config.deadlines.rollout_step_s)
         try:
             async with limit:
+                await self._go_on()
                 await self._enough()
                 if not self._works_ahead:
-                    await self.drain()
+                    await self._all(lambda manager: manager.ask(Manager.drain))
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise too_late(step, self._config, self._standing()) from error
-        groups, booked = self.books.take(step)
-        flow = self._clock.flow(booked, self._source.skipped, self._generator.cached_tokens)
-        self._generator.cached_tokens = 0
-        metrics = {**batch_metrics(groups, self.version), **booked, **flow}
+            raise too_late(step, self._config, await self._standing()) from error
+        self._chosen = self.joined.choose(await self._all(lambda manager: manager.ask(Manager.accepted)))
+        parts = await self._each(self._chosen, lambda manager, ids: manager.ask(Manager.hand_over, step, ids))
+        self._note_all(await self._all(lambda manager: manager.ask(Manager.report)))
         self._span("rollout", "collect", started)
-        self._pump()
-        return StepBatch(step, self.version, groups, metrics)
+        return self._batch(step, parts)
 
     async def give_back(self, blamed: Sequence[Group] = ()) -> bool:
-        """Undo the last `take`; see `Books.give_back`."""
-        return self.books.give_back(blamed)
+        """Undo the last `take`: its groups wait for the next one.
+
+        Args:
+            blamed: those of its groups that cannot be trained. One that failed before is dropped.
+
+        Returns:
+            Whether all blamed groups were dropped, so that another `take` may go on without them.
+        """
+        ids = {group.group_id for group in blamed}
+        theirs = [ids & chosen for chosen in self._chosen]
+        dropped = await self._each(theirs, lambda manager, mine: manager.ask(Manager.give_back, mine))
+        self.joined.given_back()
+        return bool(ids) and all(gone for gone, mine in zip(dropped, theirs, strict=True) if mine)
+
+    async def pause_for_update(self) -> None:
+        """Hold the engines for a weight update; see `Manager.pause_for_update`."""
+        await self._all(lambda manager: manager.ask(Manager.pause_for_update))
+
+    async def resume_after_update(self, version: int) -> None:
+        """Go on with weights of `version`; see `Manager.resume_after_update`."""
+        self.joined.version = version
+        allowances: Sequence[int | None] = [None] * len(self._managers)
+        if self._works_ahead or self.joined.is_open:
+            allowances = await self._allowances()
+            self._watch()
+        await self._each(allowances, lambda manager, allowance: manager.ask(Manager.resume_with, version, allowance))
 
     async def evaluate(self, eval_set: EvalSetConfig) -> EvalResult:
-        """Accuracy, pass@k and lengths on a held-out set, with the weights that the engines serve now.
+        """Accuracy, pass@k and lengths on a held-out set, with the weights that the engines serve now. Row i is
+        answered, and scored, by manager i modulo their number.
 
         May run beside everything else but a weight update, which must wait for it.
 
         Raises DataError for a bad file, EngineError when no engine is left, RewardError as `reward.on_error` says.
         """
-        started, step = time.time(), self._step
-        groups = await self.answer_rows(eval_set)
+        started, step, every = time.time(), self._step, len(self._managers)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                parts = [
+                    tasks.create_task(manager.ask(Manager.answer_rows, eval_set, first=index, every=every))
+                    for index, manager in enumerate(self._managers)
+                ]
+        except ExceptionGroup as errors:  # the first failure cancelled the others
+            raise errors.exceptions[0] from None
+        groups = sorted((group for part in parts for group in part.result()), key=_id)
         self._span("rollout", "evaluate", started, step)
         if self._on_evaluated is not None:
             self._on_evaluated(eval_set.name, groups)
         return summarise(eval_set.name, groups, time.time() - started)
 
+    async def close(self) -> None:
+        """Stop generating, whatever it loses at the engines. What is held may still be saved."""
+        async with self._handing:
+            for task in self._watching:
+                task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        with suppress(UserError):  # of one that is gone
+            await self._all(lambda manager: manager.ask(Manager.close))
+
+    def _batch(self, step: int, parts: Sequence[HandedOver]) -> StepBatch:
+        """The groups of a step, with the numbers of all managers together."""
+        groups = sorted((group for part in parts for group in part.groups), key=_id)
+        booked = self.joined.taken([part.ledger for part in parts], sum(part.alive for part in parts))
+        counts = {name: sum(part.counts[name] for part in parts) for name in parts[0].counts}
+        for span in (span for part in parts for span in part.spans):
+            if self._on_span is not None:
+                self._on_span(*span)
+        flow = self._clock.flow(booked, self._source.skipped, sum(part.cached_tokens for part in parts))
+        metrics = {**batch_metrics(groups, self.version), **booked, **counts, **flow}
+        return StepBatch(step, self.version, groups, metrics)
+
     # ---------------------------------------------------------------------------------------------------- state
 
-    def state_dict(self, next_step: int | None = None) -> tuple[dict[str, Any], Columns]:
-        """(JSON-able header, columns) from which a new service continues without losing a finished token.
-
-        Groups in flight are included with what they hold; tokens still inside an engine are not ours yet. Call
-        `drain` or `pause_for_update` (mode abort) first to have those as well.
+    async def save(self, path: Path, next_step: int | None = None) -> FileSum:
+        """Write the service's state to `path` (.npz without pickle), whole or not at all; returns the file's sum.
 
         Args:
             next_step: step that a resumed run begins with; its groups are included where they are taken already.
         """
-        header, columns = self.books.state_dict(next_step)
-        return header | {"source": self._source.state_dict()}, columns
-
-    async def outline(self) -> bytes:
-        """A small state file for the case that this service is lost; see `Books.outline`."""
-        header, columns = self.books.outline()
-        return state_bytes(header | {"source": self._source.state_dict()}, columns)
-
-    def load_state_dict(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
-        """Continue from `state_dict` or `outline`, before the first `take`. Raises DataError when the prompts are
-        others."""
-        self._source.load_state_dict(header["source"])
-        self.books.load_state_dict(header, columns)
-
-    async def save(self, path: Path, next_step: int | None = None) -> FileSum:
-        """Write `state_dict` to `path` (.npz without pickle), whole or not at all; returns the file's sum."""
-        return await save_beside(path, *self.state_dict(next_step))
+        return await self._save(path, next_step, interrupt=False)
 
     async def checkpoint(self, path: Path, next_step: int | None = None) -> FileSum:
         """`save` with the tokens that engines hold at this moment: interrupts them, and goes on while it writes."""
-        was_open = self._runner.traffic.open
-        await self.drain()
-        state = self.state_dict(next_step)
-        if was_open:
-            self._go_on()
-        return await save_beside(path, *state)
+        return await self._save(path, next_step, interrupt=True)
+
+    async def outline(self) -> bytes:
+        """A small state file for the case that this service is lost: groups that are not trained begin anew from
+        their prompts. Holds for a checkpoint after the step taken last."""
+        async with self._handing:
+            parts = await self._all(lambda manager: manager.ask(Manager.begun))
+            header, columns = self.joined.outline(parts)
+            return state_bytes(header | {"source": self._source.state_dict()}, columns)
 
     async def load(self, path: Path) -> None:
-        """Continue from a file of `save` or `outline`. Raises CheckpointError when it cannot be read."""
+        """Continue from a file of `save` or `outline`, before the first `take`. Groups are dealt to the managers in
+        order of their ids. Raises CheckpointError when it cannot be read, DataError when the prompts are others."""
         with open_state(path) as (header, stored):
-            self.load_state_dict(header, stored)
+            await self.continue_from(header, stored)
 
-    # ------------------------------------------------------------------------------------------------- the parts
+    async def continue_from(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
+        """See `load`: what its file holds."""
+        books = Books(self._config, self._taught)
+        self._source.load_state_dict(header["source"])
+        books.load_state_dict(header, columns)
+        self.joined.continue_from(books)
+        accepted, resting = (sorted(groups, key=_id) for groups in (books.accepted, books.partial))
+        every = len(self._managers)
+        await self._each(
+            range(every),
+            lambda manager, i: manager.ask(Manager.continue_with, books.version, accepted[i::every], resting[i::every]),
+        )
 
-    def _begin(self) -> Group:
-        return self.books.begin(next_prompt(self._source, self._sampling.longest_input))
+    async def _save(self, path: Path, next_step: int | None, interrupt: bool) -> FileSum:
+        async with self._handing:
+            parts = await self._all(lambda manager: manager.ask(Manager.kept, next_step, interrupt))
+            header, columns = self.joined.state(parts)
+            return await save_beside(path, header | {"source": self._source.state_dict()}, columns)
+
+    # ------------------------------------------------------------------------------------------------ submission
+
+    async def _go_on(self) -> None:
+        """Let all managers work on the step."""
+        allowances, step = await self._allowances(), self._step
+        self._watch()
+        reports = await self._each(allowances, lambda manager, allowance: manager.ask(Manager.go_on, step, allowance))
+        self._note_all(reports)
+
+    async def _allowances(self) -> list[int]:
+        """The gate, divided for the weights that the engines serve now."""
+        reports = await self._all(lambda manager: manager.ask(Manager.report))
+        return self.joined.allow([report.share for report in reports])
+
+    def _watch(self) -> None:
+        if not self._watching:
+            self._watching = [
+                asyncio.create_task(self._follow(index), name=f"manager {index}")
+                for index in range(len(self._managers))
+            ]
+
+    async def _follow(self, index: int) -> None:
+        """Remember where a manager stands, and hand it the prompts that it asks for. Ends with the manager."""
+        try:
+            while True:
+                report = await self._managers[index].ask(Manager.moved)
+                self._note(index, report)
+                if report.wanted and self._failure is None:
+                    await self._hand(index, report.wanted)
+        except Exception as error:  # whatever it is: `take` raises it
+            self._fail(error)
+
+    async def _hand(self, index: int, count: int) -> None:
+        """New groups for a manager: as many as there are prompts for."""
+        async with self._handing:
+            groups: list[Group] = []
+            try:
+                groups += (self._new_group() for _ in range(count))
+            except UserError as error:
+                self._fail(error)
+            await self._managers[index].ask(Manager.hand, groups)
+
+    def _new_group(self) -> Group:
+        prompt = next_prompt(self._source, self._longest_input)
+        self.joined.next_group_id += 1
+        return new_group(self.joined.next_group_id - 1, prompt, self._config.rollout.group_size)
+
+    def _note_all(self, reports: Sequence[Report]) -> None:
+        for index, report in enumerate(reports):
+            self._note(index, report)
+
+    def _note(self, index: int, report: Report) -> None:
+        """Remember a report, if no later one came before it."""
+        if report.serial < self._reports[index].serial:
+            return
+        self._reports[index] = report
+        self._moved.set()
+        if self._on_progress is not None:
+            every = self._reports
+            self._on_progress(
+                needed=self._config.rollout.groups_per_step,
+                accepted=sum(r.accepted for r in every),
+                running=sum(r.running for r in every),
+                done=sum(r.done for r in every),
+                aborted=sum(r.aborted for r in every),
+            )
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._moved.set()
+
+    # ------------------------------------------------------------------------------------------------- waiting
 
     async def _enough(self) -> None:
-        """Return when a step's worth of groups is accepted. Raises what failed meanwhile, once all is at rest."""
+        """Return when a step's groups are accepted, over all managers. Raises what failed meanwhile, once all is at
+        rest."""
         while True:
-            self._runner.moved.clear()
-            if (failure := self._runner.take_failure()) is not None:
-                await self._come_to_rest()
-                raise failure
-            if self.books.enough:
+            self._moved.clear()
+            if self._failure is not None or any(report.failed for report in self._reports):
+                raise await self._end_failing()
+            if sum(report.accepted for report in self._reports) >= self._config.rollout.groups_per_step:
                 return
-            self._pump()
-            waits_for_weights = not self._generator.ready.is_set()
-            assert self.books.running or self._runner.failure or waits_for_weights or self._works_ahead, (
-                f"step {self._step} was asked for before the weights of the last one were published"
-            )
-            await self._runner.moved.wait()
+            await self._moved.wait()
+
+    async def _end_failing(self) -> BaseException:
+        """The first failure, once all managers are at rest. It is forgotten then."""
+        failure, self._failure = self._failure, None
+        answers = await asyncio.gather(*(m.ask(Manager.end_failing) for m in self._managers), return_exceptions=True)
+        found = next((error for error in (failure, *answers) if error is not None), None)
+        assert found is not None, "a manager reported a failure, and none has one"
+        return found
+
+    async def _standing(self) -> Standing:
+        """Of all managers that answer."""
+        asked = [asyncio.ensure_future(manager.ask(Manager.standing)) for manager in self._managers]
+        answered, silent = await asyncio.wait(asked, timeout=ANSWER_S)
+        for task in silent:
+            task.cancel()
+        found = [astuple(task.result()) for task in answered if task.exception() is None]
+        return Standing(*map(sum, zip((0,) * len(fields(Standing)), *found, strict=True)))
+
+    async def _all(self, call: Callable[[Asked[Manager]], Coroutine[Any, Any, T]]) -> list[T]:
+        """One call to all managers at once. The first failure is raised, after all have answered."""
+        return await self._each(self._managers, lambda manager, _: call(manager))
+
+    async def _each(self, values: Sequence[V], call: Callable[[Asked[Manager], V], Coroutine[Any, Any, T]]) -> list[T]:
+        """`_all`, with a value for each."""
+        pairs = zip(self._managers, values, strict=True)
+        answers = await asyncio.gather(*(call(manager, value) for manager, value in pairs), return_exceptions=True)
+        return all_or_first_failure(answers)
+
+    def _span(self, lane: str, name: str, start: float, step: int | None = None) -> None:
+        if self._on_span is not None:
+            self._on_span(lane, name, start, time.time(), self._step if step is None else step)
+
+
+def _id(group: Group) -> int:
+    return group.group_id
 
 
 class Clock:

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 from zipfile import BadZipFile, ZipFile
@@ -46,6 +47,39 @@ class Stored(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PackedGroups:
+    """Groups as they are at this moment; they may go on growing (`save_beside`).
+
+    Attributes:
+        headers: a JSON list. columns: as `pack_groups` makes them.
+    """
+
+    headers: str
+    columns: Mapping[str, list[NDArray[Any]]]
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> PackedGroups:
+        """Raises DataError if a label or metadata value is not JSON."""
+        headers, columns = pack_groups(groups)
+        return cls(_json(headers), columns)
+
+    @classmethod
+    def begun(cls, groups: Sequence[Group]) -> PackedGroups:
+        """The groups as they were before anything was generated; see `begun_anew`."""
+        headers = [_begun_header(g) for g in groups]
+        return cls(_json(headers), {"prompts": [g.prompt for g in groups]})
+
+    @staticmethod
+    def joined(parts: Sequence[PackedGroups]) -> tuple[list[dict[str, Any]], dict[str, list[NDArray[Any]]]]:
+        """(headers, columns) of all of them, one after the other."""
+        columns: dict[str, list[NDArray[Any]]] = {}
+        for part in parts:
+            for name, arrays in part.columns.items():
+                columns.setdefault(name, []).extend(arrays)
+        return [header for part in parts for header in json.loads(part.headers)], columns
+
+
 def pack_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, list[NDArray[Any]]]]:
     """(one header per group, columns) that `unpack_groups` turns back into equal groups."""
     samples = [s for g in groups for s in g.samples]
@@ -68,15 +102,10 @@ def unpack_groups(headers: Sequence[Mapping[str, Any]], columns: Columns | Store
     return [_group(h, stored) for h in headers]
 
 
-def pack_begun(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], dict[str, list[NDArray[Any]]]]:
-    """(headers, columns) from which `begun_anew` makes these groups as they were before anything was generated."""
-    return [_begun_header(g) for g in groups], {"prompts": [g.prompt for g in groups]}
-
-
 def begun_anew(
     headers: Sequence[Mapping[str, Any]], columns: Columns | Stored, make: Callable[[int, Prompt, int], Group]
 ) -> list[Group]:
-    """The groups of `pack_begun`, made by `make(group_id, prompt, size)`."""
+    """The groups of `PackedGroups.begun`, made by `make(group_id, prompt, size)`."""
     stored = InMemory(columns) if isinstance(columns, Mapping) else columns
     groups: list[Group] = []
     for h in headers:
@@ -159,8 +188,12 @@ def state_bytes(state: Mapping[str, Any], columns: Columns) -> bytes:
 
 
 def _header_text(state: Mapping[str, Any]) -> bytes:
+    return _json({"format": FORMAT, **state}).encode()
+
+
+def _json(values: object) -> str:
     try:
-        return json.dumps({"format": FORMAT, **state}).encode()
+        return json.dumps(values)
     except TypeError as error:
         raise DataError("data.metadata_key", str(error), "labels and metadata must be JSON values to be saved",
                         "store text, numbers, lists or objects in the prompt file") from error  # fmt: skip

@@ -91,7 +91,7 @@ async def played(server: SharedServer, directory: Path, weights: dict[int, Path 
         taking = asyncio.create_task(service.take(0))
         for stage, (version, path) in zip(user_episodes.stages, weights.items(), strict=True):
             before = service.ledger.generated
-            while not service._runner.traffic.in_flight:  # pyright: ignore[reportPrivateUsage]
+            while not service.manager._runner.traffic.in_flight:  # pyright: ignore[reportPrivateUsage]
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
             await publish(service, pool, version, path)

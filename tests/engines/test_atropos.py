@@ -20,7 +20,6 @@ from mslime.data.tokenizer import HFTokenizer
 from mslime.data.user_source import NoPrompts
 from mslime.network import free_port
 from mslime.rollout.protocols import EngineLimits
-from mslime.rollout.service import RolloutService
 from tests.engines.conftest import SharedServer
 from tests.engines.reference import Reference
 from tests.engines.test_rollout_service import (
@@ -35,6 +34,7 @@ from tests.engines.test_rollout_service import (
     tokenizer,
 )
 from tests.fixtures.atropos_environment import WireEnvironment, environment
+from tests.fixtures.service_of_one import ServiceOfOne
 from tests.unit.rollout_fakes import FakeScorer
 
 __all__ = ["fresh", "other_weights", "reference", "tokenizer"]
@@ -53,11 +53,11 @@ def of_atropos(config: RunConfig) -> RunConfig:
 @asynccontextmanager
 async def served(
     config: RunConfig, tokenizer: HFTokenizer, server: SharedServer
-) -> AsyncIterator[tuple[RolloutService, EnginePool]]:
+) -> AsyncIterator[tuple[ServiceOfOne, EnginePool]]:
     """A service without prompts, and its engine."""
     pool = EnginePool([server.client()], config.rollout.concurrency)
     limits = EngineLimits(end_ids=end_ids(config.model.path, tokenizer))
-    service = RolloutService(config, pool, NoPrompts(), tokenizer, FakeScorer(), MODEL, limits)
+    service = ServiceOfOne(config, pool, NoPrompts(), tokenizer, FakeScorer(), MODEL, limits)
     try:
         yield service, pool
     finally:
@@ -132,7 +132,7 @@ def test_an_environment_of_the_package_itself_is_trained_exactly(
                 f"http://127.0.0.1:{config.rollout.atropos.port}/t0ken",
                 ROOT / "tests/fixtures/atropos_env/parity.py",
             )
-            while not service._workflow._server.address:  # type: ignore[attr-defined]
+            while not service.manager._workflow._server.address:  # type: ignore[attr-defined]
                 await asyncio.sleep(0.05)
             with (tmp_path / "environment.log").open("w") as log:
                 process = subprocess.Popen(

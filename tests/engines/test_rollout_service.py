@@ -23,11 +23,11 @@ from mslime.data.source import PromptSource
 from mslime.data.tokenizer import HFTokenizer, load_tokenizer
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.rewards.scorer import RewardScorer
-from mslime.rollout.service import RolloutService
 from tests.engines.conftest import SharedServer, cpu_run, serve
 from tests.engines.reference import Reference, as_told, makers_of, scores, versions_of
 from tests.fixtures.engine_calls import drain, load_beneath_the_cache, load_from_disk
 from tests.fixtures.model_facts import model_facts
+from tests.fixtures.service_of_one import ServiceOfOne
 from tests.fixtures.tiny_models import make_tiny_qwen3_moe
 from tests.unit import user_rollouts
 
@@ -93,7 +93,7 @@ async def service_for(config: RunConfig, tokenizer: HFTokenizer, *servers: Share
     pool, scorer = EnginePool(clients, config.rollout.concurrency), RewardScorer(config.reward)
     source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
     limits = EngineLimits(end_ids=end_ids(config.model.path, tokenizer))
-    service = RolloutService(config, pool, source, tokenizer, scorer, MODEL, limits)
+    service = ServiceOfOne(config, pool, source, tokenizer, scorer, MODEL, limits)
     try:
         await scorer.start()  # else the engine finishes every response while the reward's process starts
         yield service, pool
@@ -104,7 +104,7 @@ async def service_for(config: RunConfig, tokenizer: HFTokenizer, *servers: Share
         await pool.close()
 
 
-async def publish(service: RolloutService, pool: EnginePool, version: int, weights: Path | None = None) -> None:
+async def publish(service: ServiceOfOne, pool: EnginePool, version: int, weights: Path | None = None) -> None:
     """A weight update: new weights from disk, or only a new number for the old ones."""
     await service.pause_for_update()
     if weights is None:
@@ -245,7 +245,7 @@ def test_no_response_begins_on_a_prefix_that_older_weights_computed(
         async with service_for(config, tokenizer, fresh) as (service, pool):
             for sample in (await service.take(0)).samples:
                 assert_scored(sample, {0: reference})
-            begun = service.books.next_group_id
+            begun = service.joined.next_group_id
             await service.pause_for_update()
             await pool.broadcast(lambda client: load_beneath_the_cache(client, other_weights, 1))
             await service.resume_after_update(1)

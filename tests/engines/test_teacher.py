@@ -20,11 +20,11 @@ from mslime.data.source import PromptSource
 from mslime.data.tokenizer import load_tokenizer
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.rewards.scorer import RewardScorer
-from mslime.rollout.service import RolloutService
 from mslime.rollout.teacher import ServedTeacher
 from tests.engines.conftest import SharedServer
 from tests.engines.reference import Reference, log_softmax
 from tests.engines.test_rollout_service import MODEL, config_for, publish, run
+from tests.fixtures.service_of_one import ServiceOfOne
 
 VOCABULARY = 320
 
@@ -104,7 +104,7 @@ def test_a_policy_that_is_its_own_teacher_agrees_with_it_in_every_shard(
         pool, teachers = EnginePool(clients[:1], 64), EnginePool(clients[1:], 8)
         scorer = RewardScorer(config.reward)
         source = PromptSource(config.data.prompts, config.data, tokenizer, config.seed)
-        service = RolloutService(
+        service = ServiceOfOne(
             config, pool, source, tokenizer, scorer, MODEL, EngineLimits(), teacher=ServedTeacher(teachers)
         )
         compared = continued = 0

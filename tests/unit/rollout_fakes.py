@@ -23,6 +23,7 @@ from mslime.data.user_source import open_prompts
 from mslime.rollout.protocols import EngineLimits
 from mslime.rollout.service import RolloutService
 from tests.fixtures.model_facts import model_facts
+from tests.fixtures.service_of_one import ServiceOfOne
 from tests.fixtures.supports import supports_of
 
 LAYERS, MOE_LAYERS, TOP_K, EXPERTS = 4, (1, 3), 2, 8
@@ -252,14 +253,14 @@ def make_service(
     limits: EngineLimits | None = None,
     tokenizer: FakeTokenizer | None = None,
     **hooks: Any,
-) -> RolloutService:
+) -> ServiceOfOne:
     """A service over pretended engines, at `version`."""
     tokenizer = tokenizer or FakeTokenizer()
     source = open_prompts(config.data, config.seed, tokenizer)
-    service = RolloutService(
+    service = ServiceOfOne(
         config, engines, source, tokenizer, scorer or FakeScorer(), model, limits or EngineLimits(), **hooks
     )
-    service.version = engines.version = version
+    service.version = service.manager.version = engines.version = version
     return service
 
 

@@ -25,9 +25,9 @@ from mslime.config.schema import RunConfig
 from mslime.data.sample import Sample
 from mslime.data.user_source import open_prompts
 from mslime.rollout.protocols import EngineLimits
-from mslime.rollout.service import RolloutService
 from mslime.rollout.shared_room import SharedRoom
 from tests.fixtures.model_facts import model_facts
+from tests.fixtures.service_of_one import ServiceOfOne
 from tests.unit.fake_engine import FakeEngine
 from tests.unit.rollout_fakes import FakeScorer, FakeTokenizer, write_prompts
 
@@ -104,7 +104,7 @@ class Adapter:
     def __init__(self, config: RunConfig, pool: EnginePool, room: SharedRoom, scorer: FakeScorer) -> None:
         self.name, self.config, self.pool = config.name, config, pool
         tokenizer: Any = FakeTokenizer()
-        self.service = RolloutService(
+        self.service = ServiceOfOne(
             config, AdapterEngines(pool, config.name), open_prompts(config.data, config.seed, tokenizer), tokenizer,
             scorer, MODEL, EngineLimits(), places=room.of(config.name),
         )  # fmt: skip

@@ -28,8 +28,8 @@ from mslime.preflight.data import check_data
 from mslime.rollout.atropos.leases import HandedIn, Leases
 from mslime.rollout.contract import _Characters, _Plain
 from mslime.rollout.protocols import EngineLimits
-from mslime.rollout.service import RolloutService
 from tests.fixtures.atropos_environment import Sampled, WireEnvironment, environment
+from tests.fixtures.service_of_one import ServiceOfOne
 from tests.unit.rollout_fakes import MODEL, FakeScorer, FakeSlowEngine, publish
 
 PROMPT = [ord(c) for c in "2+3?"]
@@ -53,13 +53,13 @@ def config_of(directory: Path, algorithm: dict[str, Any] | None = None, **rollou
     })  # fmt: skip
 
 
-def service_of(config: RunConfig, engines: FakeSlowEngine | None = None) -> RolloutService:
+def service_of(config: RunConfig, engines: FakeSlowEngine | None = None) -> ServiceOfOne:
     engines = engines or FakeSlowEngine(lambda group, index: LENGTH)
-    return RolloutService(config, engines, NoPrompts(), _Characters(), FakeScorer(), MODEL, EngineLimits())
+    return ServiceOfOne(config, engines, NoPrompts(), _Characters(), FakeScorer(), MODEL, EngineLimits())
 
 
 @asynccontextmanager
-async def running(config: RunConfig, service: RolloutService) -> AsyncIterator[WireEnvironment]:
+async def running(config: RunConfig, service: ServiceOfOne) -> AsyncIterator[WireEnvironment]:
     a = config.rollout.atropos
     async with environment(f"http://127.0.0.1:{a.port}/{TOKEN}") as found:
         try:
@@ -68,7 +68,7 @@ async def running(config: RunConfig, service: RolloutService) -> AsyncIterator[W
             await service.close()
 
 
-Play = Callable[[WireEnvironment, RolloutService], Coroutine[Any, Any, None]]
+Play = Callable[[WireEnvironment, ServiceOfOne], Coroutine[Any, Any, None]]
 
 
 def trained_step(directory: Path, play: Play, algorithm: dict[str, Any] | None = None, **rollout: Any) -> Any:
@@ -108,7 +108,7 @@ def books_hold(metrics: dict[str, float]) -> None:
 
 
 def test_a_group_is_trained_with_the_tokens_that_were_recorded_and_the_environments_scores(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         replies = await env.generate(PROMPT, n=2)
         assert (await env.hand_in(replies, [1.0, -1.0], inference_logprobs=[[0.0]] * 2))[0] == 200
 
@@ -124,7 +124,7 @@ def test_a_group_is_trained_with_the_tokens_that_were_recorded_and_the_environme
 
 
 def test_several_turns_are_one_sequence_in_which_what_the_environment_said_is_context(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         first = await env.generate(PROMPT, n=2)
         second = [(await env.generate([*s.tokens, 10, 11]))[0] for s in first]
         whole = [a.then(b.tokens[len(a.tokens) + 2 :], [10, 11]) for a, b in zip(first, second, strict=True)]
@@ -137,7 +137,7 @@ def test_several_turns_are_one_sequence_in_which_what_the_environment_said_is_co
 
 
 def test_masks_of_the_environment_hold_and_are_in_the_ledger(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         one, other = await env.generate(PROMPT, n=2)
         one.masks[5] = -100
         other_zero = [{}, {"set_advantage_to_zero": True}]
@@ -252,7 +252,7 @@ def only_masked(s: list[Sampled]) -> dict[str, Any]:
 def test_what_was_not_recorded_so_is_dropped_and_counted_and_the_run_goes_on(
     tmp_path: Path, change: Change, reason: str, said: str
 ) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         replies = await env.generate(PROMPT, n=2)
         fields = change(replies)
         await not_trained(env, {**env.group(replies, [1.0, 0.0]), **fields}, reason, said)
@@ -265,7 +265,7 @@ def test_what_was_not_recorded_so_is_dropped_and_counted_and_the_run_goes_on(
 
 
 def test_by_default_a_run_ends_of_a_group_that_cannot_be_trained_and_says_why(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         replies = await env.generate(PROMPT, n=2)
         retokenised(replies)
         assert (await env.hand_in(replies, [1.0, 0.0]))[0] == 422
@@ -277,7 +277,7 @@ def test_by_default_a_run_ends_of_a_group_that_cannot_be_trained_and_says_why(tm
 
 
 def test_what_a_template_writes_after_a_reply_is_not_trained_although_the_environment_counts_it(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         replies = await env.generate(PROMPT, n=2)
         assert (await env.hand_in([r.then([10]) for r in replies], [1.0, 0.0]))[0] == 200
 
@@ -287,7 +287,7 @@ def test_what_a_template_writes_after_a_reply_is_not_trained_although_the_enviro
 
 
 def test_a_group_that_is_handed_in_twice_is_trained_once(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         replies = await env.generate(PROMPT, n=2)
         for _ in range(2):
             status, told = await env.hand_in(replies, [1.0, 0.0])
@@ -303,7 +303,7 @@ def test_a_group_that_is_handed_in_twice_is_trained_once(tmp_path: Path) -> None
 def test_each_reply_is_trained_in_the_first_group_that_hands_it_in(tmp_path: Path) -> None:
     """As environments do that hand in a group for each step: the second has the first reply unmasked once more."""
 
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         first = await env.generate(PROMPT, n=2)
         second = [(await env.generate([*s.tokens, 10]))[0] for s in first]
         whole = [a.then(b.tokens[len(a.tokens) + 1 :], [10]) for a, b in zip(first, second, strict=True)]
@@ -319,7 +319,7 @@ def test_each_reply_is_trained_in_the_first_group_that_hands_it_in(tmp_path: Pat
 
 
 def test_a_smaller_group_counts_with_the_rollouts_that_it_has(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         assert (await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0]))[0] == 200
 
     batch = trained_step(tmp_path, play, group_size=3)
@@ -347,7 +347,7 @@ def test_an_environment_is_told_how_many_groups_are_wanted(tmp_path: Path) -> No
             waits = asyncio.create_task(env.generate([*PROMPT, 9], n=2))
             await asyncio.sleep(0.05)
             assert not waits.done(), "nothing is generated while the trainer works"
-            await publish(service, service._engines, 1)  # type: ignore[arg-type]
+            await publish(service, service.manager._engines, 1)  # type: ignore[arg-type]
             second = asyncio.create_task(service.take(1))
             groups = [await waits, *[await env.generate([*PROMPT, 20 + i], n=2) for i in range(4)]]
             for i, group in enumerate(groups):
@@ -373,10 +373,10 @@ def test_environments_that_are_silent_or_missing_are_told_of(tmp_path: Path) -> 
 
 
 def test_what_nobody_hands_in_is_let_go_of_and_is_in_the_ledger(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         kept = await env.generate(PROMPT, n=2)
         await env.generate([*PROMPT, 7], n=3)
-        recorded = service._workflow._recorded  # type: ignore[attr-defined]
+        recorded = service.manager._workflow._recorded  # type: ignore[attr-defined]
         assert len(recorded) == 2
         recorded.let_go(1e18)
         assert not len(recorded) and not recorded._by_prompt and not recorded._by_key
@@ -391,9 +391,9 @@ def test_what_nobody_hands_in_is_let_go_of_and_is_in_the_ledger(tmp_path: Path) 
 
 
 def test_what_was_handed_in_is_not_kept(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
-        assert not len(service._workflow._recorded)  # type: ignore[attr-defined]
+        assert not len(service.manager._workflow._recorded)  # type: ignore[attr-defined]
 
     trained_step(tmp_path, play)
 
@@ -410,7 +410,7 @@ def test_a_resumed_run_keeps_the_groups_that_it_has_and_waits_for_the_others(tmp
             taking.cancel()
             header, columns = service.state_dict()
         again = service_of(config_of(tmp_path, groups_per_step=2))
-        again.load_state_dict(header, columns)
+        await again.continue_from(header, columns)
         assert len(again.books.accepted) == 1
         config = again._config
         step = asyncio.create_task(again.take(0))
@@ -442,7 +442,7 @@ def test_a_group_that_an_earlier_process_began_is_not_filled_with_another(tmp_pa
 
 
 def test_advantages_of_the_environment_are_those_that_are_trained(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         first = await env.generate(PROMPT, n=2)
         second = [(await env.generate([*s.tokens, 10]))[0] for s in first]
         whole = [a.then(b.tokens[len(a.tokens) + 1 :], [10]) for a, b in zip(first, second, strict=True)]
@@ -463,7 +463,7 @@ def test_advantages_of_the_environment_are_those_that_are_trained(tmp_path: Path
 def test_advantages_that_are_missing_or_differ_within_a_reply_are_refused(tmp_path: Path, given: Any) -> None:
     """The second differs where nothing is trained, and is taken."""
 
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         replies = await env.generate(PROMPT, n=2)
         assert (await env.hand_in(replies, [1.0, 0.0], advantages=given))[0] == (422 if given is None else 200)
         if given is None:
@@ -476,7 +476,7 @@ def test_advantages_that_are_missing_or_differ_within_a_reply_are_refused(tmp_pa
 
 
 def test_both_servers_speak_as_those_of_atropos(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         refused = await env.register(group_size=4)
         assert "group_size of the environment is 4, rollout.group_size of the run is 2" in refused["status"]
         assert "min_batch_allocation" in (await env.register(min_batch_allocation=0.5))["status"]
@@ -494,11 +494,11 @@ def test_both_servers_speak_as_those_of_atropos(tmp_path: Path) -> None:
         for path in ("/register", "/batch", "/reset_data"):
             assert (await env.ask("POST", path, {}))[0] == 409
         assert (await env.ask("GET", "/health"))[0] == 200 and (await env.ask("GET", "/v1/models"))[0] == 200
-        before = len(service._engines.requests)  # type: ignore[attr-defined]
+        before = len(service.manager._engines.requests)  # type: ignore[attr-defined]
         for path, said in (("completions", {"prompt": "hi"}),
                            ("chat/completions", {"messages": [{"role": "user", "content": "hi"}]})):  # fmt: skip
             assert (await env.ask("POST", f"/v1/{path}", {**said, "max_tokens": 1}))[0] == 200
-        assert len(service._engines.requests) == before, "nothing is sampled for a sign of life"  # type: ignore[attr-defined]
+        assert len(service.manager._engines.requests) == before, "nothing is sampled for a sign of life"  # type: ignore[attr-defined]
         vllm = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "n": 2, "max_tokens": 3}
         status, found = await env.ask("POST", "/generate", vllm)
         ids = [[int(next(iter(at[0]))) for at in one] for one in found["logprobs"]]
@@ -567,7 +567,7 @@ def test_without_a_token_a_random_one_is_told_to_the_runs_user_alone_and_kept(
         service = service_of(config)
         taking = asyncio.create_task(service.take(0))
         record = config.run_dir / "atropos.json"
-        while not service._workflow._server.address:  # type: ignore[attr-defined]
+        while not service.manager._workflow._server.address:  # type: ignore[attr-defined]
             assert not taking.done()
             await asyncio.sleep(0.01)
         told = json.loads(record.read_text())
@@ -590,7 +590,7 @@ def test_without_a_token_a_random_one_is_told_to_the_runs_user_alone_and_kept(
     ({"Content-Type": "application/json", "Host": "[::1]:8000"}, 422),
 ])  # fmt: skip
 def test_what_a_page_in_a_browser_can_send_is_refused(tmp_path: Path, headers: dict[str, str], status: int) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
         async with env._http.post(f"{env.url}/scored_data", data=b"{}", headers=headers) as response:
             assert response.status == status
         await env.hand_in(await env.generate(PROMPT, n=2), [1.0, 0.0])
@@ -599,9 +599,9 @@ def test_what_a_page_in_a_browser_can_send_is_refused(tmp_path: Path, headers: d
 
 
 def test_a_client_that_leaves_before_its_reply_leaves_a_conversation_that_is_let_go_of(tmp_path: Path) -> None:
-    async def play(env: WireEnvironment, service: RolloutService) -> None:
-        recorded = service._workflow._recorded  # type: ignore[attr-defined]
-        service._engines.lengths = lambda group, index: 10**6  # type: ignore[attr-defined]
+    async def play(env: WireEnvironment, service: ServiceOfOne) -> None:
+        recorded = service.manager._workflow._recorded  # type: ignore[attr-defined]
+        service.manager._engines.lengths = lambda group, index: 10**6  # type: ignore[attr-defined]
         asking = asyncio.create_task(env.generate([*PROMPT, 7], max_new_tokens=8))
         while not len(recorded):
             await asyncio.sleep(0)

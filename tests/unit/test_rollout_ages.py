@@ -101,7 +101,7 @@ def test_groups_are_tested_for_their_age_when_the_weights_change_and_not_at_ever
         for step in range(2):
             await service.take(step)
             await publish(service, engine, step + 1)
-        assert tested <= service.books.next_group_id + 2 * 40
+        assert tested <= service.joined.next_group_id + 2 * 40
         await service.close()
 
     run(work)

@@ -267,7 +267,7 @@ def test_every_token_is_in_the_ledger_whatever_functions_do(
         save_state(tmp_path / "state.npz", header, columns)
         resumed = make_service(config, slow, version=service.version)
         with open_state(tmp_path / "state.npz") as (saved, stored):
-            resumed.load_state_dict(saved, stored)
+            await resumed.continue_from(saved, stored)
         await service.close()
         assert (await resumed.take(4)).groups
         await resumed.close()

@@ -194,7 +194,7 @@ def test_a_group_whose_scoring_is_cut_off_is_kept_and_scored_after_a_resume(tmp_
         assert not service.books.accepted and len(list(service.books.held())) == 4
         again = FakeGroupScorer()
         resumed = make_service(config, engine, again)
-        resumed.load_state_dict(*service.state_dict())
+        await resumed.continue_from(*service.state_dict())
         batch = await resumed.take(0)
         assert [s.reward for s in batch.samples] == [0.0, 1.0] * 4 and len(again.asked) == 4
 
@@ -239,7 +239,7 @@ def test_asynchronous_steps_work_ahead_within_the_gate_and_train_nothing_older(t
         ages: list[float] = []
         for step in range(6):
             batch = await service.take(step)
-            assert (step + 1) * 4 <= service.books.next_group_id <= (step + 1 + max_staleness) * 4
+            assert (step + 1) * 4 <= service.joined.next_group_id <= (step + 1 + max_staleness) * 4
             ages.append(batch.metrics["staleness/max"])
             for sample in batch.samples:
                 check_sample(sample)
@@ -438,7 +438,7 @@ def test_engines_that_died_before_a_weight_update_and_are_back_after_it_are_no_f
         service = make_service(run_config(tmp_path, max_staleness=1), engines)
         await service.take(0)
         engines._deaths = [0, 0]
-        while len(engines.dead) < 2 or service._runner.failure is None:
+        while len(engines.dead) < 2 or service.manager._runner.failure is None:
             await asyncio.sleep(0)
         await service.pause_for_update()
         engines.dead = {}
@@ -600,7 +600,7 @@ def test_a_resumed_service_continues_with_every_group_and_the_same_prompts(tmp_p
             seen += [g.group_id for g in batch.groups]
             await publish(other, engine, step + 1)
         rest = [g.group_id for g in other.books.held()]
-        lost = set(range(other.books.next_group_id)) - {*seen, *rest}
+        lost = set(range(other.joined.next_group_id)) - {*seen, *rest}
         assert len(seen) == len(set(seen)) == 20
         assert len(lost) == other.books.counters.total["stale_groups"], (
             "a group is trained, held, or counted as too old"
@@ -642,10 +642,17 @@ def test_engines_generate_while_a_checkpoint_is_written_which_is_of_the_moment_b
         await service.take(0)
         await ticks(10)
         monkeypatch.setattr(state, "_write_archive", hold)
+        keep, kept = service.books.kept, list[tuple[set[int], int]]()
+
+        def note(next_step: int | None) -> Any:
+            kept.append(({g.group_id for g in service.books.held()}, service.ledger.pending))
+            return keep(next_step)
+
+        monkeypatch.setattr(service.books, "kept", note)
         checkpoint = asyncio.create_task(service.checkpoint(tmp_path / "rollouts.npz"))
         while not begun.is_set():
             await asyncio.sleep(0)
-        held, pending = {g.group_id for g in service.books.held()}, service.ledger.pending
+        ((held, pending),) = kept
         taken = await service.take(1)  # of tokens that engines make meanwhile
         assert len(taken.groups) == 4 and not checkpoint.done()
         may.set()
@@ -914,7 +921,7 @@ def test_an_outline_begins_unfinished_groups_again_and_keeps_the_books(tmp_path:
         await resumed.load(tmp_path / "o.npz")
         assert sorted(g.group_id for g in resumed.books.held()) == held != []
         assert {g.group_id: g.samples[0].tokens.tolist() for g in resumed.books.held()} == prompts
-        assert resumed.ledger.pending == 0 and resumed.books.next_group_id == service.books.next_group_id
+        assert resumed.ledger.pending == 0 and resumed.joined.next_group_id == service.joined.next_group_id
         batch = await resumed.take(1)
         assert len(batch.groups) == 4
         await resumed.close()
