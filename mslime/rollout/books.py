@@ -15,9 +15,8 @@ import bisect
 import copy
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -28,8 +27,8 @@ from mslime.data.sample import Group, Sample, SampleStatus, check_invariants
 from mslime.data.source import Prompt
 from mslime.rollout.atropos.pushed import COUNTED as HANDED_IN
 from mslime.rollout.filters import load_filter
-from mslime.rollout.kept import Begun, Kept, outline_of, sound, state_of, trainable
-from mslime.rollout.state import Columns, PackedGroups, Stored, begun_anew, check_stored, unpack_groups
+from mslime.rollout.kept import Begun, Kept, sound, trainable
+from mslime.rollout.state import PackedGroups
 from mslime.rollout.statistics import StepCounters
 
 _log = logging.getLogger(__name__)
@@ -55,19 +54,14 @@ class SubmitGate:
     max_staleness: int
     spare: int = 0
 
+    @classmethod
+    def of(cls, config: RunConfig) -> SubmitGate:
+        """Of a run."""
+        return cls(config.rollout.groups_per_step, config.rollout.max_staleness, config.spare_groups)
+
     def limit(self, version: int) -> int:
         """Groups that may be accepted or running, counted since the gate opened, under weights of `version`."""
         return (version + 1 + self.max_staleness) * self.groups_per_step + self.spare
-
-    def room(self, accepted: int, running: int, version: int) -> int:
-        """Groups that may be submitted now.
-
-        Args:
-            accepted: groups taken by the trainer or ready for it.
-            running: groups being generated or scored.
-            version: updates of the weights since the gate opened.
-        """
-        return max(0, self.limit(version) - accepted - running)
 
 
 @dataclass(frozen=True)
@@ -102,53 +96,34 @@ class Books:
 
     Args:
         config: `rollout` is read, and what follows from it.
-        taught: a served teacher scores responses, so that groups from a run without one are not complete.
 
     Attributes:
         version: weight version that the engines serve and the trainer holds.
         running, partial, accepted: see the module. The most urgent one of `partial` is the last.
         ledger: the fate of every generated token.
         counters: of what happened to groups and responses.
-        next_group_id: groups that were begun.
-        allowance: groups that may be taken, accepted or running since the gate opened, where these are the books of one
-            of several managers; None where the gate says it.
+        allowance: groups that may be taken, accepted or running since the gate opened (`JoinedBooks.allow`).
         on_discard: told (group, number) of every rollout that is thrown away.
     """
 
-    def __init__(self, config: RunConfig, taught: bool = False) -> None:
-        self._rollout, self._on_stale, self._taught = config.rollout, config.on_stale, taught
-        self._gate = SubmitGate(config.rollout.groups_per_step, config.rollout.max_staleness, config.spare_groups)
+    def __init__(self, config: RunConfig) -> None:
+        self._rollout, self._on_stale = config.rollout, config.on_stale
         self._filter_name, self._keep = load_filter(config.rollout.dynamic_filter)
         self._counted = (*COUNTED, *(("truncated_groups",) if config.rollout.mask_truncated else ()))
         self._counted += tuple(f"atropos/{name}" for name in HANDED_IN) if config.rollout.function == ATROPOS else ()
-        self.version = self.next_group_id = 0
+        self.version = self.allowance = 0
         self.running, self.partial, self.accepted = dict[int, Group](), list[Group](), list[Group]()
         self.ledger, self.counters = Ledger(), StepCounters()
         self.on_discard: Callable[[int, int], None] = lambda group, number: None
-        self.allowance: int | None = None
         self._urgency = dict[int, tuple[int, int, int]]()  # of groups when they came to rest
-        self._base_version: int | None = None
         self._taken_count = 0
         self._taken: _Taken | None = None
 
     # ------------------------------------------------------------------------------------------- begun and ended
 
-    def open_gate(self) -> None:
-        """Let groups be begun and continued. Versions are counted for the gate from the first time on."""
-        if self._base_version is None:
-            self._base_version = self.version
-
     def room(self) -> int:
         """Groups that may be begun or continued now."""
-        assert self._base_version is not None, "the gate was never opened"
-        if self.allowance is not None:
-            return max(0, self.allowance - self.ready - len(self.running))
-        return self._gate.room(self.ready, len(self.running), self.version - self._base_version)
-
-    @property
-    def most_rollouts(self) -> int:
-        """Of groups that may be under way before a step is taken."""
-        return self._gate.limit(0) * self._rollout.group_size
+        return max(0, self.allowance - self.ready - len(self.running))
 
     @property
     def ready(self) -> int:
@@ -163,12 +138,6 @@ class Books:
             self.accepted.append(group)
         else:
             self._rest(group)
-
-    def begin(self, prompt: Prompt) -> Group:
-        """A new group, which is running."""
-        group = new_group(self.next_group_id, prompt, self._rollout.group_size)
-        self.next_group_id += 1
-        return self._run(group)
 
     def resume(self) -> Group | None:
         """The most urgent interrupted group that may still be trained, which is running then; None if there is none."""
@@ -388,17 +357,12 @@ class Books:
 
     # ---------------------------------------------------------------------------------------------------- state
 
-    def state_dict(self, next_step: int | None = None) -> tuple[dict[str, Any], Columns]:
-        """(JSON-able header, columns) from which new books continue without losing a token.
+    def kept(self, next_step: int | None = None) -> Kept:
+        """What a state holds.
 
         Args:
             next_step: step that a resumed run begins with; its groups are included where they are taken already.
         """
-        kept = self.kept(next_step)
-        return state_of([kept], kept.ledger, kept.counters, self.version, self.next_group_id)
-
-    def kept(self, next_step: int | None = None) -> Kept:
-        """What a state holds; see `state_dict`."""
         taken = self._taken
         untrained = taken if taken is not None and next_step is not None and taken.step >= next_step else None
         ledger = self.ledger.copy()
@@ -409,38 +373,12 @@ class Books:
         packed = (PackedGroups.of(accepted), PackedGroups.of(resting))
         return Kept(*packed, ledger, dict(self.counters.total), untrained is not None)
 
-    def outline(self) -> tuple[dict[str, Any], Columns]:
-        """A small `state_dict` for the case that the groups are lost: those that are not trained begin anew from their
-        prompts, and their tokens are booked as dropped. Holds for a checkpoint after the step taken last."""
-        begun = self.begun()
-        return outline_of([begun], begun.ledger, begun.counters, self.version, self.next_group_id)
-
     def begun(self) -> Begun:
         """What an outline holds."""
         ledger = self.ledger.copy()
         ledger.drop(ledger.pending, "lost")
         groups = PackedGroups.begun(sorted(self.held(), key=lambda g: g.group_id))
         return Begun(groups, ledger, dict(self.counters.total))
-
-    def load_state_dict(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
-        """Continue from `state_dict` or `outline`, before anything was begun. Raises ValueError when the groups and
-        the ledger do not agree."""
-        assert not self.held(), "groups were begun already"
-        groups = unpack_groups(header["groups"], columns)
-        accepted, resting = groups[: header["accepted"]], groups[header["accepted"] :]
-        check_stored(groups)
-        resting += begun_anew(header.get("begun", []), columns, new_group)
-        self.accepted = [g for g in accepted if not self._untaught(g)]
-        for group in [g for g in accepted if self._untaught(g)] + resting:
-            self._rest(group)
-        self.version, self.next_group_id = int(header["version"]), int(header["next_group_id"])
-        self.ledger, self.counters = Ledger.from_state(header["ledger"]), StepCounters(header["counters"])
-        if (alive := trainable(self.held())) != self.ledger.pending:
-            raise ValueError(f"{self.ledger.pending} tokens are pending in the books, {alive} are held")
-
-    def _untaught(self, group: Group) -> bool:
-        """Whether a served teacher has not scored the group: it is of a run that had none."""
-        return self._taught and any(s.teacher_log_probs is None for s in group.samples)
 
 
 def due(group: Group) -> tuple[int, int]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from mslime.config.schema import RunConfig
 from mslime.data.ledger import Ledger
-from mslime.rollout.books import Books, SubmitGate
-from mslime.rollout.kept import Begun, Kept, State, outline_of, state_of
+from mslime.rollout.books import SubmitGate
+from mslime.rollout.kept import Begun, Continued, Kept, State, outline_of, state_of
 
 Due = tuple[int, int]
 """Of an accepted group: when it is trained (`books.due`); the second number is its id."""
@@ -68,9 +68,7 @@ class JoinedBooks:
     """
 
     def __init__(self, config: RunConfig, managers: int) -> None:
-        r = config.rollout
-        self._gate = SubmitGate(r.groups_per_step, r.max_staleness, config.spare_groups)
-        self._groups_per_step = r.groups_per_step
+        self._gate, self._groups_per_step = SubmitGate.of(config), config.rollout.groups_per_step
         self._base_version: int | None = None
         self._settled = Ledger()  # tokens whose fate was known before the managers began
         self._counted = Counter[str]()  # before they did
@@ -131,11 +129,11 @@ class JoinedBooks:
 
     # -------------------------------------------------------------------------------------------------------- state
 
-    def continue_from(self, books: Books) -> None:
-        """Begin with what `books` know, whose groups the managers are handed."""
-        self._settled, self._mark = books.ledger.without_pending(), books.ledger.marked()
-        self._counted = Counter(books.counters.total)
-        self.version, self.next_group_id = books.version, books.next_group_id
+    def continue_from(self, saved: Continued) -> None:
+        """Begin with what was saved, whose groups the managers are handed."""
+        self._settled, self._mark = saved.ledger.without_pending(), saved.ledger.marked()
+        self._counted = Counter(saved.counters)
+        self.version, self.next_group_id = saved.version, saved.next_group_id
 
     def state(self, parts: Sequence[Kept]) -> State:
         """What a state file holds, from what all managers keep."""

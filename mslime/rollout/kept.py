@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mslime.data.ledger import Ledger
 from mslime.data.sample import Group, check_invariants
-from mslime.rollout.state import Columns, PackedGroups
+from mslime.data.source import Prompt
+from mslime.rollout.state import Columns, PackedGroups, Stored, begun_anew, check_stored, unpack_groups
 
 State = tuple[dict[str, Any], Columns]
 
@@ -65,6 +66,51 @@ def outline_of(
     and their tokens are dropped. Holds for a checkpoint after the step taken last."""
     begun, columns = PackedGroups.joined([part.groups for part in parts])
     return {"accepted": 0, "groups": [], "begun": begun, **_numbers(version, next_group_id, ledger, counters)}, columns
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What a file of `state_of` or `outline_of` holds.
+
+    Attributes:
+        accepted, resting: groups. counters: totals since the start of the run.
+    """
+
+    accepted: list[Group]
+    resting: list[Group]
+    ledger: Ledger
+    counters: dict[str, int]
+    version: int
+    next_group_id: int
+
+
+def continued(header: Mapping[str, Any], columns: Columns | Stored, make: Callable[[int, Prompt, int], Group], *,
+              taught: bool) -> Continued:  # fmt: skip
+    """Read a state back.
+
+    Args:
+        make: makes a group anew from its id, prompt and size.
+        taught: a served teacher scores responses, so that groups from a run without one are not complete.
+
+    Raises:
+        ValueError: the groups and the ledger do not agree.
+    """
+    groups = unpack_groups(header["groups"], columns)
+    accepted, resting = groups[: header["accepted"]], groups[header["accepted"] :]
+    check_stored(groups)
+    resting += begun_anew(header.get("begun", []), columns, make)
+    if taught:
+        resting += [group for group in accepted if _untaught(group)]
+        accepted = [group for group in accepted if not _untaught(group)]
+    ledger = Ledger.from_state(header["ledger"])
+    if (alive := trainable([*accepted, *resting])) != ledger.pending:
+        raise ValueError(f"{ledger.pending} tokens are pending in the books, {alive} are held")
+    numbers = (int(header["version"]), int(header["next_group_id"]))
+    return Continued(accepted, resting, ledger, dict(header["counters"]), *numbers)
+
+
+def _untaught(group: Group) -> bool:
+    return any(sample.teacher_log_probs is None for sample in group.samples)
 
 
 def _numbers(version: int, next_group_id: int, ledger: Ledger, counters: Mapping[str, int]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from mslime.data.source import PromptSource
 from mslime.data.tokenizer import Tokenizer, special_texts
 from mslime.rollout.agents import Agents
 from mslime.rollout.atropos.play import AtroposRollouts
-from mslime.rollout.books import Books, due, new_group
+from mslime.rollout.books import Books, SubmitGate, due, new_group
 from mslime.rollout.door import Door
 from mslime.rollout.environments.play import EnvironmentRollout, open_workflow
 from mslime.rollout.evaluate import answer
@@ -143,8 +143,7 @@ class Manager:
         self._config, self._engines, self._tokenizer = config, engines, tokenizer
         self._scorer, self._model, self._limits = scorer, model, limits
         self._eval_scorers = eval_scorers or {}
-        self.books = Books(config, taught=teacher is not None)
-        self.books.allowance = 0
+        self.books = Books(config)
         self._generator = Generator(
             config, engines, tokenizer, model, limits, lambda: self.version, self._request_done, places
         )
@@ -281,7 +280,10 @@ class Manager:
             await rollout.play(self._workflow, asked, self._config.rollout.on_error)
 
         scorer = self._eval_scorers.get(eval_set.name, self._scorer)
-        at_once = sys.maxsize if self._workflow is single_turn else self.books.most_rollouts
+        most = (
+            SubmitGate.of(self._config).limit(0) * self._config.rollout.group_size
+        )  # under way before a step is taken
+        at_once = sys.maxsize if self._workflow is single_turn else most
         await answer(groups, roll, scorer, at_once)
         return groups
 
@@ -399,7 +401,6 @@ class Manager:
 
     def _go_on(self) -> None:
         """Let groups be submitted and continued."""
-        self.books.open_gate()
         self._runner.traffic.open = True
         if self._guests is not None:
             self._guests.admit()

@@ -26,9 +26,10 @@ from mslime.data.checksums import FileSum
 from mslime.data.sample import Group
 from mslime.data.source import Prompt, PromptStream
 from mslime.rollout.asked import Asked
-from mslime.rollout.books import Books, new_group
+from mslime.rollout.books import new_group
 from mslime.rollout.evaluate import EvalResult, summarise
 from mslime.rollout.joined_books import JoinedBooks, Share
+from mslime.rollout.kept import continued
 from mslime.rollout.manager import HandedOver, Manager, Report, Standing
 from mslime.rollout.protocols import EvaluatedHook, ProgressHook, SpanHook, StepBatch
 from mslime.rollout.state import Columns, Stored, open_state, save_beside, state_bytes
@@ -221,15 +222,14 @@ class RolloutService:
 
     async def continue_from(self, header: Mapping[str, Any], columns: Columns | Stored) -> None:
         """See `load`: what its file holds."""
-        books = Books(self._config, self._taught)
         self._source.load_state_dict(header["source"])
-        books.load_state_dict(header, columns)
-        self.joined.continue_from(books)
-        accepted, resting = (sorted(groups, key=_id) for groups in (books.accepted, books.partial))
+        saved = continued(header, columns, new_group, taught=self._taught)
+        self.joined.continue_from(saved)
+        accepted, resting = (sorted(groups, key=_id) for groups in (saved.accepted, saved.resting))
         every = len(self._managers)
         await self._each(
             range(every),
-            lambda manager, i: manager.ask(Manager.continue_with, books.version, accepted[i::every], resting[i::every]),
+            lambda manager, i: manager.ask(Manager.continue_with, saved.version, accepted[i::every], resting[i::every]),
         )
 
     async def _save(self, path: Path, next_step: int | None, interrupt: bool) -> FileSum:

@@ -426,7 +426,7 @@ def test_a_group_that_an_earlier_process_began_is_not_filled_with_another(tmp_pa
     async def work() -> None:
         config = config_of(tmp_path, groups_per_step=1, group_size=3)
         service = service_of(config)
-        group = service.books.begin(NoPrompts().next())
+        group = service.begin(NoPrompts().next())
         for number in (0, 1):
             sample = group.samples[number]
             sample.extend([9], log_probs=[-1.0], versions=[(0, 0, 1)], engine="e")

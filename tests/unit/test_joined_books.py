@@ -18,7 +18,8 @@ from mslime.data.sample import Group, SampleStatus
 from mslime.data.source import Prompt
 from mslime.rollout.books import Books, due, new_group
 from mslime.rollout.joined_books import JoinedBooks, Share, dealt
-from mslime.rollout.kept import trainable
+from mslime.rollout.kept import continued, trainable
+from tests.fixtures.one_books import OneBooks
 
 SIZE = 2
 
@@ -56,20 +57,16 @@ class Pair:
 
     def __init__(self, config: RunConfig, managers: int) -> None:
         self.config = config
-        self.one, self.step, self.prompts = Books(config), 0, 0
+        self.one, self.step, self.prompts = OneBooks(config), 0, 0
         self._begin_joined(managers)
         self._open()
 
     def _begin_joined(self, managers: int) -> None:
         self.parts = [Books(self.config) for _ in range(managers)]
         self.joined = JoinedBooks(self.config, managers)
-        for part in self.parts:
-            part.allowance = 0
 
     def _open(self) -> None:
         self.one.open_gate()
-        for part in self.parts:
-            part.open_gate()
         self._allow()
 
     def _allow(self) -> None:
@@ -155,12 +152,11 @@ class Pair:
         state = written(self.joined.state([part.kept(self.step) for part in self.parts]))
         if chance % 4 == 0:
             state = written(self.joined.outline([part.begun() for part in self.parts]))
-        self.one, whole = Books(self.config), Books(self.config)
+        self.one, whole = OneBooks(self.config), continued(*state, new_group, taught=False)
         self.one.load_state_dict(*state)
-        whole.load_state_dict(*state)
         self._begin_joined(1 + chance % 4)
         self.joined.continue_from(whole)
-        for groups, accepted in ((whole.accepted, True), (whole.partial, False)):
+        for groups, accepted in ((whole.accepted, True), (whole.resting, False)):
             for group in groups:
                 self.parts[group.group_id % len(self.parts)].hand(copy.deepcopy(group), accepted)
         for part in self.parts:

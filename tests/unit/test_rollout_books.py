@@ -18,7 +18,8 @@ from mslime.config.loader import build
 from mslime.config.schema import RunConfig
 from mslime.data.sample import Group, SampleStatus, check_invariants
 from mslime.data.source import Prompt
-from mslime.rollout.books import Books, trainable
+from mslime.rollout.books import trainable
+from tests.fixtures.one_books import OneBooks
 from tests.unit.rollout_fakes import run_config
 
 
@@ -37,14 +38,11 @@ class Life:
     """A run's books, with a count of tokens beside them that knows no ledger."""
 
     config: RunConfig
-    books: Books
+    books: OneBooks
     generated: int = 0
     trained: dict[int, int] = field(default_factory=dict[int, int])
     step: int = 0
     taken: list[Group] = field(default_factory=list[Group])
-
-    def __post_init__(self) -> None:
-        self.books.open_gate()
 
     def begin(self, _: int) -> None:
         if self.books.room() and self.books.resume() is None:
@@ -100,7 +98,7 @@ class Life:
     def restore(self, n: int) -> None:
         """A new process: what was taken and not trained comes back."""
         header, columns = self.books.outline() if n % 4 == 0 and not self.taken else self.books.state_dict(self.step)
-        self.books = Books(self.config)
+        self.books = OneBooks(self.config)
         self.books.load_state_dict(json.loads(json.dumps(header)), columns)
         self.books.open_gate()
         for group in self.taken:
@@ -133,7 +131,7 @@ SETTINGS = st.fixed_dictionaries({
 def live(rollout: dict[str, Any], seed: int) -> Life:
     """Books after 150 events, checked after each."""
     config, chance = config_of(**rollout), random.Random(seed)
-    life = Life(config, Books(config))
+    life = Life(config, OneBooks(config))
     for _ in range(150):
         name = chance.choice(SELDOM if chance.random() < 0.15 else OFTEN)
         getattr(life, name)(chance.randrange(60))
@@ -181,8 +179,7 @@ def test_a_group_that_no_step_trains_on_is_logged_once_with_its_reason(caplog: p
 
 
 def test_the_oldest_tokens_are_continued_first(tmp_path: Path) -> None:
-    books = Books(run_config(tmp_path, max_staleness=3))
-    books.open_gate()
+    books = OneBooks(run_config(tmp_path, max_staleness=3))
     groups = [books.begin(Prompt([1], "", {}, "p:1")) for _ in range(3)]
     for group, version in zip(groups, (None, 4, 2), strict=True):
         if version is not None:
@@ -200,16 +197,14 @@ def test_groups_are_continued_without_looking_at_each_for_every_one(
     oldest = Group.oldest_version.fget
     assert oldest is not None
     monkeypatch.setattr(Group, "oldest_version", property(lambda g: looked.append(g.group_id) or oldest(g)))
-    books = Books(run_config(tmp_path))
-    books.open_gate()
+    books = OneBooks(run_config(tmp_path))
     for group in [books.begin(Prompt([1], "", {}, "p:1")) for _ in range(100)]:
         books.put_back(group)
     assert len(list(iter(books.resume, None))) == 100 and len(looked) == 100 and not books._urgency
 
 
 def test_a_filter_that_fails_leaves_the_group_running(tmp_path: Path) -> None:
-    books = Books(run_config(tmp_path, dynamic_filter="tests.unit.user_rewards:confused"))
-    books.open_gate()
+    books = OneBooks(run_config(tmp_path, dynamic_filter="tests.unit.user_rewards:confused"))
     group = books.begin(Prompt([1], "", {}, "p:1"))
     for sample in group.samples:
         sample.status, sample.reward = SampleStatus.COMPLETED, 1.0
@@ -220,9 +215,8 @@ def test_a_filter_that_fails_leaves_the_group_running(tmp_path: Path) -> None:
 
 def test_groups_and_ledger_that_disagree_are_refused(tmp_path: Path) -> None:
     config = run_config(tmp_path)
-    books = Books(config)
-    books.open_gate()
+    books = OneBooks(config)
     group = books.begin(Prompt([1], "", {}, "p:1"))
     group.samples[0].extend([5], log_probs=[-1.0], versions=[(0, 0, 1)], engine="e")
     with pytest.raises(ValueError, match="0 tokens are pending in the books, 1 are held"):
-        Books(config).load_state_dict(*books.state_dict())
+        OneBooks(config).load_state_dict(*books.state_dict())

@@ -317,8 +317,7 @@ def test_a_response_continued_after_a_resume_ends_at_a_stop_text_that_began_befo
     async def work() -> None:
         config = run_config(tmp_path, stop=["104 105"], groups_per_step=1)
         before = make_service(config, FakeSlowEngine(lambda group, index: 9))
-        before.books.open_gate()
-        group = before.books.begin(Prompt([80, 48], "0", {}, "p:1"))
+        group = before.begin(Prompt([80, 48], "0", {}, "p:1"))
         for sample in group.samples:
             t = np.arange(2, 5)
             sample.extend(100 + t, log_probs=-t / 1000, versions=[(0, 0, 3)], engine="fake")
